@@ -34,6 +34,7 @@ from lightning_sdpipe.scheduler.credentials import (
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, differences, read_log
 from lightning_sdpipe.scheduler.server.process import SchedulerSettings, serve
 from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits
+from lightning_sdpipe.topology.mesh import depths_of, shape_of
 
 _OWN_OPTIONS = {  # commands that parse their own
     "partition": "partition.__main__",
@@ -98,8 +99,14 @@ def _parser() -> argparse.ArgumentParser:
     scheduler = commands.add_parser("scheduler", help="serve a run until interrupted")
     scheduler.add_argument("--bind", default="tcp://127.0.0.1:5555", help="address (default: %(default)s)")
     scheduler.add_argument("--key-file", type=Path, help="scheduler.key; on loopback this account's own by default")
-    scheduler.add_argument("--num-stages", type=int, required=True, help="M, the stages of a pipeline")
-    scheduler.add_argument("--num-pipelines", type=int, required=True, help="N, the pipelines")
+    scheduler.add_argument(
+        "--num-stages",
+        type=depths_of,
+        required=True,
+        metavar="M",
+        help="the stages of a pipeline; or of each, as in 1,2,2, for an ordinary run of pipelines that are cut unlike",
+    )
+    scheduler.add_argument("--num-pipelines", type=int, help="N, the pipelines, unless --num-stages lists them")
     scheduler.add_argument(
         "--policy",
         default="semi_decentralized",
@@ -204,15 +211,18 @@ def _scheduler(options: argparse.Namespace) -> int:
             f"only your account may connect: workers take {worker_file} unless SDPIPE_KEY_FILE names another",
             file=sys.stderr,
         )
+    num_stages, num_pipelines, depths = shape_of(options.num_stages, options.num_pipelines)
     settings = SchedulerSettings(
-        options.num_stages,
-        options.num_pipelines,
+        num_stages,
+        num_pipelines,
         None if options.policy_file else registry.to_plain(registry.from_text(options.policy, options.set)),
         options.policy_file,
         Endpoint(options.bind, None if key_file is None else read_scheduler_keys(key_file), options.lifeline_port),
         Limits(options.worker_timeout),
         Files(options.log, options.log_limit << 20, options.journal),
-        ElasticConfig(
+        ElasticConfig.of_fixed(len(depths), depths=depths)
+        if depths
+        else ElasticConfig(
             options.min_pipelines,
             options.start_pipelines,
             options.gather,

@@ -21,7 +21,7 @@ batches are each dealt once; when all are trained, the segment is over, so at a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_sdpipe.dealing.leases import Asked, Done, Expected, Lease, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.dealing.pipeline_progress import PipelineProgress
@@ -34,15 +34,16 @@ LEAST_SECONDS = 1.0
 
 
 class Dealer:
-    """Deals one segment after the other to ``num_pipelines`` pipelines of ``num_stages`` stages each.
+    """Deals one segment after the other to ``num_pipelines`` pipelines of ``num_stages`` stages each, unless ``depths``
+    say how many each has.
 
     In an elastic run there may be more pipelines than home shards: those have none of their own. When a pipeline goes,
     the last ``in_doubt`` batches that it has trained are dealt again: others know whether their models have them.
     """
 
-    def __init__(self, num_stages: int, num_pipelines: int, in_doubt: int = 0) -> None:
+    def __init__(self, num_stages: int, num_pipelines: int, in_doubt: int = 0, depths: Sequence[int] = ()) -> None:
         self._num_stages, self._num_pipelines, self._in_doubt = num_stages, num_pipelines, in_doubt
-        self._accounts = [PipelineProgress() for _ in range(num_pipelines)]
+        self._accounts = [PipelineProgress(depth) for depth in depths or [num_stages] * num_pipelines]
         self._left: list[list[range]] = [[] for _ in range(num_pipelines)]
         """Of each home shard what is not dealt, in order."""
         self._retired = 0
@@ -88,7 +89,7 @@ class Dealer:
                 return []
             case Widened(num_pipelines):
                 for _ in range(num_pipelines - len(self._accounts)):
-                    account = PipelineProgress()
+                    account = PipelineProgress(self._num_stages)
                     account.present = False  # until it asks, tells, or is expected
                     account.begin(now)
                     self._accounts.append(account)
@@ -126,9 +127,7 @@ class Dealer:
     def still_training(self) -> list[int]:
         """Pipelines that were dealt something that not all of their stages have trained."""
         return [
-            i
-            for i, account in enumerate(self._accounts)
-            if account.present and account.finished(self._num_stages) < account.leased
+            i for i, account in enumerate(self._accounts) if account.present and account.finished() < account.leased
         ]
 
     def awaited(self) -> list[int]:
@@ -140,7 +139,7 @@ class Dealer:
         return [
             Worker(stage, pipeline)
             for pipeline in self.awaited()
-            for stage in range(self._num_stages)
+            for stage in range(self._accounts[pipeline].depth)
             if self._accounts[pipeline].trained.get(stage, 0) < self._accounts[pipeline].leased
         ]
 
@@ -149,17 +148,18 @@ class Dealer:
         return [
             Worker(stage, i)
             for i, account in enumerate(self._accounts)
-            for stage in range(self._num_stages)
+            for stage in range(account.depth)
             if account.present and stage not in account.told and (self._recovering or account.told)
         ]
 
     # ---------------------------------------------------------------- segments
 
     def _account(self, worker: Worker, done: Done) -> PipelineProgress:
-        if not (0 <= worker.stage < self._num_stages and 0 <= worker.pipeline < len(self._accounts)):
-            raise RefusedEvent(
-                f"worker {worker} does not exist in {self._num_stages} stages × {len(self._accounts)} pipelines"
-            )
+        i, stages = worker.pipeline, self._num_stages
+        if 0 <= i < len(self._accounts):
+            stages = self._accounts[i].depth
+        if not (0 <= worker.stage < stages and 0 <= i < len(self._accounts)):
+            raise RefusedEvent(f"worker {worker} does not exist in {stages} stages × {len(self._accounts)} pipelines")
         if not (done.batches >= 0 and 0 <= done.ago < math.inf and 0 <= (done.seconds or 0) < math.inf):
             raise RefusedEvent(f"worker {worker} says that it has trained {done}, which cannot be")
         return self._accounts[worker.pipeline]
@@ -232,7 +232,7 @@ class Dealer:
 
     def _take_back(self, pipeline: int) -> None:
         account = self._numbered(pipeline)
-        trained = max(0, account.finished(self._num_stages) - self._in_doubt)
+        trained = max(0, account.finished() - self._in_doubt)
         self._retired += trained
         for lease in account.leases:
             kept = min(lease.size, trained)
@@ -248,12 +248,12 @@ class Dealer:
     def _settle(self, now: float) -> list[Lease]:
         """Decides the asks that are open, as far as they can be."""
         if self._recovering:
-            if not all(account.has_told(self._num_stages) or not account.present for account in self._accounts):
+            if not all(account.has_told or not account.present for account in self._accounts):
                 return []
             self._recovering = False
         decided: list[Lease] = []
         for pipeline, account in enumerate(self._accounts):
-            if account.told and not account.has_told(self._num_stages):
+            if account.told and not account.has_told:
                 continue
             if account.open and not account.waits:
                 lease = None if self._over else self._lease(pipeline, self._quotas(now), now)

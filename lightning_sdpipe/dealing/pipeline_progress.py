@@ -11,11 +11,12 @@ SHORTEST = 1e-6
 
 
 class PipelineProgress:
-    """One pipeline's leases in this segment, and what is known of its speed."""
+    """One pipeline's leases in this segment, and what is known of its speed. It has ``depth`` stages."""
 
-    __slots__ = ("asked", "base", "leased", "leases", "present", "seconds", "told", "trained")
+    __slots__ = ("asked", "base", "depth", "leased", "leases", "present", "seconds", "told", "trained")
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
         self.seconds: float | None = None
         self.present = True
         self.begin(0.0)
@@ -32,9 +33,10 @@ class PipelineProgress:
         self.told: set[int] = set()
         """Stages that have told what they were dealt by an earlier dealer."""
 
-    def has_told(self, num_stages: int) -> bool:
+    @property
+    def has_told(self) -> bool:
         """Have all stages? One may have heard of a lease of which another has not."""
-        return len(self.told) == num_stages
+        return len(self.told) == self.depth
 
     @property
     def open(self) -> bool:
@@ -51,9 +53,9 @@ class PipelineProgress:
         """Batches that some stage has trained."""
         return max(self.trained.values(), default=0)
 
-    def finished(self, num_stages: int) -> int:
+    def finished(self) -> int:
         """Batches that all stages have trained."""
-        return min(self.trained.values()) if len(self.trained) == num_stages else 0
+        return min(self.trained.values()) if len(self.trained) == self.depth else 0
 
     def hear(self, stage: int, done: Done, now: float) -> None:
         """How far the worker of ``stage`` is."""

@@ -34,6 +34,8 @@ class Overlapped:
         self._mover = mover
         self._turn: TurnIntoChanges = turn_whole_into_changes if begins_again else turn_into_changes
         self._background = Background("averaging models beside training", 2 * timeout)
+        self.members = 1
+        """Of the exchange that is under way; 1 if none is."""
         self._copies: list[Tensor] = []
         self._tensors: Sequence[Tensor] = ()
         self._job: Job | None = None
@@ -43,6 +45,7 @@ class Overlapped:
         assert self._job is None, "end() comes before the next begin()"
         if len(group.members) == 1:
             return
+        self.members = len(group.members)
         if [(t.shape, t.dtype, t.device) for t in self._copies] != [(t.shape, t.dtype, t.device) for t in tensors]:
             self._copies = [torch.empty_like(tensor) for tensor in tensors]
         for copy, tensor in zip(self._copies, tensors, strict=True):
@@ -61,7 +64,7 @@ class Overlapped:
         """
         if self._job is None:
             return 0.0
-        job, self._job = self._job, None
+        job, self._job, self.members = self._job, None, 1
         waited = job.wait()
         for tensor, change in zip(self._tensors, self._copies, strict=True):
             tensor.add_(change)

@@ -4,12 +4,16 @@ replicas of its own, and a worker may speak for several. All go through their se
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 from torch import Tensor, nn
 
 from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
+from lightning_sdpipe.exchange.moving import Mover, Pending
+from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas
 
 
@@ -21,6 +25,67 @@ class OwnSections:
     parameters: Mapping[nn.Parameter, int]
     """The section of each parameter that this worker exchanges; it may hold others, as copies."""
     buffers: Mapping[int, Sequence[Tensor]]
+    beside: Mapping[int, Replicas] = field(default_factory=dict)
+    """As ``replicas``, over groups of their own, where a thread exchanges beside training."""
+
+
+class SectionedMover:
+    """Moves the tensors of each section by a mover of its own, one section after the other.
+
+    A worker begins a section when it is done with the one before: it may wait for another worker in that one, but none
+    waits for it in an earlier one. Groups go out in one order, too, so nothing deadlocks.
+
+    Args:
+        movers: of this worker's sections, in the order in which all workers go through theirs.
+        counts: gives how many of the tensors belong to each.
+    """
+
+    def __init__(self, movers: Sequence[Mover], counts: Callable[[], Sequence[int]]) -> None:
+        self._movers, self._counts = movers, counts
+
+    def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
+        """See :class:`~lightning_sdpipe.exchange.moving.Mover`."""
+        return _Sections(zip(self._movers, parted(tensors, self._counts()), strict=True), group)
+
+
+class _Sections:
+    def __init__(self, sections: Iterable[tuple[Mover, Sequence[Tensor]]], group: Group) -> None:
+        self.seconds_waiting = 0.0
+        self._to_come = deque(sections)
+        self._group = group
+        self._now: Pending | None = None
+        self._begin()
+
+    def wait(self) -> bool:
+        while self._now is not None:
+            if self._now.wait():
+                return True
+            self.seconds_waiting += self._now.seconds_waiting
+            self._begin()
+        return False
+
+    def commit(self) -> None:
+        assert self._now is not None, "wait() comes before commit()"
+        self._now.commit()
+
+    def abort(self) -> None:
+        self._to_come.clear()
+        if self._now is not None:
+            self._now.abort()
+            self._now = None
+
+    def _begin(self) -> None:
+        """The next section, if there is one."""
+        self._now = None
+        if self._to_come:
+            mover, tensors = self._to_come.popleft()
+            self._now = mover.start(tensors, self._group)
+
+
+def parted(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Tensor]]:
+    """So many of them for each section, in order."""
+    ends = [*accumulate(counts)]
+    return [tensors[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
 class SectionedRounds:

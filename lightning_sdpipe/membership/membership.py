@@ -24,15 +24,14 @@ silent, fails, or departs. Its states, and those of its processes, are the table
 8. *Out of reach* (``unreachable.py``). Pipelines that find no process group in common make another one, and say
    which they cannot reach; if that goes on, one of them is put out.
 9. *A new scheduler* begins to know when a member of the run resumes: it waits ``recovery_grace`` seconds for the rest
-   of the newest epoch that any of them heard of. A start that is not in it has been replaced, and must end. None starts
-   anew within its first ``settle`` seconds, in which members make themselves heard.
+   of the newest epoch that any heard of. A start that is not in it has been replaced, and must end. None starts anew
+   in its first ``settle`` seconds.
 10. *A fixed roster* (``fixed``) is one start of so many pipelines, and a process that has ended ends the run, by name.
    One that is silent is lost, until it is heard of. When all have finished the next run may begin. Of which kind a run
    is, its first process says.
 
 Promises, which the tests hold against all histories: epochs' numbers grow; no incarnation is a member twice, or after
-it was gone; the leader is a member and the oldest; none starts fresh while there is a member; a meeting is decided
-once, and by all that are awaited.
+it was gone; the leader is the oldest member; none starts fresh while there is a member; a meeting is decided once.
 """
 
 from __future__ import annotations
@@ -325,7 +324,8 @@ class Membership(RunState):
         if self._returning is None:
             if self.epoch.number > 0:
                 return self._resumed_late(worker, member, now)
-            self._returning = MemberRecovery(event, now + self.terms.recovery_grace, self._num_stages, self.terms.fixed)
+            until = now + self.terms.recovery_grace
+            self._returning = MemberRecovery(event, until, self.roster.depth, self.terms.fixed)
             self._entry.binds(event, anew=True)
             self._returning.delays(self.roster, event.fingerprint)
         for met in event.met:

@@ -6,7 +6,7 @@ or was lost; it may have heard of nothing since, as a machine that was asleep.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lightning_sdpipe.membership import members as w
 from lightning_sdpipe.membership.members import Enrolled, Member, MemberEvent, Passed, Resumed, Unreachable
@@ -15,14 +15,15 @@ from lightning_sdpipe.policies.events import Worker
 
 
 class MemberRecovery:
-    """From the first that resumes, whose event it is made of, until all are back or ``until`` has come."""
+    """From the first that resumes, whose event it is made of, until all are back or ``until`` has come. ``depth`` tells
+    the number of stages of a pipeline."""
 
-    def __init__(self, first: Resumed, until: float, num_stages: int, fixed: bool = False) -> None:
+    def __init__(self, first: Resumed, until: float, depth: Callable[[int], int], fixed: bool = False) -> None:
         self.until = until
         self.epoch = first.epoch
         self.early: list[MemberEvent] = []
         """Heard meanwhile, decided after it."""
-        self._num_stages, self._fixed = num_stages, fixed
+        self._depth, self._fixed = depth, fixed
         self._back: dict[Member, set[int]] = {}
         self.since: dict[Member, int] = {}
         """The first epoch that each heard of as a member."""
@@ -95,8 +96,9 @@ class MemberRecovery:
 
     def missing(self, member: Member) -> list[int]:
         """Its stages that have not resumed; in a fixed roster they may as well have come."""
-        here = (stage for stage in range(self._num_stages) if self._fixed and self.is_there(member, stage))
-        return sorted(set(range(self._num_stages)) - self._back.get(member, set()) - set(here))
+        stages = range(self._depth(member.pipeline))
+        here = (stage for stage in stages if self._fixed and self.is_there(member, stage))
+        return sorted(set(stages) - self._back.get(member, set()) - set(here))
 
     def complete(self) -> bool:
         """Are all members of the newest epoch back?"""

@@ -12,10 +12,11 @@ from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import rehearsal
-from lightning_sdpipe.partition.pipeline_cut import Balanced, PipelineCut, cuts_of, depths_of, in_flight, refuse_lists
+from lightning_sdpipe.partition.pipeline_cut import Balanced, PipelineCut, cuts_of, in_flight, refuse_lists
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
+from lightning_sdpipe.topology.mesh import depths_of
 
 _CPU = torch.device("cpu")
 

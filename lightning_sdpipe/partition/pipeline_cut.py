@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -117,21 +116,6 @@ def _check_lists(name: str, given: Sequence[Any], depths: Sequence[int], example
             f"{name}={list(given)} does not go with num_stages={list(depths)}, which are {len(depths)} pipelines: give "
             f"one list per pipeline, as in {example}."
         )
-
-
-def depths_of(text: str) -> tuple[int, ...]:
-    """The numbers of stages of a command line: ``2`` for all pipelines, ``1,2,2`` for each.
-
-    Raises:
-        argparse.ArgumentTypeError: they are no such numbers.
-    """
-    try:
-        depths = tuple(map(int, text.split(",")))
-    except ValueError:
-        depths = (0,)
-    if min(depths) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give a number of at least 1, or one for each pipeline, like 1,2,2")
-    return depths
 
 
 def is_measured(partition: Partition) -> bool:

@@ -92,8 +92,9 @@ class SharedParameters:
     def make_equal(self) -> None:
         """Gives every copy the value of the first stage that holds it."""
         for copies in self._copies:
-            for parameter in self._of(copies):
-                dist.broadcast(parameter.data, copies.ranks[0], group=copies.group)
+            with waiting_for(copies.group, "handing on shared parameters"):
+                for parameter in self._of(copies):
+                    dist.broadcast(parameter.data, copies.ranks[0], group=copies.group)
 
     def make_buffers_equal(self, device: torch.device) -> None:
         """Gives every copy of a buffer, on ``device``, the value of the last stage that holds it. All stages must call

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import get_args
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.pipeline_cut import depths_of
 from lightning_sdpipe.placement.cost import CostModel
 from lightning_sdpipe.placement.model import StageTraffic
 from lightning_sdpipe.placement.network import Network, read_network
 from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, place
 from lightning_sdpipe.placement.ragged import RaggedResult, best_rectangle, place_ragged
 from lightning_sdpipe.placement.report import given, rate, rates, report, report_ragged, shape
+from lightning_sdpipe.topology.mesh import depths_of
 from lightning_sdpipe.topology.placement_file import write_placement
 
 GAIN = 1.03

@@ -96,6 +96,10 @@ class Participants:
         before = self._answered[worker.stage].get(worker.pipeline, iteration)
         self._answered[worker.stage][worker.pipeline] = max(before, iteration)
 
+    def answer(self, worker: Worker) -> None:
+        """``worker`` waits no longer: a group has answered what it reported."""
+        self._answered[worker.stage][worker.pipeline] = self.waiting[worker.stage].pop(worker.pipeline)
+
     def last_reported(self, stage: int, pipeline: int) -> int | None:
         """The last iteration the worker reported since it joined, answered or not."""
         waiting = self.waiting[stage].get(pipeline)

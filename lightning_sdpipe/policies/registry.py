@@ -9,13 +9,14 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError, nearest
+from lightning_sdpipe.policies.per_pipeline import PerPipeline
 from lightning_sdpipe.policies.policy import Policy, PolicyConfig, check_integer
 
 BUILT_IN: Mapping[str, str] = {
@@ -34,22 +35,23 @@ BUILT_IN: Mapping[str, str] = {
 _TYPE = "type"
 
 
-def build(config: PolicyConfig, num_stages: int, num_pipelines: int) -> Policy:
-    """The policy that ``config`` describes, for ``num_stages`` × ``num_pipelines`` workers.
+def build(config: PolicyConfig, num_stages: int, num_pipelines: int, depths: Sequence[int] = ()) -> Policy:
+    """The policy that ``config`` describes, for ``num_stages`` × ``num_pipelines`` workers; or for pipelines that have
+    ``depths`` stages and are cut unlike, about which it decides as a whole.
 
     Raises:
         ConfigurationError: a number below 1, or what ``make_policy`` returns is no policy.
     """
     check_integer("num_stages", num_stages, 1, "stages of a pipeline")
     check_integer("num_pipelines", num_pipelines, 1, "pipelines")
-    policy = config.make_policy(num_stages, num_pipelines)
+    policy = config.make_policy(1 if depths else num_stages, num_pipelines)
     missing = [name for name in ("on", "deadline") if not callable(getattr(policy, name, None))]
     if missing:
         raise ConfigurationError(
             f"{name_of(config)} makes a {type(policy).__name__}, which has no {' and no '.join(missing)}; "
             "derive it from lightning_sdpipe.policies.GroupPolicy"
         )
-    return policy
+    return PerPipeline(policy, depths) if depths else policy
 
 
 def find(name: str) -> type[PolicyConfig]:

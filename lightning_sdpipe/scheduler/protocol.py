@@ -44,16 +44,17 @@ Answer: TypeAlias = e.Answer
 
 
 def iteration_of(worker: Worker, answer: Answer) -> int | None:
-    """Which ready of ``worker`` it answers."""
+    """Which ready of ``worker``, or of its whole pipeline, it answers."""
     for member, iteration in zip(answer.group.members, answer.iterations, strict=False):
-        if member == worker:
+        if member.pipeline == worker.pipeline:
             return iteration
     return None
 
 
 def invitations_of(worker: Worker, answer: Answer) -> int:
     """How many groups ``worker`` had been invited to before it was answered so."""
-    return dict(zip(answer.group.members, answer.invitations, strict=False)).get(worker, 0)
+    invited = zip(answer.group.members, answer.invitations, strict=False)
+    return next((count for member, count in invited if member.pipeline == worker.pipeline), 0)
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -71,20 +72,24 @@ class Failure(msgspec.Struct, frozen=True):
         return e.Now(0, over=e.End(self.reason, True, True, self.worker))
 
 
+Shape: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(min_length=2)]
+"""The stages and pipelines of a run; and the stages of each pipeline, where these are cut unlike."""
+
+
 class TrainingRequest(e.FromWorker, frozen=True, gc=False):
     """Said by the thread that trains; by the other one only to a scheduler that was started again."""
 
 
 class Hello(TrainingRequest, frozen=True, gc=False, tag="hello"):
-    """Is this the scheduler of a run with that many stages and pipelines? (Not checked without.)"""
+    """Is this the scheduler of a run of that shape? (Not checked without.)"""
 
-    mesh: tuple[Count, Count] | None
+    mesh: Shape | None
 
 
 class Join(TrainingRequest, frozen=True, gc=False, tag="join"):
     """The worker takes part from now on; ``about`` is for people."""
 
-    mesh: tuple[Count, Count] | None
+    mesh: Shape | None
     about: About | None = None
 
 
@@ -127,12 +132,12 @@ class AskSpans(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="welcome"):
-    """The scheduler is the right one; ``policy`` are the values of what it decides by, as JSON, and ``mesh`` the stages
-    and pipelines that it serves."""
+    """The scheduler is the right one; ``policy`` are the values of what it decides by, as JSON, and ``mesh`` the shape
+    of the run that it serves."""
 
     number: int
     policy: str
-    mesh: tuple[int, int]
+    mesh: Shape
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="invitation"):

@@ -215,7 +215,7 @@ def _draw_lag(axis: Any, record: Record) -> None:
     if record.beginning.num_stages * len(record.entries) * pipelines**2 > MOST_LAGS:
         axis.set_title("left out: too many events", fontsize=9)
         return
-    for stage in range(record.beginning.num_stages):
+    for stage in range(1 if record.depths else record.beginning.num_stages):  # or groups are of whole pipelines
         points = [point for part in _between_pauses(record) for point in lags(part, stage, pipelines)]
         if points:
             times, steps = zip(*points, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -12,9 +12,11 @@ from lightning_sdpipe.heterogeneity import Static, Trace, condition
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.decisions import BrokenRule
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.simulate.pipelines import Slowness, Work
 from lightning_sdpipe.simulate.run import Run, dealt_epoch, jittered, simulate
+from lightning_sdpipe.topology.mesh import depths_of, shape_of
 
 NOMINAL_ITERATION_SECONDS = 0.1
 """The length of a mini-batch that the delays of conditions A and B are meant for: our choice, the paper has none."""
@@ -25,16 +27,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         config = registry.from_text(options.policy, options.set)
+        given, listed = options.num_pipelines, len(options.num_stages) > 1
+        num_stages, num_pipelines, depths = shape_of(options.num_stages, 4 if given is None and not listed else given)
         work = Work(
-            options.num_stages,
-            options.num_pipelines,
+            num_stages,
+            num_pipelines,
             options.iterations,
-            jittered(options.seconds, options.jitter, options.seed),
+            _seconds(options, num_stages, depths),
             options.schedule,
             options.num_micro_batches,
             _slowness(options),
             lambda group: options.exchange if len(group.members) > 1 else 0.0,
             options.announce,
+            depths,
         )
         run, alone = simulate(config, work), simulate(NoSync(), work)
         lines = [report(run, alone)]
@@ -59,7 +64,9 @@ def report(run: Run, alone: Run) -> str:
         f"groups           {len(run.groups)}, of {run.mean_group_size:.2f} workers ({sizes[0]} to {sizes[-1]})",
         f"by reason        {', '.join(f'{reason}: {count}' for reason, count in run.reasons.most_common())}",
         f"waiting          {run.waiting_share:.1%} of the workers' time",
-        f"ρ of each stage  {', '.join(f'{run.rho(stage):.3f}' for stage in range(run.work.num_stages))}",
+        f"ρ of each stage  {', '.join(f'{run.rho(stage):.3f}' for stage in range(run.work.num_stages))}"
+        if not run.work.depths
+        else f"ρ of pipelines   {run.rho():.3f}",
     ]
     return "\n".join(lines)
 
@@ -70,6 +77,14 @@ def compared(dealt: float, in_step: float) -> str:
         f"an epoch         {dealt:.4g} s if batches are dealt by speed; all-reduce on equal shards takes "
         f"{in_step:.4g} s, {in_step / dealt:.2f} times as long (exchanges not counted)"
     )
+
+
+def _seconds(options: argparse.Namespace, num_stages: int, depths: Sequence[int]) -> Callable[[Worker, int], float]:
+    """A stage of a shallower pipeline computes more of the model."""
+    of_deepest = jittered(options.seconds, options.jitter, options.seed)
+    if not depths:
+        return of_deepest
+    return lambda worker, iteration: of_deepest(worker, iteration) * num_stages / depths[worker.pipeline]
 
 
 def _slowness(options: argparse.Namespace) -> Slowness | None:
@@ -93,12 +108,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--policy", default="semi_decentralized", help="a name, or my_package.policies:RoundRobin")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
-    parser.add_argument("--num-stages", type=int, default=4, help="M, the stages of a pipeline")
-    parser.add_argument("--num-pipelines", type=int, default=4, help="N, the pipelines")
+    parser.add_argument(
+        "--num-stages",
+        type=depths_of,
+        default=(4,),
+        metavar="M",
+        help="the stages of a pipeline; or of each, as in 1,2,2, which hold equal parts of one model",
+    )
+    parser.add_argument("--num-pipelines", type=int, help="N, the pipelines; 4 unless --num-stages lists them")
     parser.add_argument("--iterations", type=int, default=100, help="mini-batches of each pipeline")
     parser.add_argument("--schedule", default="1f1b", help="1f1b, gpipe or pipedream")
     parser.add_argument("--num-micro-batches", type=int, help="of a mini-batch; M, and 1 under pipedream")
-    parser.add_argument("--seconds", type=float, default=0.1, help="that a stage computes for a mini-batch")
+    parser.add_argument(
+        "--seconds", type=float, default=0.1, help="that a stage computes for a mini-batch, of the deepest pipeline"
+    )
     parser.add_argument("--jitter", type=float, default=0.05, help="share by which that varies")
     parser.add_argument("--exchange", type=float, default=0.0, help="seconds that a group takes to average")
     parser.add_argument(

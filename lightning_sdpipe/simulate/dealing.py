@@ -39,6 +39,7 @@ class Epochs:
         seconds: that a pipeline takes for its k-th batch in the run, which it begins at that time.
         prefetch: batches that it holds beside the one that it trains.
         gone: pipelines that leave for good, at that time: they say what they have trained, and others train the rest.
+        depths: the stages of each pipeline, where these are cut unlike.
     """
 
     num_stages: int
@@ -48,6 +49,11 @@ class Epochs:
     epochs: int = 1
     prefetch: int = 0
     gone: dict[int, float] = field(default_factory=dict)
+    depths: Sequence[int] = ()
+
+    def stages(self, pipeline: int) -> range:
+        """Of a pipeline."""
+        return range(self.depths[pipeline] if self.depths else self.num_stages)
 
     def __post_init__(self) -> None:
         if not self.pauses or sorted({0, *self.pauses}) != [0, *self.pauses]:
@@ -96,7 +102,7 @@ class DealtEpochs:
 
     def __init__(self, policy: Policy, work: Epochs) -> None:
         self.work, self.policy, self.now = work, policy, 0.0
-        self.dealer = Dealer(work.num_stages, work.num_pipelines)
+        self.dealer = Dealer(work.num_stages, work.num_pipelines, depths=work.depths)
         self.entries: list[tuple[float, LeaseEvent, list[Lease]]] = []
         self.trained: list[TrainedBatch] = []
         self.finished: list[tuple[Segment, float, list[float]]] = []
@@ -150,7 +156,7 @@ class DealtEpochs:
             for worker in group.members:
                 if worker not in group.passive:
                     pipeline = self._pipelines[worker.pipeline]
-                    pipeline.unanswered.discard(worker.stage)
+                    pipeline.unanswered -= {*self.work.stages(worker.pipeline)} if self.work.depths else {worker.stage}
                     if not pipeline.unanswered:
                         self._push(self.now, partial(self._go_on, pipeline))
 
@@ -188,7 +194,7 @@ class DealtEpochs:
 
     def _ask(self, pipeline: _Pipeline) -> None:
         pipeline.asks = True
-        for stage in range(self.work.num_stages):
+        for stage in self.work.stages(pipeline.number):
             worker = Worker(stage, pipeline.number)
             if self.dealer.asks_for_book(worker, self.segment):
                 self._deal(Told(worker, self.segment, (), False, pipeline.done(self.now)))
@@ -205,8 +211,8 @@ class DealtEpochs:
         pipeline.computes = False
         pipeline.trained += 1
         pipeline.last = self.now
-        pipeline.unanswered = set(range(self.work.num_stages))
-        for stage in range(self.work.num_stages):
+        pipeline.unanswered = {*self.work.stages(pipeline.number)}
+        for stage in self.work.stages(pipeline.number):
             self._tell(Ready(Worker(stage, pipeline.number), pipeline.iteration))
         pipeline.iteration += 1
 
@@ -214,7 +220,7 @@ class DealtEpochs:
         if pipeline.joined == joined:
             return
         pipeline.joined = joined
-        for stage in range(self.work.num_stages):
+        for stage in self.work.stages(pipeline.number):
             worker = Worker(stage, pipeline.number)
             self._tell(Joined(worker) if joined else Left(worker))
         if joined:
@@ -223,7 +229,7 @@ class DealtEpochs:
     def _beat(self, pipeline: _Pipeline) -> None:
         if pipeline.gone:
             return
-        for stage in range(self.work.num_stages):
+        for stage in self.work.stages(pipeline.number):
             self._deal(Trained(Worker(stage, pipeline.number), self.segment, pipeline.done(self.now)))
         self._idle = 0 if any(p.computes for p in self._pipelines) else self._idle + 1
         if self._idle <= 3 * len(self._pipelines):  # else it is stuck
@@ -233,7 +239,7 @@ class DealtEpochs:
         pipeline.gone = True
         if pipeline.joined:
             self._take_part(pipeline, False)
-        for stage in range(self.work.num_stages):
+        for stage in self.work.stages(pipeline.number):
             self._deal(Trained(Worker(stage, pipeline.number), self.segment, pipeline.done(self.now)))
         self._deal(Returned(pipeline.number))
 

@@ -14,7 +14,7 @@ seconds. The same arguments give the same run, to the bit.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -46,7 +46,7 @@ class Work:
     """What the workers do, apart from the policy.
 
     Args:
-        num_stages: M.
+        num_stages: M; of the deepest pipeline.
         num_pipelines: N.
         iterations: mini-batches of each pipeline; a worker leaves after its last one.
         seconds: that a worker computes for a mini-batch on a device at full speed, as a number or for each worker and
@@ -57,6 +57,7 @@ class Work:
         exchange: seconds that a group takes to average, once all its members are there.
         announce: ``"early"``, before the last backward or within it (``policies/announcing.py``), or ``"late"``, after
             the optimizer has stepped; as the policy's values say, or else early, if it is None.
+        depths: the stages of each pipeline, where these are cut unlike: the policy decides about whole pipelines then.
     """
 
     num_stages: int
@@ -68,12 +69,26 @@ class Work:
     heterogeneity: Slowness | None = None
     exchange: Callable[[Group], float] = lambda group: 0.0
     announce: When | None = None
+    depths: Sequence[int] = ()
+
+    def depth(self, pipeline: int) -> int:
+        """The number of its stages."""
+        return self.depths[pipeline] if self.depths else self.num_stages
+
+    def workers(self) -> list[Worker]:
+        """By stage, and by pipeline."""
+        stages, pipelines = range(self.num_stages), range(self.num_pipelines)
+        return [Worker(j, i) for j in stages for i in pipelines if j < self.depth(i)]
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_pipelines", "iterations", "num_micro_batches"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name}={value} is not allowed; give a number from 1")
+        if self.depths and self.schedule == "pipedream":
+            raise ConfigurationError(
+                "schedule='pipedream' needs pipelines of one depth and cut: others would drain for each update"
+            )
         if self.announce not in ("early", "late", None):
             raise ConfigurationError(f'announce={self.announce!r} is not allowed; give "early" or "late"')
 
@@ -128,24 +143,23 @@ class Pipelines:
         self.policy, self.work, self.now = policy, work, 0.0
         self.entries: list[tuple[float, Event, list[Decision]]] = []
         self.groups: list[tuple[float, Group]] = []
-        mesh = Mesh.build(work.num_stages * work.num_pipelines, work.num_stages)
+        depths = [work.depth(pipeline) for pipeline in range(work.num_pipelines)]
+        mesh = Mesh.of_depths(sum(depths), depths, alike=not work.depths)
         slow = work.heterogeneity
-        self.replicas = [
-            [
-                _Replica(Worker(j, i), None if slow is None else slow.track(mesh.rank(j, i)))
-                for i in range(work.num_pipelines)
-            ]
-            for j in range(work.num_stages)
-        ]
+        self.replicas = {
+            worker: _Replica(worker, None if slow is None else slow.track(mesh.rank(worker.stage, worker.pipeline)))
+            for worker in work.workers()
+        }
         self._micro_batches = work.num_micro_batches or (1 if work.schedule == "pipedream" else work.num_stages)
         if work.schedule == "pipedream" and self._micro_batches > 1:
             raise ConfigurationError(
                 "num_micro_batches must be 1 with schedule='pipedream', which splits no mini-batch"
             )
-        self._passes = [
-            passes(work.schedule, j, work.num_stages, self._micro_batches, work.iterations)
-            for j in range(work.num_stages)
-        ]
+        self._passes = {
+            (j, depth): passes(work.schedule, j, depth, self._micro_batches, work.iterations)
+            for depth in {*depths}
+            for j in range(depth)
+        }
         self._queue: list[tuple[float, int, Event]] = []
         self._pushed = 0
         self._next_sequence = 0
@@ -156,7 +170,7 @@ class Pipelines:
         Raises:
             BrokenRule: the policy decided what cannot be carried out.
         """
-        everybody = [replica for stage in self.replicas for replica in stage]
+        everybody = [*self.replicas.values()]
         for replica in everybody:
             self._tell(Joined(replica.worker))
         for replica in everybody:
@@ -174,7 +188,7 @@ class Pipelines:
 
     def _tell(self, event: Event) -> None:
         if type(event) is Ready:
-            self.replicas[event.worker.stage][event.worker.pipeline].ready = True
+            self.replicas[event.worker].ready = True
         decisions = self.policy.on(event, self.now)
         self.entries.append((self.now, event, decisions))
         for group in decisions:
@@ -190,14 +204,15 @@ class Pipelines:
         while todo:
             replica = todo.pop()
             j, i = replica.worker.stage, replica.worker.pipeline
-            program = self._passes[j]
+            depth = work.depth(i)
+            program = self._passes[j, depth]
             while not replica.waits and replica.next < len(program):
                 forward, iteration, first, last = program[replica.next]
                 other = j - 1 if forward else j + 1
                 ends = replica.ends[forward]
                 needed = 0.0
-                if 0 <= other < work.num_stages:
-                    theirs = self.replicas[other][i].ends[forward]
+                if 0 <= other < depth:
+                    theirs = self.replicas[Worker(other, i)].ends[forward]
                     if len(theirs) <= len(ends):
                         break
                     needed = theirs[len(ends)]
@@ -206,8 +221,8 @@ class Pipelines:
                 ends.append(replica.free)
                 replica.next += 1
                 behind = j + 1 if forward else j - 1
-                if 0 <= behind < work.num_stages:
-                    todo.append(self.replicas[behind][i])
+                if 0 <= behind < depth:
+                    todo.append(self.replicas[Worker(behind, i)])
                 if last and not forward:
                     replica.waits = True
                     replica.reported = iteration
@@ -239,9 +254,10 @@ class Pipelines:
         check_group(group, self._next_sequence)
         self._next_sequence = group.sequence + 1
         self.groups.append((self.now, group))
-        members = active = [self.replicas[worker.stage][worker.pipeline] for worker in group.members]
+        members = active = [self.replicas[worker] for member in group.members for worker in self._stands_for(member)]
         if group.passive:
-            active = [replica for replica in members if replica.worker not in group.passive]
+            passive = {worker for member in group.passive for worker in self._stands_for(member)}
+            active = [replica for replica in members if replica.worker not in passive]
         for replica in active:
             if not replica.waits:
                 raise BrokenRule(f"{group} answers worker {replica.worker}, which does not wait for a group")
@@ -253,6 +269,12 @@ class Pipelines:
         for replica in stay:  # they average, and wait on
             replica.waited += end - replica.free
             replica.free = end
+
+    def _stands_for(self, member: Worker) -> list[Worker]:
+        """The workers that are in a group by ``member``: all of its pipeline, where groups are of whole ones."""
+        if not self.work.depths:
+            return [member]
+        return [Worker(j, member.pipeline) for j in range(self.work.depth(member.pipeline))]
 
     def _goes_on(self, replica: _Replica, at: float) -> None:
         waited = at - replica.free

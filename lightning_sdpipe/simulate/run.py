@@ -104,8 +104,7 @@ class Run:
         for at, event, _ in self.entries:
             if isinstance(event, Progress) and event.iteration == first - 1:
                 begun[event.worker.pipeline] = max(at, begun[event.worker.pipeline])
-        stages = range(self.work.num_stages)
-        ended = [max(self.finished[Worker(j, i)] for j in stages) for i in pipelines]
+        ended = [max(self.finished[Worker(j, i)] for j in range(self.work.depth(i))) for i in pipelines]
         return [(self.work.iterations - first) / (end - begun[i]) for i, end in enumerate(ended)]
 
     @property
@@ -165,8 +164,9 @@ def dealt_epoch(config: PolicyConfig, alone: Run) -> float:
         number %= work.iterations
         return ends[pipeline, number] - (ends[pipeline, number - 1] if number else 0.0)
 
-    policy = registry.build(config, work.num_stages, work.num_pipelines)
-    epochs = DealtEpochs(policy, Epochs(work.num_stages, work.num_pipelines, [work.iterations], seconds, 2))
+    shape = work.num_stages, work.num_pipelines
+    policy = registry.build(config, *shape, work.depths)
+    epochs = DealtEpochs(policy, Epochs(*shape, [work.iterations], seconds, 2, depths=work.depths))
     epochs.run()
     if epochs.stuck:
         raise BrokenRule(f"{registry.name_of(config)} gets stuck where batches are dealt")
@@ -182,10 +182,10 @@ def simulate(policy: Policy | PolicyConfig, work: Work) -> Run:
     """
     if isinstance(policy, PolicyConfig):
         work = replace(work, announce=work.announce or policy.announces)
-        policy = registry.build(policy, work.num_stages, work.num_pipelines)
+        policy = registry.build(policy, work.num_stages, work.num_pipelines, work.depths)
     pipelines = Pipelines(policy, work)
     pipelines.run()
-    replicas = [replica for stage in pipelines.replicas for replica in stage]
+    replicas = pipelines.replicas.values()
     return Run(
         work,
         pipelines.groups,

@@ -135,8 +135,14 @@ _NEWCOMERS = Incompatible(
 
 _ONE_CUT = Incompatible(
     "it needs pipelines of one depth and cut",
-    "Use sync=AllReduce(), or one number of stages and one partition for all pipelines",
+    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=...), ADPSGD(), Decentralized(), AllReduce(), NoSync(), "
+    "or one number of stages, and one partition, for all pipelines",
 )
+_UNLIKE_FREELY = Incompatible(
+    "a thread that averages at its own pace knows the replicas of a stage only", "Use overlap='step'"
+)
+_UNLIKE_HOSTS = Incompatible("machines are told apart among the replicas of a stage only", "Use hierarchy='flat'")
+_UNLIKE_GRADIENTS = Incompatible("gradients of sections are averaged in full, in flat groups", "Leave exchange out")
 
 
 def _own_way(*values: str) -> Callable[[], dict[str, Incompatible]]:
@@ -159,6 +165,8 @@ class Capabilities:
         elastic: a job in which pipelines come and go.
         elastic_payloads: any but ``Full`` in such a job.
         ragged: pipelines of unlike depths or cuts.
+        ragged_exchange: any but ``Exchange()`` there; else only ``overlap="free"`` and ``hierarchy="hosts"`` are
+            refused.
     """
 
     payloads: Mapping[str, Incompatible] = field(default_factory=_own_way(*get_args(Needs)))
@@ -171,13 +179,22 @@ class Capabilities:
     elastic: Incompatible | None = _WAITS
     elastic_payloads: Incompatible | None = _NEWCOMERS
     ragged: Incompatible | None = _ONE_CUT
+    ragged_exchange: Incompatible | None = None
 
 
+_UNLIKE = {"free": _UNLIKE_FREELY, "hosts": _UNLIKE_HOSTS}
 _COMMON = {"momentum": _MOMENTA}
 _SEVERAL = _COMMON | {"feedback": _FEEDBACK, "differences": _DIFFERENCES}
 
 GRADIENTS = Capabilities(
-    {}, {"step": _OLDER, "free": _BEFORE_STEP}, {}, divides=None, elastic=None, elastic_payloads=_RESIDUALS, ragged=None
+    {},
+    {"step": _OLDER, "free": _BEFORE_STEP},
+    {},
+    divides=None,
+    elastic=None,
+    elastic_payloads=_RESIDUALS,
+    ragged=None,
+    ragged_exchange=_UNLIKE_GRADIENTS,
 )
 BY_SAMPLES = replace(
     GRADIENTS,
@@ -186,10 +203,10 @@ BY_SAMPLES = replace(
     divides=_DIVIDED,
 )
 OUTER = Capabilities(_COMMON, {"free": _ROUNDS}, {})
-_EVERYBODY = Capabilities(_COMMON, {}, {}, elastic=None)
-_RING = Capabilities(_COMMON | {"few_bits": _FEW_BITS}, {}, {"hosts": _ADDS_NOTHING})
-_NEIGHBOURS = Capabilities(_SEVERAL, {}, {"hosts": _PAIRS})
-_GROUPS = Capabilities(_SEVERAL, {"free": _CHANGES}, {}, deals=None, elastic=None, elastic_payloads=None)
+_EVERYBODY = Capabilities(_COMMON, {}, {}, elastic=None, ragged=None)
+_RING = Capabilities(_COMMON | {"few_bits": _FEW_BITS}, {}, {"hosts": _ADDS_NOTHING}, ragged=None)
+_NEIGHBOURS = Capabilities(_SEVERAL, {}, {"hosts": _PAIRS}, ragged=None)
+_GROUPS = Capabilities(_SEVERAL, {"free": _CHANGES}, {}, deals=None, elastic=None, elastic_payloads=None, ragged=None)
 _FREE_PAIRS = Capabilities(_SEVERAL, {"free": _NO_WAIT}, {"hosts": _PAIRS}, deals=None)
 _WHOLE_GROUPS = Capabilities(deals=_EQUALLY_MANY, elastic=_HELD_UP)
 _MEETINGS = replace(
@@ -204,7 +221,7 @@ def of_policy(policy: PolicyConfig) -> Capabilities:
     """The row of what the scheduler decides by ``policy``."""
     match policy:
         case NoSync():
-            return Capabilities(deals=None, elastic=None)
+            return Capabilities(deals=None, elastic=None, ragged=None)
         case SemiDecentralized(seating="near"):
             return replace(_GROUPS, elastic=_UNPLACED)
         case SemiDecentralized():
@@ -221,7 +238,7 @@ def of_policy(policy: PolicyConfig) -> Capabilities:
         case ADPSGD():
             return replace(_GROUPS, hierarchies={"hosts": _PAIRS}, deals=_STAYS)
         case PHDPSGD(within="models"):
-            return replace(_GROUPS, deals=_STAYS)
+            return replace(_GROUPS, deals=_STAYS, ragged=_ONE_CUT)
         case PHDPSGD():
             return _MEETINGS if policy.sharded else _WHOLE_GROUPS
         case _:
@@ -274,6 +291,10 @@ def _cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompa
     yield with_method(f"exchange={exchange}"), row.hierarchies.get(exchange.hierarchy)
     if asked.unlike:
         yield with_method(f"num_stages={list(asked.unlike)} with unlike cuts"), row.ragged
+        with_unlike = f"exchange={exchange} does not go with num_stages={list(asked.unlike)} with unlike cuts"
+        if exchange != Exchange():
+            yield with_unlike, row.ragged_exchange
+        yield with_unlike, _UNLIKE.get(exchange.overlap) or _UNLIKE.get(exchange.hierarchy)
     if asked.num_stages > 1:
         said = f"schedule={asked.schedule!r} with num_stages={asked.num_stages}"
         yield with_method(said), row.schedules.get(asked.schedule)

@@ -168,7 +168,7 @@ class ByPolicy:
                     replica,
                     every,
                     *mover_in_a_ring(replica),
-                    partial(with_neighbours, num_pipelines=len(replica.ranks)),
+                    partial(with_neighbours, num_pipelines=replica.count),
                 )
             case Decentralized() as pairs:
                 return _averaging(

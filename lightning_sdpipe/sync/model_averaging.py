@@ -72,7 +72,7 @@ class ModelAveraging(Synchronizer):
     @property
     def equal_at_start(self) -> Replicas | None:
         """See the base class."""
-        return None if self._begin is None else self.replica.groups.replicas()
+        return None if self._begin is None else self.replica.parts[0].among
 
     @property
     def shares_next(self) -> bool:
@@ -84,7 +84,7 @@ class ModelAveraging(Synchronizer):
         backwards may still be under way. If that goes on beside the next mini-batch, what comes of the last one is
         added first."""
         start = time.perf_counter()
-        waited = self._late.end() if self._late is not None else 0.0
+        waited = self._end_late()
         members = 1
         if self.announced:
             asked = time.perf_counter()
@@ -99,6 +99,7 @@ class ModelAveraging(Synchronizer):
             else:
                 before = _sample(tensors) if members > 1 and _is_looked_at(group) else None
                 waited += finish(self._mover.start(tensors, group))
+                self._let_copies_follow(members)
                 if before is not None:
                     meter.current().apart = apart(before, _sample(tensors))
             self._weigh(group)
@@ -111,13 +112,25 @@ class ModelAveraging(Synchronizer):
 
     def stop(self) -> None:
         """Finishes what is under way: others wait for it."""
-        if self._late is not None:
-            self._late.end()
+        self._end_late()
 
     def resynchronise(self) -> None:
         """Without a pause replicas would have nothing in common."""
         if self._begin is not None:
             self.make_parameters_equal()
+
+    def _end_late(self) -> float:
+        """Seconds that were waited for what was under way beside the last mini-batch."""
+        if self._late is None:
+            return 0.0
+        members, waited = self._late.members, self._late.end()
+        self._let_copies_follow(members)
+        return waited
+
+    def _let_copies_follow(self, members: int) -> None:
+        """Other stages of this pipeline hold copies of what a group of so many has averaged."""
+        if members > 1 and self.replica.shared is not None:
+            self.replica.shared.make_equal()
 
     def _weigh(self, group: Group) -> None:
         self._groups = min(self._groups + 1, _REMEMBERED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.ring_mean import RingMean
+from lightning_sdpipe.exchange.sectioned import SectionedMover, parted
 from lightning_sdpipe.policies.pairing import ring
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import Replicas
@@ -30,21 +32,51 @@ def hosts_of(replica: Replica) -> list[str] | None:
     return hosts_of_replicas(replica.groups, replica.device) if replica.exchange.hierarchy == "hosts" else None
 
 
-def replicas_for(replica: Replica) -> Replicas:
-    """The replicas of the stage, over a group of their own where a thread exchanges beside training."""
-    exchange = replica.exchange
+def replicas_for(replica: Replica) -> list[Replicas]:
+    """The replicas of the stage, or of each section of this worker, over groups of their own where a thread exchanges
+    beside training."""
+    exchange, sections = replica.exchange, replica.sections
     beside = exchange.overlap != "none" or exchange.hierarchy == "hosts"
-    return replica.groups.replicas(replica.groups.side_channel(replica.timeout) if beside else None)
+    if sections is not None:
+        return [among for _, among in sorted((sections.beside if beside else sections.replicas).items())]
+    return [replica.groups.replicas(replica.groups.side_channel(replica.timeout) if beside else None)]
+
+
+def by_part(replica: Replica, movers: Sequence[Mover]) -> Mover:
+    """The mover of each of :func:`replicas_for`, as one."""
+    if replica.sections is None:
+        (mover,) = movers
+        return mover
+    return SectionedMover(movers, lambda: _counts(replica))
+
+
+def _begin_by_part(replica: Replica, begins: Sequence[Begin]) -> Begin:
+    def begin(tensors: Sequence[Tensor]) -> None:
+        for each, own in zip(begins, parted(tensors, _counts(replica)), strict=True):
+            each(own)
+
+    return begin
+
+
+def _counts(replica: Replica) -> list[int]:
+    """Of tensors that are exchanged, in each part."""
+    return [len(part.exchanged) for part in replica.parts]
 
 
 def mover_among_groups(replica: Replica) -> Mover:
     """What moves models among groups that change; in an elastic job, among the pipelines that are there."""
     if (surviving := replica.mover()) is not None:
         return surviving
-    exchange, replicas = replica.exchange, replicas_for(replica)
+    exchange = replica.exchange
     if exchange.is_full and exchange.hierarchy == "flat":
-        return GroupMean(replicas)
-    return EncodedMean(replicas, OwnReference(exchange.payload), hosts_of(replica))
+        return by_part(replica, [GroupMean(replicas) for replicas in replicas_for(replica)])
+    return by_part(
+        replica,
+        [
+            EncodedMean(replicas, OwnReference(exchange.payload), hosts_of(replica))
+            for replicas in replicas_for(replica)
+        ],
+    )
 
 
 def among_groups(exchange: Exchange) -> Callable[[Replicas], Mover]:
@@ -62,13 +94,15 @@ def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:
     exchange = replica.exchange
     if exchange.is_full:
         return mover_among_groups(replica), None
-    coding = CommonModel(exchange.payload, replica.pipeline)
-    return EncodedMean(replicas_for(replica), coding, hosts_of(replica)), coding.begin
+    parts = [(replicas, CommonModel(exchange.payload, replica.pipeline)) for replicas in replicas_for(replica)]
+    movers = [EncodedMean(replicas, coding, hosts_of(replica)) for replicas, coding in parts]
+    return by_part(replica, movers), _begin_by_part(replica, [coding.begin for _, coding in parts])
 
 
 def mover_in_a_ring(replica: Replica) -> tuple[Mover, Begin | None]:
     """What moves models between neighbours of a ring; and as for :func:`mover_among_all`."""
     payload = None if replica.exchange.is_full else replica.exchange.payload
-    mover = RingMean(replicas_for(replica), payload)
-    neighbours = ring(replica.pipeline, len(replica.ranks))
-    return mover, None if payload is None else lambda tensors: mover.begin(tensors, neighbours)
+    movers = [RingMean(replicas, payload) for replicas in replicas_for(replica)]
+    neighbours = ring(replica.pipeline, replica.count)
+    begins = [partial(mover.begin, neighbours=neighbours) for mover in movers]
+    return by_part(replica, movers), None if payload is None else _begin_by_part(replica, begins)

@@ -82,6 +82,11 @@ class ReplicatedPart:
     parameters: Sequence[FlatBucket]
     buffers: Sequence[Tensor]
 
+    @property
+    def exchanged(self) -> list[FlatBucket]:
+        """Those of ``parameters`` that train, which are sent between two pauses; what is frozen is not."""
+        return [bucket for bucket in self.parameters if bucket.trains]
+
 
 @dataclass(frozen=True)
 class Replica:
@@ -112,8 +117,10 @@ class Replica:
 
     @property
     def exchanged(self) -> list[FlatBucket]:
-        """Those of ``parameters`` that train, which are sent between two pauses; what is frozen is not."""
-        return [bucket for bucket in self.parameters if bucket.trains]
+        """Those of ``parameters`` that are sent between two pauses, part by part."""
+        if self.sections is None:
+            return [bucket for bucket in self.parameters if bucket.trains]
+        return [bucket for part in self.parts for bucket in part.exchanged]
 
     @property
     def device(self) -> torch.device:
@@ -154,6 +161,15 @@ class Replica:
         """Makes ``tensors`` the mean over all replicas, which are together; of integers (counters) the largest."""
         finish(FullMean(self.groups.replicas()).start(tensors, self.everybody()))
 
+    def average_parameters(self) -> None:
+        """The same of parameters, but for frozen ones that are integers."""
+        if self.shared is None:
+            self.average(tensors_of(_averaged(self.parameters)))
+            return
+        for part in self.parts:
+            finish(FullMean(part.among).start(tensors_of(_averaged(part.parameters)), self.everybody()))
+        self.shared.make_equal()
+
     def average_buffers(self) -> None:
         """The same of buffers."""
         for part in self.parts:
@@ -166,6 +182,10 @@ class Replica:
         size = self.count
         members = tuple(Worker(self.stage, pipeline) for pipeline in range(size))
         return Group(members, tuple(weights or [1 / size] * size), sequence, "everybody")
+
+
+def _averaged(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:
+    return [bucket for bucket in buckets if bucket.trains or torch.is_floating_point(bucket.buffer)]
 
 
 class RoundsOfPresent(Protocol):
@@ -265,7 +285,7 @@ class Synchronizer:
 
     def make_parameters_equal(self) -> None:
         """All replicas, which are together, get the same parameters."""
-        self._average([b for b in self.replica.parameters if b.trains or torch.is_floating_point(b.buffer)])
+        self.replica.average_parameters()
 
     def parameter_states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         """What belongs into a checkpoint beside the optimizer's state, by parameter and in its shape. Called at a
@@ -280,7 +300,10 @@ class Synchronizer:
 
     def average_buffers(self) -> None:
         """As :meth:`make_parameters_equal`, of what is no parameter."""
-        self.replica.average([*self.replica.buffers, *self.replica.averages])
+        if self.replica.sections is None:
+            self.replica.average([*self.replica.buffers, *self.replica.averages])
+        else:
+            self.replica.average_buffers()
 
     def _take_over(self, pipeline: int) -> None:
         """All get the parameters of that pipeline's replica."""

@@ -158,14 +158,16 @@ class ProcessGroups:
         in_order = sorted(ranks)
         return Replicas(group or self.stage, [in_order.index(rank) for rank in ranks], stage, pipeline, self.traffic)
 
-    def open_section(self, owners: Sequence[int], timeout: timedelta | None) -> Replicas | None:
+    def open_section(
+        self, owners: Sequence[int], timeout: timedelta | None, backend: str | None = None
+    ) -> Replicas | None:
         """Those that speak for a section of the chain: ``owners[i]`` is the stage of pipeline i that does. None if this
         worker is none of them. Every rank must call it.
         """
         stage, pipeline = self.mesh.locate(self.rank)
         ranks = [self.mesh.rank(owner, i) for i, owner in enumerate(owners)]
         in_order = sorted(ranks)
-        group = dist.new_group(in_order, timeout=timeout)
+        group = dist.new_group(in_order, timeout=timeout, backend=backend)
         if owners[pipeline] != stage:
             return None
         return Replicas(group, [in_order.index(rank) for rank in ranks], stage, pipeline, self.traffic)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate
@@ -102,6 +103,39 @@ class Mesh:
     def pipeline_ranks(self, pipeline: int) -> Sequence[int]:
         """The workers of one pipeline, by stage."""
         return self.ranks[pipeline]
+
+
+def depths_of(text: str) -> tuple[int, ...]:
+    """The numbers of stages of a command line: ``2`` for all pipelines, ``1,2,2`` for each.
+
+    Raises:
+        argparse.ArgumentTypeError: they are no such numbers.
+    """
+    try:
+        depths = tuple(map(int, text.split(",")))
+    except ValueError:
+        depths = (0,)
+    if min(depths) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a number of at least 1, or one for each pipeline, like 1,2,2")
+    return depths
+
+
+def shape_of(stages: Sequence[int], num_pipelines: int | None) -> tuple[int, int, tuple[int, ...]]:
+    """The stages of the deepest pipeline, the pipelines, and the stages of each if a command line lists them.
+
+    Raises:
+        ConfigurationError: the number of pipelines is missing, or another than that of the list.
+    """
+    if len(stages) == 1:
+        if num_pipelines is None:
+            raise ConfigurationError(f"--num-stages {stages[0]} are those of each pipeline; give --num-pipelines too.")
+        return stages[0], num_pipelines, ()
+    if num_pipelines not in (None, len(stages)):
+        listed = ",".join(map(str, stages))
+        raise ConfigurationError(
+            f"--num-stages {listed} lists {len(stages)} pipelines; leave --num-pipelines {num_pipelines} out."
+        )
+    return max(stages), len(stages), tuple(stages)
 
 
 def _rows(depths: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -28,7 +27,7 @@ from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.pipeline import Pipeline
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_runner import StageRunner
-from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.topology.groups import ProcessGroups, Replicas
 from lightning_sdpipe.worker.options import Options
 
 
@@ -112,7 +111,7 @@ def assemble(
         for tensor in (*(bucket.buffer for bucket in freezing.buckets), *buffers):
             dist.broadcast(tensor, min(groups.mesh.stage_ranks(worker)), group=groups.stage)
     else:
-        own_sections = _open_sections(module, sections, groups, options.run_timeout)
+        own_sections = _open_sections(module, sections, groups, options)
         freezing = Freezing(module, in_order, groups, together, own_sections.parameters)
         for number, replicas in own_sections.replicas.items():
             held = [bucket.buffer for bucket in freezing.buckets if bucket.section == number]
@@ -153,12 +152,16 @@ def assemble(
     )
 
 
-def _open_sections(
-    module: LightningModule, sections: Sections, groups: ProcessGroups, timeout: timedelta
-) -> OwnSections:
-    """A process group for each section, and what this worker holds of those that it speaks for."""
-    opened = [groups.open_section(owners, timeout) for owners in sections.owners]
-    replicas = {number: found for number, found in enumerate(opened) if found is not None}
+def _open_sections(module: LightningModule, sections: Sections, groups: ProcessGroups, options: Options) -> OwnSections:
+    """A process group for each section, two if a thread averages beside training, and what this worker holds of those
+    that it speaks for."""
+
+    def opened(backend: str | None) -> dict[int, Replicas]:
+        found = [groups.open_section(owners, options.run_timeout, backend) for owners in sections.owners]
+        return {number: replicas for number, replicas in enumerate(found) if replicas is not None}
+
+    replicas = opened(None)
+    beside = opened("gloo") if options.exchange.overlap != "none" else {}
     parameters = {
         parameter: number
         for name, parameter in module.named_parameters()
@@ -168,7 +171,7 @@ def _open_sections(
     for name, buffer in module.named_buffers():
         if (number := sections.buffers[name]) in replicas:
             buffers.setdefault(number, []).append(torch.view_as_real(buffer) if buffer.is_complex() else buffer)
-    return OwnSections(replicas, parameters, buffers)
+    return OwnSections(replicas, parameters, buffers, beside)
 
 
 def refuse_counting(plan: Plan, stages_per_worker: int) -> None:

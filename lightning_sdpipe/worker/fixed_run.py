@@ -69,7 +69,8 @@ class FixedRun:
     def check(self) -> None:
         mesh, placement = self.mesh, self.options.placement
         resolved = self.options.on_hosts(self._hosts if placement is None else placement.hosts)
-        registry.build(resolved.method.policy, mesh.num_stages, mesh.num_pipelines)
+        depths = () if mesh.alike else mesh.depths
+        registry.build(resolved.method.policy, mesh.num_stages, mesh.num_pipelines, depths)
         if placement is None:  # else which pipeline is which is not known yet
             self.options = resolved
 
@@ -77,6 +78,8 @@ class FixedRun:
     def _hosts(self) -> list[str]:
         """Where the stages of each pipeline run."""
         nodes = [[rank // self._strategy.num_processes for rank in row] for row in self.mesh.ranks]
+        if self.options.cuts:  # of unlike depths
+            nodes = [[*dict.fromkeys(row)] for row in nodes]
         return [",".join(map(str, row)) for row in nodes]
 
     def check_trainer(self, trainer: Trainer) -> None:

@@ -187,7 +187,7 @@ def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
         _check_division(schedule, num_micro_batches)
     standing = standing_scheduler(given["scheduler"], given["scheduler_key_file"])
     if cuts:
-        _check_unlike(options, standing)
+        _check_unlike(options)
     if job is not None:
         elastic_job.require_scheduler(job, None if standing is None else standing.address)
     log = scheduler_log(given["log_dir"], standing)
@@ -211,13 +211,11 @@ def _named(option: str, name: str, kinds: Mapping[str, type]) -> Any:
     return kind()
 
 
-def _check_unlike(options: Options, standing: SchedulerAddress | None) -> None:
+def _check_unlike(options: Options) -> None:
     """Raises ConfigurationError for what needs pipelines of one depth and cut, and does not go by method."""
     for given, name, instead in (
         (options.schedule not in ("1f1b", "gpipe"), f"schedule={options.schedule!r}", "use '1f1b' or 'gpipe'"),
-        (options.exchange != Exchange(), f"exchange={options.exchange}", "leave it out"),
         (options.batch_by_speed, "batch_by_speed=True", "leave it out"),
-        (standing is not None, "scheduler", "leave it out (and SDPIPE_SCHEDULER), and rank 0 starts one"),
     ):
         if given:
             raise ConfigurationError(

@@ -142,7 +142,7 @@ class SchedulerConnection:
             where.address,
             self._worker,
             incarnation,
-            mesh=(mesh.num_stages, mesh.num_pipelines),
+            mesh=(mesh.num_stages, mesh.num_pipelines, *(() if mesh.alike else mesh.depths)),
             timeout=timeout,
             credentials=where.keys,
             told=Callbacks(ended=self._must_end, over=self._over),

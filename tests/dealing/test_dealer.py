@@ -297,3 +297,20 @@ def test_a_policy_with_fixed_groups_refuses_more_pipelines_than_planned() -> Non
         policy.on(Widened(3), 0.0)
     with pytest.raises(RefusedEvent, match="does not exist"):
         policy.on(Joined(Worker(0, 2)), 0.0)
+
+
+def test_pipelines_may_have_unlike_numbers_of_stages() -> None:
+    dealer, segment = Dealer(3, 2, depths=(1, 3)), Segment(1, 0, 0, 2)
+    workers = [Worker(0, 0), *(Worker(j, 1) for j in range(3))]
+    for worker in workers:
+        assert dealer.asks_for_book(worker, segment)
+        assert dealer.on(Told(worker, segment, (), False, Done(0)), 0.0) == []
+    leases = [lease for worker in workers for lease in dealer.on(Asked(worker, segment, 0, Done(0)), 0.0)]
+    assert [lease.pipeline for lease in leases] == [0, 1]
+    for stage in (2, 1):
+        dealer.on(Trained(Worker(stage, 1), segment, Done(1)), 1.0)
+        assert dealer.still_training() == [0, 1], "a batch counts when all stages have trained it"
+    dealer.on(Trained(Worker(0, 1), segment, Done(1)), 1.0)
+    assert dealer.still_training() == [0]
+    with pytest.raises(RefusedEvent, match="does not exist in 1 stages"):
+        dealer.on(Trained(Worker(1, 0), segment, Done(1)), 1.0)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sdpipe.exchange.sectioned import OwnSections, SectionedRounds
+from lightning_sdpipe.exchange.encoded_mean import EncodedMean
+from lightning_sdpipe.exchange.group_mean import GroupMean
+from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.exchange.overlapped import Overlapped
+from lightning_sdpipe.exchange.own_reference import OwnReference
+from lightning_sdpipe.exchange.payloads import EightBit
+from lightning_sdpipe.exchange.ring_mean import RingMean
+from lightning_sdpipe.exchange.sectioned import OwnSections, SectionedMover, SectionedRounds
+from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies.decentralized import with_neighbours
+from lightning_sdpipe.topology.groups import Replicas
 from tests.exchange.threads import Crew, together
 
 OWNERS = [(0, 0, 0), (0, 0, 1), (0, 1, 2)]
@@ -67,3 +80,112 @@ def test_what_is_not_finite_is_told_on_its_section() -> None:
         return rounds.wait().nonfinite
 
     assert together(2, work) == [[1], [1]]
+
+
+LENGTHS = [(5, 40), (300,), (7, 1)]  # of the tensors of each section
+Averaged = Callable[[list[np.ndarray], Group], list[np.ndarray]]
+
+
+def groups(count: int, equal: bool = False) -> list[Group]:
+    """At random, one after the other."""
+    draw, found = random.Random(5), list[Group]()
+    while len(found) < count:
+        pipelines = sorted(draw.sample(range(3), draw.randint(1, 3)))
+        raw = [1.0 if equal else draw.random() + 0.1 for _ in pipelines]
+        weights = tuple(w / sum(raw) for w in raw)
+        found.append(Group(tuple(Worker(0, i) for i in pipelines), weights, len(found), "drawn"))
+    return found
+
+
+def of_means(models: list[np.ndarray], group: Group) -> list[np.ndarray]:
+    weights = {w.pipeline: weight for w, weight in zip(group.members, group.weights, strict=True)}
+    mean = sum(weight * models[i] for i, weight in weights.items())
+    return [mean if i in weights else model for i, model in enumerate(models)]
+
+
+def run(
+    make: Callable[[Replicas], Mover],
+    meetings: Sequence[Group],
+    exchange: Callable[[Mover, Sequence[Tensor], Group], object] = lambda mover, ts, group: finish(
+        mover.start(ts, group)
+    ),
+) -> tuple[list[list[list[np.ndarray]]], list[int]]:
+    """Of each section, by pipeline, its tensors after ``meetings``; and the bytes that each worker sent."""
+    crews = [Crew(3) for _ in OWNERS]
+
+    def work(number: int) -> Any:
+        stage, pipeline = WORKERS[number]
+        own = {s: crews[s].replicas(pipeline) for s, owners in enumerate(OWNERS) if owners[pipeline] == stage}
+        held = {s: [start(pipeline, s, part) for part in range(len(LENGTHS[s]))] for s in own}
+        mover = SectionedMover([make(replicas) for replicas in own.values()], lambda: [len(held[s]) for s in own])
+        for group in meetings:
+            if Worker(0, pipeline) in group.members:
+                exchange(mover, [tensor for s in own for tensor in held[s]], group)
+        return held, sum(replicas.traffic.bytes for replicas in own.values())
+
+    found = together(len(WORKERS), work)
+    by_section: list[list[list[np.ndarray]]] = [[[] for _ in range(3)] for _ in OWNERS]
+    for (_, pipeline), (held, _) in zip(WORKERS, found, strict=True):
+        for s, tensors in held.items():
+            by_section[s][pipeline] = [tensor.numpy() for tensor in tensors]
+    return by_section, [sent for _, sent in found]
+
+
+def start(pipeline: int, section: int, part: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * part + 10 * pipeline + section)
+    return torch.randn(LENGTHS[section][part], generator=generator)
+
+
+def expected(meetings: Sequence[Group], averaged: Averaged = of_means) -> list[list[list[np.ndarray]]]:
+    """The same, in float64 and one process."""
+    found = []
+    for s, lengths in enumerate(LENGTHS):
+        parts = []
+        for part in range(len(lengths)):
+            models = [start(i, s, part).double().numpy() for i in range(3)]
+            for group in meetings:
+                models = averaged(models, group)
+            parts.append(models)
+        found.append([[models[i] for models in parts] for i in range(3)])
+    return found
+
+
+def assert_close(found: list[list[list[np.ndarray]]], wanted: list[list[list[np.ndarray]]], atol: float) -> None:
+    for section, of_section in zip(found, wanted, strict=True):
+        for tensors, models in zip(section, of_section, strict=True):
+            for tensor, model in zip(tensors, models, strict=True):
+                np.testing.assert_allclose(tensor, model, rtol=0, atol=atol)
+
+
+def test_models_are_averaged_by_section_among_the_members_of_each_group() -> None:
+    meetings = groups(30)
+    found, sent = run(GroupMean, meetings)
+    assert_close(found, expected(meetings), 1e-6)
+    for number, (stage, pipeline) in enumerate(WORKERS):
+        own = [s for s, owners in enumerate(OWNERS) if owners[pipeline] == stage]
+        sizes = [len(group.members) for group in meetings if Worker(0, pipeline) in group.members]
+        whole = 4 * sum(sum(LENGTHS[s]) for s in own)
+        share = sum(2 * (k - 1) / k * whole for k in sizes)
+        assert abs(sent[number] - share) <= 4 * len(sizes) * sum(len(LENGTHS[s]) for s in own) * 2
+
+
+def test_means_of_sections_may_come_during_the_next_step_and_in_few_bits() -> None:
+    meetings, beside = groups(12, equal=True), {}
+
+    def late(mover: Mover, tensors: Sequence[Tensor], group: Group) -> None:
+        overlapped = beside.setdefault(id(mover), Overlapped(mover, 20.0))
+        overlapped.begin(tensors, group)
+        overlapped.end()
+
+    found, _ = run(lambda replicas: EncodedMean(replicas, OwnReference(EightBit(block=8)), None), meetings, late)
+    for s, section in enumerate(found):  # messages of 8 bits leave the mean where it is
+        for part in range(len(LENGTHS[s])):
+            before = np.mean([start(i, s, part).double().numpy() for i in range(3)], 0)
+            np.testing.assert_allclose(np.mean([tensors[part] for tensors in section], 0), before, rtol=0, atol=1e-6)
+
+
+def test_a_ring_goes_by_sections_too() -> None:
+    together_ = [Group(tuple(Worker(0, i) for i in range(3)), (1 / 3,) * 3, k, "all") for k in range(5)]
+    meetings = [with_neighbours(group, 3) for group in together_]
+    found, _ = run(lambda replicas: RingMean(replicas, None), meetings)
+    assert_close(found, expected(meetings), 1e-6)  # in a ring of three all are neighbours

@@ -158,7 +158,6 @@ def test_status_of_nobody_is_one_clear_error(capsys: pytest.CaptureFixture[str])
         (["--policy", "no_such"], "no_such"),
         (["--bind", "tcp://0.0.0.0:*"], "sdpipe keygen"),
         (["--bind", "nonsense"], "nonsense"),
-        (["--num-stages", "0"], "num_stages=0"),
     ],
 )
 def test_a_scheduler_that_cannot_start_says_why(
@@ -167,6 +166,12 @@ def test_a_scheduler_that_cannot_start_says_why(
     base = ["scheduler", "--num-stages", "1", "--num-pipelines", "2", "--bind", "tcp://127.0.0.1:*"]
     assert main(base + arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_pipeline_has_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["scheduler", "--num-stages", "0", "--num-pipelines", "2"])
+    assert "0: give a number of at least 1, or one for each pipeline, like 1,2,2" in capsys.readouterr().err
 
 
 def test_the_keys_of_an_account_are_made_once_and_are_its_own() -> None:

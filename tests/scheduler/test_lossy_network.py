@@ -84,13 +84,16 @@ class LossyNetwork(RuleBasedStateMachine):
                 NoSync(),
             ]
         ),
-        stages=st.integers(1, 2),
-        pipelines=st.integers(1, 4),
+        depths=st.one_of(
+            st.builds(lambda stages, pipelines: (stages,) * pipelines, st.integers(1, 2), st.integers(1, 4)),
+            st.sampled_from([(1, 2), (1, 2, 2), (3, 1, 2)]),
+        ),
     )
-    def start(self, config: PolicyConfig, stages: int, pipelines: int) -> None:
+    def start(self, config: PolicyConfig, depths: tuple[int, ...]) -> None:
         self.now = 0.0
-        self.config, self.mesh = config, (stages, pipelines)
-        self.models = [WorkerModel(Worker(j, i)) for j in range(stages) for i in range(pipelines)]
+        self.config, self.mesh = config, (max(depths), len(depths))
+        self.depths = depths if len({*depths}) > 1 else ()
+        self.models = [WorkerModel(Worker(j, i)) for j in range(max(depths)) for i, m in enumerate(depths) if j < m]
         self.by_worker = {model.worker: model for model in self.models}
         self.by_peer = {peer: model for model in self.models for peer in (model.line, model.beats)}
         self.to_server: list[tuple[bytes, m.Request | e.Request]] = []
@@ -105,16 +108,18 @@ class LossyNetwork(RuleBasedStateMachine):
     def start_server(self) -> None:
         """It waits until all are back, since all come back."""
         self.began = self.now
+        elastic = ElasticConfig.of_fixed(self.mesh[1], FOR_EVER, self.depths) if self.depths else None
         self.service = SchedulerService(
-            self.config, *self.mesh, worker_timeout=SILENCE, recovery_grace=FOR_EVER, now=self.now
+            self.config, *self.mesh, worker_timeout=SILENCE, recovery_grace=FOR_EVER, elastic=elastic, now=self.now
         )
 
     def replay(self) -> None:
         """What the scheduler's policy has heard makes it decide the same again."""
         entries = [Entry(*entry) for entry in self.service.log.recent]
         assert len(entries) < REMEMBERED
-        policy, dealer = registry.build(self.config, *self.mesh), Dealer(*self.mesh)
-        membership = Membership(self.mesh[0], ElasticConfig.of_fixed(self.mesh[1], FOR_EVER), self.began)
+        policy, dealer = registry.build(self.config, *self.mesh, self.depths), Dealer(*self.mesh, depths=self.depths)
+        terms = ElasticConfig.of_fixed(self.mesh[1], FOR_EVER, self.depths)
+        membership = Membership(self.mesh[0], terms, self.began)
         assert list(differences(policy, dealer, entries, membership)) == []
 
     def serve(self, peer: bytes, request: m.Request | e.Request) -> list[Addressed]:
@@ -143,11 +148,16 @@ class LossyNetwork(RuleBasedStateMachine):
     def has_averaged(self, model: WorkerModel) -> bool:
         """All groups that the worker knows of are known to their members, so they can have averaged."""
         return all(
-            self.by_worker[member].answers.get(iteration) == answer
+            self.by_worker[worker].answers.get(iteration) == answer
             for answer in model.answers.values()
             for member, iteration in zip(answer.group.members, answer.iterations, strict=True)
             if iteration is not None
+            for worker in self.of(member)
         )
+
+    def of(self, member: Worker) -> list[Worker]:
+        """The workers that are in a group by ``member``."""
+        return [Worker(j, member.pipeline) for j in range(self.depths[member.pipeline])] if self.depths else [member]
 
     @rule(data=st.data())
     def somebody_finishes_an_iteration(self, data: st.DataObject) -> None:
@@ -277,8 +287,9 @@ class LossyNetwork(RuleBasedStateMachine):
         for model in self.models:
             for answer in model.answers.values():
                 for member, iteration in zip(answer.group.members, answer.iterations, strict=True):
-                    there = self.by_worker[member].answers.get(iteration or 0, answer)
-                    assert there == answer, f"{member} is in another group"
+                    for worker in self.of(member):
+                        there = self.by_worker[worker].answers.get(iteration or 0, answer)
+                        assert there == answer, f"{worker} is in another group"
 
 
 TestLossyNetwork = LossyNetwork.TestCase

@@ -137,10 +137,20 @@ def comes_and_goes(given: Any) -> list[str]:
     return [] if payloads == "–" else [payloads, overlaps]
 
 
+def is_cut_unlike(given: Any) -> list[str]:
+    payloads = those(PAYLOADS, lambda name: goes(given, exchange=Exchange(PAYLOADS[name]), unlike=(1, 2)))
+    overlaps = those(
+        ["none", "step", "free"],
+        lambda overlap: goes(given, exchange=Exchange(overlap=overlap), unlike=(1, 2)),  # type: ignore[arg-type]
+    )
+    return [] if payloads == "–" else [payloads, overlaps]
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
     "exchange.md": ("| method | payloads | overlap | hierarchy | schedule |", moves),
     "data.md": ('| method | `data="dealt"` | `data="auto"` deals | `batch_by_speed` |', trains),
     "faults.md": ("| method | payloads | overlap |", comes_and_goes),
+    "partition.md": ("| method, where pipelines are cut unlike | payloads | overlap |", is_cut_unlike),
 }
 
 
@@ -172,8 +182,10 @@ def test_the_tables_of_the_docs_are_what_the_check_says(page: str) -> None:
     assert (DOCS / page).read_text() == written(page), "write them anew: python -m tests.sync.test_capabilities"
 
 
-def test_unlike_pipelines_go_with_all_reduce_alone() -> None:
-    assert [name for name, given in METHODS.items() if goes(given, unlike=(1, 2))] == ["`AllReduce`"]
+def test_unlike_pipelines_go_with_what_needs_no_replicas_of_a_stage() -> None:
+    refused = {type(given).__name__ for given in METHODS.values() if not goes(given, unlike=(1, 2))}
+    assert refused == {"ADPSGD", "DiLoCo", "PHDPSGD", "ParameterServer", "HetPipe", "OwnMethod"}
+    assert goes(ADPSGD(), unlike=(1, 2)), "only if it is waited for"
 
 
 def test_every_method_has_a_row() -> None:

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 
-from lightning_sdpipe import PHDPSGD, AllReduce, Balanced, ConfigurationError, SDPipeStrategy, SemiDecentralized
+from lightning_sdpipe import (
+    ADPSGD,
+    PHDPSGD,
+    AllReduce,
+    Balanced,
+    ConfigurationError,
+    DiLoCo,
+    Exchange,
+    LocalSGD,
+    SDPipeStrategy,
+    SemiDecentralized,
+)
 from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
 from lightning_sdpipe.worker.fixed_run import FixedRun
 from lightning_sdpipe.worker.options import Options
@@ -92,13 +103,21 @@ def test_a_list_of_equal_pipelines_is_one_number() -> None:
         ({"partition": Balanced(speeds=[1, 1])}, r"one list per pipeline, as in \[\[1\], \[0.5, 0.5\]\]"),
         ({"partition": Balanced(speeds=[[1], [1], [1, 1]])}, r"pipeline 1: Balanced\(speeds=\[1\]\) names 1 devices"),
         ({"partition": "wide"}, "partition='wide' is not known"),
-        ({"sync": SemiDecentralized()}, r"num_stages=\[1, 2, 2\] .*one depth and cut. Use sync=AllReduce\(\), or one"),
+        (
+            {"sync": DiLoCo(every=3)},
+            r"num_stages=\[1, 2, 2\] .*one depth and cut. Use SemiDecentralized\(\), .*AllReduce",
+        ),
+        ({"sync": ADPSGD(asynchronous=True)}, "it needs pipelines of one depth and cut"),
+        ({"sync": LocalSGD(1), "exchange": Exchange(overlap="free")}, "replicas of a stage only. Use overlap='step'"),
+        ({"sync": LocalSGD(1), "exchange": Exchange(hierarchy="hosts")}, "of a stage only. Use hierarchy='flat'"),
         ({"sync": PHDPSGD()}, "it needs pipelines of one depth and cut"),
         ({"schedule": "pipedream"}, "schedule='pipedream' needs pipelines of one depth and cut.*use '1f1b' or 'gpipe'"),
         ({"schedule": "zero_bubble"}, "schedule='zero_bubble' needs pipelines of one depth and cut"),
-        ({"exchange": "eight_bit"}, r"exchange=.* needs pipelines of one depth and cut.*leave it out"),
+        (
+            {"exchange": "eight_bit"},
+            r"exchange=.* does not go with num_stages=.* in full, in flat groups. Leave exchange",
+        ),
         ({"batch_by_speed": True}, "batch_by_speed=True needs pipelines of one depth and cut"),
-        ({"scheduler": "tcp://127.0.0.1:1"}, "scheduler needs pipelines of one depth and cut.*rank 0 starts one"),
         ({"data": "dealt"}, "data='dealt' does not go with"),
     ],
 )

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_sdpipe.partition.cut_step import CutModel
+from lightning_sdpipe.partition.travel import NOTHING_MORE
+from lightning_sdpipe.scheduler.log.event_log import differences, read_log
 from tests.features.running import on_four_ranks
 from tests.worker.unlike_pipelines import (
     BATCH,
     BATCHES,
+    DEPTHS,
     PLACED,
+    SCRIPT,
     WIDTH,
     Tied,
     go_on,
     loader,
     on_a_machine,
+    semi_decentralized,
     train,
     trainer,
 )
 from tests.workers import free_port, run_workers
 
 pytestmark = pytest.mark.distributed
+
+ROWS = [[0], [2, 1], [5, 4, 3]]  # of each pipeline, the ranks of its stages
 
 
 def of_file(file: Path) -> dict[str, Tensor]:
@@ -72,6 +82,90 @@ def test_all_reduce_on_pipelines_of_unlike_depths_is_one_process(tmp_path: Path)
     assert "blocks.5.bias" in ranks[0]["unlike"], "rank 0 has the last block of six, as the placement says"
     assert "blocks.4.linear.weight" not in ranks[0]["unlike"]
     assert_parts([go_on(tmp_path / "unlike.ckpt")], of_file(tmp_path / "unlike.ckpt"))
+
+
+class Emulation:
+    """SDPipe on three whole models in one process, with the groups of a script."""
+
+    def __init__(self, seed: int) -> None:
+        self.models = [Tied(dropout=0.3) for _ in DEPTHS]
+        self._optimizers = [torch.optim.Adam(model.parameters(), lr=0.02) for model in self.models]
+        self._blocks = [range(len(model.blocks)) for model in self.models]
+        paths = [f"blocks.{number}" for number in self._blocks[0]]
+        self._cuts = [
+            CutModel(m, paths, [s], torch.device("cpu")) for m, s in zip(self.models, self._blocks, strict=True)
+        ]
+        self._seed, self._update = seed, 0
+
+    def train(self, epoch: int) -> None:
+        batches = loader(1)
+        batches.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        for model in self.models:
+            model.blocks[2].requires_grad_(epoch == 0)
+        for number, (x, y) in enumerate(batches):
+            for pipeline in range(len(self.models)):
+                self._step(pipeline, epoch, number, x[pipeline::3], y[pipeline::3])
+            self._average([SCRIPT.members(self._update, pipeline) for pipeline in range(len(self.models))])
+            self._update += 1
+        self._average([dict.fromkeys(range(3), 1 / 3)] * 3)
+
+    def _step(self, pipeline: int, epoch: int, number: int, x: Tensor, y: Tensor) -> None:
+        model, cut, optimizer = self.models[pipeline], self._cuts[pipeline], self._optimizers[pipeline]
+        optimizer.zero_grad()
+        training = [*RunningStage].index(RunningStage.TRAINING)
+        for part, (inputs, targets) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+            cut.streams.begin(self._seed, epoch, training, 0, 3 * number + pipeline, part)
+            outputs = cut.run(self._blocks[pipeline], partial(model, inputs), None, NOTHING_MORE)
+            (nn.functional.mse_loss(outputs, targets) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+    def _average(self, groups: list[dict[int, float]]) -> None:
+        """``groups[i]``: the members of the group of pipeline i, and how much each counts."""
+        with torch.no_grad():
+            for parameters in zip(*(model.parameters() for model in self.models), strict=True):
+                if parameters[0].requires_grad:
+                    means = [sum(w * parameters[i] for i, w in group.items()) for group in groups]
+                    for parameter, mean in zip(parameters, means, strict=True):
+                        parameter.copy_(mean)
+
+    def held(self, pipeline: int) -> dict[str, Tensor]:
+        model, optimizer = self.models[pipeline], self._optimizers[pipeline]
+        values = {name: value for name, value in model.state_dict().items() if name != "count"}
+        for name, parameter in model.named_parameters():
+            values |= {f"{name}: {key}": value for key, value in optimizer.state[parameter].items()}
+        return values
+
+
+@pytest.mark.timeout(120)
+def test_groups_of_pipelines_of_unlike_depths_are_three_models_in_one_process(tmp_path: Path) -> None:
+    ranks: list[Any] = on_four_ranks(semi_decentralized, tmp_path, count=6, timeout=110)
+    alone = Emulation(ranks[0]["seed"])
+    for epoch in range(2):
+        alone.train(epoch)
+    for pipeline, own in enumerate(ROWS):
+        parts = [{name: value for name, value in ranks[rank]["held"].items() if name != "count"} for rank in own]
+        assert_parts(parts, alone.held(pipeline), atol=1e-5)
+    assert ranks[3]["groups"] == (2 * BATCHES, 1 + 2 + 3 + 2 + 1 + 1 + 2 + 3)
+
+    (record,) = read_log(tmp_path / "scheduler.jsonl")
+    assert record.depths == tuple(DEPTHS)
+    assert list(differences(record.policy(), record.dealer(), record.entries, record.membership())) == []
+
+    for key in ("seen", "dealt_batches"):  # copies follow after each update, within the pipeline
+        for own in ROWS:
+            first = [held for _, held in ranks[own[0]][key]]
+            for rank in own[1:]:
+                for (_, copies), of_first in zip(ranks[rank][key], first, strict=True):
+                    assert_parts([copies], {**copies, **{n: v for n, v in of_first.items() if n in copies}})
+    for key in ("held", "dealt"):  # at the end of the epoch
+        parts = [{name: value for name, value in rank[key].items() if ":" not in name} for rank in ranks]
+        assert_parts(parts, parts[0])
+    trained = [[value for value, _ in ranks[rank]["dealt_batches"]] for own in ROWS for rank in own]
+    assert trained[1] == trained[2], "all stages of a pipeline train the same batches"
+    assert trained[3] == trained[4] == trained[5]
+    firsts = [float(y[i, 0]) for _ in range(2) for y in (targets for _, targets in loader(1)) for i in range(3)]
+    assert len(trained[0] + trained[1] + trained[3]) == len(firsts)
 
 
 @pytest.mark.timeout(60)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from lightning_sdpipe import AllReduce, SDPipeStrategy
+from lightning_sdpipe import AllReduce, EightBit, Exchange, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.topology.hosts import device_name
 from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
+from tests.policies.by_script import Scripted
 
 DEPTHS, CUTS = [1, 2, 3], [[6], [4, 2], [1, 3, 2]]
 PLACED = ((5, 1, 3), (4, 0), (2,))
@@ -25,17 +26,19 @@ WIDTH = 8
 class Tied(L.LightningModule):
     """Six blocks: the weight of the last is that of the first, a scale lies outside of all, and one is frozen later."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.scale = nn.Parameter(torch.ones(WIDTH))
         first, last = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
         last.weight = first.weight
-        self.blocks = nn.ModuleList([first, *(_Block() for _ in range(4)), last])
+        self.blocks = nn.ModuleList([first, *(_Block(dropout) for _ in range(4)), last])
         self.register_buffer("count", torch.zeros(1))
         self.losses: list[float] = []
         self.begun_with: dict[str, Tensor] = {}
         self.ended_with: dict[str, Tensor] = {}
+        self.seen: list[Any] = []
+        """After each batch of SDPipe's: its first value, and what several stages hold."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.scale
@@ -62,6 +65,12 @@ class Tied(L.LightningModule):
     def on_train_epoch_start(self) -> None:
         self.blocks[2].requires_grad_(self.current_epoch == 0)
 
+    def on_train_batch_end(self, outputs: Any, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        shared = {"scale": self.scale, "weight": self.blocks[0].weight}
+        self.seen.append(
+            (float(batch[1][0, 0]), {name: p.detach().clone() for name, p in shared.items() if not p.is_meta})
+        )
+
     def on_train_epoch_end(self) -> None:
         self.losses.append(float(self.trainer.callback_metrics["loss"]))
 
@@ -81,12 +90,12 @@ class Tied(L.LightningModule):
 
 
 class _Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.linear, self.norm, self.dropout = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.norm(self.linear(x)))
+        return x + self.dropout(torch.tanh(self.norm(self.linear(x))))
 
 
 def loader(pipelines: int) -> DataLoader[Any]:
@@ -127,6 +136,24 @@ def go_on(file: Path, strategy: Any = "auto") -> dict[str, Tensor]:
     module = Tied()
     trainer(file.parent, strategy, max_epochs=3, limit_train_batches=1).fit(module, loader(3), ckpt_path=file)
     return module.begun_with
+
+
+SCRIPT = Scripted((((0, 1), (2,)), ((0,), (1, 2)), ((0, 1, 2),), ((0, 2), (1,)), ((0,), (1,), (2,))))
+
+
+def semi_decentralized(directory: Path) -> dict[str, Any]:
+    """What a worker of six has seen of SDPipe: groups as in a script, and then the real policy, batches dealt by speed,
+    and means of 8 bits that arrive during the next step."""
+    strategy = SDPipeStrategy(DEPTHS, SCRIPT, partition=CUTS, num_micro_batches=2, data="sharded", log_dir=directory)
+    module, run = Tied(dropout=0.3), trainer(directory, strategy)
+    run.fit(module, loader(3))
+    seen = {"held": module.ended_with, "seen": module.seen, "seed": strategy._data_seed}
+    seen["groups"] = (strategy.statistics.groups, strategy.statistics.members)
+    exchange = Exchange(EightBit(block=8), overlap="step")
+    strategy = SDPipeStrategy(DEPTHS, SemiDecentralized(), partition=CUTS, exchange=exchange)
+    module = Tied()
+    trainer(directory, strategy).fit(module, loader(3))
+    return {**seen, "dealt": module.ended_with, "dealt_batches": module.seen}
 
 
 def train(directory: Path) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class SchedulerClient:
         self.credentials = line.credentials
         self.policy: str | None = None
         """What the scheduler decides by, as JSON, once it has answered."""
-        self.serves: tuple[int, int] | None = None
+        self.serves: m.Shape | None = None
         """The stages and pipelines that the scheduler serves, once it has been greeted."""
         self.about: About | None = None
         """What people are told of this worker. To be set before :meth:`join`."""

@@ -84,7 +84,7 @@ class Conversation:
     Args:
         worker: it.
         incarnation: of its job.
-        mesh: the stages and pipelines of the run, which the scheduler must serve; not checked without.
+        mesh: the shape of the run, which the scheduler must serve; not checked without.
         host: the worker whose process the scheduler ends with, and which has failed if the scheduler answers no
             beats; None for a scheduler that may be started again.
         clock: seconds.
@@ -94,7 +94,7 @@ class Conversation:
         self,
         worker: Worker,
         incarnation: int,
-        mesh: tuple[int, int] | None = None,
+        mesh: m.Shape | None = None,
         host: Worker | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -71,7 +71,7 @@ class MembershipClient:
         address: of the scheduler.
         worker: this one.
         incarnation: of its pipeline's job, above 0.
-        mesh: the stages and pipelines of the run, which the scheduler must serve; not checked without.
+        mesh: the shape of the run, which the scheduler must serve; not checked without.
         timeout: seconds that a wait lasts at most, unless a method is given another.
         credentials: the worker's keys; None on loopback.
         told: what is called when something happens.
@@ -85,7 +85,7 @@ class MembershipClient:
         worker: Worker,
         incarnation: int,
         *,
-        mesh: tuple[int, int] | None = None,
+        mesh: m.Shape | None = None,
         timeout: float = 60.0,
         credentials: WorkerKeys | None = None,
         told: Callbacks | None = None,

@@ -59,7 +59,7 @@ class TrainingAsks:
     Args:
         worker: it.
         make: a request of that kind with these fields, under a new number.
-        mesh: the stages and pipelines of the run, which the scheduler must serve; not checked without.
+        mesh: the shape of the run, which the scheduler must serve; not checked without.
         clock: seconds.
     """
 
@@ -67,7 +67,7 @@ class TrainingAsks:
         self,
         worker: Worker,
         make: Callable[..., Any],
-        mesh: tuple[int, int] | None,
+        mesh: m.Shape | None,
         clock: Callable[[], float],
     ) -> None:
         self.worker, self._make, self._mesh = worker, make, mesh

@@ -226,15 +226,20 @@ class Record(msgspec.Struct):
 
     def policy(self) -> Policy:
         """A new one with the same values."""
-        return registry.build(
-            registry.from_plain(self.beginning.policy), self.beginning.num_stages, self.beginning.num_pipelines
-        )
+        beginning = self.beginning
+        config = registry.from_plain(beginning.policy)
+        return registry.build(config, beginning.num_stages, beginning.num_pipelines, self.depths)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """The stages of each pipeline, where these are cut unlike and groups are of whole ones."""
+        return () if self.beginning.elastic is None else self.beginning.elastic.depths
 
     def dealer(self) -> Dealer:
         """A new one for the same workers."""
         beginning = self.beginning
         in_doubt = int(registry.from_plain(beginning.policy).keeps_equal)
-        return Dealer(beginning.num_stages, beginning.num_pipelines, in_doubt)
+        return Dealer(beginning.num_stages, beginning.num_pipelines, in_doubt, self.depths)
 
     def membership(self) -> Membership:
         """A new one with the same terms."""

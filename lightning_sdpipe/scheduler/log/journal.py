@@ -32,19 +32,28 @@ log = logging.getLogger(__name__)
 _MARK = b'{"format":"sdpipe-journal/'
 
 
-class _Beginning(msgspec.Struct, frozen=True, tag_field="format", tag="sdpipe-journal/1"):
+class _Beginning(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="format", tag="sdpipe-journal/1"):
     num_stages: int
     num_pipelines: int
     boot: str = ""
     """Of the machine; another one's writes may have been lost."""
+    depths: tuple[int, ...] = ()
+    """The stages of each pipeline, where they are cut unlike."""
+
+    @property
+    def shape(self) -> str:
+        """For people."""
+        if self.depths:
+            return f"{self.num_pipelines} pipelines of {', '.join(map(str, self.depths))} stages"
+        return f"{self.num_stages} stages × {self.num_pipelines} pipelines"
 
 
 class Journal:
     """Reads what an earlier scheduler wrote to ``path``, and goes on there."""
 
-    def __init__(self, path: Path, num_stages: int, num_pipelines: int) -> None:
+    def __init__(self, path: Path, num_stages: int, num_pipelines: int, depths: tuple[int, ...] = ()) -> None:
         self._path = path
-        self._beginning = _Beginning(num_stages, num_pipelines, _boot())
+        self._beginning = _Beginning(num_stages, num_pipelines, _boot(), depths)
         self._file: int | None = None
         self._segment: Segment | None = None
         self._done: dict[Worker, Trained] = {}
@@ -163,14 +172,10 @@ class Journal:
             raise ConfigurationError(
                 f"{self._path} is not a journal of a scheduler ({error}); give a file of its own to --journal"
             ) from error
-        if (beginning.num_stages, beginning.num_pipelines) != (
-            self._beginning.num_stages,
-            self._beginning.num_pipelines,
-        ):
+        if msgspec.structs.replace(beginning, boot=self._beginning.boot) != self._beginning:
             raise ConfigurationError(
-                f"the journal {self._path} is of a run of {beginning.num_stages} stages × {beginning.num_pipelines} "
-                f"pipelines, and this scheduler serves {self._beginning.num_stages} × "
-                f"{self._beginning.num_pipelines}; delete it, or give another file"
+                f"the journal {self._path} is of a run of {beginning.shape}, and this scheduler serves "
+                f"{self._beginning.shape}; delete it, or give another file"
             )
         if beginning.boot != self._beginning.boot:
             return self._void_for("was written before this machine was started, and may lack its end")
@@ -187,7 +192,11 @@ class Journal:
 
     def _events(self, entries: list[Entry]) -> Iterator[LeaseEvent]:
         """What each pipeline would tell of the newest segment."""
-        stages, pipelines = self._beginning.num_stages, self._beginning.num_pipelines
+        stages, pipelines, depths = (
+            self._beginning.num_stages,
+            self._beginning.num_pipelines,
+            self._beginning.depths,
+        )
         segment = self._segment
         assert segment is not None
         books: dict[int, dict[int, Lease]] = {pipeline: {} for pipeline in range(pipelines)}
@@ -198,7 +207,7 @@ class Journal:
             book = books.setdefault(pipeline, {})
             leases = tuple(book[ordinal] for ordinal in sorted(book))
             over = any(lease.over for lease in leases)
-            for stage in range(stages):
+            for stage in range(depths[pipeline] if depths else stages):
                 worker = Worker(stage, pipeline)
                 how_far = done.pop(worker, Done(0))
                 yield Told(worker, segment, leases, over, how_far)

@@ -167,6 +167,8 @@ class Status(msgspec.Struct, frozen=True):
     stages: list[StageStatus]
     members: MembersStatus | None = None
     """None in a run whose pipelines do not come and go."""
+    depths: tuple[int, ...] = ()
+    """Of the pipelines, where groups are of whole ones: these are told beside the first stage."""
 
     def workers(self) -> list[WorkerStatus]:
         """Everybody that ever joined, by stage and pipeline."""
@@ -202,9 +204,13 @@ class _WorkerView:
 
 
 class Overview:
-    """Reads the events and decisions of a run as they come. Every signal passes here, so it only notes and counts."""
+    """Reads the events and decisions of a run as they come. Every signal passes here, so it only notes and counts.
 
-    def __init__(self, num_stages: int, num_pipelines: int) -> None:
+    With ``depths``, each pipeline's, groups are of whole pipelines, and are told once, beside the first stage.
+    """
+
+    def __init__(self, num_stages: int, num_pipelines: int, depths: Sequence[int] = ()) -> None:
+        self._depths = depths
         self.signals = 0
         self.sizes: Counter[int] = Counter()
         self.reasons: list[Counter[str]] = [Counter() for _ in range(num_stages)]
@@ -245,6 +251,8 @@ class Overview:
             views = self._views[stage]
             for worker in members:
                 views[worker.pipeline].last_group = group
+                for stage in range(1, self._depths[worker.pipeline]) if self._depths else ():
+                    self._views[stage][worker.pipeline].last_group = group
 
     def widen(self, num_pipelines: int) -> None:
         """There may be so many pipelines from now on."""
@@ -260,9 +268,14 @@ class Overview:
     def stages(
         self, now: float, states: Mapping[Worker, str], silent: Mapping[Worker, float], graphs: Sequence[SyncGraph]
     ) -> list[StageStatus]:
-        """Every stage; ``silent`` are seconds since each worker was last heard of."""
-        budget = GROUPS_COST // len(self._views)
-        return [self._stage(now, number, states, silent, graph, budget) for number, graph in enumerate(graphs)]
+        """Every stage; ``silent`` are seconds since each worker was last heard of. ``graphs`` are of each stage, or one
+        of all where groups are of whole pipelines."""
+        budget = GROUPS_COST // len(graphs)
+        none = SyncGraph(0, 1)
+        return [
+            self._stage(now, number, states, silent, graphs[number] if number < len(graphs) else none, budget)
+            for number in range(len(self._views))
+        ]
 
     def _stage(
         self,

@@ -87,14 +87,14 @@ def render(status: Status) -> str:
         lines.append(f"held            {status.held} readies, until all workers have come back")
     if status.failure is not None:
         lines.append(f"FAILED          {status.failure}")
-    for number, stage in enumerate(status.stages):
+    for number, stage in enumerate(status.stages[:1] if status.depths else status.stages):
         if len(stage.active()) > 1:
             lines += ["", *_sync_graph(number, stage, status)]
     return "\n".join(lines)
 
 
 def _table(status: Status, rows: list[WorkerStatus]) -> list[str]:
-    cells = {row.worker: _cell(row, status.stages[row.worker.stage]) for row in rows}
+    cells = {row.worker: _cell(row, status.stages[0 if status.depths else row.worker.stage]) for row in rows}
     pipelines = sorted({row.worker.pipeline for row in rows})
     stages = range(len(status.stages))
     return aligned(
@@ -129,9 +129,9 @@ def _sync_graph(number: int, stage: StageStatus, status: Status) -> list[str]:
         connected = f"{len(parts)} components: {shown}{' …' if len(parts) > 8 else ''}"
     else:
         connected = f"connected by the last {within + 1} of them"
-    rho = _rho(stage)
+    rho, of = _rho(stage), "the pipelines" if status.depths else f"stage {number}"
     lines = [
-        f"sync-graph of stage {number} in the last {stage.round - stage.since + 1} {unit}: {connected}; "
+        f"sync-graph of {of} in the last {stage.round - stage.since + 1} {unit}: {connected}; "
         + (f"ρ {rho:.3f}" if rho is not None else "ρ needs numpy")
     ]
     rate = None if rho is None else stage.largest_learning_rate(rho)

@@ -19,33 +19,66 @@ MOST_CHARACTERS = 1 << 14
 
 
 class Extent:
-    """How many stages and pipelines the run has; more pipelines may come to an elastic one than were planned."""
+    """How many stages and pipelines the run has; more pipelines may come to an elastic one than were planned. With
+    ``depths`` the pipelines have so many stages, and their workers are answered together."""
 
-    def __init__(self, num_stages: int, num_pipelines: int) -> None:
-        self.planned = num_stages, num_pipelines
+    def __init__(self, num_stages: int, num_pipelines: int, depths: Sequence[int] = ()) -> None:
+        self.planned = num_stages, num_pipelines, *depths
         self.num_stages = num_stages
         self.num_pipelines = num_pipelines
+        self.depths = tuple(depths)
 
     def check_mesh(self, request: m.Hello | m.Join) -> None:
         """Raise RefusedEvent if ``request`` comes from a run of another size."""
-        if request.mesh is not None and request.mesh != self.planned:
-            (stages, pipelines), (theirs, its) = self.planned, request.mesh
+        theirs = request.mesh
+        if theirs is not None and theirs != self.planned:
             raise RefusedEvent(
-                f"it serves a run of {stages} stages × {pipelines} pipelines, and worker {request.worker} belongs to "
-                f"one of {theirs} × {its}; give the address of its own scheduler, or start this one with "
-                f"--num-stages {theirs} --num-pipelines {its}"
+                f"it serves a run of {_said(self.planned)}, and worker {request.worker} belongs to one of "
+                f"{_said(theirs)}; give the address of its own scheduler, or start this one with {_started(theirs)}"
             )
 
     def check_exists(self, worker: Worker) -> None:
         """Raise RefusedEvent if there is no such ``worker``."""
         stages, pipelines = self.num_stages, self.num_pipelines
+        if self.depths and 0 <= worker.pipeline < pipelines:
+            stages = self.depths[worker.pipeline]
         if not (0 <= worker.stage < stages and 0 <= worker.pipeline < pipelines):
-            raise RefusedEvent(f"worker {worker} does not exist in {stages} stages × {pipelines} pipelines")
+            there = _said((stages, pipelines, *self.depths))
+            raise RefusedEvent(f"worker {worker} does not exist in {there}")
+
+    def beside(self, member: Worker) -> list[Worker]:
+        """Those for which a member of a group stands besides itself: the other workers of its pipeline, where groups
+        are of whole pipelines."""
+        return [Worker(j, member.pipeline) for j in range(1, self.depths[member.pipeline])] if self.depths else []
+
+    def stands_for(self, worker: Worker) -> Worker:
+        """The member of a group by which ``worker`` is in it."""
+        return Worker(0, worker.pipeline) if self.depths else worker
 
 
-def contradiction(request: m.Request | e.Request, num_stages: int, most_pipelines: int) -> str | None:
-    """Why ``request`` cannot be meant in a run of ``num_stages`` stages and so many pipelines; None if it can."""
+def _said(mesh: m.Shape) -> str:
+    """For people."""
+    stages, pipelines, *depths = mesh
+    if depths:
+        return f"{pipelines} pipelines of {', '.join(map(str, depths))} stages"
+    return f"{stages} stages × {pipelines} pipelines"
+
+
+def _started(mesh: m.Shape) -> str:
+    """By which options a scheduler serves it."""
+    stages, pipelines, *depths = mesh
+    return (
+        f"--num-stages {','.join(map(str, depths))}" if depths else f"--num-stages {stages} --num-pipelines {pipelines}"
+    )
+
+
+def contradiction(
+    request: m.Request | e.Request, num_stages: int, most_pipelines: int, whole: bool = False
+) -> str | None:
+    """Why ``request`` cannot be meant in a run of ``num_stages`` stages and so many pipelines; None if it can. Groups
+    are of ``whole`` pipelines, for each of which its first stage stands, or of one stage."""
     worker = request.worker
+    member = Worker(0, worker.pipeline) if whole else worker
     exists = worker.stage < num_stages and worker.pipeline < most_pipelines
     if not exists and not (isinstance(request, e.Enrol) and request.resumes is None):  # whose refusal says what to set
         return f"worker {worker} does not exist in {num_stages} stages × at most {most_pipelines} pipelines"
@@ -53,10 +86,10 @@ def contradiction(request: m.Request | e.Request, num_stages: int, most_pipeline
         case m.AskLease(segment=segment) | e.Beat(dealt=(segment, _)):
             return _of_leases(segment, ())
         case e.AskRegroup(group=group):
-            return _of_group(group, worker, most_pipelines)
+            return _of_group(group, member, most_pipelines)
         case e.Enrol(fingerprint=fingerprint, resumes=resumes):
             wrong = _of_fingerprint(fingerprint)
-            return wrong if wrong or resumes is None else _of_resumes(resumes, worker, most_pipelines)
+            return wrong if wrong or resumes is None else _of_resumes(resumes, worker, member, most_pipelines)
         case e.TellSnapshot(transfer=""):
             return "it gives its state to no transfer"
         case e.Meet(key=""):
@@ -64,15 +97,15 @@ def contradiction(request: m.Request | e.Request, num_stages: int, most_pipeline
     return None
 
 
-def _of_resumes(resumes: e.Resumes, worker: Worker, most_pipelines: int) -> str | None:
+def _of_resumes(resumes: e.Resumes, worker: Worker, member: Worker, most_pipelines: int) -> str | None:
     epoch = resumes.epoch
     if len({member.pipeline for member in epoch.members}) < len(epoch.members):
         return f"a pipeline is twice among the members {epoch.members}"
     if any(pipeline >= most_pipelines for pipeline in epoch.pipelines):
         return f"the members {epoch.members} are not among {most_pipelines} pipelines"
     wrong = [_of_met(each, worker) for each in resumes.met]
-    wrong += [_of_group(group, worker, most_pipelines) for _, group in resumes.regrouped]
-    wrong += [_of_answer(answer, worker, most_pipelines) for answer in resumes.answers]
+    wrong += [_of_group(group, member, most_pipelines) for _, group in resumes.regrouped]
+    wrong += [_of_answer(answer, member, most_pipelines) for answer in resumes.answers]
     wrong += [_of_leases(book.segment, book.leases) for book in (resumes.book,) if book is not None]
     return next(filter(None, wrong), None)
 

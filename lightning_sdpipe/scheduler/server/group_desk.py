@@ -65,7 +65,7 @@ class GroupDesk:
     ) -> None:
         self.rows = rows
         self.sessions = Sessions()
-        self.reported = ReportedAnswers()
+        self.reported = ReportedAnswers(extent.beside)
         self.extent = extent
         self.failure: m.Failure | None = None
         self._driver = driver
@@ -215,7 +215,7 @@ class GroupDesk:
             elif session.iteration != iteration:
                 raise RefusedEvent(f"iteration {session.iteration} waits for an answer")
             else:  # it asks again; the answer is on its way to be decided
-                missing = [other for other in self.computing(session.worker.stage) if other != session.worker]
+                missing = [other for other in self.computing(session.worker) if other != session.worker]
                 self._outbox.say(peer, e.Waits(request.number, named(missing)))
         elif session.answer is not None and session.iteration == iteration:
             self._outbox.say(peer, session.answer)
@@ -244,9 +244,15 @@ class GroupDesk:
             self.let_time_pass(now)
             self._carry_out(self._driver.tell(progress, now), now)
 
-    def computing(self, stage: int) -> list[Worker]:
-        """The active workers of ``stage`` that are not ready."""
-        return [session.worker for session in self.sessions.of_stage(stage) if session.state is COMPUTING]
+    def computing(self, worker: Worker) -> list[Worker]:
+        """The active workers that are not ready, of those for which ``worker`` may wait: all replicas of its stage, or
+        all workers where groups are of whole pipelines."""
+        among = (
+            sorted(self.sessions, key=lambda s: s.worker)
+            if self.extent.depths
+            else self.sessions.of_stage(worker.stage)
+        )
+        return [session.worker for session in among if session.state is COMPUTING]
 
     # --------------------------------------------------------------- decisions
 
@@ -273,21 +279,22 @@ class GroupDesk:
         return decisions[0]
 
     def send(self, group: Group) -> None:
-        """Answer the readies of its members with ``group``.
+        """Answer the readies of its members, and of those for which they stand, with ``group``.
 
         Raises:
             PolicyFailed: one of them is not ready.
         """
         try:
             sessions = [self.sessions[member] for member in group.members]
+            beside = [self.sessions[worker] for member in group.members for worker in self.extent.beside(member)]
             if group.passive:
-                self._answer_and_invite(sessions, group)
+                self._answer_and_invite(sessions, beside, group)
                 return
             invited = tuple([session.invitations for session in sessions])
             answer = m.Answer(
                 group, tuple([session.iteration for session in sessions]), invited if any(invited) else ()
             )
-            for session in sessions:
+            for session in (*sessions, *beside):
                 self._answer(session, answer)
         except (IllegalInput, KeyError) as error:
             raise PolicyFailed(f"{group} cannot go out: {error}") from error
@@ -302,15 +309,15 @@ class GroupDesk:
             if (ready := self._process_groups.ready_to_go(group, now)) is not None:
                 self.send(ready)
 
-    def _answer_and_invite(self, sessions: list[Session], group: Group) -> None:
-        """Passive members are invited; the others are answered."""
+    def _answer_and_invite(self, sessions: list[Session], beside: list[Session], group: Group) -> None:
+        """Passive members are invited, and those ``beside`` them; the others are answered."""
         answer = m.Answer(
             group,
             tuple(None if s.worker in group.passive else s.iteration for s in sessions),
             tuple(s.invitations for s in sessions),
         )
-        for session in sessions:
-            if session.worker in group.passive:
+        for session in (*sessions, *beside):
+            if self.extent.stands_for(session.worker) in group.passive:
                 session.invitations += 1
                 self._outbox.say(session.member_peer, m.Invitation(group, session.answered))
             else:

@@ -83,7 +83,7 @@ class LeaseDesk:
 
     def _missing(self, asker: Worker) -> list[Worker]:
         """Those that ``asker`` may wait for, of all stages, with a session or without."""
-        workers = {*self._groups.computing(asker.stage), *self._dealer.behind(), *self._dealer.untold()}
+        workers = {*self._groups.computing(asker), *self._dealer.behind(), *self._dealer.untold()}
         return sorted(workers - {asker})
 
     def members_are(self, pipelines: Collection[int], now: float) -> None:

@@ -180,7 +180,7 @@ class SchedulerProcess:
 
         It imports a policy of the user's own from where this process would.
         """
-        registry.build(policy, num_stages, num_pipelines)  # refuse here what the child would refuse
+        registry.build(policy, num_stages, num_pipelines, depths)  # refuse here what the child would refuse
         keys, credentials = make_keys()
         settings = SchedulerSettings(
             num_stages,

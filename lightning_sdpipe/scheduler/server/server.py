@@ -136,7 +136,8 @@ class Server:
             now=now,
             log=self._log,
         )
-        self._journal = None if files.journal is None else Journal(files.journal, num_stages, num_pipelines)
+        depths = () if elastic is None else elastic.depths
+        self._journal = None if files.journal is None else Journal(files.journal, num_stages, num_pipelines, depths)
         self._newest = None if files.journal is None else NewestCheckpoint(files.journal)
         self._endpoint = endpoint
         self._lifeline_notice = StopMessage()

@@ -75,16 +75,18 @@ class SchedulerService:
         now: float = 0.0,
         log: EventLog | None = None,
     ) -> None:
-        self.overview = Overview(num_stages, num_pipelines)
+        depths = () if elastic is None else elastic.depths
+        self.overview = Overview(num_stages, num_pipelines, depths)
         self._name, self._description = registry.name_of(config), registry.to_json(config)
         self._looks_back = config.looks_back
-        self._extent = Extent(num_stages, num_pipelines)
-        self._most_pipelines = num_pipelines if elastic is None else max(num_pipelines, MOST_PIPELINES)
+        self._extent = Extent(num_stages, num_pipelines, depths)
+        self._most_pipelines = num_pipelines if elastic is None or elastic.fixed else max(num_pipelines, MOST_PIPELINES)
         self.log = EventLog() if log is None else log
         self.log.remember(EVENTS_PER_WORKER * num_stages * num_pipelines)
         self.log.reader = self.overview.on
-        policy = registry.build(config, num_stages, num_pipelines)
-        self._driver = PolicyDriver(policy, Dealer(num_stages, num_pipelines, int(config.keeps_equal)), self.log)
+        policy = registry.build(config, num_stages, num_pipelines, depths)
+        dealer = Dealer(num_stages, num_pipelines, int(config.keeps_equal), depths)
+        self._driver = PolicyDriver(policy, dealer, self.log)
         self._started = now
         self._outbox = Outbox()
         self.lines = Lines()
@@ -149,7 +151,9 @@ class SchedulerService:
             self.ignore("impersonating", peer, f"it speaks for worker {worker}")
             return []
         try:
-            if (reason := contradiction(request, self._extent.num_stages, self._most_pipelines)) is not None:
+            extent = self._extent
+            reason = contradiction(request, extent.num_stages, self._most_pipelines, bool(extent.depths))
+            if reason is not None:
                 raise RefusedEvent(reason)
             if isinstance(request, e.MemberRequest):
                 self.members.handle(peer, request, now)
@@ -206,6 +210,7 @@ class SchedulerService:
                 self._sync_graphs(),
             ),
             members=self.members.status(now),
+            depths=self._extent.depths,
         )
 
     def validate(self) -> None:
@@ -296,10 +301,11 @@ class SchedulerService:
         self.groups.fail(m.Failure(None, what[: m.MAX_REASON_CHARACTERS]))
 
     def _sync_graphs(self) -> list[SyncGraph]:
-        """Of each stage: what the policy goes by, or else what the log says."""
+        """Of each stage: what the policy goes by, or else what the log says. There is one where groups are of whole
+        pipelines."""
         pipelines, sessions = self._extent.num_pipelines, self.groups.sessions
         graphs = []
-        for stage in range(self._extent.num_stages):
+        for stage in range(1 if self._extent.depths else self._extent.num_stages):
             graph = self._driver.sync_graph(stage)
             if graph is None:
                 active = [worker.pipeline for worker in sessions.active_in(stage)]

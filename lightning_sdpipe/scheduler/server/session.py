@@ -12,7 +12,7 @@ Where the table is empty, the input is illegal: :meth:`Session.move` raises and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 from lightning_sdpipe.policies.events import Worker
@@ -205,18 +205,19 @@ class ReportedAnswers:
     others, and with an exchange that overlaps training they may even be groups ahead. So a worker brings every answer
     that another member could still ask for: for each other worker, the last one that the two shared, since members of a
     later group have heard of the earlier ones. A ready that one of them answers gets exactly that: no iteration is
-    lost, and none is done twice.
+    lost, and none is done twice. ``beside`` are the workers for which a member stands besides itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Callable[[Worker], Sequence[Worker]] = lambda member: ()) -> None:
         self.answers: dict[Worker, dict[int, m.Answer]] = {}
         """By the readies that they answer."""
+        self._beside = beside
         self._reported: dict[Worker, Sequence[m.Answer]] = {}
 
     def keep(self, answers: Sequence[m.Answer], reporter: Worker) -> None:
         """What a worker has heard of an earlier scheduler answers the readies of members that have not. It takes the
         place of what the worker reported before: each report is whole."""
-        for member, iteration, answer in _readies(self._reported.pop(reporter, ()), reporter):
+        for member, iteration, answer in self._readies(self._reported.pop(reporter, ()), reporter):
             kept = self.answers.get(member, {})
             if kept.get(iteration) is answer:
                 del kept[iteration]
@@ -224,7 +225,7 @@ class ReportedAnswers:
                     del self.answers[member]
         if answers:
             self._reported[reporter] = answers
-        for member, iteration, answer in _readies(answers, reporter):
+        for member, iteration, answer in self._readies(answers, reporter):
             self.answers.setdefault(member, {})[iteration] = answer
 
     def answer_to(self, worker: Worker, iteration: int) -> m.Answer | None:
@@ -245,10 +246,12 @@ class ReportedAnswers:
         """``worker`` begins anew: its readies are others, even if their numbers are the same."""
         self.answers.pop(worker, None)
 
-
-def _readies(answers: Sequence[m.Answer], reporter: Worker) -> Iterator[tuple[Worker, int, m.Answer]]:
-    """Yield what each answers: the member, its iteration, and the answer; but for those of ``reporter`` itself."""
-    for answer in answers:
-        for member, iteration in zip(answer.group.members, answer.iterations, strict=False):
-            if iteration is not None and member != reporter:
-                yield member, iteration, answer
+    def _readies(self, answers: Sequence[m.Answer], reporter: Worker) -> Iterator[tuple[Worker, int, m.Answer]]:
+        """Yield what each answers: the worker, its iteration, and the answer; but for those of ``reporter`` itself."""
+        for answer in answers:
+            for member, iteration in zip(answer.group.members, answer.iterations, strict=False):
+                if iteration is None:
+                    continue
+                for worker in (member, *self._beside(member)):
+                    if worker != reporter:
+                        yield worker, iteration, answer

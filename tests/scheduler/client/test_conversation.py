@@ -189,8 +189,8 @@ def any_of(kind: Any) -> st.SearchStrategy[Any]:
             return st.builds(cls, **{field.name: any_of(field.type) for field in fields})
         case msgspec.inspect.UnionType(types=types):
             return st.one_of(*map(any_of, types))
-        case msgspec.inspect.VarTupleType(item_type=item):
-            return st.lists(any_of(item), max_size=2).map(tuple)
+        case msgspec.inspect.VarTupleType(item_type=item, min_length=least):
+            return st.lists(any_of(item), min_size=least or 0, max_size=2).map(tuple)
         case msgspec.inspect.TupleType(item_types=items):
             return st.tuples(*map(any_of, items))
         case msgspec.inspect.StrType():

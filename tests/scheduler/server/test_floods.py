@@ -142,7 +142,9 @@ def test_the_reason_of_a_failure_is_cut() -> None:
 
 
 def test_what_is_repeated_while_a_scheduler_comes_back_is_kept_once() -> None:
-    returning = MemberRecovery(Resumed(Worker(0, 0), 5, {}, Epoch(3, (Member(0, 5),), ""), ()), 10.0, 1)
+    returning = MemberRecovery(
+        Resumed(Worker(0, 0), 5, {}, Epoch(3, (Member(0, 5),), ""), ()), 10.0, lambda pipeline: 1
+    )
     for number in range(1000):
         returning.keep(Enrolled(Worker(0, 1), 6, {"model": f"{number}"}))
         returning.keep(Meets(Worker(0, 1), 6, f"epoch {number}", b""))

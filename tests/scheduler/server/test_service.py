@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.dealing.leases import Done, Segment
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import FIXED, Epoch, Member
 from lightning_sdpipe.policies import Decision, Group, GroupPolicy, PolicyConfig, Reason, Worker, registry
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
@@ -15,6 +16,7 @@ from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.log.status_page import render
 from lightning_sdpipe.scheduler.rows import NewRows
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 from tests.scheduler.rows import rows
@@ -49,8 +51,8 @@ class Dialogue:
     """Talks to a service as workers would, which enrol before they say anything; numbers the requests, and has it look
     for contradictions in itself."""
 
-    def __init__(self, config: PolicyConfig | None = None, workers: int = 2, **options: Any) -> None:
-        self.service = SchedulerService(config or AllReduceModels(), 1, workers, worker_timeout=8.0, **options)
+    def __init__(self, config: PolicyConfig | None = None, workers: int = 2, stages: int = 1, **options: Any) -> None:
+        self.service = SchedulerService(config or AllReduceModels(), stages, workers, worker_timeout=8.0, **options)
         self.number = 0
         self.enrolled: set[tuple[Worker, int]] = set()
 
@@ -489,9 +491,10 @@ def test_another_mesh_is_refused_by_name() -> None:
     for kind in (m.Hello, m.Join):
         ((_, reply),) = d.say(kind, A, (4, 2))
         assert isinstance(reply, e.Refused)
-        assert (
-            "a run of 1 stages × 2 pipelines, and worker (stage 0, pipeline 0) belongs to one of 4 × 2" in reply.reason
+        said = (
+            "a run of 1 stages × 2 pipelines, and worker (stage 0, pipeline 0) belongs to one of 4 stages × 2 pipelines"
         )
+        assert said in reply.reason
         assert "--num-stages 4 --num-pipelines 2" in reply.reason
     ((_, reply),) = d.say(m.Hello, A, (1, 2))
     assert isinstance(reply, m.Welcome)
@@ -511,3 +514,73 @@ def test_who_was_lost_after_it_was_answered_gets_the_same_answer() -> None:
     assert d.states() == ["computing", "lost"]
     d.resume(B, now=9.0)
     assert d.say(m.Ready, B, 0, now=9.0) == answers[1:], "A may be waiting for its part in that group"
+
+
+class TestPipelinesOfUnlikeDepths:
+    """One group, an answer for each worker of its pipelines."""
+
+    FIRST, LAST = Worker(0, 1), Worker(1, 1)
+
+    def dialogue(self, config: PolicyConfig | None = None) -> Dialogue:
+        d = Dialogue(config, elastic=ElasticConfig.of_fixed(2, depths=(1, 2)), stages=2)
+        for worker in (A, self.FIRST, self.LAST):
+            d.enrol(worker, 7, 0.0)
+            assert d.join(worker) == d.noted(worker)
+        return d
+
+    def test_a_pipeline_is_answered_when_its_last_worker_was_ready(self) -> None:
+        d = self.dialogue()
+        assert d.say(m.Ready, A, 3) == []
+        assert d.say(m.Ready, self.FIRST, 3) == []
+        assert d.say(m.Ready, A, 3) == [(line(A), e.Waits(d.number, str(self.LAST)))], "which is who is missing"
+        answer = m.Answer(group(A, B, sequence=0), (3, 3))
+        answers = d.say(m.Ready, self.LAST, 3)
+        assert answers == [(line(worker), answer) for worker in (A, self.FIRST, self.LAST)]
+        assert d.say(m.Ready, self.LAST, 3) == answers[2:], "the answer may have been lost"
+        (first, second) = d.service.status(0.0).stages
+        assert (first.states, second.states, first.last_groups, second.last_groups) == ("cc", "-c", [0, 0], [None, 0])
+        page = render(d.service.status(0.0))
+        assert "sync-graph of the pipelines" in page
+        assert page.count("sync-graph") == 1
+
+    def test_a_lost_stage_takes_its_pipeline_out(self) -> None:
+        d = self.dialogue()
+        d.say(m.Ready, A, 0)
+        d.say(m.Ready, self.FIRST, 0)
+        assert d.say(m.Leave, self.LAST)[:1] == [
+            (line(A), m.Answer(group(A, sequence=0, reason=Reason.WORKER_LOST), (0,)))
+        ]
+
+    def test_a_scheduler_that_is_started_again_gives_all_of_a_pipeline_one_answer(self) -> None:
+        heard = m.Answer(group(A, B, sequence=5), (9, 9))
+        d = Dialogue(elastic=ElasticConfig.of_fixed(2, depths=(1, 2)), stages=2)
+        d.resume(self.FIRST, heard)
+        d.resume(self.LAST)
+        d.resume(A)
+        for worker in (A, self.LAST):
+            assert d.say(m.Ready, worker, 9) == [(line(worker), heard)]
+        d.say(m.Ready, A, 10)
+        d.say(m.Ready, self.FIRST, 10)
+        assert len(d.say(m.Ready, self.LAST, 10)) == 3
+
+    def test_another_shape_is_refused_by_name(self) -> None:
+        d = self.dialogue()
+        for theirs, said in (
+            ((2, 2), "one of 2 stages × 2 pipelines; .*--num-stages 2 --num-pipelines 2"),
+            ((2, 2, 2, 1), "one of 2 pipelines of 2, 1 stages; .*--num-stages 2,1"),
+        ):
+            ((_, reply),) = d.say(m.Hello, A, theirs)
+            assert isinstance(reply, e.Refused)
+            assert re.search("a run of 2 pipelines of 1, 2 stages, and .*" + said, reply.reason)
+        ((_, reply),) = d.say(m.Hello, A, (2, 2, 1, 2))
+        assert isinstance(reply, m.Welcome)
+
+    def test_batches_count_when_all_stages_of_their_pipeline_have_trained_them(self) -> None:
+        d, segment = self.dialogue(NoSync()), Segment(5, 0, 0, 4)
+        workers = (A, self.FIRST, self.LAST)
+        replies = [reply for worker in workers for reply in d.say(m.AskLease, worker, segment, 0, Done(0))]
+        assert [peer for peer, _ in replies] == [line(worker) for worker in workers]
+        dealer = d.service.leases._dealer
+        d.beat(self.FIRST, True, dealt=(segment, Done(1)))
+        assert dealer.still_training() == [0, 1]
+        assert self.LAST not in dealer.behind()

@@ -1,0 +1,139 @@
+"""Decisions about whole pipelines, where the stages of one are no replicas of another's.
+
+Pipelines of unlike depths or cuts share no stages that a group could be of. So a policy that was made for one stage
+decides about pipelines, each of which is one node: ``Worker(0, i)`` stands for all workers of pipeline i. It takes part
+when all of them have joined, is ready when the last of them is (as in P-Reduce), and is gone when one of them is. All
+of them are answered by its group.
+
+When a group goes out, its workers wait for no other group, so exchanges in the order of groups cannot deadlock. The one
+stage always has the token: a policy never lets workers go on since another stage waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from lightning_sdpipe.policies.decisions import Decision
+from lightning_sdpipe.policies.events import Answered, Event, Joined, Left, Lost, Progress, Ready, Widened, Worker
+from lightning_sdpipe.policies.participants import Participants
+from lightning_sdpipe.policies.policy import Policy, RefusedEvent
+
+
+class PerPipeline:
+    """Tells ``policy``, which is for one stage, of pipelines that have so many stages (``depths``)."""
+
+    def __init__(self, policy: Policy, depths: Sequence[int]) -> None:
+        self._policy = policy
+        self._depths = tuple(depths)
+        self.participants = Participants(max(depths), len(depths))
+        """All workers, by stage."""
+        self._joined: set[int] = set()
+        """Pipelines that the policy counts on."""
+
+    def on(self, event: Event, now: float) -> list[Decision]:
+        """See :class:`~lightning_sdpipe.policies.policy.Policy`."""
+        workers = self.participants
+        match event:
+            case Ready(worker, iteration):
+                workers.check_waits(worker, iteration)
+                waits = self._beside(worker, iteration)
+                pipeline = worker.pipeline
+                complete = waits == self._depths[pipeline] - 1 and pipeline in self._joined
+                decisions = self._policy.on(_of_pipeline(event), now) if complete else []
+                workers.waits(worker, iteration)
+                return self._answered(decisions)
+            case Joined(worker, answered):
+                self._check_exists(worker)
+                workers.check_joins(worker)
+                decisions = []
+                if self._active(worker.pipeline) == self._depths[worker.pipeline] - 1:
+                    before = [workers.last_answered(stage, worker.pipeline) for stage in self._others(worker)]
+                    newest = max((each for each in (answered, *before) if each is not None), default=None)
+                    decisions = self._policy.on(Joined(_of(worker), newest), now)
+                    self._joined.add(worker.pipeline)
+                workers.joins(worker, answered)
+                return self._answered(decisions)
+            case Left(worker) | Lost(worker):
+                workers.check_takes_part(worker, "left")
+                decisions = []
+                if worker.pipeline in self._joined:
+                    decisions = self._policy.on(_of_pipeline(event), now)
+                    self._joined.discard(worker.pipeline)
+                workers.leaves(worker)
+                return self._answered(decisions)
+            case Progress(worker):
+                workers.check_takes_part(worker, "went on")
+                last = worker.stage == self._depths[worker.pipeline] - 1
+                if not (last and worker.pipeline in self._joined):
+                    return []
+                return self._answered(self._policy.on(_of_pipeline(event), now))
+            case Answered(worker, iteration):
+                workers.is_answered(worker, iteration)
+                if worker.pipeline not in self._joined:
+                    return []
+                return self._answered(self._policy.on(_of_pipeline(event), now))
+            case Widened():
+                raise RefusedEvent(f"there are {len(self._depths)} pipelines, each with a number of stages of its own")
+        return self._answered(self._policy.on(event, now))
+
+    def deadline(self) -> float | None:
+        """See :class:`~lightning_sdpipe.policies.policy.Policy`."""
+        return self._policy.deadline()
+
+    def sync_graph(self, stage: int) -> Any:
+        """Which pipelines met which, if the policy keeps account: the same for every stage."""
+        return self._policy.sync_graph(0) if hasattr(self._policy, "sync_graph") else None
+
+    def _answered(self, decisions: list[Decision]) -> list[Decision]:
+        """The workers of those that are answered do not wait any more."""
+        for group in decisions:
+            for member in group.members:
+                if not group.passive or member not in group.passive:
+                    for stage in range(self._depths[member.pipeline]):
+                        self.participants.answer(Worker(stage, member.pipeline))
+        return decisions
+
+    def _active(self, pipeline: int) -> int:
+        """How many of its workers have joined."""
+        return sum(pipeline in active for active in self.participants.active)
+
+    def _others(self, worker: Worker) -> list[int]:
+        """The other stages of its pipeline that have joined."""
+        active = self.participants.active
+        return [j for j in range(len(active)) if j != worker.stage and worker.pipeline in active[j]]
+
+    def _beside(self, worker: Worker, iteration: int) -> int:
+        """How many other workers of its pipeline wait.
+
+        Raises:
+            RefusedEvent: one of them waits with another iteration.
+        """
+        found = 0
+        for stage, waiting in enumerate(self.participants.waiting):
+            other = waiting.get(worker.pipeline)
+            if other is not None and other != iteration:
+                raise RefusedEvent(
+                    f"worker {worker} reported iteration {iteration}, and stage {stage} of its pipeline waits with "
+                    f"iteration {other}"
+                )
+            found += other is not None
+        return found
+
+    def _check_exists(self, worker: Worker) -> None:
+        pipelines = len(self._depths)
+        if not (0 <= worker.pipeline < pipelines and 0 <= worker.stage < self._depths[worker.pipeline]):
+            raise RefusedEvent(
+                f"worker {worker} does not exist in {pipelines} pipelines of {', '.join(map(str, self._depths))} stages"
+            )
+
+
+def _of(worker: Worker) -> Worker:
+    return Worker(0, worker.pipeline)
+
+
+def _of_pipeline(event: Any) -> Any:
+    """The same event of the node that stands for the pipeline."""
+    return msgspec.structs.replace(event, worker=_of(event.worker))
