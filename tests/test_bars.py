@@ -70,7 +70,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "policies": (2498, 26),
     "recipes": (7729, 112),
     "scheduler": (5472, 43),
-    "seeing": (2060, 18),
+    "seeing": (2063, 18),
     "simulate": (678, 6),
     "strategy": (936, 7),
     "supervision": (1329, 14),

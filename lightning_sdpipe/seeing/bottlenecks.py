@@ -218,7 +218,7 @@ def unbalanced_cut(seen: Recording) -> list[Finding]:
     """Stages of different length: how much shorter would an update be, if they were equal?"""
     schedules = {(about.schedule, about.micro_batches) for about in seen.about.values()}
     stages = stage_times(seen)
-    if len(schedules) != 1 or len(stages) != seen.num_stages or len(stages) < 2:
+    if len(schedules) != 1 or len(stages) != seen.num_stages or len(stages) < 2 or not seen.of_one_depth:
         return []
     ((schedule, micro_batches),) = schedules
     if schedule not in (*FLUSHES, "pipedream"):
@@ -279,7 +279,7 @@ def drifting(seen: Recording) -> list[Finding]:
         looked[worker] = [(end, math.log(far)) for end, far in zip(series.ends, series.apart, strict=True) if far]
     further = dict[Worker, float]()
     for worker, own in looked.items():
-        others = [each for other, each in looked.items() if other != worker and other.stage == worker.stage and each]
+        others = [each for other in seen.replicas(worker) if (each := looked[other])]
         if len(own) < LOOKS or len(others) < 2:
             continue
         beyond = [far - statistics.median(_nearest(end, each) for each in others) for end, far in own]

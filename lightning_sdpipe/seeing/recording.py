@@ -123,6 +123,11 @@ class Recording:
             and depths[other.pipeline] == depths.get(worker.pipeline, depths[other.pipeline])
         ]
 
+    @property
+    def of_one_depth(self) -> bool:
+        """Whether all pipelines have as many stages."""
+        return len({*self._depths().values()}) <= 1
+
     def _depths(self) -> dict[int, int]:
         """The number of stages of each pipeline, as far as they have told of updates."""
         depths: dict[int, int] = {}

@@ -23,7 +23,7 @@ from lightning_sdpipe.seeing.finding import Finding
 from lightning_sdpipe.seeing.recording import Recording, of_log
 from lightning_sdpipe.simulate import Work, jittered, simulate
 from tests.scheduler.rows import one_row
-from tests.seeing.recordings import Own, recording, simulated_log
+from tests.seeing.recordings import Own, chunks, recording, simulated_log
 
 STEADY = jittered(0.06, 0.05)
 ALL_REDUCE = AllReduceModels()
@@ -172,6 +172,14 @@ def test_a_cut_into_unequal_stages(tmp_path: Path) -> None:
     assert finding.workers == (Worker(1, 0), Worker(1, 1))
     looped = log_of(tmp_path / "b", lambda w, n: times[w.stage], shape=(4, 2), schedule="zero_bubble")
     assert kinds(looped) == [], "of other schedules it is not known how long an update takes"
+
+
+def test_stages_of_pipelines_of_unlike_depths_are_not_compared() -> None:
+    """One that runs the whole model is not slow beside one that runs half of it."""
+    own = {Worker(0, 0): 120.0, Worker(0, 1): 120.0, Worker(0, 2): 60.0, Worker(1, 2): 60.0}
+    told = {worker: chunks(worker, [time] * 128, every=120.0) for worker, time in own.items()}
+    about = {worker: About("here", "cpu", 0, 8, "1f1b", 2) for worker in own}
+    assert not {"compute_straggler", "unbalanced_cut"} & {*kinds(recording(told, about))}
 
 
 def test_how_long_an_update_takes_by_the_times_of_the_stages() -> None:
