@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lightning_sdpipe import openmp
+from lightning_sdpipe.worker.launching import job
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def _lead(output: Path, main: Callable[..., Any], arguments: tuple[Any, ...]) ->
             if type(handler) is logging.StreamHandler:  # made when this was another process
                 handler.setStream(sys.stderr)
     atexit._clear()  # those of the process that this one is a copy of
+    atexit.register(job.end)  # as importing the package does
     try:
         main(*arguments)
     finally:
