@@ -16,7 +16,7 @@ from lightning_sdpipe.partition.pipeline_cut import Balanced, PipelineCut, cuts_
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
-from lightning_sdpipe.topology.mesh import depths_of
+from lightning_sdpipe.topology.mesh import depths_of, speeds_of
 
 _CPU = torch.device("cpu")
 
@@ -41,19 +41,13 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--blocks", nargs="+", metavar="PATH", help="name the blocks; * stands for one part of a path")
     parser.add_argument(
         "--speeds",
-        type=numbers,
+        type=speeds_of,
         help="relative speed of each stage's device, like 1,1,0.5, and like 1/1,0.5/1,0.5 for each pipeline (balanced)",
     )
     parser.add_argument(
         "--bandwidth", type=float, default=1e9, help="bytes per second (balanced; default: %(default)s)"
     )
     return parser
-
-
-def numbers(text: str) -> list[float] | list[list[float]]:
-    """With commas between them; where there are slashes, a list for each pipeline."""
-    rows = [[float(number) for number in row.split(",")] for row in text.split("/")]
-    return rows if len(rows) > 1 else rows[0]
 
 
 def cuts(options: argparse.Namespace) -> list[PipelineCut]:

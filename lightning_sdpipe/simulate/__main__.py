@@ -16,7 +16,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.simulate.pipelines import Slowness, Work
 from lightning_sdpipe.simulate.run import Run, dealt_epoch, jittered, simulate
-from lightning_sdpipe.topology.mesh import depths_of, shape_of
+from lightning_sdpipe.topology.mesh import depths_of, shape_of, speeds_of
 
 NOMINAL_ITERATION_SECONDS = 0.1
 """The length of a mini-batch that the delays of conditions A and B are meant for: our choice, the paper has none."""
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             num_stages,
             num_pipelines,
             options.iterations,
-            _seconds(options, num_stages, depths),
+            _seconds(options, depths or [num_stages] * num_pipelines),
             options.schedule,
             options.num_micro_batches,
             _slowness(options),
@@ -79,12 +79,20 @@ def compared(dealt: float, in_step: float) -> str:
     )
 
 
-def _seconds(options: argparse.Namespace, num_stages: int, depths: Sequence[int]) -> Callable[[Worker, int], float]:
-    """A stage of a shallower pipeline computes more of the model."""
+def _seconds(options: argparse.Namespace, depths: Sequence[int]) -> Callable[[Worker, int], float]:
+    """Each pipeline is cut as its devices are fast, so that its stages take equally long; a shallow one, or a slow one,
+    takes longer.
+
+    Raises:
+        ConfigurationError: the speeds are not of such pipelines.
+    """
     of_deepest = jittered(options.seconds, options.jitter, options.seed)
-    if not depths:
-        return of_deepest
-    return lambda worker, iteration: of_deepest(worker, iteration) * num_stages / depths[worker.pipeline]
+    given = options.speeds or [[1.0] * depth for depth in depths]
+    speeds = given if isinstance(given[0], list) else [given] * len(depths)
+    if [*map(len, speeds)] != [*depths] or min(map(min, speeds)) <= 0:
+        listed = "/".join(",".join(["1"] * depth) for depth in depths)
+        raise ConfigurationError(f"--speeds are above 0, one for each stage of each pipeline: like {listed} here")
+    return lambda worker, iteration: of_deepest(worker, iteration) * max(depths) / sum(speeds[worker.pipeline])
 
 
 def _slowness(options: argparse.Namespace) -> Slowness | None:
@@ -116,6 +124,12 @@ def _parser() -> argparse.ArgumentParser:
         help="the stages of a pipeline; or of each, as in 1,2,2, which hold equal parts of one model",
     )
     parser.add_argument("--num-pipelines", type=int, help="N, the pipelines; 4 unless --num-stages lists them")
+    parser.add_argument(
+        "--speeds",
+        type=speeds_of,
+        help="relative speed of each stage's device, like 1,0.5, and like 1/0.5,0.5/0.5,0.5 for each pipeline, "
+        "which is cut so that its stages take equally long (default: all 1)",
+    )
     parser.add_argument("--iterations", type=int, default=100, help="mini-batches of each pipeline")
     parser.add_argument("--schedule", default="1f1b", help="1f1b, gpipe or pipedream")
     parser.add_argument("--num-micro-batches", type=int, help="of a mini-batch; M, and 1 under pipedream")

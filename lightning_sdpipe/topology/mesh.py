@@ -120,6 +120,17 @@ def depths_of(text: str) -> tuple[int, ...]:
     return depths
 
 
+def speeds_of(text: str) -> list[float] | list[list[float]]:
+    """Those of a command line: ``1,0.5`` for the stages of each pipeline; where there are slashes, a list for each, as
+    in ``1/0.5,0.5``.
+
+    Raises:
+        ValueError: they are no numbers.
+    """
+    rows = [[float(speed) for speed in row.split(",")] for row in text.split("/")]
+    return rows if len(rows) > 1 else rows[0]
+
+
 def shape_of(stages: Sequence[int], num_pipelines: int | None) -> tuple[int, int, tuple[int, ...]]:
     """The stages of the deepest pipeline, the pipelines, and the stages of each if a command line lists them.
 

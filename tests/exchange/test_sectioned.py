@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_sdpipe.exchange.common_reference import CommonModel
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.overlapped import Overlapped
 from lightning_sdpipe.exchange.own_reference import OwnReference
-from lightning_sdpipe.exchange.payloads import EightBit
+from lightning_sdpipe.exchange.payloads import EightBit, OneBit
 from lightning_sdpipe.exchange.ring_mean import RingMean
 from lightning_sdpipe.exchange.sectioned import OwnSections, SectionedMover, SectionedRounds
 from lightning_sdpipe.policies import Group, Worker
@@ -189,3 +190,31 @@ def test_a_ring_goes_by_sections_too() -> None:
     meetings = [with_neighbours(group, 3) for group in together_]
     found, _ = run(lambda replicas: RingMean(replicas, None), meetings)
     assert_close(found, expected(meetings), 1e-6)  # in a ring of three all are neighbours
+
+
+def test_models_of_one_bit_end_with_the_same_bits_on_all_workers_of_a_section() -> None:
+    crews, everybody = [Crew(3) for _ in OWNERS], tuple(Worker(0, i) for i in range(3))
+
+    def work(number: int) -> Any:
+        stage, pipeline = WORKERS[number]
+        own = {s: crews[s].replicas(pipeline) for s, owners in enumerate(OWNERS) if owners[pipeline] == stage}
+        codings = {s: CommonModel(OneBit(block=16), pipeline) for s in own}
+        held = {s: [torch.zeros(length) for length in LENGTHS[s]] for s in own}
+        for s, coding in codings.items():
+            coding.begin(held[s])
+        movers = [EncodedMean(replicas, codings[s], None) for s, replicas in own.items()]
+        mover = SectionedMover(movers, lambda: [len(held[s]) for s in own])
+        for meeting in range(6):
+            for s, tensors in held.items():
+                for part, tensor in enumerate(tensors):
+                    tensor.add_(start(pipeline, s, part))  # each trains in a direction of its own
+            group = Group(everybody, (1 / 3,) * 3, meeting, "all")
+            finish(mover.start([tensor for s in own for tensor in held[s]], group))
+        return held
+
+    found = together(len(WORKERS), work)
+    for s, owners in enumerate(OWNERS):
+        first, *others = (found[WORKERS.index((stage, pipeline))][s] for pipeline, stage in enumerate(owners))
+        for other in others:
+            assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+        assert all(bool(tensor.abs().max() > 0.5) for tensor in first), "it moved as its replicas did"

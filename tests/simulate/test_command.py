@@ -29,6 +29,20 @@ def test_unequal_devices_gain_what_dealing_can_give(capsys: pytest.CaptureFixtur
     assert 1.69 <= float(gain) <= 11 / 6
 
 
+def test_a_pipeline_of_unlike_devices_is_as_fast_as_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """The fleet of one large device and four of half its speed: 1 + 2 × (½ + ½) mini-batches, less two bubbles."""
+    fleet = ["--num-stages", "1,2,2", "--num-micro-batches", "8", "--heterogeneity", "none", "--jitter", "0"]
+    rates = []
+    for speeds in ("1/0.5,0.5/0.5,0.5", "1/0.8,0.2/0.4,0.6"):
+        assert main(["simulate", *fleet, "--policy", "no_sync", "--seconds", "0.5", "--speeds", speeds]) == 0
+        page = capsys.readouterr().out
+        assert "ρ of pipelines" in page
+        rates += map(float, re.findall(r"mini-batches/s +([\d.]+)", page))
+    assert rates == [pytest.approx(1 + 2 / (1 + 1 / 8), rel=0.01)] * 2, "only their sum counts"
+    assert main(["simulate", *fleet, "--policy", "no_sync", "--seconds", "0.5"]) == 0
+    assert float(re.findall(r"mini-batches/s +([\d.]+)", capsys.readouterr().out)[0]) > rates[0]
+
+
 @pytest.mark.parametrize("heterogeneity", ["none", "a", "static", "trace"])
 def test_it_knows_the_conditions(heterogeneity: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--heterogeneity", heterogeneity, "--schedule", "pipedream"]) == 0
@@ -41,6 +55,9 @@ def test_it_knows_the_conditions(heterogeneity: str, capsys: pytest.CaptureFixtu
         (["--policy", "no_such"], "no policy 'no_such'"),
         (["--set", "window=-1"], "window=-1"),
         (["--schedule", "zero_bubble"], "not simulated"),
+        (["--speeds", "1,1,1"], "one for each stage of each pipeline: like 1,1/1,1/1,1 here"),
+        (["--speeds", "1,1/1,1/1,0"], "--speeds are above 0"),
+        (["--num-stages", "1,2", "--num-pipelines", "2", "--speeds", "1/1"], "like 1/1,1 here"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(
