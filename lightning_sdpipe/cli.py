@@ -6,17 +6,21 @@ goes, ``sdpipe trace`` writes it down span by span, ``sdpipe serve`` shows it in
 went, and ``sdpipe replay FILE`` checks its log. ``sdpipe simulate`` tries a policy in virtual time.
 ``sdpipe partition`` shows how a model would be cut, ``sdpipe check`` whether it then computes the same, and
 ``sdpipe record FILE`` writes down how fast a device is over time. ``sdpipe measure FILE`` measures links and devices,
-and ``sdpipe place FILE`` decides which device runs what. ``sdpipe demo`` compares methods on handwritten digits.
+and ``sdpipe place FILE`` decides which device runs what. ``sdpipe demo`` compares methods on handwritten digits, and
+``sdpipe env`` prints what a report of a problem needs.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
+import platform
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
 
@@ -83,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("place", help="decide which device runs which stage of which pipeline", add_help=False)
 
     commands.add_parser("demo", help="train on handwritten digits, with SDPipe and with all-reduce", add_help=False)
+
+    env = commands.add_parser("env", help="print the versions and devices of this machine, for a report of a problem")
+    env.set_defaults(run=_env)
 
     record = commands.add_parser("record", help="record a device's relative speed over time, to replay it elsewhere")
     record.add_argument("file", type=Path, help="the trace to write")
@@ -186,6 +193,18 @@ def _parser() -> argparse.ArgumentParser:
     replay.set_defaults(run=_replay)
 
     return parser
+
+
+def _env(options: argparse.Namespace) -> int:
+    print(f"{'python':18}{platform.python_version()}, {platform.platform()}, {os.cpu_count()} processors")
+    for package in ("lightning-sdpipe", "torch", "lightning", "numpy", "pyzmq", "msgspec", "networkx"):
+        try:
+            print(f"{package:18}{version(package)}")
+        except PackageNotFoundError:
+            print(f"{package:18}not installed")
+    devices = import_module("lightning_sdpipe.heterogeneity.record").devices()
+    print("\n".join(f"{device:18}{name}" for device, name in devices) or "no accelerator that torch can use")
+    return 0
 
 
 def _record(options: argparse.Namespace) -> int:

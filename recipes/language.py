@@ -9,11 +9,21 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, get_constant_schedule_with_warmup
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    get_constant_schedule_with_warmup,
+)
+
+Kind = Literal["bert", "gpt2", "llama"]
 
 
 class LanguageModel(L.LightningModule):
-    """BERT as a masked, or GPT-2 as a causal language model, trained with AdamW.
+    """BERT as a masked, or GPT-2 or Llama as a causal language model, trained with AdamW.
 
     Args:
         kind: which one.
@@ -25,7 +35,7 @@ class LanguageModel(L.LightningModule):
 
     def __init__(
         self,
-        kind: Literal["bert", "gpt2"],
+        kind: Kind,
         network: Mapping[str, Any],
         lr: float = 1e-5,
         weight_decay: float = 1e-2,
@@ -44,13 +54,16 @@ class LanguageModel(L.LightningModule):
         self.log("val_loss", self.network(**batch).loss, prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = torch.optim.AdamW(self.parameters(), self.hparams["lr"], weight_decay=self.hparams["weight_decay"])
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, self.hparams["lr"], weight_decay=self.hparams["weight_decay"])
         schedule = get_constant_schedule_with_warmup(optimizer, self.hparams["warmup_steps"])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def build(kind: Literal["bert", "gpt2"], network: Mapping[str, Any]) -> nn.Module:
+def build(kind: Kind, network: Mapping[str, Any]) -> nn.Module:
     """The network alone, freshly initialised. ``kind`` and ``network`` as for :class:`LanguageModel`."""
     if kind == "bert":
         return BertForMaskedLM(BertConfig(**network))
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**network))
     return GPT2LMHeadModel(GPT2Config(**network))

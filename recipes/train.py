@@ -30,7 +30,7 @@ def train(config: DictConfig, output: Path) -> dict[str, Any]:
     meter = ThroughputMeter()
     summary = Summary(output / "summary.json", meter)
     trainer.callbacks += [meter, summary, TrainingCurve(output / "training_curve.png")]  # type: ignore[attr-defined]
-    trainer.fit(model, datamodule=data)
+    trainer.fit(model, datamodule=data, ckpt_path=config.ckpt_path)
     return summary.read() if trainer.is_global_zero else {}
 
 

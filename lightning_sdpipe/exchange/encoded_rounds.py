@@ -1,7 +1,7 @@
 """Rounds of averaging gradients by encoded messages: buckets are encoded, and travel, in a thread of their own while
 the backward goes on. Everything else is as in full precision.
 
-Sending the momentum instead of the gradient (1-bit Adam, Tang et al. 2021).
+UnderWay the momentum instead of the gradient (1-bit Adam, Tang et al. 2021).
 
 Momentum changes slowly, so signs with error feedback follow it far better than they follow gradients. All workers hold
 the same m̄. Each sends m = β m̄ + (1 − β) g; of their mean m̄' they make the gradient
@@ -20,17 +20,15 @@ changes, and keep the old one if m̄' is not finite.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import NonFiniteError
 from lightning_sdpipe.exchange.background import Background
 from lightning_sdpipe.exchange.common_reference import CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
+from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds, UnderWay
 from lightning_sdpipe.exchange.members import Members
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 from lightning_sdpipe.topology.groups import Replicas
@@ -128,7 +126,7 @@ class EncodedRounds(GradientRounds):
             self.updates += 1
         return averaged
 
-    def _reduce(self, tensor: Tensor) -> dist.Work:
+    def _reduce(self, tensor: Tensor) -> UnderWay:
         number = self._launched
         if number == len(self._buckets) or tensor is not self._buckets[number].flat:
             return super()._reduce(tensor)  # the flags
@@ -147,7 +145,7 @@ class EncodedRounds(GradientRounds):
             coding.trains = trains or self._mover.hosts is not None  # a host's mean is of those on it that train
             coding.apply(tensor, number, self._mover.average(tensor, number, self._team, TAG))
 
-        return cast(dist.Work, self._background.do(average))
+        return self._background.do(average)
 
     def _follow(self, scale: float) -> None:
         if scale != self._scale_of_momenta:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,13 @@ class Averaged:
     marks: dict[int, int] = field(default_factory=dict)  # by pipeline, of those that train
 
 
+class UnderWay(Protocol):
+    """A bucket under way."""
+
+    def wait(self) -> object:
+        """Waits until it has travelled."""
+
+
 @dataclass
 class _Bucket:
     numbers: list[int]
@@ -51,7 +59,7 @@ class _Bucket:
     flat: Tensor | None = None
     views: dict[int, Tensor] = field(default_factory=dict)
     filled: set[int] = field(default_factory=set)
-    work: dist.Work | None = None
+    work: UnderWay | None = None
 
 
 class GradientRounds:
@@ -108,7 +116,7 @@ class GradientRounds:
         self._launched = 0
         self._used: set[int] = set()
         self._totals: list[Tensor] = []  # of each bucket; finite if all its gradients are
-        self._flags: tuple[Tensor, dist.Work] | None = None
+        self._flags: tuple[Tensor, UnderWay] | None = None
 
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
         """The gradient of parameter ``number`` is complete. Starts averaging its bucket if it was the last one.
@@ -233,18 +241,18 @@ class GradientRounds:
         assert bucket.sent is not None
         return bucket.sent[-bucket.room :]
 
-    def _send(self, bucket: _Bucket) -> dist.Work:
+    def _send(self, bucket: _Bucket) -> UnderWay:
         assert bucket.sent is not None
         bucket.work = self._reduce(bucket.sent)
         self._launched += 1
         return bucket.work
 
-    def _reduce(self, tensor: Tensor) -> dist.Work:
-        work: dist.Work | None = dist.all_reduce(tensor, group=self._replicas.group, async_op=True)
+    def _reduce(self, tensor: Tensor) -> UnderWay:
+        work: UnderWay | None = dist.all_reduce(tensor, group=self._replicas.group, async_op=True)
         assert work is not None
         return work
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, work: UnderWay) -> None:
         with waiting_for(self._replicas.group, "averaging gradients"):
             work.wait()
 

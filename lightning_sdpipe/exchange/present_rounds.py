@@ -1,8 +1,8 @@
 """Averaging gradients among those replicas that are there, by samples, in rounds that may be tried again.
 
 The members of a round may be known after its first gradients. Every member adds its weighted gradients to those of the
-others, bucket by bucket, in a thread beside the backward, and at last flags: what each contributes. The mean is the sum
-over the sum of the weights, so all members get the same bits. A member without a batch contributes zeros, of no weight.
+others, bucket by bucket beside the backward, and at last flags: what each contributes. The mean is the sum over the sum
+of the weights, so all members get the same bits. A member without a batch contributes zeros, of no weight.
 
 If the exchange breaks, the round is tried again with the same gradients and other members, or its sums are received
 from a member that has them. So each keeps the sums, as they were before the optimizer got to them, until it knows the
@@ -12,7 +12,9 @@ members of the next round.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -22,11 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe import meter
+from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange import transfers
-from lightning_sdpipe.exchange.background import Background
 from lightning_sdpipe.exchange.buckets import as_real
-from lightning_sdpipe.exchange.gradient_rounds import GradientRounds, unfinite
-from lightning_sdpipe.exchange.moving import Mover, finish, pieces_of, tag_of
+from lightning_sdpipe.exchange.gradient_rounds import GradientRounds, UnderWay, unfinite
+from lightning_sdpipe.exchange.group_mean import GroupMean
+from lightning_sdpipe.exchange.moving import Mover, Pending, finish, pieces_of, tag_of
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.topology.groups import Replicas
@@ -71,7 +74,6 @@ class PresentRounds(GradientRounds):
         worker: this one.
         cap: as for the base class.
         watch: likewise.
-        timeout: seconds in which a bucket must have travelled.
         look: called when a bucket is full: if the members are known, it calls :meth:`begin`.
     """
 
@@ -83,7 +85,6 @@ class PresentRounds(GradientRounds):
         worker: Worker,
         cap: int,
         watch: bool,
-        timeout: float,
         look: Callable[[], None],
     ) -> None:
         self.mark = 0
@@ -91,9 +92,9 @@ class PresentRounds(GradientRounds):
         self.batch: Batch | None = None
         """Whose gradients these are."""
         self._look, self._own = look, worker
-        self._background = Background("averaging gradients", 2 * timeout)
         self._group: Group | None = None
         self._mover: Mover | None = None
+        self._sending: deque[Pending] = deque()
         self._given: Sequence[Tensor | None] | None = None
         self._kept: _Sums | None = None
         self._memory: list[Tensor] = []
@@ -128,11 +129,11 @@ class PresentRounds(GradientRounds):
         assert self._group is not None, "begin() comes before outcome()"
         start = time.perf_counter()
         flags = self._flags_of(self._group)
-        works = [bucket.work for bucket in self._buckets] + [self._reduce(flags)]
-        with meter.current().waiting():
-            for work in works:
-                assert work is not None
-                work.wait()
+        super()._launch()
+        self._reduce(flags)
+        with meter.current().waiting(), torch.no_grad():
+            while self._sending:
+                finish(self._sending.popleft())
         sums = _Sums(self._group, [*self._flats, flags])
         return self._means(sums, time.perf_counter() - start)
 
@@ -140,6 +141,7 @@ class PresentRounds(GradientRounds):
         """The exchange has broken: the same gradients are ready for other members, in other memory."""
         given = self._given
         assert given is not None
+        self._sending.clear()
         self._begin_round()
         self._group = self._mover = None
         self.complete(given)
@@ -227,14 +229,11 @@ class PresentRounds(GradientRounds):
         if self._group is None:
             self._look()
         if self._group is not None:
-            super()._launch()
+            with suppress(WorkerFailedError):  # outcome() starts again what has not begun, and says so
+                super()._launch()
 
-    def _reduce(self, tensor: Tensor) -> dist.Work:
-        mover, group = self._mover, self._group
-        assert group is not None
-
-        def add_up() -> None:
-            if mover is not None:
-                finish(mover.start([as_real(tensor)], group))
-
-        return cast(dist.Work, self._background.do(add_up))
+    def _reduce(self, tensor: Tensor) -> UnderWay:
+        assert self._group is not None
+        mover = self._mover or GroupMean(self._replicas)
+        self._sending.append(mover.start([as_real(tensor)], self._group))
+        return self._sending[-1]

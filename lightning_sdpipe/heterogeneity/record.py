@@ -54,6 +54,14 @@ def record(path: Path, device: str, seconds: float, interval: float, share: floa
     return speeds
 
 
+def devices() -> list[tuple[str, str]]:
+    """The accelerators of this machine: as torch names them, and what they are."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if kind is None else torch.accelerator.device_count()
+    found = [torch.device(kind.type, index) for index in range(count) if kind is not None]
+    return [(str(device), _name(device)) for device in found]
+
+
 def sample(
     kernel: Callable[[], None],
     samples: int,

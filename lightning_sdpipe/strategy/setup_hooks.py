@@ -113,7 +113,7 @@ class SetupHooks(TrainingSetup):
         devices = self.parallel_devices or [self.root_device]
 
         def worker(rank: int) -> str:
-            if options.cuts and self.num_nodes > 1:  # machines may have unlike numbers of devices
+            if options.depths and self.num_nodes > 1:  # machines may have unlike numbers of devices
                 return f"rank {rank}"
             node = f" of node {rank // len(devices)}" if self.num_nodes > 1 else ""
             return f"rank {rank} ({devices[rank % len(devices)]}{node})"

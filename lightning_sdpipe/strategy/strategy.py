@@ -50,8 +50,8 @@ class SDPipeStrategy(SetupHooks):
     ``options`` is what the arguments below came to, as :class:`~lightning_sdpipe.worker.options.Options`.
 
     Args:
-        num_stages: M, the stages of a pipeline; must divide the number of workers. Or, with ``sync="all_reduce"``, a
-            list: those of each pipeline, as ``[1, 2, 2]`` for five workers.
+        num_stages: M, the stages of a pipeline; must divide the number of workers. Or a list: those of each pipeline,
+            as ``[1, 2, 2]`` for five workers, which torchrun may then start with unlike numbers on each machine.
         sync: the synchronisation method, from :mod:`lightning_sdpipe.sync`, or its name, as in ``"all_reduce"``, for
             its defaults; SDPipe's by default. Or the values of a policy of your own, or its import path, as in
             ``"my_package.policies:RoundRobin"``.
@@ -149,7 +149,7 @@ class SDPipeStrategy(SetupHooks):
         option_checks.check(given, unknown, get_type_hints(SDPipeStrategy.__init__))
         job = elastic_job.from_environment(os.environ)
         self.options = resolve(given, job)
-        environment = cluster_environment or environment_for(bool(self.options.cuts))
+        environment = cluster_environment or environment_for(bool(self.options.depths))
         super().__init__(
             accelerator=accelerator,
             parallel_devices=None if parallel_devices is None else list(parallel_devices),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from lightning_sdpipe.topology.hosts import roll_call
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.placement_file import check_shape, mesh_of
 from lightning_sdpipe.worker.assembly import Assembled
-from lightning_sdpipe.worker.launching.environment import UnlikeMachines, where_to_listen
+from lightning_sdpipe.worker.launching.environment import TorchrunEnvironment, where_to_listen
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.run import vote_in_the_world
 from lightning_sdpipe.worker.scheduler_connection import RunConnection, SchedulerConnection
@@ -60,7 +60,7 @@ class FixedRun:
         if self._placed is not None:
             return self._placed
         workers, options = self._strategy.num_nodes * self._strategy.num_processes, self.options
-        if options.cuts and isinstance(self._strategy.cluster_environment, UnlikeMachines):
+        if self._unlike_machines:
             workers = self._strategy.world_size
         if options.placement is not None:
             check_shape(options.placement, options.num_stages, workers, options.depths)
@@ -68,19 +68,27 @@ class FixedRun:
 
     def check(self) -> None:
         mesh, placement = self.mesh, self.options.placement
-        resolved = self.options.on_hosts(self._hosts if placement is None else placement.hosts)
+        hosts = self._hosts([]) if placement is None else placement.hosts
+        if placement is None and self._unlike_machines:  # as if each pipeline had one of its own
+            hosts = [str(pipeline) for pipeline in range(mesh.num_pipelines)]
+        resolved = self.options.on_hosts(hosts)
         depths = () if mesh.alike else mesh.depths
         registry.build(resolved.method.policy, mesh.num_stages, mesh.num_pipelines, depths)
-        if placement is None:  # else which pipeline is which is not known yet
+        if placement is None and not self._unlike_machines:  # else which pipeline is where is not known yet
             self.options = resolved
 
     @property
-    def _hosts(self) -> list[str]:
-        """Where the stages of each pipeline run."""
-        nodes = [[rank // self._strategy.num_processes for rank in row] for row in self.mesh.ranks]
+    def _unlike_machines(self) -> bool:
+        return bool(self.options.depths) and isinstance(self._strategy.cluster_environment, TorchrunEnvironment)
+
+    def _hosts(self, devices: Sequence[str]) -> list[str]:
+        """Where the stages of each pipeline run; without the names of all ``devices``, by how many a machine has."""
+        names = [device.rpartition(":")[0] for device in devices]
+        of_a_machine = self._strategy.num_processes
+        nodes = [[names[rank] if names else str(rank // of_a_machine) for rank in row] for row in self.mesh.ranks]
         if self.options.cuts:  # of unlike depths
             nodes = [[*dict.fromkeys(row)] for row in nodes]
-        return [",".join(map(str, row)) for row in nodes]
+        return [",".join(row) for row in nodes]
 
     def check_trainer(self, trainer: Trainer) -> None:
         """Nothing is refused."""
@@ -88,10 +96,12 @@ class FixedRun:
     def open(self) -> None:
         strategy = self._strategy
         if self._groups is None:
-            if self.options.placement is not None:
+            placement = self.options.placement
+            if placement is not None or self._unlike_machines:
                 devices = roll_call(strategy.local_rank, strategy.root_device)
-                self._placed = mesh_of(self.options.placement, devices, alike=not self.options.cuts)
-                self.options = self.options.on_hosts(self._hosts)
+                if placement is not None:
+                    self._placed = mesh_of(placement, devices, alike=not self.options.cuts)
+                self.options = self.options.on_hosts(self._hosts(devices))
             self._groups = ProcessGroups.open(self.mesh, self.options.run_timeout)
         environment = strategy.cluster_environment
         assert environment is not None

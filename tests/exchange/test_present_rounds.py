@@ -36,7 +36,7 @@ def group(*pipelines: int, sequence: int = 0) -> Group:
 
 def rounds(rank: int, dtype: torch.dtype = torch.float64, look: Callable[[], None] = lambda: None) -> PresentRounds:
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
-    made = PresentRounds(parameters, Worker(0, rank), CAP, True, 20.0, look)
+    made = PresentRounds(parameters, Worker(0, rank), CAP, True, look)
     made.weight, made.mark, made.batch = SAMPLES[rank], 7, (rank, rank + 1) if SAMPLES[rank] else None
     return made
 

@@ -44,7 +44,7 @@ def _marked(feature: Feature) -> Callable[[Test], Test]:
 
 
 def features() -> Iterator[Feature]:
-    """Of all tests of this folder, in the order of the files, then of :data:`OTHERS`."""
+    """Of all tests of this folder, in the order of the files, then of :data:`OTHERS`; the table has them by area."""
     here = [module.name for module in pkgutil.iter_modules(tests.features.__path__)]
     for name in [*(f"tests.features.{name}" for name in here if name.startswith("test_")), *OTHERS]:
         found = importlib.import_module(name)
@@ -54,12 +54,10 @@ def features() -> Iterator[Feature]:
 
 def table() -> str:
     lines = ["| | works | |", "|---|---|---|"]
-    area = ""
-    for feature in features():
-        if feature.area != area:
-            area = feature.area
-            lines.append(f"| **{area}** | | |")
-        lines.append(f"| {feature.name} | {feature.verdict} | {feature.note} |")
+    found = list(features())
+    for area in dict.fromkeys(feature.area for feature in found):
+        lines.append(f"| **{area}** | | |")
+        lines += [f"| {each.name} | {each.verdict} | {each.note} |" for each in found if each.area == area]
     return "\n".join(lines) + "\n"
 
 

@@ -18,7 +18,7 @@ from recipes.training_curve import TrainingCurve
 from tests.recipes.images.test_images import write_imagenet
 
 CONF = Path(__file__).parents[2] / "conf"
-OFFLINE = {"resnet50": "digits", "bert_base": "pydoc", "gpt_small": "pydoc"}
+OFFLINE = {"resnet50": "digits", "bert_base": "pydoc", "gpt_small": "pydoc", "lora": "pydoc"}
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -63,11 +63,13 @@ def test_debug_sizes_are_small(experiment: str) -> None:
     small = composed(*chosen, "size=debug")
     assert small.trainer.max_epochs * small.trainer.limit_train_batches <= 40
     assert parameters(hydra.utils.instantiate(small.model)) < 2
-    assert type(hydra.utils.instantiate(small.model)) in (ResNet, LanguageModel)
+    assert isinstance(hydra.utils.instantiate(small.model), ResNet | LanguageModel)
     assert composed(*chosen).trainer.limit_val_batches is None
 
 
-def run(directory: Path, *overrides: str) -> dict[str, Tensor]:
+def run(
+    directory: Path, *overrides: str, callback: L.Callback | None = None, ckpt_path: Path | None = None
+) -> dict[str, Tensor]:
     """Two steps in each of two epochs, by two pipelines of two stages."""
     config = composed(
         *("size=debug", "num_stages=2", "trainer.devices=4", "strategy.start_method=fork", "trainer.logger=false"),
@@ -76,9 +78,10 @@ def run(directory: Path, *overrides: str) -> dict[str, Tensor]:
     )
     strategy = hydra.utils.instantiate(config.strategy)
     trainer: L.Trainer = hydra.utils.instantiate(config.trainer, strategy=strategy)
-    trainer.callbacks.append(TrainingCurve(directory / "training_curve.png"))  # type: ignore[attr-defined]
+    trainer.callbacks.append(callback or TrainingCurve(directory / "training_curve.png"))  # type: ignore[attr-defined]
     L.seed_everything(config.seed)
-    trainer.fit(hydra.utils.instantiate(config.model), datamodule=hydra.utils.instantiate(config.data))
+    model, data = hydra.utils.instantiate(config.model), hydra.utils.instantiate(config.data)
+    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
     return dict(trainer.callback_metrics)
 
 
@@ -110,3 +113,37 @@ def test_bert_reads_wikipedias_stream(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     assert 0 < metrics["train_loss"] < 12
     assert 0 < metrics["val_loss"] < 12
+
+
+class _Adapters(L.Callback):
+    """Leaves in a file what rank 0 holds of the trained parameters at the beginning, and how much it has sent."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._begun: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        held = {name: each for name, each in pl_module.named_parameters() if each.requires_grad and not each.is_meta}
+        self._begun = {name: each.detach().clone() for name, each in held.items()}
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            torch.save((self._begun, trainer.strategy.statistics.bytes_sent), self._file)  # type: ignore[attr-defined]
+
+
+@pytest.mark.distributed
+def test_lora_sends_and_saves_adapters_alone_and_resumes_on_another_mesh(tmp_path: Path) -> None:
+    chosen = ("experiment=lora", "sync=local_sgd", "sync.every=1", "data.length=16", "data.batch_size=2")
+    run(tmp_path / "2x2", *chosen, callback=_Adapters(tmp_path / "2x2.pt"))
+    held, sent = torch.load(tmp_path / "2x2.pt")
+    assert sent == 4 * sum(each.nbytes for each in held.values())  # of four updates, in groups of two
+    (file,) = (tmp_path / "2x2/checkpoints").glob("*.ckpt")
+    saved = torch.load(file, weights_only=False)["state_dict"]
+    assert len(saved) > len(held)
+    assert all("lora_" in name for name in saved)
+    more = ("num_stages=1", "trainer.devices=2", "trainer.max_epochs=3")
+    run(tmp_path / "1x2", *chosen, *more, callback=_Adapters(tmp_path / "1x2.pt"), ckpt_path=file)
+    held, sent = torch.load(tmp_path / "1x2.pt")
+    assert held.keys() == saved.keys()
+    assert all(held[name].equal(saved[name]) for name in saved)
+    assert sent == 2 * sum(each.nbytes for each in held.values())

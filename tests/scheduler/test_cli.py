@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -30,6 +31,14 @@ from lightning_sdpipe.scheduler.credentials import (
 from tests.scheduler.live_scheduler import clients, serving
 
 W = Worker
+
+
+def test_versions_for_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"python +3\.\d+\.\d+, Linux.*, \d+ processors", lines[0])
+    for package, line in zip(("lightning-sdpipe", "torch", "lightning"), lines[1:], strict=False):
+        assert re.fullmatch(rf"{package} +\d+\.\d+.*", line)
 
 
 def test_keys_are_readable_by_their_owner_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

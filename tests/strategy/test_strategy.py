@@ -69,8 +69,8 @@ def fit(
         num_sanity_val_steps=1,
         **{"max_epochs": 2, **options},
     )
-    model = module or Regression()
-    own_loader = is_overridden("train_dataloader", model)
+    model = Regression() if module is None else module
+    own_loader = is_overridden("train_dataloader", getattr(model, "_orig_mod", model))
     train = None if own_loader else train_loader(batch_size, devices)
     trainer.fit(model, train, DataLoader(data(20), 5), ckpt_path=ckpt_path)
     return trainer, model
@@ -97,6 +97,22 @@ def test_two_pipelines_take_the_step_of_one_process_on_the_joined_batch(tmp_path
         assert trainer.callback_metrics[name] == pytest.approx(reference.callback_metrics[name].item(), rel=1e-5)
     assert strategy.statistics.mean_group_size == 2, "rank 0's, although this process is no worker"
     assert strategy.seconds_waiting_for_pipeline > 0
+
+
+@pytest.mark.distributed
+def test_the_rule_of_compiling(tmp_path: Path) -> None:
+    """With several stages blocks may be compiled, with one stage the module, too; what else is refused is in
+    worker/test_failures.py."""
+    _, expected = fit(tmp_path / "one", "auto", 1, 8)
+    blocks, whole = Regression(), torch.compile(Regression(), backend="eager")
+    for block in blocks.net:
+        block.compile(backend="eager")
+    for name, compiled, stages in (("blocks", blocks, 2), ("whole", whole, 1)):
+        strategy = SDPipeStrategy(stages, sync=AllReduce(), start_method="fork")
+        fit(tmp_path / name, strategy, 2, 8 // (2 // stages), compiled)
+        for key, value in expected.state_dict().items():
+            found = compiled.state_dict()[key if key in compiled.state_dict() else f"_orig_mod.{key}"]
+            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
 
 
 def test_what_a_run_cost_is_known_after_it() -> None:

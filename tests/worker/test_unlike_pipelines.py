@@ -25,6 +25,7 @@ from tests.worker.unlike_pipelines import (
     WIDTH,
     Tied,
     go_on,
+    groups_of_machines,
     loader,
     on_a_machine,
     semi_decentralized,
@@ -173,3 +174,9 @@ def test_machines_may_have_unlike_numbers_of_devices_and_pipelines_unlike_number
     found = run_workers(3, on_a_machine, free_port(), tmp_path, timeout=50)
     assert_parts([held for held, _ in found], found[0][0])
     assert found[0][1] == found[1][1] == found[2][1]
+
+
+@pytest.mark.timeout(60)
+def test_unlike_machines_may_hold_equal_pipelines(tmp_path: Path) -> None:
+    """Three pipelines of one stage, one of them on a machine of its own: which share a host is heard of the ranks."""
+    assert run_workers(3, groups_of_machines, free_port(), tmp_path, timeout=50) == [(((0,), (1, 2)), 6)] * 3

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from lightning_sdpipe import AllReduce, EightBit, Exchange, SDPipeStrategy, SemiDecentralized
+from lightning_sdpipe import PHDPSGD, AllReduce, EightBit, Exchange, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.topology.hosts import device_name
 from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
 from tests.policies.by_script import Scripted
@@ -190,11 +190,25 @@ def a_placement(directory: Path) -> Path:
 def on_a_machine(rank: int, port: int, directory: Path) -> tuple[dict[str, Tensor], list[float]]:
     """What one of three processes has in the end that torchrun has started on two machines, one on the first. The
     pipelines, of one stage and of two, do not end at the same batch."""
+    run = _on_a_machine(rank, port, directory, [1, 2], AllReduce())
+    module = Tied()
+    run.fit(module, DataLoader(Stream((8, 20)[rank > 0]), BATCH))
+    return module.ended_with, module.losses
+
+
+def groups_of_machines(rank: int, port: int, directory: Path) -> tuple[Any, int]:
+    """The groups that one of these processes has by its host, of three pipelines of one stage; and the step at which it
+    ends."""
+    run = _on_a_machine(rank, port, directory, [1, 1, 1], PHDPSGD(within="models"))
+    run.fit(Tied(), DataLoader(Stream(12), BATCH))
+    policy: Any = run.strategy._run.options.method.policy  # type: ignore[attr-defined]
+    return policy.groups, run.global_step
+
+
+def _on_a_machine(rank: int, port: int, directory: Path, depths: list[int], sync: Any) -> L.Trainer:
     local, machine, count = ((0, 0, 1), (0, 1, 2), (1, 1, 2))[rank]
     place = {"RANK": rank, "LOCAL_RANK": local, "GROUP_RANK": machine, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": count}
     own = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tests"}
+    own["SDPIPE_HOST"] = f"machine-{machine}"
     os.environ.update({name: str(value) for name, value in own.items()})
-    module = Tied()
-    run = trainer(directory, SDPipeStrategy([1, 2], AllReduce()), devices=count, num_nodes=2)
-    run.fit(module, DataLoader(Stream((8, 20)[rank > 0]), BATCH))
-    return module.ended_with, module.losses
+    return trainer(directory, SDPipeStrategy(depths, sync), devices=count, num_nodes=2)

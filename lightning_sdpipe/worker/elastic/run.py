@@ -164,7 +164,6 @@ class ElasticRun:
             connection.client,
             line,
             epochs,
-            options.run_timeout.total_seconds(),
             lambda said: self._met(said),
             words.on_any_stage,
         )

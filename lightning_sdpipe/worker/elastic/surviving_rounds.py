@@ -62,7 +62,6 @@ class SurvivingRounds:
         client: names the members of rounds.
         line: is asked after a failure.
         epochs: the groups of its replicas.
-        timeout: seconds in which a bucket must have travelled.
         meet: waits for the other replicas at a pause, with what each says.
         on_any_stage: is it so on any stage of this pipeline? Every stage asks at the same point.
     """
@@ -73,12 +72,11 @@ class SurvivingRounds:
         client: Readiness,
         line: TogetherService,
         epochs: EpochGroups,
-        timeout: float,
         meet: Callable[[bytes], Met],
         on_any_stage: Callable[[bool], bool],
     ) -> None:
         self._worker, self._client, self._line, self._epochs = worker, client, line, epochs
-        self._timeout, self._meet, self.on_any_stage = timeout, meet, on_any_stage
+        self._meet, self.on_any_stage = meet, on_any_stage
         self.batch: Batch | None = None
         """That the next round is trained on, if any."""
         self.on_round: Callable[[Round], None] = lambda outcome: None
@@ -95,7 +93,7 @@ class SurvivingRounds:
 
     def arrange(self, parameters: Sequence[nn.Parameter], cap: int, watch: bool) -> None:
         """Gradients are those of ``parameters`` from now on."""
-        self._rounds = PresentRounds(parameters, self._worker, cap, watch, self._timeout, self._look)
+        self._rounds = PresentRounds(parameters, self._worker, cap, watch, self._look)
 
     @property
     def rounds(self) -> PresentRounds:

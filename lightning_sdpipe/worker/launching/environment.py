@@ -132,9 +132,17 @@ class ElasticEnvironment(ClusterEnvironment):
         return self.job.node_rank
 
 
-class UnlikeMachines(TorchElasticEnvironment):
-    """What torchrun has said, which may have started more processes on one machine than on another: Lightning would
-    refuse a Trainer whose devices × num_nodes are not all processes."""
+class TorchrunEnvironment(TorchElasticEnvironment):
+    """What torchrun has said, which may have started more processes on one machine than on another.
+
+    Args:
+        unlike: machines may have unlike numbers of devices, since the stages of each pipeline are listed. Lightning
+            would refuse a Trainer whose devices × num_nodes are not all processes.
+    """
+
+    def __init__(self, unlike: bool) -> None:
+        super().__init__()
+        self.unlike = unlike
 
     @staticmethod
     def detect() -> bool:
@@ -142,9 +150,19 @@ class UnlikeMachines(TorchElasticEnvironment):
         return False
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Nothing: ``num_devices`` are those of this machine."""
+        """Compare the Trainer with torchrun, unless ``num_devices`` are those of this machine only.
+
+        Raises:
+            ConfigurationError: they differ.
+        """
+        if not self.unlike and num_devices * num_nodes != self.world_size():
+            raise ConfigurationError(
+                f"torchrun has started {self.world_size()} processes, and the Trainer's devices={num_devices} × "
+                f"num_nodes={num_nodes} are {num_devices * num_nodes}. Make them equal, or, if the machines have "
+                "unlike numbers of devices, list the stages of each pipeline, as in num_stages=[1, 1, 1] for three."
+            )
 
 
 def environment_for(unlike: bool) -> ClusterEnvironment | None:
-    """Of a run whose pipelines may be ``unlike``; None if Lightning is to choose it."""
-    return UnlikeMachines() if unlike and TorchElasticEnvironment.detect() else None
+    """Of a job of torchrun, whose machines may be ``unlike``; None if Lightning is to choose it."""
+    return TorchrunEnvironment(unlike) if TorchElasticEnvironment.detect() else None

@@ -7,7 +7,9 @@ import socket
 
 import pytest
 
-from lightning_sdpipe.worker.launching.environment import choose_port, free_port
+from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.worker.launching.environment import choose_port, environment_for, free_port
 
 
 def test_the_port_is_none_that_connections_get() -> None:
@@ -31,3 +33,17 @@ def test_a_port_that_is_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_port()
     if (chosen := os.environ.get("MASTER_PORT")) is not None:  # else this system hands out nearly all
         assert int(chosen) >= 10_000
+
+
+def test_torchrun_and_the_trainer_must_agree_unless_machines_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment_for(False) is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "tests")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    equal, unlike = SDPipeStrategy().cluster_environment, SDPipeStrategy([1, 1, 1]).cluster_environment
+    assert equal is not None
+    assert unlike is not None
+    message = r"started 3 .* devices=1 × num_nodes=2 are 2.* num_stages=\[1, 1, 1\]"
+    with pytest.raises(ConfigurationError, match=message):
+        equal.validate_settings(1, 2)
+    equal.validate_settings(1, 3)
+    unlike.validate_settings(1, 2)
