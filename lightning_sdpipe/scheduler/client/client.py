@@ -80,6 +80,9 @@ class SchedulerClient:
         """Of the ready whose group was not fetched yet."""
         self._group = -1
         """The sequence of the group that was fetched since the last step."""
+        self._leasing: tuple[Segment, int] | None = None
+        """The lease that was asked for and has not come in time, last at ``_lease_asked``."""
+        self._lease_asked = 0.0
         line.thread.on_invitation = self._follow
         self._connection = line.connect(m.routing_id(line.worker, line.incarnation))
 
@@ -159,12 +162,19 @@ class SchedulerClient:
 
         After one that is not empty the answer comes at once: batches, or an empty lease. After an empty one, which is
         the sign to train whatever is held, it comes when there is something, or the segment is over; None if that takes
-        longer than ``seconds``. Then it can be asked for again.
+        longer than ``seconds``. Then it can be asked for again, and the answer to an earlier ask counts.
         """
-        self._ask(m.AskLease, segment, ordinal)
+        now = time.monotonic()
+        if self._leasing != (segment, ordinal):
+            self._leasing, self._lease_asked = (segment, ordinal), now
+            self._ask(m.AskLease, segment, ordinal)
+        elif now >= self._lease_asked + REPEAT_AFTER:
+            self._lease_asked = now
+            self._again()
         with meter.phase(meter.WAIT_GROUP):
             if seconds is not None and not self._comes(m.AskLease, seconds):
                 return None
+            self._leasing = None
             return self._wait(m.AskLease, m.Dealt, f"lease {ordinal} of {segment}").lease
 
     def trained(self, batches: int) -> None:
@@ -203,6 +213,12 @@ class SchedulerClient:
             self._outcomes.pop(kind, None)
         self._transmit([request])
 
+    def _again(self) -> None:
+        """Repeats what is open."""
+        with self._thread.changed:
+            requests = self._asks.again()
+        self._transmit(requests)
+
     def _transmit(self, requests: Iterable[m.Request]) -> None:
         for request in requests:
             if not self._connection.send(m.encode(request)) and self.policy is not None:
@@ -220,9 +236,7 @@ class SchedulerClient:
             if now >= until:
                 raise SchedulerError(f"worker {self.worker} waited {seconds:g} s for {what}; {self._who_is_missing()}")
             if now >= repeat_at:
-                with self._thread.changed:
-                    requests = self._asks.again()
-                self._transmit(requests)
+                self._again()
                 repeat_at = now + REPEAT_AFTER
             left = min(until, repeat_at) - now
             if self.meanwhile is not None and kind is m.AskLease:

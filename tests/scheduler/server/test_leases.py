@@ -30,6 +30,7 @@ from lightning_sdpipe.scheduler.client.training_asks import HeardLeases
 from lightning_sdpipe.scheduler.log.event_log import Entry, differences, read_log
 from lightning_sdpipe.scheduler.log.journal import Journal
 from lightning_sdpipe.scheduler.server.server import Files, Server
+from tests.scheduler.delayed_lines import DelayedLines
 from tests.scheduler.live_scheduler import clients, serving
 from tests.scheduler.server.test_service import Addressed, Dialogue, beats, line
 
@@ -199,6 +200,28 @@ def test_an_answer_that_comes_while_a_lease_is_awaited_is_kept(monkeypatch: pyte
         a.ready(0)
         assert a.lease(S, 0).size == 1
         assert a.group().members == (A,)
+
+
+@pytest.mark.parametrize("repeat_after", [30.0, 0.1])
+def test_a_lease_that_comes_between_two_looks_is_kept(monkeypatch: pytest.MonkeyPatch, repeat_after: float) -> None:
+    """From a scheduler that is 80 ms away, with looks of 20 ms between rounds, it always comes in a round."""
+    monkeypatch.setattr("lightning_sdpipe.scheduler.client.client.REPEAT_AFTER", repeat_after)
+    with serving(NoSync(), 1, 1) as server:
+        port = int(server.address.rpartition(":")[2])
+        lines = DelayedLines("127.0.0.2", [port], 0.08)
+        try:
+            with clients(f"tcp://127.0.0.2:{port}", A) as (a,):
+                a.join()
+                looks: list[Lease | None] = []
+                while len(looks) < 10 and not any(looks):
+                    looks.append(a.lease(S, 0, 0.02))
+                    a.ready(len(looks))
+                    a.group()
+                found = looks[-1]
+                assert found is not None
+                assert found.size == 1
+        finally:
+            lines.close()
 
 
 @pytest.mark.parametrize("journal", [True, False])
