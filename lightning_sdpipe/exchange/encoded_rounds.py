@@ -1,7 +1,7 @@
 """Rounds of averaging gradients by encoded messages: buckets are encoded, and travel, in a thread of their own while
 the backward goes on. Everything else is as in full precision.
 
-UnderWay the momentum instead of the gradient (1-bit Adam, Tang et al. 2021).
+Sending the momentum instead of the gradient (1-bit Adam, Tang et al. 2021).
 
 Momentum changes slowly, so signs with error feedback follow it far better than they follow gradients. All workers hold
 the same m̄. Each sends m = β m̄ + (1 − β) g; of their mean m̄' they make the gradient

@@ -111,7 +111,7 @@ class PresentRounds(GradientRounds):
         """The members of the round are those of ``group``, in which ``mover`` moves tensors; one alone needs none."""
         self._kept = None
         self._group = msgspec.structs.replace(group, weights=(1.0,) * len(group.members))
-        self._mover = mover
+        self._mover = mover or GroupMean(self._replicas)
         self._launch()
 
     def complete(self, gradients: Sequence[Tensor | None], trains: bool = True, mark: int = 0) -> None:
@@ -234,6 +234,6 @@ class PresentRounds(GradientRounds):
 
     def _reduce(self, tensor: Tensor) -> UnderWay:
         assert self._group is not None
-        mover = self._mover or GroupMean(self._replicas)
-        self._sending.append(mover.start([as_real(tensor)], self._group))
+        assert self._mover is not None
+        self._sending.append(self._mover.start([as_real(tensor)], self._group))
         return self._sending[-1]
