@@ -102,8 +102,9 @@ class BatchDigest:
 def _different(what: str, stage: int) -> ConfigurationError:
     return ConfigurationError(
         "The stages of a pipeline were given different batches, so outputs would not belong to labels: on stage "
-        f"{stage} {what}. Draw random numbers in the dataset and in collate_fn from the generators of torch, numpy and "
-        "random (which are in step here), not from one that is seeded per process, and let a custom sampler depend on "
+        f"{stage} {what}. Seed what the script itself draws, as by L.seed_everything(1): every process runs it. Draw "
+        "random numbers in the dataset and in collate_fn from the generators of torch, numpy and random (which are in "
+        "step here), not from one that is seeded per process, and let a custom sampler depend on "
         "trainer.strategy.distributed_sampler_kwargs instead of the rank."
     )
 

@@ -22,6 +22,7 @@ class Sums(L.LightningModule):
 
 
 if __name__ == "__main__":
+    torch.manual_seed(0)  # each worker runs this script, and all need the same data
     x = torch.randn(512, 16)
     data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=32, shuffle=True)
     trainer = L.Trainer(accelerator="cpu", devices=4, strategy=SDPipeStrategy(num_stages=2), max_epochs=2)

@@ -17,6 +17,7 @@ import torch
 
 from lightning_sdpipe import SDPipeStrategy
 from tests.own_session import script
+from tests.workers import free_port, run_workers
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "recipes/examples"
@@ -116,6 +117,30 @@ def test_the_notebook(tmp_path: Path) -> None:
         signal.signal(signal.SIGINT, before)
     (last,) = notebook.cells[-1].outputs
     assert re.fullmatch(r"'loss \d+\.\d\d before, \d+\.\d\d after'", last.data["text/plain"])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "count", "updates"), [("README.md", 4, 32), ("minimal.py", 4, 16), ("huggingface.py", 2, 0)]
+)
+def test_each_process_may_run_the_whole_script(name: str, count: int, updates: int, tmp_path: Path) -> None:
+    """As by torchrun, and by the default start_method: with random numbers of its own, unlike the copies above."""
+    code = (ROOT / name if name == "README.md" else EXAMPLES / name).read_text()
+    if name == "README.md":
+        (code,) = re.findall(r"```python\n(.*?)```", code, re.DOTALL)
+    assert run_workers(count, _run_whole, count, free_port(), tmp_path, code, timeout=90) == [updates] * count
+
+
+def _run_whole(rank: int, count: int, port: int, directory: Path, code: str) -> int:
+    """The updates that this rank has made."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    own = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tests"}
+    os.environ.update({key: str(value) for key, value in own.items()})
+    os.chdir(directory)
+    torch.seed()
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, "script", "exec"), names)
+    return int(names["trainer"].global_step)
 
 
 def _run(directory: Path, *commands: list[str]) -> None:
