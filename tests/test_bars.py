@@ -56,7 +56,7 @@ SHAPES = {
     "reaches into another object's privates": 0,
     "uses of Lightning's private names": 0,
     "circles": 0,
-    "summaries without a subject or verb": 1053,
+    "summaries without a subject or verb": 896,
 }
 """How many there may be. These numbers are only ever made smaller."""
 
@@ -355,7 +355,7 @@ SHAPES_OF = {
     "reaches into another object's privates": privates,
     "uses of Lightning's private names": names_of_lightning,
     "circles": circles,
-    "summaries without a subject or verb": fragments,
+    "summaries without a subject or verb": 896fragments,
 }
 
 

@@ -21,7 +21,7 @@ class RunState:
 
     def __init__(self, num_stages: int, terms: ElasticConfig, now: float = 0.0, num_pipelines: int = 1) -> None:
         self.offered = self.terms = terms
-        self.epoch = Epoch(0, (), "nobody has come yet")
+        self.epoch = Epoch(0, (), "no pipeline has come yet")
         self.roster = Roster(num_stages, terms.depths)
         self.ending = Ending(terms)
         self.ever: set[int] = set()
@@ -127,7 +127,7 @@ class RunState:
             for pipeline in [*self.roster.here]:
                 self.roster.goes(pipeline, "its run is over, and another has begun")
                 self.meetings.goes(pipeline)
-            self.epoch = Epoch(0, (), "nobody has come yet")
+            self.epoch = Epoch(0, (), "no pipeline has come yet")
             self.ever.clear()
             self.ending.begin_anew()
         if not (self.roster.here or self.ending.over or self.epoch.number or self.recovering):
