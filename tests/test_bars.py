@@ -355,7 +355,7 @@ SHAPES_OF = {
     "reaches into another object's privates": privates,
     "uses of Lightning's private names": names_of_lightning,
     "circles": circles,
-    "summaries without a subject or verb": 896fragments,
+    "summaries without a subject or verb": fragments,
 }
 
 
