@@ -179,8 +179,7 @@ class GroupDelivery:
         groups: answers readies, and has the policy make groups anew.
         process_groups: the process groups of each worker, and the groups that wait for one.
         incarnations: those of the processes that are there.
-        unreachable: called, outside of any answer, when workers of a stage share no process group, or (False) when an
-            exchange of theirs broke off.
+        unreachable: called outside of answers when workers share no process group, or (False) an exchange broke off.
         levels: tells workers that a group of theirs broke.
         outbox: takes the other answers.
         limit: seconds in which an exchange must move.

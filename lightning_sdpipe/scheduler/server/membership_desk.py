@@ -34,8 +34,7 @@ GONE_IN_STATUS = 64
 """Most starts of pipelines that must not come back which a status lists, the last ones."""
 ENDED = "ended (its connection closed)"
 RIVAL_GRACE = 0.5
-"""Seconds for which an old job may still be heard of after another has claimed its number, as a process about to end
-is."""
+"""Seconds that a job may be heard of after another has claimed its number, as a process that is about to end is."""
 BEATS_PER_LIMIT, LONGEST_BEAT = 8, 1.0
 
 
@@ -46,7 +45,7 @@ class MembershipDesk:
         membership: decides which pipelines are in the run.
         groups: loses the workers that are gone.
         leases: takes their batches back.
-        process_groups: the process groups of each worker, and the groups that wait for one.
+        process_groups: those of each worker, and the groups that wait for one.
         presence: the processes that are there.
         outbox: takes the answers.
         limit: seconds of silence after which a process is taken for dead.
