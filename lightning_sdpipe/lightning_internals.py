@@ -34,6 +34,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as M
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype as type_of_logged_values
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
@@ -267,9 +268,14 @@ def seconds_to_validation(trainer: Any) -> float:
     return left
 
 
+def set_seconds_to_validation(trainer: Any, seconds: float) -> None:
+    """What :func:`seconds_to_validation` says."""
+    trainer._last_val_time = time.monotonic() + seconds - trainer._val_check_time_interval
+
+
 @contextmanager
 def validation_by_clock(trainer: Any, now: bool) -> Iterator[None]:
-    """Within, validation by the clock is not due unless all look at it ``now``."""
+    """Within, validation by the clock is not due, unless it is agreed that it is ``now``."""
     last = trainer._last_val_time
     if not now:
         trainer._last_val_time = math.inf
@@ -291,9 +297,26 @@ def seconds_left(callback: Timer | ModelCheckpoint) -> float:
     if isinstance(callback, Timer):
         left = callback.time_remaining()
         return math.inf if left is None else left
-    assert callback._train_time_interval is not None
     assert callback._last_time_checked is not None  # since training starts
-    return callback._train_time_interval.total_seconds() - (time.monotonic() - callback._last_time_checked)
+    return seconds_between(callback) - (time.monotonic() - callback._last_time_checked)
+
+
+def set_seconds_left(callback: Timer | ModelCheckpoint, seconds: float) -> None:
+    """What :func:`seconds_left` says."""
+    since = time.monotonic() + seconds - seconds_between(callback)
+    if isinstance(callback, Timer):
+        callback._start_time[RunningStage.TRAINING] = since + callback._offset
+    else:
+        callback._last_time_checked = since
+
+
+def seconds_between(callback: Timer | ModelCheckpoint) -> float:
+    """After how long ``callback``, which goes by the clock, ends training or saves."""
+    if isinstance(callback, Timer):
+        assert callback._duration is not None
+        return callback._duration
+    assert callback._train_time_interval is not None
+    return callback._train_time_interval.total_seconds()
 
 
 def steps_between_saves(callback: Callback) -> int:

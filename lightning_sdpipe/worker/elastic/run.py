@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -55,6 +55,7 @@ from lightning_sdpipe.worker.training import Training
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _CONNECTING = 20.0  # seconds
 
 
@@ -274,14 +275,24 @@ class ElasticRun:
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """The mean over the pipelines that are there, of each value over those that have it."""
+        return self._of_all(values, _means)
+
+    def from_leader(self, numbers: list[float]) -> list[float]:
+        """Those of a pipeline that leads, or else of the first of those that are there."""
+
+        def leaders(each: Sequence[tuple[bool, list[float]]]) -> list[float]:
+            return next((said for leads, said in each if leads), each[0][1])
+
+        return self._of_all((self.leads, numbers), leaders)
+
+    def _of_all(self, mine: Any, choose: Callable[[list[Any]], _T]) -> _T:
+        """What ``choose`` makes of what the first rank of each pipeline says that is there: the same on all stages."""
         assert self._meetings is not None
+        chosen = None
         if self.groups.rank == 0:
-            met = self._meetings.meet(json.dumps(values).encode())
-            values = _means([json.loads(said) for said in met.values])
-        shared_values: dict[str, float] = json.loads(
-            p2p.broadcast_bytes(json.dumps(values).encode(), 0, self.groups.everybody)
-        )
-        return shared_values
+            met = self._meetings.meet(json.dumps(mine).encode())
+            chosen = choose([json.loads(said) for said in met.values])
+        return p2p.broadcast_value(chosen, 0, self.groups.everybody)
 
     def vote(self, decision: bool, all: bool) -> bool:
         assert self._meetings is not None
