@@ -65,13 +65,19 @@ class ClockChecks:
     Args:
         clocks: in the same order on all workers.
         from_leader: gives all workers the leader's numbers; all of them call it at the same batch.
+        time: seconds.
     """
 
-    def __init__(self, clocks: Sequence[Clock], from_leader: Callable[[list[float]], list[float]]) -> None:
+    def __init__(
+        self,
+        clocks: Sequence[Clock],
+        from_leader: Callable[[list[float]], list[float]],
+        time: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._clocks = clocks
         self._from_leader = from_leader
-        self._batch = 0
-        self._time = time.monotonic()
+        self._now = time
+        self._batch, self._time = 0, time()
         self._next: int | None = None
         self._given: int | None = None
         self._due: list[object] = []
@@ -85,7 +91,7 @@ class ClockChecks:
     def start(self, batch: int) -> None:
         """Training starts or goes on after ``batch`` batches; the first look is after the next one."""
         self.now = False
-        self._batch, self._time, self._next = batch, time.monotonic(), self._given or batch + 1
+        self._batch, self._time, self._next = batch, self._now(), self._given or batch + 1
         self._given = None
 
     @property
@@ -112,7 +118,7 @@ class ClockChecks:
     def renew(self, batch: int) -> None:
         """Agrees on the next time, after what was due has been done."""
         self.now = False
-        now = time.monotonic()
+        now = self._now()
         pace = (now - self._time) / max(1, batch - self._batch)
         way = min(clock.left() for clock in self._clocks) / 2
         batches = min(max(way / max(pace, 1e-6), _SOONEST), _LATEST)
