@@ -138,7 +138,7 @@ class Diary(Callback):
         self.before = time.monotonic()
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        trainer.should_stop = (self.directory / "stop").exists()  # on whoever sees it first
+        trainer.should_stop |= (self.directory / "stop").exists()  # on whoever sees it first
 
     def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
