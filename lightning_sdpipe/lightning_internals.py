@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import StrEnum
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from lightning.fabric.loggers.csv_logs import CSVLogger
@@ -256,23 +256,6 @@ def set_logged_steps(trainer: Trainer, number: int) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = number
 
 
-def validation_interval(trainer: Any) -> float | None:
-    """Seconds between validations, if they go by the clock."""
-    interval: float | None = getattr(trainer, "_val_check_time_interval", None)  # set when training begins
-    return interval
-
-
-def seconds_to_validation(trainer: Any) -> float:
-    """Only if validations go by the clock."""
-    left: float = trainer._val_check_time_interval - (time.monotonic() - trainer._last_val_time)
-    return left
-
-
-def set_seconds_to_validation(trainer: Any, seconds: float) -> None:
-    """What :func:`seconds_to_validation` says."""
-    trainer._last_val_time = time.monotonic() + seconds - trainer._val_check_time_interval
-
-
 @contextmanager
 def validation_by_clock(trainer: Any, now: bool) -> Iterator[None]:
     """Within, validation by the clock is not due, unless it is agreed that it is ``now``."""
@@ -285,38 +268,36 @@ def validation_by_clock(trainer: Any, now: bool) -> Iterator[None]:
         trainer._last_val_time = last
 
 
-def goes_by_clock(callback: Callback) -> TypeGuard[Timer | ModelCheckpoint]:
-    """Does ``callback`` look at the clock after every batch?"""
-    if isinstance(callback, Timer):
-        return callback._duration is not None and callback._interval == "step"
-    return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
+def goes_by_clock(owner: Any) -> bool:
+    """Says whether ``owner``, a callback or a Trainer that validates, looks at the clock after every batch."""
+    return seconds_between(owner) is not None
 
 
-def seconds_left(callback: Timer | ModelCheckpoint) -> float:
-    """Until ``callback``, which goes by the clock, ends training or saves."""
-    if isinstance(callback, Timer):
-        left = callback.time_remaining()
-        return math.inf if left is None else left
-    assert callback._last_time_checked is not None  # since training starts
-    return seconds_between(callback) - (time.monotonic() - callback._last_time_checked)
+def seconds_between(owner: Any) -> float | None:
+    """Says after how long a Timer ends training, a callback saves, or a Trainer validates; None if by no clock."""
+    if isinstance(owner, Timer):
+        return owner._duration if owner._interval == "step" else None
+    if isinstance(owner, ModelCheckpoint):
+        interval = owner._train_time_interval
+        return None if interval is None else interval.total_seconds()
+    return getattr(owner, "_val_check_time_interval", None)  # set when training begins
 
 
-def set_seconds_left(callback: Timer | ModelCheckpoint, seconds: float) -> None:
-    """What :func:`seconds_left` says."""
-    since = time.monotonic() + seconds - seconds_between(callback)
-    if isinstance(callback, Timer):
-        callback._start_time[RunningStage.TRAINING] = since + callback._offset
+def seconds_left(owner: Any) -> float:
+    """Says in how long that is due."""
+    if isinstance(owner, Timer):
+        return float(seconds_between(owner) - owner.time_elapsed())
+    before = owner._last_time_checked if isinstance(owner, ModelCheckpoint) else owner._last_val_time
+    return float(seconds_between(owner) - (time.monotonic() - before))
+
+
+def set_seconds_left(owner: Any, seconds: float) -> None:
+    """Changes what :func:`seconds_left` says."""
+    before = time.monotonic() + seconds - seconds_between(owner)
+    if isinstance(owner, Timer):
+        owner._start_time[RunningStage.TRAINING] = before + owner._offset
     else:
-        callback._last_time_checked = since
-
-
-def seconds_between(callback: Timer | ModelCheckpoint) -> float:
-    """After how long ``callback``, which goes by the clock, ends training or saves."""
-    if isinstance(callback, Timer):
-        assert callback._duration is not None
-        return callback._duration
-    assert callback._train_time_interval is not None
-    return callback._train_time_interval.total_seconds()
+        setattr(owner, "_last_time_checked" if isinstance(owner, ModelCheckpoint) else "_last_val_time", before)
 
 
 def steps_between_saves(callback: Callback) -> int:

@@ -169,13 +169,13 @@ SYMBOLS = [
     ),
     Symbol(_EPOCH, "_batches_that_stepped", "logs at the steps of all", "logged_steps, set_logged_steps"),
     # the clock
-    Symbol("pytorch.trainer.setup", "_val_check_time_interval", "validates by the clock", "validation_interval"),
-    Symbol("pytorch.loops.fit_loop", "_last_val_time", "validates together", "set_seconds_to_validation"),
-    Symbol("pytorch.callbacks.timer.Timer", "_duration", "looks at the clock together", "goes_by_clock"),
+    Symbol("pytorch.trainer.setup", "_val_check_time_interval", "validates by the clock", "seconds_between"),
+    Symbol("pytorch.loops.fit_loop", "_last_val_time", "validates together", "validation_by_clock, seconds_left"),
+    Symbol("pytorch.callbacks.timer.Timer", "_duration", "looks at the clock together", "seconds_between"),
     Symbol("pytorch.callbacks.timer.Timer", "_start_time", "sets clocks by the leader's", "set_seconds_left"),
     Symbol("pytorch.callbacks.timer.Timer", "_offset", "sets clocks by the leader's", "set_seconds_left"),
-    Symbol("pytorch.callbacks.timer.Timer", "_interval", "looks at the clock together", "goes_by_clock"),
-    Symbol(_SAVING, "_train_time_interval", "looks at the clock together", "goes_by_clock, seconds_between"),
+    Symbol("pytorch.callbacks.timer.Timer", "_interval", "looks at the clock together", "seconds_between"),
+    Symbol(_SAVING, "_train_time_interval", "looks at the clock together", "seconds_between"),
     Symbol(_SAVING, "_last_time_checked", "looks at the clock together", "seconds_left, set_seconds_left"),
     # callbacks
     Symbol(_SAVING, "_every_n_train_steps", "knows the next sync point", "steps_between_saves"),

@@ -37,8 +37,8 @@ _ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
-class Clock:
-    """Something of a Trainer's that is due by the time: a callback that ends training or saves, or its validation.
+class Countdown:
+    """One thing of a Trainer's that is due by the time: a callback that ends training or saves, or its validation.
 
     Args:
         owner: the callback, or the Trainer.
@@ -70,7 +70,7 @@ class ClockChecks:
 
     def __init__(
         self,
-        clocks: Sequence[Clock],
+        clocks: Sequence[Countdown],
         from_leader: Callable[[list[float]], list[float]],
         time: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,11 +100,11 @@ class ClockChecks:
         return self._next if self._clocks else None
 
     def agreed(self, batch: int) -> bool:
-        """Is it agreed to look at the clock after ``batch`` batches?"""
+        """Says whether it is agreed to look at the clock after ``batch`` batches."""
         return bool(self._clocks) and self._next is not None and batch >= self._next
 
     def look(self) -> None:
-        """All look, and find the same due until :meth:`renew`."""
+        """Looks, as all others do, who find the same due until :meth:`renew`."""
         self.now, self._due = True, []
         for clock, left in zip(self._clocks, self._from_leader([clock.left() for clock in self._clocks]), strict=True):
             if left <= 0:
@@ -112,7 +112,7 @@ class ClockChecks:
             clock.wind(left if left > 0 else left - _ROUNDING)
 
     def is_due(self, owner: object) -> bool:
-        """Is that of ``owner`` due by this look?"""
+        """Says whether that of ``owner`` is due by this look."""
         return self.now and any(owner is each for each in self._due)
 
     def renew(self, batch: int) -> None:
@@ -140,22 +140,14 @@ def change(trainer: Trainer, turns: Turns, checks: ClockChecks, source: BatchSou
         _resume_quietly(trainer, source)
 
 
-def clocks(trainer: Any) -> list[Clock]:
-    """Of ``trainer``'s features that go by the time."""
-    found = [
-        Clock(
-            callback,
-            lightning_internals.seconds_between(callback),
-            partial(lightning_internals.seconds_left, callback),
-            partial(lightning_internals.set_seconds_left, callback),
-        )
-        for callback in trainer.callbacks
-        if lightning_internals.goes_by_clock(callback)
-    ]
-    interval = lightning_internals.validation_interval(trainer)
-    if interval is not None:
-        left = partial(lightning_internals.seconds_to_validation, trainer)
-        found.append(Clock(trainer, interval, left, partial(lightning_internals.set_seconds_to_validation, trainer)))
+def clocks(trainer: Any) -> list[Countdown]:
+    """Finds ``trainer``'s features that go by the time."""
+    found = []
+    for owner in (*trainer.callbacks, trainer):
+        every = lightning_internals.seconds_between(owner)
+        if every is not None:
+            left, wind = lightning_internals.seconds_left, lightning_internals.set_seconds_left
+            found.append(Countdown(owner, every, partial(left, owner), partial(wind, owner)))
     return found
 
 
@@ -262,5 +254,5 @@ def _look_together(trainer: Any, checks: ClockChecks) -> None:
             decision: bool = lightning_internals.of_its_class(epoch_loop, Method.VALIDATES)(fetcher)
         return decision
 
-    if lightning_internals.validation_interval(trainer) is not None:
+    if lightning_internals.goes_by_clock(trainer):
         lightning_internals.replace(epoch_loop, Method.VALIDATES, should_validate)

@@ -107,7 +107,7 @@ class TrainingRun(Protocol):
         worker must call it."""
 
     def from_leader(self, numbers: list[float]) -> list[float]:
-        """Those of the first rank of the pipeline that leads. Every worker must call it."""
+        """Gives all workers those of the first rank of the pipeline that leads. Every worker must call it."""
 
     def vote(self, decision: bool, all: bool) -> bool:
         """Are all for it, or (not ``all``) any? Every worker must call it."""

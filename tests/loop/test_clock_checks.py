@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.loop import loop
-from lightning_sdpipe.loop.loop import Clock, ClockChecks
+from lightning_sdpipe.loop.loop import ClockChecks, Countdown
 
 
 class Pipeline:
@@ -24,7 +24,7 @@ class Pipeline:
     def __init__(self, world: World, offset: float, seconds: float) -> None:
         self.world, self.now, self.seconds = world, offset, seconds
         self.due_at = [offset + every for every in world.every]
-        self.clocks = [Clock(i, every, self._left(i), self._wind(i)) for i, every in enumerate(world.every)]
+        self.clocks = [Countdown(i, every, self._left(i), self._wind(i)) for i, every in enumerate(world.every)]
         self.checks = ClockChecks(self.clocks, lambda said: world.from_leader(self, said), lambda: self.now)
         self.happened: list[tuple[int, int]] = []
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -15,7 +14,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
@@ -41,7 +39,7 @@ from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic import joining, leader, refusals
-from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous, ElasticReplica
+from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous, ElasticReplica, agree
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, State
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, SchedulerStore
 from lightning_sdpipe.worker.elastic.fault_tolerant_mean import FaultTolerantMean
@@ -55,7 +53,6 @@ from lightning_sdpipe.worker.training import Training
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 _CONNECTING = 20.0  # seconds
 
 
@@ -276,24 +273,17 @@ class ElasticRun:
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """The mean over the pipelines that are there, of each value over those that have it."""
-        return self._of_all(values, _means)
+        assert self._meetings is not None
+        return agree(self._meetings, self.groups, values, lambda each: _means([*each.values()]))
 
     def from_leader(self, numbers: list[float]) -> list[float]:
-        """Those of a pipeline that leads, or else of the first of those that are there."""
+        """Gives all those of a pipeline that leads, or else of the first of those that are there."""
 
-        def leaders(each: Sequence[tuple[bool, list[float]]]) -> list[float]:
-            return next((said for leads, said in each if leads), each[0][1])
+        def leaders(each: Mapping[int, tuple[bool, list[float]]]) -> list[float]:
+            return sorted(each.values(), key=lambda said: not said[0])[0][1]
 
-        return self._of_all((self.leads, numbers), leaders)
-
-    def _of_all(self, mine: Any, choose: Callable[[list[Any]], _T]) -> _T:
-        """What ``choose`` makes of what the first rank of each pipeline says that is there: the same on all stages."""
         assert self._meetings is not None
-        chosen = None
-        if self.groups.rank == 0:
-            met = self._meetings.meet(json.dumps(mine).encode())
-            chosen = choose([json.loads(said) for said in met.values])
-        return p2p.broadcast_value(chosen, 0, self.groups.everybody)
+        return agree(self._meetings, self.groups, (self.leads, numbers), leaders)
 
     def vote(self, decision: bool, all: bool) -> bool:
         assert self._meetings is not None
