@@ -268,12 +268,7 @@ def validation_by_clock(trainer: Any, now: bool) -> Iterator[None]:
         trainer._last_val_time = last
 
 
-def goes_by_clock(owner: Any) -> bool:
-    """Says whether ``owner``, a callback or a Trainer that validates, looks at the clock after every batch."""
-    return seconds_between(owner) is not None
-
-
-def seconds_between(owner: Any) -> float | None:
+def seconds_between(owner: Any) -> Any:
     """Says after how long a Timer ends training, a callback saves, or a Trainer validates; None if by no clock."""
     if isinstance(owner, Timer):
         return owner._duration if owner._interval == "step" else None

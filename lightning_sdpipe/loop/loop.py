@@ -243,7 +243,7 @@ def _look_together(trainer: Any, checks: ClockChecks) -> None:
         return on_train_batch_end
 
     for callback in trainer.callbacks:
-        if lightning_internals.goes_by_clock(callback):
+        if lightning_internals.seconds_between(callback) is not None:
             callback.on_train_batch_end = changed(callback)
 
     epoch_loop: Any = trainer.fit_loop.epoch_loop
@@ -254,5 +254,5 @@ def _look_together(trainer: Any, checks: ClockChecks) -> None:
             decision: bool = lightning_internals.of_its_class(epoch_loop, Method.VALIDATES)(fetcher)
         return decision
 
-    if lightning_internals.goes_by_clock(trainer):
+    if lightning_internals.seconds_between(trainer) is not None:
         lightning_internals.replace(epoch_loop, Method.VALIDATES, should_validate)

@@ -174,7 +174,8 @@ class FixedRun:
         return values if self.groups.rank == 0 else everybodys
 
     def from_leader(self, numbers: list[float]) -> list[float]:
-        return p2p.broadcast_value(numbers, 0, self.groups.everybody)
+        agreed: list[float] = p2p.broadcast_value(numbers, 0, self.groups.everybody)
+        return agreed
 
     def vote(self, decision: bool, all: bool) -> bool:
         return vote_in_the_world(decision, all, self._strategy.root_device)

@@ -157,8 +157,8 @@ class Barriers:
 def agree(
     meetings: Barriers, groups: ProcessGroups, mine: Any, decide: Callable[[Mapping[int, Any]], _Decision]
 ) -> _Decision:
-    """Returns what ``decide`` makes of what the first ranks of all pipelines that meet say, by pipeline: the same on all
-    stages, each of which must call it. All of it is what JSON can say."""
+    """Returns what ``decide`` makes of what the first ranks of all pipelines that meet say, by pipeline: the same on
+    all stages, each of which must call it. All of it is what JSON can say."""
     decision = None
     if groups.rank == 0:
         met = meetings.meet(json.dumps(mine).encode())
