@@ -22,9 +22,7 @@ from lightning_sdpipe.pipeline.accumulation_windows import Window
 
 _UP, _DOWN, _NORM = 1, 2, 3  # tags; the group has no other members than the owners
 
-_Flat = tuple[
-    list[nn.Parameter], Tensor
-]  # parameters of one type; how many owners have a gradient of each, and the sums
+_Flat = tuple[list[nn.Parameter], Tensor]  # of one type: the number of owners with a gradient of each, and the sums
 
 
 @dataclass

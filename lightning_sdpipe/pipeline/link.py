@@ -34,18 +34,18 @@ _FREEZING = -1  # in place of the number with which the first message of a mini-
 
 @dataclass
 class StageLink:
-    """One stage's two cuts.
+    """Ends of the two cuts of one stage.
 
     Args:
         group: the pipeline's process group.
         ranks: global rank of every stage of the pipeline; a rank may hold several.
         stage: the stage whose neighbours these are.
         device: where received tensors go.
-        dynamic_shapes: send a header before every message, which is faster than the above if output shapes of blocks
-            often depend on the data.
-        lanes: the group of each direction of a cut, by tag, where ``group`` knows none.
-        sends_in_flight: of one direction, before a further one waits for the oldest: one that the neighbour is taking
-            and one that is ready for it. None for no bound, where stages wait for each other in a ring.
+        dynamic_shapes: send a header before every message, which is faster if output shapes of blocks often depend on
+            the data.
+        lanes: the group of each direction of a cut, by tag, where the backend of ``group`` has no tags.
+        sends_in_flight: sends of one direction before a further one waits for the oldest: one that the neighbour is
+            taking and one that is ready for it. None for no bound, where stages wait for each other in a ring.
     """
 
     group: dist.ProcessGroup
@@ -73,7 +73,7 @@ class StageLink:
         """Tells the next stage that layers were frozen or unfrozen on this one, and hears it from the previous stage.
 
         Raises:
-            ConfigurationError: no layers were on the previous stage.
+            ConfigurationError: no layers were frozen or unfrozen on the previous stage.
         """
         if self.stage + 1 < len(self.ranks):
             self._send_down(p2p.send, [torch.tensor([_FREEZING, *[0] * LENGTH], dtype=torch.float64)])

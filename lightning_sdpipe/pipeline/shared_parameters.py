@@ -153,7 +153,7 @@ def _sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup)
 
 
 def _hand_on(parameters: Sequence[nn.Parameter], gradients: dict[nn.Parameter, Tensor | None], copies: _Copies) -> None:
-    """Sends the gradients of parameters of one type from their first owner, with flags of the parameters that have one."""
+    """Sends the gradients of parameters of one type from their first owner; flags say which parameters have one."""
     found = [gradients[p] for p in parameters]
     flags = torch.tensor([g is not None for g in found], dtype=parameters[0].dtype, device=parameters[0].device)
     flat = torch.cat(

@@ -70,7 +70,7 @@ class StageNotes:
             self._expected = self._receive(1, self._link.stage + 1, _SQUARE)
 
     def gradient_sent(self) -> None:
-        """Notes a gradient to the previous stage, which will want the squared norm; after the update, if one follows."""
+        """Notes a gradient to the previous stage, which will want the squared norm; after an update, if one follows."""
         self._owes = self.norms
 
     def squared_norm(self, own: float) -> float:

@@ -100,7 +100,7 @@ def logging_through(module: LightningModule, log: Log) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Step:
-    """A step method of the user's module, with what Lightning calls it with besides the batch."""
+    """A step method of the user's module, with the arguments that Lightning passes besides the batch."""
 
     name: str  # "training_step", "validation_step", "test_step" or "predict_step"
     arguments: tuple[Any, ...]
