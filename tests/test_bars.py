@@ -74,7 +74,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "placement": (3311, 27),
     "policies": (2498, 26),
     "recipes": (7768, 113),
-    "scheduler": (5483, 43),
+    "scheduler": (5499, 43),
     "seeing": (2063, 18),
     "simulate": (687, 6),
     "strategy": (936, 7),
