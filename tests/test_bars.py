@@ -56,7 +56,7 @@ SHAPES = {
     "reaches into another object's privates": 0,
     "uses of Lightning's private names": 0,
     "circles": 0,
-    "summaries without a subject or verb": 1053,
+    "summaries without a subject or verb": 659,
 }
 """How many there may be. These numbers are only ever made smaller."""
 
@@ -74,7 +74,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "placement": (3311, 27),
     "policies": (2498, 26),
     "recipes": (7768, 113),
-    "scheduler": (5483, 43),
+    "scheduler": (5499, 43),
     "seeing": (2063, 18),
     "simulate": (687, 6),
     "strategy": (939, 7),
