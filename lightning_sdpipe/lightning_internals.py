@@ -282,7 +282,7 @@ def seconds_left(owner: Any) -> float:
     """Says in how long that is due."""
     if isinstance(owner, Timer):
         return float(seconds_between(owner) - owner.time_elapsed())
-    before = owner._last_time_checked if isinstance(owner, ModelCheckpoint) else owner._last_val_time
+    before: Any = owner._last_time_checked if isinstance(owner, ModelCheckpoint) else owner._last_val_time
     return float(seconds_between(owner) - (time.monotonic() - before))
 
 
