@@ -106,6 +106,9 @@ class TrainingRun(Protocol):
         """What every worker gets of the metrics that each has; it returns what it is given where they stay. Every
         worker must call it."""
 
+    def from_leader(self, numbers: list[float]) -> list[float]:
+        """Gives all workers those of the first rank of the pipeline that leads. Every worker must call it."""
+
     def vote(self, decision: bool, all: bool) -> bool:
         """Are all for it, or (not ``all``) any? Every worker must call it."""
 
