@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import StrEnum
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from lightning.fabric.loggers.csv_logs import CSVLogger
@@ -34,6 +34,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as M
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype as type_of_logged_values
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
@@ -255,21 +256,9 @@ def set_logged_steps(trainer: Trainer, number: int) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = number
 
 
-def validation_interval(trainer: Any) -> float | None:
-    """Seconds between validations, if they go by the clock."""
-    interval: float | None = getattr(trainer, "_val_check_time_interval", None)  # set when training begins
-    return interval
-
-
-def seconds_to_validation(trainer: Any) -> float:
-    """Only if validations go by the clock."""
-    left: float = trainer._val_check_time_interval - (time.monotonic() - trainer._last_val_time)
-    return left
-
-
 @contextmanager
 def validation_by_clock(trainer: Any, now: bool) -> Iterator[None]:
-    """Within, validation by the clock is not due unless all look at it ``now``."""
+    """Within, validation by the clock is not due, unless it is agreed that it is ``now``."""
     last = trainer._last_val_time
     if not now:
         trainer._last_val_time = math.inf
@@ -279,21 +268,31 @@ def validation_by_clock(trainer: Any, now: bool) -> Iterator[None]:
         trainer._last_val_time = last
 
 
-def goes_by_clock(callback: Callback) -> TypeGuard[Timer | ModelCheckpoint]:
-    """Does ``callback`` look at the clock after every batch?"""
-    if isinstance(callback, Timer):
-        return callback._duration is not None and callback._interval == "step"
-    return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
+def seconds_between(owner: Any) -> Any:
+    """Says after how long a Timer ends training, a callback saves, or a Trainer validates; None if by no clock."""
+    if isinstance(owner, Timer):
+        return owner._duration if owner._interval == "step" else None
+    if isinstance(owner, ModelCheckpoint):
+        interval = owner._train_time_interval
+        return None if interval is None else interval.total_seconds()
+    return getattr(owner, "_val_check_time_interval", None)  # set when training begins
 
 
-def seconds_left(callback: Timer | ModelCheckpoint) -> float:
-    """Until ``callback``, which goes by the clock, ends training or saves."""
-    if isinstance(callback, Timer):
-        left = callback.time_remaining()
-        return math.inf if left is None else left
-    assert callback._train_time_interval is not None
-    assert callback._last_time_checked is not None  # since training starts
-    return callback._train_time_interval.total_seconds() - (time.monotonic() - callback._last_time_checked)
+def seconds_left(owner: Any) -> float:
+    """Says in how long that is due."""
+    if isinstance(owner, Timer):
+        return float(seconds_between(owner) - owner.time_elapsed())
+    before: Any = owner._last_time_checked if isinstance(owner, ModelCheckpoint) else owner._last_val_time
+    return float(seconds_between(owner) - (time.monotonic() - before))
+
+
+def set_seconds_left(owner: Any, seconds: float) -> None:
+    """Changes what :func:`seconds_left` says."""
+    before = time.monotonic() + seconds - seconds_between(owner)
+    if isinstance(owner, Timer):
+        owner._start_time[RunningStage.TRAINING] = before + owner._offset
+    else:
+        setattr(owner, "_last_time_checked" if isinstance(owner, ModelCheckpoint) else "_last_val_time", before)
 
 
 def steps_between_saves(callback: Callback) -> int:

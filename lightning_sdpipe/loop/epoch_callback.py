@@ -92,11 +92,13 @@ class EpochCallback(Callback):
         self._draws.between_steps(Point.BATCH_END)
         if self._turns.underway:
             return
-        due = self._checks.due(loop.batches(trainer))
+        due = self._checks.agreed(loop.batches(trainer))
         if due or any(_saves_now(callback, trainer) for callback in trainer.checkpoint_callbacks):
             self._turns.pause()
             self._share_metrics(trainer)
-            self._checks.now = due
+            if due:
+                with self._turns.first_failure():
+                    self._checks.look()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._turns.pause()

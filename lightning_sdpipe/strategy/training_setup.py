@@ -88,7 +88,7 @@ class TrainingSetup(CheckpointHooks):
             ),
         ]
         self._undo = [*self._undo, refuse_own_values(trainer, self._why_alike)]
-        checks = ClockChecks(loop.clocks(trainer), self.broadcast)
+        checks = ClockChecks(loop.clocks(trainer), self._from_leader)
         self._source = self._make_source(trainer, checks) if trainer.state.fn == TrainerFn.FITTING else None
         if self._source is not None:
             self._undo = [*self._undo, self._source.close]
@@ -107,6 +107,10 @@ class TrainingSetup(CheckpointHooks):
         """Return the scale of gradients during an exchange: without a flush they are divided by the loss scale
         before."""
         return current_scale(self.precision_plugin) if self._parts.pipeline.flushes else 1.0
+
+    def _from_leader(self, numbers: list[float]) -> list[float]:
+        with self._together("the leader's clock"):
+            return self._run.from_leader(numbers)
 
     def _make_source(self, trainer: Trainer, checks: ClockChecks) -> BatchSource:
         def origin() -> Split | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -173,8 +172,12 @@ class FixedRun:
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """Return rank 0's values, which rank 0 gets unchanged."""
-        data = p2p.broadcast_bytes(json.dumps(values).encode(), 0, self.groups.everybody)
-        return values if self.groups.rank == 0 else json.loads(data)
+        everybodys = p2p.broadcast_value(values, 0, self.groups.everybody)
+        return values if self.groups.rank == 0 else everybodys
+
+    def from_leader(self, numbers: list[float]) -> list[float]:
+        agreed: list[float] = p2p.broadcast_value(numbers, 0, self.groups.everybody)
+        return agreed
 
     def vote(self, decision: bool, all: bool) -> bool:
         return vote_in_the_world(decision, all, self._strategy.root_device)

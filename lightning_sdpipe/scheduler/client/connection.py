@@ -6,6 +6,7 @@ alike, namely like silence. Its monitor of a socket knows more: whether anything
 
 from __future__ import annotations
 
+import socket as sockets
 import time
 from typing import TypeVar
 
@@ -23,6 +24,10 @@ GLANCE = 0.1
 
 TRIES = 3
 """Handshakes that must fail before the keys are blamed; a scheduler that is just ending fails one, too."""
+
+GREETING = 1.0
+"""Seconds within which a scheduler sends the first byte of a connection."""
+_GREETING = b"\xff"  # of ZMTP, the protocol of ZeroMQ
 
 _WATCHED = (
     zmq.EVENT_CONNECTED
@@ -64,6 +69,7 @@ class Connection:
         self._has_keys = credentials is not None
         self._listens = self._speaks = False
         self._failures = 0
+        self._greeted = False
         self._verdict: str | None = None
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
@@ -117,6 +123,8 @@ class Connection:
         while monitor is not None and self._verdict is None and monitor.poll(0):
             event = recv_monitor_message(monitor)
             self._hear(event["event"])
+        if self._failures >= TRIES and not self._greeted:
+            self._greeted = _greets(self.address)  # and the next failure counts: those before may be a proxy's
         if self._verdict is not None:
             raise SchedulerError(f"no connection to the scheduler at {self.address}: {self._verdict}")
 
@@ -134,8 +142,11 @@ class Connection:
                 "a program there speaks ZeroMQ but does not answer: is it a scheduler that runs, and is this worker of "
                 "another run connected to it?"
             )
-        if self._listens:
-            return "a program there accepts connections but does not speak ZeroMQ: is this the scheduler's port?"
+        if self._listens or self._failures:
+            return (
+                "a program there accepts connections but does not speak ZeroMQ: is this the scheduler's port, or a "
+                "proxy or tunnel to a scheduler that does not run?"
+            )
         return "nothing listens there: check the address, and that it runs and can be reached (firewalls)"
 
     def close(self) -> None:
@@ -160,13 +171,24 @@ class Connection:
             )
         else:
             self._failures += 1
-            if self._failures >= TRIES:
+            if self._greeted:
                 self._verdict = (
                     "it has another key than the one that this worker.key was made for, or none; give the worker.key "
                     "that was made with its scheduler.key"
                     if self._has_keys
                     else "it asks for a key (give its worker.key), or it is no scheduler"
                 )
+
+
+def _greets(address: str) -> bool:
+    """Return whether the program at ``address`` speaks first, as ZeroMQ does. A proxy that cannot reach its target
+    closes the connection instead."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        with sockets.create_connection((host.strip("[]"), int(port)), GREETING) as connection:
+            return connection.recv(1) == _GREETING
+    except OSError:
+        return False
 
 
 def use_keys(socket: zmq.Socket[bytes], credentials: WorkerKeys) -> None:

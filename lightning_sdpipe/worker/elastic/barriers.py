@@ -11,13 +11,16 @@ collectives, since the number of replicas changes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.membership.members import Met
@@ -27,10 +30,12 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
 from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfPresent, Synchronizer
+from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
 MOST_BYTES = 1 << 15
 """Most bytes that a worker says at a barrier."""
+_Decision = TypeVar("_Decision")
 _AVERAGED, _NOT = b"\x01", b"\x00"
 
 
@@ -149,6 +154,19 @@ class Barriers:
         finally:
             self._epochs.use(None)
         return True
+
+
+def agree(
+    meetings: Barriers, groups: ProcessGroups, mine: Any, decide: Callable[[Mapping[int, Any]], _Decision]
+) -> _Decision:
+    """Returns what ``decide`` makes of what the first ranks of all pipelines that meet say, by pipeline: the same on
+    all stages, each of which must call it. All of it is what JSON can say."""
+    decision = None
+    if groups.rank == 0:
+        met = meetings.meet(json.dumps(mine).encode())
+        decision = decide(dict(zip(met.pipelines, map(json.loads, met.values), strict=True)))
+    agreed: _Decision = p2p.broadcast_value(decision, 0, groups.everybody)
+    return agreed
 
 
 def split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -72,12 +72,13 @@ class ElasticBatchSource(DealtBatchSource):
         """State that a newcomer needs to take its turns in the same segment."""
         segment = self._segment if self._turns.underway else None
         where = None if segment is None else [segment.epoch, segment.start, segment.stop]
-        return {"run": self._run, "segment": where}
+        return {"run": self._run, "segment": where, "look": self._checks.next}
 
     def load(self, state: State) -> None:
         """Go on where the donor of ``state`` was."""
         self._run = state["run"]
         self._given = state["segment"]
+        self._checks.start_at(state["look"])
 
     def _next_turn(self) -> Any:
         self._between_turns()

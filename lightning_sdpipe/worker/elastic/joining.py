@@ -30,6 +30,7 @@ from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.lightning_internals import data_source
+from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.weight_averaging import averaging_of
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient, Receive, Start
@@ -49,7 +50,8 @@ def fingerprint(trainer: Trainer, options: Options, ownership: Ownership) -> dic
     module = trainer.lightning_module
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.state_dict().items()]
     cut = sorted((name, owners) for name, owners in ownership.stages.items())
-    every = f"{trainer.val_check_interval} of every {trainer.check_val_every_n_epoch} epochs"
+    interval = getattr(trainer, "val_check_interval", "at times")  # Lightning sets none if validation goes by the clock
+    every = f"{interval} of every {trainer.check_val_every_n_epoch} epochs"
     return {
         "version": f"lightning_sdpipe {version('lightning-sdpipe')}, torch {torch.__version__}",
         "stages": str(options.num_stages),
@@ -66,6 +68,7 @@ def fingerprint(trainer: Trainer, options: Options, ownership: Ownership) -> dic
         "validation": every,
         "averaging": str(averaging_of(trainer.callbacks)),  # type: ignore[attr-defined]
         "limits": f"max_epochs {trainer.max_epochs}, max_steps {trainer.max_steps}",
+        "clocks": ", ".join(f"{type(clock.owner).__name__} every {clock.every:g} s" for clock in loop.clocks(trainer)),
     }
 
 
@@ -221,7 +224,6 @@ class Fit:
 
 
 def _of_all_stages(groups: ProcessGroups, mine: Any) -> list[Any]:
-    said = json.dumps(mine).encode()
     _, pipeline = groups.mesh.locate(groups.rank)
     ranks = groups.mesh.pipeline_ranks(pipeline)
-    return [json.loads(p2p.broadcast_bytes(said, rank, groups.everybody)) for rank in ranks]
+    return [p2p.broadcast_value(mine, rank, groups.everybody) for rank in ranks]

@@ -6,7 +6,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.loop import loop
 from lightning_sdpipe.partition.pipeline_cut import is_measured
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -56,9 +55,4 @@ def check_trainer(trainer: Trainer, options: Options) -> None:
         raise ConfigurationError(
             f"predict does not work {_HOW}: none collects the predictions of pipelines that come and go. Load the "
             "checkpoint in a job without SDPIPE_PIPELINE."
-        )
-    if trainer.state.fn == TrainerFn.FITTING and loop.clocks(trainer):
-        raise ConfigurationError(
-            f"Limits of time (max_time, Timer, ModelCheckpoint(train_time_interval=...), val_check_interval as a time) "
-            f"do not work {_HOW} yet: clocks of several machines would decide differently. Count steps or epochs."
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
@@ -41,7 +39,7 @@ from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic import joining, leader, refusals
-from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous, ElasticReplica
+from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous, ElasticReplica, agree
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, State
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, SchedulerStore
 from lightning_sdpipe.worker.elastic.fault_tolerant_mean import FaultTolerantMean
@@ -277,13 +275,16 @@ class ElasticRun:
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """Return the mean over the pipelines that are there, of each value over those that have it."""
         assert self._meetings is not None
-        if self.groups.rank == 0:
-            met = self._meetings.meet(json.dumps(values).encode())
-            values = _means([json.loads(said) for said in met.values])
-        shared_values: dict[str, float] = json.loads(
-            p2p.broadcast_bytes(json.dumps(values).encode(), 0, self.groups.everybody)
-        )
-        return shared_values
+        return agree(self._meetings, self.groups, values, lambda each: _means([*each.values()]))
+
+    def from_leader(self, numbers: list[float]) -> list[float]:
+        """Gives all those of a pipeline that leads, or else of the first of those that are there."""
+
+        def leaders(each: Mapping[int, tuple[bool, list[float]]]) -> list[float]:
+            return sorted(each.values(), key=lambda said: not said[0])[0][1]
+
+        assert self._meetings is not None
+        return agree(self._meetings, self.groups, (self.leads, numbers), leaders)
 
     def vote(self, decision: bool, all: bool) -> bool:
         assert self._meetings is not None
