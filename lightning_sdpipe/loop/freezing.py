@@ -1,6 +1,6 @@
 """Layers that are frozen or unfrozen while a run goes on.
 
-Freezing determines which gradients exist and travel, which parameters are averaged, and whether a boundary between stages
+Freezing determines which gradients exist and travel, which parameters are averaged, and which boundary between stages
 needs a gradient. So a change is taken over between two mini-batches, where nothing is under way and all pipelines are
 together; until then all go by what was agreed last.
 """
