@@ -1,4 +1,4 @@
-"""What elastic jobs cannot do yet, refused with what to use instead."""
+"""Refusals of what elastic jobs cannot do yet, each with what to use instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
 
 
 def check_options(options: Options) -> None:
-    """Raises ConfigurationError for options of the strategy that an elastic job cannot carry out."""
+    """Raise ConfigurationError for options of the strategy that an elastic job cannot carry out."""
     capabilities.check(options.method, capabilities.Combination(options.sync, options.exchange, elastic=True))
     for given, name, instead in (
         (options.schedule == "pipedream", "schedule='pipedream'", "use a schedule with a flush, such as '1f1b'"),
@@ -32,8 +32,8 @@ def check_options(options: Options) -> None:
 
 
 def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) -> None:
-    """Raises ConfigurationError if the scheduler decides by another policy than a method needs whose replicas stay
-    equal."""
+    """Raise ConfigurationError if a method keeps replicas equal and the scheduler decides by another policy than it
+    needs."""
     if needed.keeps_equal and held != needed:
         name = registry.name_of(needed)
         raise ConfigurationError(
@@ -43,7 +43,7 @@ def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) 
 
 
 def check_trainer(trainer: Trainer, options: Options) -> None:
-    """Raises ConfigurationError for what a Trainer is asked for and an elastic job cannot do."""
+    """Raise ConfigurationError for what a Trainer is asked for and an elastic job cannot do."""
     policy = getattr(options.method, "elastic_policy", options.method.policy)
     if trainer.state.fn == TrainerFn.FITTING and policy.keeps_equal and trainer.accumulate_grad_batches > 1:
         raise ConfigurationError(
@@ -53,6 +53,6 @@ def check_trainer(trainer: Trainer, options: Options) -> None:
         )
     if trainer.state.fn == TrainerFn.PREDICTING:
         raise ConfigurationError(
-            f"predict does not work {_HOW}: nobody collects the predictions of pipelines that come and go. Load the "
+            f"predict does not work {_HOW}: none collects the predictions of pipelines that come and go. Load the "
             "checkpoint in a job without SDPIPE_PIPELINE."
         )
