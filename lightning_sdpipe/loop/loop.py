@@ -38,13 +38,13 @@ _ROUNDING = 1e-3
 
 @dataclass(frozen=True)
 class Countdown:
-    """One thing of a Trainer's that is due by the time: a callback that ends training or saves, or its validation.
+    """A feature of a Trainer that is due by the time: a callback that ends training or saves, or its validation.
 
     Args:
         owner: the callback, or the Trainer.
         every: seconds from one time to the next.
         left: seconds until it is due; 0 or less: it is.
-        wind: has it be due in so many seconds.
+        wind: makes it due in so many seconds.
     """
 
     owner: object
@@ -54,7 +54,8 @@ class Countdown:
 
 
 class ClockChecks:
-    """At which batches all look at the clock. Counts batches from the start of training, which all workers do alike.
+    """Agreement on the batches at which all look at the clock. Counts batches from the start of training, which all
+    workers do alike.
 
     Lightning asks after every batch whether ``max_time`` is over or a checkpoint is due by the clock, and takes rank
     0's answer, so all workers would wait for rank 0 each time. Here they agree on the number of the batch after which
@@ -82,29 +83,29 @@ class ClockChecks:
         self._given: int | None = None
         self._due: list[object] = []
         self.now = False
-        """May the clock be looked at? All workers are together."""
+        """True if the clock may be looked at: all workers are together."""
 
     def start_at(self, look: int | None) -> None:
-        """Training will start where other workers train, who look at the clock next after ``look`` batches."""
+        """Let training start where other workers train, which look at the clock next after ``look`` batches."""
         self._given = look
 
     def start(self, batch: int) -> None:
-        """Training starts or goes on after ``batch`` batches; the first look is after the next one."""
+        """Start training, or go on after ``batch`` batches; the first look is after the next one."""
         self.now = False
         self._batch, self._time, self._next = batch, self._now(), self._given or batch + 1
         self._given = None
 
     @property
     def next(self) -> int | None:
-        """After how many batches all look at the clock next; None if nothing is ever due by it."""
+        """Number of batches after which all look at the clock next; None if nothing is ever due by it."""
         return self._next if self._clocks else None
 
     def agreed(self, batch: int) -> bool:
-        """Says whether it is agreed to look at the clock after ``batch`` batches."""
+        """Return whether it is agreed to look at the clock after ``batch`` batches."""
         return bool(self._clocks) and self._next is not None and batch >= self._next
 
     def look(self) -> None:
-        """Looks, as all others do, who find the same due until :meth:`renew`."""
+        """Look at the clock, as all others do, which find the same due until :meth:`renew`."""
         self.now, self._due = True, []
         for clock, left in zip(self._clocks, self._from_leader([clock.left() for clock in self._clocks]), strict=True):
             if left <= 0:
@@ -112,11 +113,11 @@ class ClockChecks:
             clock.wind(left if left > 0 else left - _ROUNDING)
 
     def is_due(self, owner: object) -> bool:
-        """Says whether that of ``owner`` is due by this look."""
+        """Return whether the feature of ``owner`` is due by this look."""
         return self.now and any(owner is each for each in self._due)
 
     def renew(self, batch: int) -> None:
-        """Agrees on the next time, after what was due has been done."""
+        """Agree on the next time, after what was due has been done."""
         self.now = False
         now = self._now()
         pace = (now - self._time) / max(1, batch - self._batch)
@@ -127,7 +128,7 @@ class ClockChecks:
 
 
 def change(trainer: Trainer, turns: Turns, checks: ClockChecks, source: BatchSource | None = None) -> None:
-    """Changes ``trainer``'s loop and callbacks so; ``source`` gives the batches if it trains.
+    """Change ``trainer``'s loop and callbacks so; ``source`` gives the batches if it trains.
 
     Must run before the Trainer registers its signal handlers, as ``Strategy.setup`` does; and again before each run.
     """
@@ -141,7 +142,7 @@ def change(trainer: Trainer, turns: Turns, checks: ClockChecks, source: BatchSou
 
 
 def clocks(trainer: Any) -> list[Countdown]:
-    """Finds ``trainer``'s features that go by the time."""
+    """Find ``trainer``'s features that go by the time."""
     found = []
     for owner in (*trainer.callbacks, trainer):
         every = lightning_internals.seconds_between(owner)
@@ -152,12 +153,12 @@ def clocks(trainer: Any) -> list[Countdown]:
 
 
 def position(trainer: Trainer) -> int:
-    """How many batches were begun in this epoch: equal on all ranks that meet."""
+    """Return how many batches were begun in this epoch: equal on all ranks that meet."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def batches(trainer: Trainer) -> int:
-    """How many batches were begun since training started: equal on all ranks that meet."""
+    """Return how many batches were begun since training started: equal on all ranks that meet."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
@@ -175,7 +176,8 @@ def _fail_on_sigterm(trainer: Trainer) -> None:
 
 
 def _decline_to_requeue(signum: signal.Signals, _: FrameType) -> None:
-    """Lightning would save a checkpoint in the handler: at another batch on each rank, which would wait for ever."""
+    """Decline to requeue: Lightning would save a checkpoint in the handler, at another batch on each rank, which would
+    wait for ever."""
     rank_zero_warn(
         f"Signal {signum} does not requeue the job: workers cannot save a checkpoint at any moment. Save some by "
         "ModelCheckpoint(train_time_interval=...), and resume with fit(ckpt_path='last')."
@@ -195,7 +197,7 @@ def _take_over(trainer: Trainer, source: BatchSource) -> None:
 
 
 def _resume_quietly(trainer: Trainer, source: BatchSource) -> None:
-    """Lightning warns that it does not know which batches remain of an epoch that it goes on with. ``source`` may."""
+    """Silence Lightning's warning that it does not know which batches remain of an epoch; ``source`` may know."""
     loop: Any = trainer.fit_loop.epoch_loop
 
     def reset() -> None:
