@@ -107,7 +107,7 @@ def test_the_demo_needs_nothing_but_the_wheel(site: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_typed_script_is_checked_against_the_wheel(site: Path, tmp_path: Path) -> None:
     script = (ROOT / "tests/scripts/typed.py").read_text()
     (tmp_path / "right.py").write_text(script)
@@ -119,7 +119,7 @@ def test_a_typed_script_is_checked_against_the_wheel(site: Path, tmp_path: Path)
         env=os.environ | {"MYPYPATH": str(site)},
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=1700,
     )
     found = [line for line in done.stdout.splitlines() if ": error: " in line]
     assert [line.partition(":")[0] for line in found] == ["wrong.py"], done.stdout
