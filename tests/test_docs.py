@@ -224,7 +224,7 @@ INNER = {
     for path in PACKAGE.rglob("*.py")
     if path.name != "__init__.py" and "conf" not in path.parts
 }
-_SHOWN = {path.name for path in (ROOT / "recipes/examples").rglob("*.py")}
+_SHOWN = {"script.py", *(path.name for path in (ROOT / "recipes/examples").rglob("*.py"))}
 """Files that users open, some of which are named like one of the package."""
 
 
