@@ -163,7 +163,8 @@ def test_every_symptom_says_how_to_see_it_what_to_pass_and_what_that_costs() -> 
 _FIGURE = r"\b\d+\.\d+\b"
 _RATIO = re.compile(rf"{_FIGURE} (times|×) |\btook \d")
 _EVIDENCE = re.compile(
-    r"simulat|virtual time|real processes|emulated|one seed|seeds\b|Measured|\b(was|were|ran) ", re.IGNORECASE
+    r"[Ss]imulat|[Vv]irtual time|real processes|emulated|one seed|\d seeds"
+    r"|\bMeasured|\b(was|were|ran at|reach(es|ed)) \d"
 )
 _NUMBERS = re.compile(rf"\| {_FIGURE}(?:,? [^|]*)? (?=\|)")
 
