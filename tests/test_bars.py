@@ -82,7 +82,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "sync": (2012, 17),
     "top": (1327, 11),
     "topology": (612, 7),
-    "worker": (3238, 29),
+    "worker": (3242, 29),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 
