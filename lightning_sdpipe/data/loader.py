@@ -210,7 +210,7 @@ def _seeding_what_follows() -> Iterator[None]:
 
 
 class Drawn(NamedTuple):
-    """What to load (indices, or one index if the loader does not batch), and the seed of its draws."""
+    """Indices to load (one index if the loader does not batch), and the seed of the draws."""
 
     seed: int
     indices: Any
