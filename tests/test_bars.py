@@ -73,7 +73,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "pipeline": (1823, 17),
     "placement": (3311, 27),
     "policies": (2498, 26),
-    "recipes": (7768, 113),
+    "recipes": (7769, 113),
     "scheduler": (5483, 43),
     "seeing": (2063, 18),
     "simulate": (687, 6),
