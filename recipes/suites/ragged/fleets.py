@@ -87,8 +87,8 @@ def network(fleet: Mapping[str, Any], blocks: int, micro_batches: int, cut: floa
         saved_bytes=int(kept * parameters * micro_batches / blocks),
         count=blocks,
     )
-    links = [[[value] * len(devices)] * len(devices) for value in (0.0, BYTES_PER_SECOND)]
-    return Network(tuple(devices), *links, "assumed", Model(f"{blocks} blocks", (block,)))
+    latency, bandwidth = ([[value] * len(devices)] * len(devices) for value in (0.0, BYTES_PER_SECOND))
+    return Network(tuple(devices), latency, bandwidth, "assumed", Model(f"{blocks} blocks", (block,)))
 
 
 def unlike(found: Network, micro_batches: int, sync: Sync, depths: Sequence[int] = ()) -> Shape:

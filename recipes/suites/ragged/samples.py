@@ -65,7 +65,7 @@ def measure(
                     **{key: experiment[key] for key in FIELDS if key in experiment},
                 )
                 rows.append(_row(case, mesh, repeat, experiment, points, journal))
-    return rows, _ratios(rows)
+    return rows, ratios(rows)
 
 
 def _row(case: RealCase, mesh: str, repeat: int, experiment: Mapping[str, Any], points: int, journal: Journal) -> Row:
@@ -92,7 +92,7 @@ def _row(case: RealCase, mesh: str, repeat: int, experiment: Mapping[str, Any], 
     }
 
 
-def _ratios(rows: Sequence[Row]) -> Ratios:
+def ratios(rows: Sequence[Row]) -> Ratios:
     """Of the seeds in which the rectangle reaches the target; what does not reach it needs infinitely many."""
     found: Ratios = {}
     for workload in dict.fromkeys(row["workload"] for row in rows):

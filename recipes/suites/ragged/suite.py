@@ -123,8 +123,8 @@ def plan(
                     yield Training(name, RAGGED, method, condition, ragged)
             yield Training(name, RECTANGLE, OURS, "none", rectangle(devices, micro_batches, "groups"))
         elif name == ALL_REDUCE_FLEET:
-            yield Training(name, RAGGED, BASELINE, "none", unlike(devices, micro_batches, BASELINE))
-            yield Training(name, RECTANGLE, BASELINE, "none", rectangle(devices, micro_batches, BASELINE))
+            yield Training(name, RAGGED, BASELINE, "none", unlike(devices, micro_batches, "all_reduce"))
+            yield Training(name, RECTANGLE, BASELINE, "none", rectangle(devices, micro_batches, "all_reduce"))
             by_speed = rectangle(devices, micro_batches, "groups")
             yield Training(name, RECTANGLE, f"{BASELINE}/{BY_SPEED}", "none", by_speed)
 
