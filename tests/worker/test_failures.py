@@ -200,7 +200,7 @@ def test_sigterm_to_the_users_process_ends_those_that_run_its_script_too(
     marker = mark(monkeypatch)
     with script(tmp_path, module, "tests.scripts.endings", "popen", fault, "2") as run:
         assert run.wait(100) == 143, run.printed()
-        assert run.left() == []
+        assert run.left(0) == []
     assert "Traceback" not in run.printed()
     assert processes_of(marker) == {}
 

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -34,7 +34,7 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.membership_client import CancelledError, MembershipClient
 from lightning_sdpipe.scheduler.client.store import StoreClient
-from lightning_sdpipe.topology.groups import Replicas
+from lightning_sdpipe.topology.groups import Replicas, Traffic
 
 
 class SchedulerStore(Store):
@@ -123,6 +123,8 @@ class EpochGroups:
         make_store: see :data:`MakeStore`.
         timeout: of a transfer, when a group is there.
         report: where what is known here is told.
+        among: makes what averages models while they train.
+        traffic: counts the bytes that this sends.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class EpochGroups:
         timeout: timedelta,
         report: MembershipClient,
         among: Callable[[Replicas], Mover] = GroupMean,
+        traffic: Traffic | None = None,
     ) -> None:
         self._worker = worker
         self._make_store = make_store
@@ -139,6 +142,7 @@ class EpochGroups:
         self._report = report
         self._lock = threading.Condition()
         self._among = among
+        self._traffic = Traffic() if traffic is None else traffic
         self._made: dict[int, _OfEpoch] = {}
         self._epoch: Epoch | None = None  # the newest
         self._starts: dict[int, dict[int, Member]] = {}  # of each pipeline, in the epochs that are known
@@ -286,10 +290,11 @@ class EpochGroups:
             return
         group._set_default_timeout(self._timeout)
         replicas = Replicas(group, places, stage, pipeline)
+        counted = replace(replicas, traffic=self._traffic)
         with self._lock:
             if self._is_over:
                 return
-            self._made[number] = _OfEpoch(replicas, GroupMean(replicas), self._among(replicas))
+            self._made[number] = _OfEpoch(replicas, GroupMean(replicas), self._among(counted))
             in_use = self._in_use.epoch if self._in_use is not None else number
             old = [self._made.pop(earlier) for earlier in sorted(self._made)[:-KEPT] if earlier != in_use]
             self._lock.notify_all()

@@ -156,7 +156,8 @@ class ElasticRun:
         def store(name: str, cancelled: Callable[[], bool]) -> SchedulerStore:
             return SchedulerStore(line.store, name, _CONNECTING, cancelled)
 
-        epochs = EpochGroups(worker, store, options.run_timeout, line, among_groups(options.exchange))
+        traffic = self._groups.traffic
+        epochs = EpochGroups(worker, store, options.run_timeout, line, among_groups(options.exchange), traffic)
         words = CommandChannel(self._groups)
         leaving = LeaveNotice(line, job.pipeline, words)
         rounds = SurvivingRounds(

@@ -39,6 +39,7 @@ from lightning_sdpipe.worker.launching.environment import choose_port
 _log = logging.getLogger(__name__)
 
 _GRACE = 10.0  # seconds that other processes get to end by themselves after a failure
+_WOKEN = 2.0  # seconds that this process gets to end by itself once they have ended
 _JOINED = "SDPIPE_JOINED"  # in a started process: the pipe through which it says that it has come to its Trainer
 _PR_SET_PDEATHSIG = 1
 _SET_FOR_WORKERS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
@@ -77,12 +78,15 @@ def end_after_failure(launcher: Launcher | None) -> None:
 
 
 def give_up(launcher: Launcher | None, code: int) -> None:
-    """Ends a wait for a tensor that will never come: with its sender if this process has to run on, else with this exit
-    code."""
-    if hydra_job.in_sweep() and isinstance(launcher, CheckingLauncher) and launcher.procs:
-        launcher.end_children(0)
-    else:
-        os._exit(code)
+    """Ends a wait for a tensor that will never come: with its sender if that is a process that this one has started,
+    else, or if that is not enough and this process need not run on, with this exit code."""
+    if isinstance(launcher, CheckingLauncher) and launcher.procs:
+        sweep = hydra_job.in_sweep()
+        launcher.end_children(0 if sweep else _GRACE)
+        if sweep:
+            return
+        time.sleep(_WOKEN)
+    os._exit(code)
 
 
 def _given(function: Callable[..., Any], arguments: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

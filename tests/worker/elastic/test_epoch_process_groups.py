@@ -20,6 +20,7 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.topology.groups import Traffic
 from lightning_sdpipe.worker.elastic import epoch_process_groups
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 from tests.exchange.threads import together
@@ -76,6 +77,22 @@ def test_a_group_of_somebody_that_was_lost_before_fails_at_once_and_those_that_a
     for seconds, held, mean in together(2, work):
         assert seconds < 5
         assert (held, mean) == ([2], [0.5] * 3)
+
+
+def test_what_training_sends_is_counted_and_what_pauses_send_is_not() -> None:
+    store = dist.HashStore()
+
+    def work(pipeline: int) -> list[int]:
+        traffic = Traffic()
+        groups = EpochGroups(Worker(0, pipeline), lambda *_: store, timedelta(seconds=20), Reports(), traffic=traffic)
+        groups.enter(epoch(1, 0, 1))
+        counts = []
+        for mover in (groups.mover(group(1, 0, 1)), groups.exchange(group(1, 0, 1))):
+            finish(mover.start([torch.zeros(8)], group(1, 0, 1)))
+            counts.append(traffic.bytes)
+        return counts
+
+    assert together(2, work) == [[0, 32]] * 2
 
 
 def test_what_an_exchange_that_broke_off_has_left_on_its_way_does_not_hold_up_the_next_one() -> None:
