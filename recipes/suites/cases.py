@@ -79,7 +79,7 @@ class Case:
 
     @property
     def workers(self) -> int:
-        """Of all pipelines."""
+        """The number of workers of all pipelines."""
         return self.num_stages * self.num_pipelines
 
     def seeded(self, what: Named) -> Any:

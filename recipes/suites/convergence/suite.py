@@ -172,7 +172,7 @@ def _measured(
 def train(
     case: RealCase, metric: str, every: int, points: int, frozen: Mapping[str, Any] | None = None
 ) -> dict[str, list[list[float]]]:
-    """The ``curve`` of a training: seconds, samples of all pipelines, and the metric.
+    """Returns the ``curve`` of a training: seconds, samples of all pipelines, and the metric.
 
     Args:
         case: what is trained.

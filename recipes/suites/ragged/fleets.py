@@ -29,7 +29,7 @@ SEARCH_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Pipelines of a fleet.
+    """A shape says into which pipelines a fleet falls.
 
     Args:
         cuts: the numbers of blocks of each pipeline, by stage.
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def alike(self) -> bool:
-        """Whether all pipelines have one depth and one cut."""
+        """True where all pipelines have one depth and one cut."""
         return len(set(self.cuts)) == 1
 
     @property
@@ -62,7 +62,7 @@ class Shape:
 
 
 def network(fleet: Mapping[str, Any], blocks: int, micro_batches: int, cut: float, kept: float) -> Network:
-    """The devices of a fleet with a model.
+    """Returns the devices of a fleet with a model.
 
     Args:
         fleet: its ``parameters``, and by name of its ``devices`` how many there are (``count``), their ``speed`` and
@@ -92,14 +92,14 @@ def network(fleet: Mapping[str, Any], blocks: int, micro_batches: int, cut: floa
 
 
 def unlike(found: Network, micro_batches: int, sync: Sync, depths: Sequence[int] = ()) -> Shape:
-    """The pipelines of any depth, or of these, that make most."""
+    """Finds the pipelines of any depth, or of these, that make most."""
     started = time.process_time()
     result = place_ragged(found, _task(micro_batches, sync), depths)
     return _shape(result, time.process_time() - started)
 
 
 def rectangle(found: Network, micro_batches: int, sync: Sync) -> Shape:
-    """The pipelines of one depth and cut that make most, where devices may be left out.
+    """Finds the pipelines of one depth and cut that make most, where devices may be left out.
 
     Raises:
         ConfigurationError: there are none.

@@ -96,7 +96,7 @@ def run(
 
 
 def with_a_free_block(model: Emulated) -> Emulated:
-    """The same with a block in the middle that takes no time."""
+    """Returns the same with a block in the middle that takes no time."""
     return replace(model, free=model.blocks // 2)
 
 
@@ -109,7 +109,7 @@ def plan(
     kept: float,
     conditions: Sequence[str],
 ) -> Iterator[Training]:
-    """The trainings of one part of the suite. Arguments are those of :func:`run`."""
+    """Yields the trainings of one part of the suite. Arguments are those of :func:`run`."""
     if part == "same":
         for mesh, cuts in zip((RAGGED, RECTANGLE), SAME_CUTS, strict=True):
             yield Training(SAME, mesh, OURS, "none", Shape(cuts, (1.0,) * 6))
@@ -134,7 +134,7 @@ def _turns(count: int, repeat: int) -> list[int]:
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Those that were measured."""
+    """Returns those that were measured."""
     found: Ratios = {}
     for fleet in dict.fromkeys(row["fleet"] for row in rows):
         ours, alone = (f"{RAGGED} {method}" for method in (OURS, ALONE))

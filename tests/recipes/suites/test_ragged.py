@@ -113,7 +113,7 @@ def test_real_cases_may_have_unlike_depths() -> None:
     assert (case.shape, case.workers) == ("1+2", 3)
     assert case.slowness == Slowed(Static([1.0, 2.0, 2.0]), 6.0)
     strategy = trainings.strategy(case)
-    assert strategy.options.depths == (1, 2)  # type: ignore[union-attr]
+    assert strategy.options.depths == (1, 2)  # type: ignore[attr-defined]
 
 
 @pytest.mark.distributed
