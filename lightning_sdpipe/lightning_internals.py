@@ -1,4 +1,4 @@
-"""All that the package uses of Lightning under names that Lightning keeps private, under plain names.
+"""Access to what Lightning keeps under private names and the package uses, under plain names.
 
 Lightning may change these in any release. Nothing else in the package names them, and tests/test_lightning_internals.py
 says of each what it is used for and, when Lightning has changed it, which function here to mend.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import StrEnum
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from lightning.fabric.loggers.csv_logs import CSVLogger
@@ -34,6 +34,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as M
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype as type_of_logged_values
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
@@ -67,7 +68,7 @@ OVERRIDDEN = {
 
 
 class Method(StrEnum):
-    """A private method of Lightning's that is replaced on one object for a run."""
+    """Private methods of Lightning's that are replaced on one object for a run."""
 
     VALIDATES = "_should_check_val_fx"  # of an epoch's loop: is validation due after this batch?
     ACCUMULATES = "_should_accumulate"  # of an epoch's loop: do the gradients of this batch wait for those of others?
@@ -79,67 +80,67 @@ class Method(StrEnum):
 
 
 def current(owner: Any, method: Method) -> Callable[..., Any]:
-    """The method as it is now, replaced or not."""
+    """Return the method as it is now, replaced or not."""
     found: Callable[..., Any] = getattr(owner, method.value)
     return found
 
 
 def of_its_class(owner: Any, method: Method) -> Callable[..., Any]:
-    """The method as ``owner``'s class has it."""
+    """Return the method as ``owner``'s class has it."""
     found: Callable[..., Any] = getattr(type(owner), method.value).__get__(owner)
     return found
 
 
 def replace(owner: Any, method: Method, replacement: Callable[..., Any]) -> None:
-    """Has Lightning call ``replacement`` in the place of ``owner``'s method."""
+    """Make Lightning call ``replacement`` in the place of ``owner``'s method."""
     vars(owner)[method.value] = replacement
 
 
 def restore(owner: Any, method: Method) -> None:
-    """Leaves ``owner`` with the method of its class."""
+    """Restore ``owner``'s method to that of its class."""
     vars(owner).pop(method.value, None)
 
 
 def start_method(strategy: Any) -> str:
-    """How the user has asked for processes to be started: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``."""
+    """Return the user's start method of processes: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``."""
     return str(strategy._start_method)
 
 
 def collective_timeout(strategy: Any) -> timedelta | None:
-    """How long collectives may take."""
+    """Return the time that collectives may take."""
     timeout: timedelta | None = strategy._timeout
     return timeout
 
 
 def set_parallel_devices(strategy: Any, devices: Sequence[torch.device] | None) -> None:
-    """What ``strategy.parallel_devices`` is."""
+    """Set ``strategy.parallel_devices``."""
     strategy._parallel_devices = devices
 
 
 def set_launcher(strategy: Any, launcher: Launcher) -> None:
-    """What ``strategy.launcher`` is."""
+    """Set ``strategy.launcher``."""
     strategy._launcher = launcher
 
 
 def set_process_group_backend(strategy: Any, backend: str) -> None:
-    """What ``strategy.process_group_backend`` is."""
+    """Set ``strategy.process_group_backend``."""
     strategy._process_group_backend = backend
 
 
 def given_checkpoint_io(strategy: Any) -> CheckpointIO | None:
-    """The plugin that ``strategy`` was given, if any: its property makes one."""
+    """Return the plugin that ``strategy`` was given, if any: its property makes one."""
     io: CheckpointIO | None = strategy._checkpoint_io
     return io
 
 
 def set_checkpoint_io(strategy: Any, io: CheckpointIO) -> None:
-    """What ``strategy.checkpoint_io`` is."""
+    """Set ``strategy.checkpoint_io``."""
     strategy._checkpoint_io = io
 
 
 @contextmanager
 def without_module(strategy: Any) -> Iterator[None]:
-    """Within, ``strategy`` does not find its module."""
+    """Hide the module from ``strategy`` within the block."""
     module, strategy._lightning_module = strategy._lightning_module, None
     try:
         yield
@@ -148,42 +149,42 @@ def without_module(strategy: Any) -> Iterator[None]:
 
 
 def syncs_batchnorm(strategy: Any) -> bool:
-    """Is ``strategy`` to make the layers of BatchNorm such that all ranks compute their statistics together?"""
+    """Return whether ``strategy`` is to convert BatchNorm so that all ranks compute its statistics together."""
     return getattr(strategy, "_layer_sync", None) is not None
 
 
 def is_compiled(module: LightningModule) -> bool:
-    """Has ``torch.compile`` been called with ``module``, and the result given to a Trainer?"""
+    """Return whether ``torch.compile`` has been called with ``module``, and the result given to a Trainer."""
     return module._compiler_ctx is not None
 
 
 def strategy_of(launcher: MultiProcessingLauncher) -> Any:
-    """The strategy whose processes ``launcher`` starts."""
+    """Return the strategy whose processes ``launcher`` starts."""
     return launcher._strategy
 
 
 def mark_sigterm_received(trainer: Trainer) -> None:
-    """What ``trainer.received_sigterm`` says from now on."""
+    """Set ``trainer.received_sigterm``."""
     trainer._signal_connector.received_sigterm = True
 
 
 def on_sigterm(trainer: Trainer, handler: Callable[..., None]) -> None:
-    """Has Lightning register ``handler`` for SIGTERM."""
+    """Make Lightning register ``handler`` for SIGTERM."""
     trainer._signal_connector._sigterm_notifier_fn = handler  # type: ignore[method-assign]
 
 
 def on_requeue_signal(trainer: Trainer, handler: Callable[..., None]) -> None:
-    """Has Lightning register ``handler`` for the signal by which Slurm asks a job to requeue itself."""
+    """Make Lightning register ``handler`` for the signal by which Slurm asks a job to requeue itself."""
     trainer._signal_connector._slurm_sigusr_handler_fn = handler  # type: ignore[method-assign]
 
 
 def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
-    """What a checkpoint of now would hold."""
+    """Return what a checkpoint of now would hold."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
 def resume_from_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Has Lightning resume from ``state`` once, in the place of any checkpoint."""
+    """Make Lightning resume from ``state`` once, in the place of any checkpoint."""
     connector: Any = trainer._checkpoint_connector
 
     def resume_start(*_: Any, **__: Any) -> None:
@@ -194,7 +195,7 @@ def resume_from_state(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def resume_from_file(trainer: Trainer, path: str) -> None:
-    """Has Lightning resume from the checkpoint at ``path`` once, in the place of any other."""
+    """Make Lightning resume from the checkpoint at ``path`` once, in the place of any other."""
     connector: Any = trainer._checkpoint_connector
 
     def resume_start(*_: Any, **more: Any) -> None:
@@ -205,71 +206,59 @@ def resume_from_file(trainer: Trainer, path: str) -> None:
 
 
 def data_source(loop: Any) -> Any:
-    """What makes the dataloaders of ``loop``."""
+    """Return the source that makes the dataloaders of ``loop``."""
     return loop._data_source
 
 
 def loaders(loop: Any) -> Sequence[Any]:
-    """The dataloaders of ``loop``; none before it has begun."""
+    """Return the dataloaders of ``loop``; none before it has begun."""
     return () if loop._combined_loader is None else loop._combined_loader.flattened
 
 
 def fetcher(trainer: Trainer) -> DataFetcher | None:
-    """What gives the batches of an epoch of training."""
+    """Return the fetcher of the batches of an epoch of training."""
     return trainer.fit_loop._data_fetcher
 
 
 def set_fetcher(trainer: Trainer, fetcher: DataFetcher) -> None:
-    """What gives the batches of an epoch of training from now on."""
+    """Set the fetcher of the batches of an epoch of training."""
     trainer.fit_loop._data_fetcher = fetcher
 
 
 def evaluation_loop(trainer: Trainer) -> Any:
-    """The loop of validation or testing that runs."""
+    """Return the loop of validation or testing that runs."""
     return trainer._evaluation_loop
 
 
 def predictions(trainer: Trainer) -> list[list[Any]]:
-    """What ``predict_step`` has returned for each batch of each dataloader."""
+    """Return what ``predict_step`` has returned for each batch of each dataloader."""
     found: list[list[Any]] = trainer.predict_loop._predictions
     return found
 
 
 def validates_in_this_epoch(trainer: Trainer) -> bool:
-    """Is this an epoch of training with validation?"""
+    """Return whether this is an epoch of training with validation."""
     return trainer.fit_loop.epoch_loop._should_check_val_epoch()
 
 
 def step_schedulers(trainer: Trainer, plateau: bool) -> None:
-    """Steps the schedulers of learning rates that step with updates: those that follow a metric, or the others."""
+    """Step the schedulers of learning rates that step with updates: those that follow a metric, or the others."""
     trainer.fit_loop.epoch_loop._update_learning_rates(interval="step", update_plateau_schedulers=plateau)
 
 
 def logged_steps(trainer: Trainer) -> int:
-    """The number of the step by which loggers are told values."""
+    """Return the number of the step by which loggers are told values."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def set_logged_steps(trainer: Trainer, number: int) -> None:
-    """What :func:`logged_steps` says."""
+    """Set the number that :func:`logged_steps` returns."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = number
-
-
-def validation_interval(trainer: Any) -> float | None:
-    """Seconds between validations, if they go by the clock."""
-    interval: float | None = getattr(trainer, "_val_check_time_interval", None)  # set when training begins
-    return interval
-
-
-def seconds_to_validation(trainer: Any) -> float:
-    """Only if validations go by the clock."""
-    left: float = trainer._val_check_time_interval - (time.monotonic() - trainer._last_val_time)
-    return left
 
 
 @contextmanager
 def validation_by_clock(trainer: Any, now: bool) -> Iterator[None]:
-    """Within, validation by the clock is not due unless all look at it ``now``."""
+    """Make validation by the clock not due within the block, unless it is agreed that it is ``now``."""
     last = trainer._last_val_time
     if not now:
         trainer._last_val_time = math.inf
@@ -279,31 +268,41 @@ def validation_by_clock(trainer: Any, now: bool) -> Iterator[None]:
         trainer._last_val_time = last
 
 
-def goes_by_clock(callback: Callback) -> TypeGuard[Timer | ModelCheckpoint]:
-    """Does ``callback`` look at the clock after every batch?"""
-    if isinstance(callback, Timer):
-        return callback._duration is not None and callback._interval == "step"
-    return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
+def seconds_between(owner: Any) -> Any:
+    """Return after how long a Timer ends training, a callback saves, or a Trainer validates; None if by no clock."""
+    if isinstance(owner, Timer):
+        return owner._duration if owner._interval == "step" else None
+    if isinstance(owner, ModelCheckpoint):
+        interval = owner._train_time_interval
+        return None if interval is None else interval.total_seconds()
+    return getattr(owner, "_val_check_time_interval", None)  # set when training begins
 
 
-def seconds_left(callback: Timer | ModelCheckpoint) -> float:
-    """Until ``callback``, which goes by the clock, ends training or saves."""
-    if isinstance(callback, Timer):
-        left = callback.time_remaining()
-        return math.inf if left is None else left
-    assert callback._train_time_interval is not None
-    assert callback._last_time_checked is not None  # since training starts
-    return callback._train_time_interval.total_seconds() - (time.monotonic() - callback._last_time_checked)
+def seconds_left(owner: Any) -> float:
+    """Return in how long that is due."""
+    if isinstance(owner, Timer):
+        return float(seconds_between(owner) - owner.time_elapsed())
+    before: Any = owner._last_time_checked if isinstance(owner, ModelCheckpoint) else owner._last_val_time
+    return float(seconds_between(owner) - (time.monotonic() - before))
+
+
+def set_seconds_left(owner: Any, seconds: float) -> None:
+    """Set what :func:`seconds_left` returns."""
+    before = time.monotonic() + seconds - seconds_between(owner)
+    if isinstance(owner, Timer):
+        owner._start_time[RunningStage.TRAINING] = before + owner._offset
+    else:
+        setattr(owner, "_last_time_checked" if isinstance(owner, ModelCheckpoint) else "_last_val_time", before)
 
 
 def steps_between_saves(callback: Callback) -> int:
-    """0 if ``callback`` does not save after numbers of steps."""
+    """Return the number of steps between saves of ``callback``; 0 if it does not save after numbers of steps."""
     steps: int = getattr(callback, "_every_n_train_steps", 0)
     return steps
 
 
 def take_groups_to_restore(callback: BaseFinetuning) -> list[dict[str, Any]]:
-    """The optimizer's groups that ``callback`` has loaded from a checkpoint, which it then does not restore itself."""
+    """Take the optimizer's groups that ``callback`` has loaded from a checkpoint; it then does not restore them."""
     if not callback._restarting:
         return []
     callback._restarting = False
@@ -311,7 +310,7 @@ def take_groups_to_restore(callback: BaseFinetuning) -> list[dict[str, Any]]:
 
 
 def adopt_metrics(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
-    """Makes ``trainer.callback_metrics`` hold ``values``: it is made anew from the results at each access."""
+    """Make ``trainer.callback_metrics`` hold ``values``: it is made anew from the results at each access."""
     on_step = trainer._logger_connector._first_loop_iter is not None
     results = trainer._results
     for _, result in results.valid_items() if results else ():
@@ -322,41 +321,41 @@ def adopt_metrics(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
 
 
 def names_logged_by_step(trainer: Trainer) -> set[str]:
-    """Of the values that the training step of this batch has logged."""
+    """Return the names of the values that the training step of this batch has logged."""
     results = trainer.fit_loop.epoch_loop._results
     logged = [result for _, result in results.valid_items() if result.meta.on_step]
     return {name for result in logged for name in (result.meta.name, results._forked_name(result, True)[1])}
 
 
 def known_version(logger: Any) -> Any:
-    """Of a logger that numbers its runs, the number of this one; else None."""
+    """Return the number of this run of a logger that numbers its runs; else None."""
     return logger.version if hasattr(logger, "_version") else None
 
 
 def set_version(logger: Any, version: int | str) -> None:
-    """What ``logger.version`` is."""
+    """Set ``logger.version``."""
     logger._version = version
 
 
 def has_writer(logger: CSVLogger) -> bool:
-    """Has ``logger`` begun its file?"""
+    """Return whether ``logger`` has begun its file."""
     return logger._experiment is not None
 
 
 def set_writer(logger: CSVLogger, writer: ExperimentWriter) -> None:
-    """What ``logger`` writes with."""
+    """Set the writer of ``logger``."""
     logger._experiment = writer
 
 
 def count_pipelines(monitor: ThroughputMonitor, pipelines: int, stages: float) -> None:
-    """Has ``monitor`` take a pipeline, whose ``stages`` compute at the same time, for what it calls a device."""
+    """Make ``monitor`` take a pipeline, whose ``stages`` compute at the same time, for what it calls a device."""
     for throughput in monitor._throughputs.values():
         throughput.world_size = pipelines
         throughput.available_flops = monitor.available_flops and monitor.available_flops * stages
 
 
 def records_modules(profiler: Any) -> bool:
-    """Does ``profiler`` put hooks around every module?"""
+    """Return whether ``profiler`` puts hooks around every module."""
     return getattr(profiler, "_record_module_names", False) is True
 
 
@@ -365,23 +364,23 @@ OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *vars(LightningModule()), "log"
 
 
 def trainer_of(module: nn.Module) -> Any:
-    """The Trainer that runs ``module``, or None; no error where there is none, and no attribute is read."""
+    """Return the Trainer that runs ``module``, or None; no error where there is none, and no attribute is read."""
     return vars(module).get("_trainer")
 
 
 def goes_one_by_one(loader: CombinedLoader) -> bool:
-    """Does ``loader`` come to the end of a dataloader before it begins with the next?"""
+    """Return whether ``loader`` comes to the end of a dataloader before it begins with the next."""
     return loader._mode == "sequential"
 
 
 def as_combined(loader: CombinedLoader, batch: Any) -> Any:
-    """A ``batch`` of the only dataloader in ``loader``, in the structure that the user gave."""
+    """Return a ``batch`` of the only dataloader in ``loader``, in the structure that the user gave."""
     return tree_unflatten([batch], loader._spec)
 
 
 @contextmanager
 def profiled(fetcher: DataFetcher) -> Iterator[None]:
-    """Within, Lightning's profiler counts the time as that of fetching a batch."""
+    """Make Lightning's profiler count the time of the block as that of fetching a batch."""
     fetcher._start_profiler()
     try:
         yield
@@ -390,10 +389,10 @@ def profiled(fetcher: DataFetcher) -> Iterator[None]:
 
 
 def batches_of(sampler: IndexBatchSampler) -> Any:
-    """What ``sampler``, which remembers the samples that it gave, takes its batches from."""
+    """Return the source of the batches of ``sampler``, which remembers the samples that it gave."""
     return sampler._batch_sampler
 
 
 def set_batches(sampler: IndexBatchSampler, batches: Any) -> None:
-    """What ``sampler`` takes its batches from from now on."""
+    """Set the source of the batches of ``sampler``."""
     sampler._batch_sampler = batches

@@ -3,6 +3,7 @@ the peers."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -167,6 +168,11 @@ def broadcast_bytes(data: bytes, source: int, group: dist.ProcessGroup) -> bytes
             payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         dist.broadcast(payload, source, group=group)
     return payload.numpy().tobytes()
+
+
+def broadcast_value(value: Any, source: int, group: dist.ProcessGroup) -> Any:
+    """Gives every member what rank ``source`` has, of what JSON can say, as :func:`broadcast_bytes` does."""
+    return json.loads(broadcast_bytes(json.dumps(value).encode(), source, group))
 
 
 def _started(work: dist.Work | None) -> dist.Work:

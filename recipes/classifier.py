@@ -1,4 +1,4 @@
-"""What models that tell classes of pictures apart have in common."""
+"""Common base of models that tell classes of pictures apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said when a data set is not where it was looked for."""
+"""Error message for a data set that is not where it was looked for."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ SHAPES = {
     "reaches into another object's privates": 0,
     "uses of Lightning's private names": 0,
     "circles": 0,
-    "summaries without a subject or verb": 1053,
+    "summaries without a subject or verb": 121,
 }
 """How many there may be. These numbers are only ever made smaller."""
 
@@ -66,7 +66,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "dealing": (440, 5),
     "exchange": (2492, 32),
     "heterogeneity": (453, 8),
-    "loop": (2552, 24),
+    "loop": (2579, 24),
     "membership": (1302, 14),
     "optim": (342, 5),
     "partition": (3891, 32),
@@ -74,15 +74,15 @@ SIZES: dict[str, tuple[int, int]] = {
     "placement": (3311, 27),
     "policies": (2498, 26),
     "recipes": (8159, 118),
-    "scheduler": (5483, 43),
+    "scheduler": (5499, 43),
     "seeing": (2063, 18),
     "simulate": (687, 6),
-    "strategy": (936, 7),
+    "strategy": (939, 7),
     "supervision": (1329, 14),
     "sync": (2012, 17),
-    "top": (1327, 11),
+    "top": (1332, 11),
     "topology": (612, 7),
-    "worker": (3242, 29),
+    "worker": (3253, 29),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 

@@ -1,4 +1,4 @@
-"""Which pipeline trains which batches: leases of the shards of a data set, dealt by speed.
+"""Dealing of batches to pipelines by speed: leases of the shards of a data set.
 
-Pure, as the policies are.
+The room is pure, as the policies are.
 """

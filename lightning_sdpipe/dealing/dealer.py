@@ -1,21 +1,21 @@
 """Deals the batches of an epoch to pipelines by their speed: events and the time go in, leases come out.
 
 A *batch* is number b of home shard i: the b-th that DistributedSampler's i-th replica would train. A *segment* is the
-stretch of numbers between two pauses of a run (validation, a checkpoint, the end of the epoch). Its N × (stop − start)
-batches are each dealt once; when all are trained, the segment is over, so at a pause everything before it is done.
+stretch of numbers between two sync points of a run (validation, a checkpoint, the end of the epoch). Its N × (stop −
+start) batches are each dealt once. A segment is over when all are trained, so at a sync point all before it is done.
 
-- A pipeline's lease ``ordinal`` is decided when the first of its workers asks; the others get the same. So is what
-  tells a pipeline to stand still, since its stages must empty themselves after the same batch.
-- A batch goes to the pipeline that is predicted to finish it first, what it was dealt and has not trained included. For
-  batches of one size that minimises the end of the last one: at steady speeds none waits longer than one batch of its
-  own takes. A pipeline takes from the head of its home shard; then from the tail of that which would end last.
+- A pipeline's lease ``ordinal`` is decided when the first of its workers asks; the others get the same. An empty lease,
+  too, is the same for all: the stages of a pipeline must empty themselves after the same batch.
+- A batch goes to the pipeline that is predicted to finish it first, after all that it was dealt and has not trained.
+  For batches of one size that minimises the end of the last one: at steady speeds no pipeline waits longer than one of
+  its own batches takes. It takes from the head of its home shard; then from the tail of the one that would end last.
 - Leases are half of what a pipeline is expected to train yet (guided self-scheduling, Polychronopoulos and Kuck 1987),
-  but no less than a second of work. So it asks rarely, and a device that slows down holds little.
-- There may be nothing for an ask: all is dealt, or others are faster. The worker gets an empty lease, trains what it
-  still holds, and asks again; that ask stays open until batches come back, another stalls, or the segment is over.
+  but no less than a second of work. So a pipeline asks rarely, and a device that slows down holds little.
+- There may be nothing for an ask: all is dealt, or others are faster. The worker then gets an empty lease, trains what
+  it still holds, and asks again. That ask stays open until batches come back, others stall, or the segment is over.
 - A dealer that has dealt nothing yet may be a scheduler that was restarted in mid-epoch. Before it decides anything,
-  every stage of every pipeline tells what it was dealt: one may have heard of a lease that is on its way to another.
-  A lease that no stage has heard of has not been trained.
+  every stage of every pipeline tells what it was dealt: one stage may have heard of a lease that is still on its way to
+  another. A lease that no stage has heard of has not been trained.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from lightning_sdpipe.policies.events import Widened, Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
 
 LEAST_SECONDS = 1.0
-"""Of work in a lease, where there is as much: a pipeline asks about once in this time, or per batch."""
+"""Least seconds of work in a lease, where there is as much: a pipeline asks about once in this time, or per batch."""
 
 
 class Dealer:
     """Deals one segment after the other to ``num_pipelines`` pipelines of ``num_stages`` stages each, unless ``depths``
-    say how many each has.
+    gives each its own number.
 
-    In an elastic run there may be more pipelines than home shards: those have none of their own. When a pipeline goes,
-    the last ``in_doubt`` batches that it has trained are dealt again: others know whether their models have them.
+    In an elastic run there may be more pipelines than home shards: the later ones have none. When a pipeline goes, the
+    last ``in_doubt`` batches that it has trained are dealt again: the others know whether their models have them.
     """
 
     def __init__(self, num_stages: int, num_pipelines: int, in_doubt: int = 0, depths: Sequence[int] = ()) -> None:
         self._num_stages, self._num_pipelines, self._in_doubt = num_stages, num_pipelines, in_doubt
         self._accounts = [PipelineProgress(depth) for depth in depths or [num_stages] * num_pipelines]
         self._left: list[list[range]] = [[] for _ in range(num_pipelines)]
-        """Of each home shard what is not dealt, in order."""
+        """Batches of each home shard that are not dealt, in order."""
         self._retired = 0
-        """Batches that pipelines have trained which returned the rest."""
+        """Batches that were trained by pipelines that have returned the rest."""
         self.segment: Segment | None = None
         self._previous: tuple[Segment, dict[int, list[Lease]]] | None = None
         """Answers of the segment before, which may have been lost on their way."""
@@ -55,7 +55,7 @@ class Dealer:
         self._over = False
 
     def on(self, event: LeaseEvent, now: float) -> list[Lease]:
-        """``event`` happened at ``now``; the leases that follow, which may belong to asks that were left open.
+        """Return the leases that follow from ``event`` at ``now``; they may answer asks that were left open.
 
         Raises:
             RefusedEvent: the event breaks a rule; nothing has changed.
@@ -96,7 +96,7 @@ class Dealer:
                 return []
 
     def answer(self, pipeline: int, segment: Segment, ordinal: int) -> Lease | None:
-        """What was decided on that ask, if it was."""
+        """Return the lease that was decided for that ask, if any."""
         if segment == self.segment:
             leases = self._accounts[pipeline].leases
         else:
@@ -105,7 +105,7 @@ class Dealer:
             if segment != previous and not unknown:
                 return None
             leases = before.get(pipeline, [])
-            # It has all that it needs, and has not asked since. A restarted scheduler may know less of that than it.
+            # It has all that it needs, and has not asked since. A restarted scheduler may know less than the worker.
             if ordinal == len(leases) or (self._restarted and ordinal > len(leases)):
                 stop, end = segment.stop, float(self._num_pipelines * segment.stop)
                 home = pipeline % self._num_pipelines
@@ -114,28 +114,28 @@ class Dealer:
 
     @property
     def num_known(self) -> int:
-        """Pipelines below that number may hold leases: those of the plan, and those that it was widened for."""
+        """Number below which pipelines may hold leases: those of the plan, and those that it was widened for."""
         return len(self._accounts)
 
     def asks_for_book(self, worker: Worker, segment: Segment) -> bool:
-        """Should ``worker`` tell what it was dealt in ``segment``?"""
+        """Return whether ``worker`` should tell what it was dealt in ``segment``."""
         if self.segment is None or (self._recovering and self._is_newer(segment)):
             return True
         told = self._accounts[worker.pipeline].told
         return segment == self.segment and worker.stage not in told and (self._recovering or bool(told))
 
     def still_training(self) -> list[int]:
-        """Pipelines that were dealt something that not all of their stages have trained."""
+        """Return the pipelines that were dealt something that not all of their stages have trained."""
         return [
             i for i, account in enumerate(self._accounts) if account.present and account.finished() < account.leased
         ]
 
     def awaited(self) -> list[int]:
-        """Pipelines that others wait for, with nothing to train meanwhile."""
+        """Return the pipelines that others wait for, with nothing to train meanwhile."""
         return self.still_training() if any(account.waits for account in self._accounts) else []
 
     def behind(self) -> list[Worker]:
-        """The workers of those that have not trained yet what their pipelines were dealt."""
+        """Return the workers of awaited pipelines that have not trained yet what those were dealt."""
         return [
             Worker(stage, pipeline)
             for pipeline in self.awaited()
@@ -144,7 +144,7 @@ class Dealer:
         ]
 
     def untold(self) -> list[Worker]:
-        """The workers that have to tell what they were dealt before anything else is."""
+        """Return the workers that have to tell what they were dealt before anything else is dealt."""
         return [
             Worker(stage, i)
             for i, account in enumerate(self._accounts)
@@ -246,7 +246,7 @@ class Dealer:
     # ------------------------------------------------------------------ leases
 
     def _settle(self, now: float) -> list[Lease]:
-        """Decides the asks that are open, as far as they can be."""
+        """Decide the open asks, as far as they can be decided."""
         if self._recovering:
             if not all(account.has_told or not account.present for account in self._accounts):
                 return []
@@ -285,12 +285,12 @@ class Dealer:
         return lease
 
     def _lease(self, pipeline: int, quotas: Mapping[int, int], now: float) -> Lease | None:
-        """The next batches for ``pipeline``; None if there are none for it now."""
+        """Return the next batches for ``pipeline``; None if there are none for it now."""
         quota = quotas.get(pipeline, 0)
         if not quota:
             return None
         account, seconds = self._accounts[pipeline], self._accounts[pipeline].seconds
-        if seconds is None:  # double, until it is known
+        if seconds is None:  # the speed is unknown: double until it is known
             size = min(quota, max(1, account.leased))
         else:
             size = min(quota, max(math.ceil(quota / 2), math.ceil(LEAST_SECONDS / seconds)))
@@ -318,7 +318,7 @@ class Dealer:
         )
 
     def _choose(self, pipeline: int, size: int, quotas: Mapping[int, int], now: float) -> tuple[int, range]:
-        """At most ``size`` batches of one shard."""
+        """Return at most ``size`` batches of one shard, and the shard."""
         if pipeline < self._num_pipelines and (own := self._left[pipeline]):
             return pipeline, own[0][:size]
         seconds = self._seconds()
@@ -337,14 +337,14 @@ class Dealer:
     # -------------------------------------------------------------- prediction
 
     def _seconds(self) -> list[float]:
-        """Per batch, of each pipeline; one that is not known yet is as fast as the others are on average."""
+        """Return the seconds per batch of each pipeline; an unknown one is as fast as the others are on average."""
         known = [account.seconds for account in self._accounts if account.seconds is not None]
         typical = math.fsum(known) / len(known) if known else 1.0
         return [typical if account.seconds is None else account.seconds for account in self._accounts]
 
     def _quotas(self, now: float) -> dict[int, int]:
-        """How many of the batches that are left each pipeline would finish before any other could; of those that
-        would finish at the same time, one that has batches of its own left."""
+        """Return how many of the batches that are left each pipeline would finish before any other could. At equal
+        times, a pipeline with batches of its own left comes first."""
         seconds = self._seconds()
         free = {
             (i >= self._num_pipelines or not self._left[i], i): (account.free_at(now, seconds[i]), seconds[i])
@@ -355,14 +355,14 @@ class Dealer:
         return {i: quota for (_, i), quota in quotas.items()}
 
     def _even(self, account: PipelineProgress) -> float:
-        """The progress before its next batch if all are equally fast."""
+        """Return the progress before its next batch if all pipelines are equally fast."""
         assert self.segment is not None
         return float(self._num_pipelines * (self.segment.start + account.leased))
 
     def _progress(self, pipeline: int, size: int, now: float) -> tuple[float, float]:
-        """Of the next ``size`` batches of ``pipeline``: of the first, and how much it grows with each.
+        """Return the progress before the next ``size`` batches of ``pipeline``, and how much it grows with each.
 
-        Where the measured speeds differ by less than what one round of batches may hide, they are taken for equal.
+        Measured speeds that differ by less than what one round of batches may hide are taken for equal.
         """
         assert self.segment is not None
         account, seconds, n = self._accounts[pipeline], self._seconds(), self._num_pipelines
@@ -381,7 +381,7 @@ class Dealer:
 
 
 def _removed(parts: list[range], start: int, stop: int) -> bool:
-    """Takes ``start`` to ``stop`` out of the one of ``parts`` that holds them; False if there is none."""
+    """Take ``start`` to ``stop`` out of the one of ``parts`` that holds them; return False if there is none."""
     if start == stop:
         return True
     for at, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""What is said about the batches of each pipeline: asks and reports of workers, and the leases that answer them.
+"""Messages about the batches of each pipeline: asks and reports of workers, and the leases that answer them.
 
 :mod:`lightning_sdpipe.dealing.dealer` decides.
 """
@@ -12,7 +12,7 @@ import msgspec
 from lightning_sdpipe.policies.events import Count, Seconds, Widened, Worker
 
 Progress: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e18)]
-"""Batches of an epoch, by all pipelines; not always whole ones."""
+"""Batches of an epoch, by all pipelines; not always a whole number."""
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -29,12 +29,12 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Lease(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="lease"):
-    """``pipeline`` trains batches ``start`` to ``stop`` of shard ``home``, in order.
+    """The ``pipeline`` trains batches ``start`` to ``stop`` of shard ``home``, in order.
 
-    Before its k-th batch, ``progress`` + k ``advance`` batches of the epoch are trained by all, as far as can be
-    foretold: with N pipelines of equal speeds, N times the batches of this one. The value never falls, and at the end
-    of the segment it is N ``segment.stop``.
-    An empty lease says: train all that you hold, then ask again. If it is ``over``, so is the segment.
+    Before its k-th batch, all pipelines are predicted to have trained ``progress`` + k ``advance`` batches of the
+    epoch: with N pipelines of equal speeds, N times the batches of this one. The value never falls, and at the end of
+    the segment it is N ``segment.stop``. An empty lease tells the pipeline to train all that it holds, and then to ask
+    again. If it is ``over``, so is the segment.
     """
 
     segment: Segment
@@ -49,18 +49,18 @@ class Lease(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="leas
 
     @property
     def size(self) -> int:
-        """Batches in it."""
+        """Number of batches in the lease."""
         return self.stop - self.start
 
     @property
     def end(self) -> float:
-        """The progress when its batches are trained."""
+        """Progress when the batches of the lease are trained."""
         return self.progress + self.size * self.advance
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a worker has trained: ``batches`` in the segment, the last ``ago`` seconds ago (or so long ago it began),
-    each in ``seconds`` lately (None before the first)."""
+    """A worker's progress: ``batches`` trained in the segment, the last one ``ago`` seconds ago (or the start, if there
+    is none), each recently in ``seconds`` (None before the first)."""
 
     batches: Count
     seconds: Seconds | None = None
@@ -68,7 +68,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Asked(msgspec.Struct, frozen=True, gc=False, tag="asked"):
-    """``worker`` needs lease ``ordinal`` of its pipeline, counted from 0 in ``segment``."""
+    """The ``worker`` needs lease ``ordinal`` of its pipeline, counted from 0 in ``segment``."""
 
     worker: Worker
     segment: Segment
@@ -77,7 +77,7 @@ class Asked(msgspec.Struct, frozen=True, gc=False, tag="asked"):
 
 
 class Trained(msgspec.Struct, frozen=True, gc=False, tag="trained"):
-    """How far ``worker`` is in ``segment``."""
+    """A report of the progress of ``worker`` in ``segment``."""
 
     worker: Worker
     segment: Segment
@@ -85,7 +85,8 @@ class Trained(msgspec.Struct, frozen=True, gc=False, tag="trained"):
 
 
 class Told(msgspec.Struct, frozen=True, gc=False, tag="told"):
-    """What the pipeline of ``worker`` was dealt in ``segment``, as far as it heard; ``over`` if it heard that."""
+    """A report of what the pipeline of ``worker`` was dealt in ``segment``, as far as it heard; ``over`` if it heard
+    that."""
 
     worker: Worker
     segment: Segment
@@ -95,7 +96,7 @@ class Told(msgspec.Struct, frozen=True, gc=False, tag="told"):
 
 
 class Returned(msgspec.Struct, frozen=True, gc=False, tag="returned"):
-    """``pipeline`` leaves or is gone: others train what not all of its stages have said to have trained.
+    """The ``pipeline`` leaves or is gone: others train the batches that not all of its stages have reported as trained.
 
     If it asks again, it begins with ordinal 0 and takes part anew.
     """
@@ -104,8 +105,8 @@ class Returned(msgspec.Struct, frozen=True, gc=False, tag="returned"):
 
 
 class Expected(msgspec.Struct, frozen=True, gc=False, tag="expected"):
-    """``pipeline``, which is beyond those that were planned, is in the run, and another scheduler may have dealt to it:
-    nothing is dealt before it tells."""
+    """The ``pipeline``, which is beyond those that were planned, is in the run, and another scheduler may have dealt to
+    it: nothing is dealt before it tells."""
 
     pipeline: int
 

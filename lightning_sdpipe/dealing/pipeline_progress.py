@@ -1,4 +1,4 @@
-"""One pipeline as the dealer of batches knows it: what it holds, and when it will have trained that."""
+"""The dealer's account of one pipeline: the batches that it holds, and when it will have trained them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 from lightning_sdpipe.dealing.leases import Done, Lease
 
 SHORTEST = 1e-6
-"""Seconds of a batch; no clock is finer."""
+"""Least seconds of a batch; no clock is finer."""
 
 
 class PipelineProgress:
-    """One pipeline's leases in this segment, and what is known of its speed. It has ``depth`` stages."""
+    """One pipeline's leases in this segment, and its speed as far as known. It has ``depth`` stages."""
 
     __slots__ = ("asked", "base", "depth", "leased", "leases", "present", "seconds", "told", "trained")
 
@@ -22,30 +22,30 @@ class PipelineProgress:
         self.begin(0.0)
 
     def begin(self, now: float) -> None:
-        """A segment begins, or the pipeline does."""
+        """Begin a segment, or the pipeline's part in it."""
         self.leases: list[Lease] = []
         self.leased = 0
         self.trained: dict[int, int] = {}
         self.base = now
-        """It finishes what it holds at ``base`` + its batches × ``seconds``."""
+        """Time from which it takes its remaining batches × ``seconds`` to finish what it holds."""
         self.asked = -1
-        """The newest ordinal that some stage asked for."""
+        """Newest ordinal that some stage asked for."""
         self.told: set[int] = set()
         """Stages that have told what they were dealt by an earlier dealer."""
 
     @property
     def has_told(self) -> bool:
-        """Have all stages? One may have heard of a lease of which another has not."""
+        """True if all stages have told. One may have heard of a lease of which another has not."""
         return len(self.told) == self.depth
 
     @property
     def open(self) -> bool:
-        """Is an ask unanswered?"""
+        """True if an ask is unanswered."""
         return self.asked >= len(self.leases)
 
     @property
     def waits(self) -> bool:
-        """Is one, and is the pipeline standing still, since it was told so by an empty lease?"""
+        """True if an ask is open and the pipeline stands still, as an empty lease has told it."""
         return self.open and bool(self.leases) and not self.leases[-1].size
 
     @property
@@ -54,15 +54,15 @@ class PipelineProgress:
         return max(self.trained.values(), default=0)
 
     def finished(self) -> int:
-        """Batches that all stages have trained."""
+        """Return the number of batches that all stages have trained."""
         return min(self.trained.values()) if len(self.trained) == self.depth else 0
 
     def hear(self, stage: int, done: Done, now: float) -> None:
-        """How far the worker of ``stage`` is."""
+        """Note how far the worker of ``stage`` is."""
         if done.seconds is not None:
             self.seconds = max(done.seconds, SHORTEST)
         if done.batches < self.trained.get(stage, 0):
-            return  # late
+            return  # an overtaken report
         self.trained[stage] = done.batches
         if done.batches < self.furthest:
             return
@@ -72,12 +72,12 @@ class PipelineProgress:
             self.base += 2 * late
 
     def free_at(self, now: float, seconds: float) -> float:
-        """When it has trained what it holds."""
+        """Return when it has trained what it holds."""
         if self.waits:
             return now
         end = self.base + seconds * (self.leased - self.furthest)
         return end if end >= now else 2 * now - end
 
     def expected(self, now: float, seconds: float) -> float:
-        """How many batches it has trained by now."""
+        """Return how many batches it is expected to have trained by now."""
         return min(self.leased, self.furthest + max(0.0, (now - self.base) / seconds))

@@ -1,4 +1,4 @@
-"""How to divide equal pieces of work among workers of different speeds, in whole pieces."""
+"""Division of equal pieces of work among workers of different speeds, in whole pieces."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Key = TypeVar("Key", int, tuple[bool, int])
 
 
 def proportional_shares(pieces: int, workers: Mapping[Key, tuple[float, float]]) -> dict[Key, int]:
-    """Gives each of ``pieces`` to the worker that finishes it first, which makes the last of them end soonest.
+    """Give each of ``pieces`` to the worker that finishes it first, which makes the last of them end soonest.
 
     Args:
-        pieces: how many.
-        workers: of each, when it is free and the seconds that it takes for a piece, above 0.
+        pieces: number of pieces.
+        workers: for each, when it is free and the seconds that it takes for a piece, above 0.
 
     Returns:
         Pieces of each worker; of two that would finish one at the same time, the lower gets it.
@@ -45,16 +45,17 @@ def proportional_shares(pieces: int, workers: Mapping[Key, tuple[float, float]])
 
 
 def micro_batches_by_speed(seconds: Sequence[float], total: int, least: int = 1, bubble: float = 0) -> list[int]:
-    """Micro-batches k_i of each pipeline with Σ k_i = ``total``, such that the slowest is done as soon as can be.
+    """Return micro-batches k_i of each pipeline with Σ k_i = ``total``, such that the slowest is done as soon as
+    possible.
 
     Args:
-        seconds: that each pipeline takes for a micro-batch.
-        total: of all pipelines: N times the number that each has when speeds are equal.
-        least: that a pipeline's schedule needs.
-        bubble: micro-batches' time that a pipeline stands still in each mini-batch, M − 1 with a flush.
+        seconds: seconds that each pipeline takes for a micro-batch.
+        total: micro-batches of all pipelines: N times the number that each has when speeds are equal.
+        least: micro-batches that a pipeline's schedule needs.
+        bubble: idle time of a pipeline in each mini-batch, in micro-batches; M − 1 with a flush.
 
     Raises:
-        ConfigurationError: there are fewer than all need, or seconds that are not above 0.
+        ConfigurationError: there are fewer than all need, or seconds are not above 0.
     """
     if total < least * len(seconds):
         raise ConfigurationError(

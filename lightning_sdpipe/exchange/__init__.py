@@ -1,1 +1,2 @@
-"""How tensors move between the replicas of a stage: movers; what a message holds; what is computed of messages."""
+"""Movement of tensors between the replicas of a stage: movers, the contents of messages, and what is computed of
+them."""

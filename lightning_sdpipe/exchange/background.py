@@ -1,4 +1,4 @@
-"""Exchanges that go on while a worker computes: one after the other, in a thread of their own."""
+"""Exchanges that go on while a worker computes: one after the other, in a separate thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Job:
         self._span: tuple[int, int, int] | None = None
 
     def run(self) -> None:
-        """Does it; what it raises is raised where it is waited for."""
+        """Does the work; an exception of it is raised where it is waited for."""
         begun = meter.CLOCK()
         try:
             with torch.no_grad():
@@ -35,13 +35,13 @@ class Job:
         self._done.set()
 
     def wait(self) -> float:
-        """Until it is done.
+        """Waits until the work is done.
 
         Returns:
-            Seconds that this took.
+            Seconds waited.
 
         Raises:
-            WorkerFailedError: it is not done within the time that it has; or whatever it raised.
+            WorkerFailedError: the work is not done within the timeout; or the exception that it raised.
         """
         start = meter.CLOCK()
         if not self._done.wait(self._timeout):
@@ -58,9 +58,8 @@ class Background:
     """A thread that does its jobs in the order in which they come. It ends with the process.
 
     Args:
-        purpose: of the jobs, for messages.
-        timeout: seconds for which a job may be waited for. Transfers give up by themselves, so it is longer than
-            theirs.
+        purpose: purpose of the jobs, for messages.
+        timeout: seconds for which a job may be waited for. It is longer than the timeout after which transfers give up.
     """
 
     def __init__(self, purpose: str, timeout: float | None) -> None:
@@ -70,7 +69,7 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def do(self, work: Callable[[], None]) -> Job:
-        """Starts ``work`` as soon as all jobs before it are done."""
+        """Starts ``work`` as soon as all earlier jobs are done."""
         if self._thread is None:  # not before there is anything to do: a fork would not inherit it
             self._thread = threading.Thread(target=self._run, name=self._purpose, daemon=True)
             self._thread.start()

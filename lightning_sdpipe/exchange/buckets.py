@@ -18,15 +18,15 @@ class FlatBucket:
     buffer: Tensor
     parameters: Sequence[nn.Parameter]
     trains: bool
-    """Did its parameters train when it was made? Equal on all replicas, whatever their users do meanwhile."""
+    """Whether its parameters trained when it was made; equal on all replicas, whatever their users do meanwhile."""
     tied: Mapping[nn.Parameter, Sequence[Tensor]] = field(default_factory=dict)
     """Other objects over the memory of a parameter: parameters, and tensors that users keep."""
     section: int | None = None
-    """Of the chain, if its replicas are known by that."""
+    """Section of the chain, where replicas are known by section."""
 
     @property
     def all_parameters(self) -> list[nn.Parameter]:
-        """In order, those that are tied too."""
+        """Parameters in order, with tied ones."""
         return [t for p in self.parameters for t in (p, *self.tied.get(p, ())) if isinstance(t, nn.Parameter)]
 
     def check(self) -> None:
@@ -43,7 +43,7 @@ class FlatBucket:
 
 
 def tensors_of(buckets: Sequence[FlatBucket]) -> list[Tensor]:
-    """The buffers, after :meth:`FlatBucket.check` of each: what an exchange moves."""
+    """Checks each bucket (:meth:`FlatBucket.check`) and returns the buffers, which an exchange moves."""
     for bucket in buckets:
         bucket.check()
     return [bucket.buffer for bucket in buckets]
@@ -60,9 +60,11 @@ def flatten(
     The parameter objects stay the same; peak memory is the parameters of one buffer, twice, while they are copied.
 
     Args:
-        parameters: in the order in which they are laid out.
-        together: tensors over the same memory, which get one place. They count as trained if a parameter among them is.
-        sections: of parameters; those of different ones, and those of none, lie in different buffers.
+        parameters: parameters in the order in which they are laid out.
+        together: tensors over the same memory, which lie in one place. They count as trained if a parameter among them
+            is.
+        sections: section of each parameter; parameters of different sections, and those of none, lie in different
+            buffers.
     """
     same = {id(tensor): tensors for tensors in together for tensor in tensors}
     alike: dict[tuple[torch.dtype, bool, int | None], dict[nn.Parameter, Sequence[Tensor]]] = {}
@@ -96,5 +98,6 @@ def _flatten_one(
 
 
 def as_real(flat: Tensor) -> Tensor:
-    """The same memory as real numbers, where it holds complex ones; ``flat`` is contiguous and 1-D."""
+    """Returns a view of the same memory as real numbers, where it holds complex ones; ``flat`` is contiguous and
+    1-D."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

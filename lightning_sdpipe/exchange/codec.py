@@ -1,4 +1,4 @@
-"""What the members of a group write to each other, and what they make of it: one protocol, whatever is known to all."""
+"""Codec of the messages of a group's members: one protocol, whatever the members know in common."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from torch import Tensor
 from lightning_sdpipe.exchange.members import Members, Offset
 
 REFUSAL = 255
-"""A message of these bytes alone asks to exchange a part in full precision. They are a NaN in the values or in the
-header of every payload, and what holds a NaN is exchanged in full precision anyway."""
+"""Byte of a message that asks to exchange a part in full precision. A message of these bytes alone is a NaN in the
+values or in the header of every payload, and a part with a NaN is exchanged in full precision anyway."""
 
 
 class Codec(Protocol):
     """How the values of one worker are written for others.
 
-    ``x`` are always values as :meth:`prepared`, and ``at`` is where they lie. An *outcome* is what :meth:`apply`
-    makes the new values of; float32, or float64 for float64.
+    ``x`` are always values from :meth:`prepared`, and ``at`` is their offset. An *outcome* is the input from which
+    :meth:`apply` makes the new values; float32, or float64 for float64.
     """
 
     block: int
-    """Parts begin at multiples of it."""
+    """Parts begin at multiples of this number."""
 
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
-        """Of a message with ``n`` values."""
+        """Returns the bytes of a message with ``n`` values."""
 
     def meets(self, team: Members) -> None:
-        """These are about to exchange."""
+        """Notes that these members are about to exchange."""
 
     def prepared(self, piece: Tensor, number: int) -> Tensor:
-        """The values that are to be averaged; they are not changed."""
+        """Returns the values to average; they are not changed."""
 
     def encode_part(self, x: Tensor, at: Offset) -> Tensor:
-        """A message with this worker's values of a part that another one owns."""
+        """Returns a message with this worker's values of a part that another one owns."""
 
     def reduce_part(
         self, x: Tensor, at: Offset, weight: float, others: Sequence[tuple[Tensor, float]], members: int
     ) -> tuple[Tensor, Tensor] | None:
-        """The mean of a part of one's own.
+        """Returns the mean of a part that this worker owns.
 
         Args:
             x: this worker's values.
-            at: their place.
-            weight: of them.
-            others: messages, and the weight of each.
-            members: of the group.
+            at: their offset.
+            weight: their weight.
+            others: messages of the others with their weights.
+            members: number of the group's members.
 
         Returns:
             A message with the mean for the others, and the outcome for this worker; None if the messages cannot be
@@ -55,26 +55,27 @@ class Codec(Protocol):
         """
 
     def decode_mean(self, x: Tensor, at: Offset, mine: Tensor, mean: Tensor) -> Tensor:
-        """The outcome for a part that another worker owns, of this worker's message and of that with the mean."""
+        """Returns the outcome for a part that another worker owns, given this worker's message and the message with the
+        mean."""
 
     def exact(self, x: Tensor, mean: Tensor) -> Tensor:
-        """The outcome, if the mean is known in full precision."""
+        """Returns the outcome if the mean is known in full precision."""
 
     def share(self, x: Tensor, outcome: Tensor) -> Tensor:
-        """What workers of the same host, whose mean ``x`` is, need to know of the outcome."""
+        """Returns the data on the outcome for workers of the same host, whose mean ``x`` is."""
 
     def apply_shared(self, x: Tensor, published: Tensor) -> Tensor:
-        """The outcome for one of them, with values ``x`` of its own."""
+        """Returns the outcome for a worker of the same host that has the values ``x``."""
 
     def apply(self, piece: Tensor, number: int, outcome: Tensor) -> None:
         """Changes the model, and what is remembered, by the outcome."""
 
     def aborted(self) -> None:
-        """An exchange was broken off: forgets what its messages may have left inconsistent."""
+        """Forgets what the messages of an aborted exchange may have left inconsistent."""
 
 
 def refusal(nbytes: int, device: torch.device) -> Tensor:
-    """A message that asks for full precision."""
+    """Returns a message that asks for full precision."""
     return torch.full((nbytes,), REFUSAL, dtype=torch.uint8, device=device)
 
 

@@ -1,5 +1,5 @@
-"""What all replicas of a stage do together, by the collectives of their process group: gloo's are faster than messages
-of our own when all take part."""
+"""Movers that use the collectives of the process group of all replicas of a stage: gloo's collectives are faster than
+our own messages when all take part."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Collect = Callable[[Tensor, Tensor], None]
 
 
 class FullMean:
-    """The mean over all replicas, weighted as the group says, which has them all; of integers (counters) the largest.
+    """Computes the mean over all replicas, weighted as the group says, which has them all; of integers (counters) the
+    largest.
 
     Args:
-        replicas: of which this worker is one.
+        replicas: replicas of which this worker is one.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -46,11 +47,11 @@ class FullMean:
 
 
 class SumInPlace:
-    """Adds up the tensors of a group's members, which weigh 1 each: by one collective where the process group holds
-    nobody else, and by messages among the members otherwise. What they held is lost if that fails.
+    """Adds up the tensors of a group's members, which weigh 1 each: by one collective if the members are the whole
+    process group, else by messages among them. The tensors' values are lost if that fails.
 
     Args:
-        replicas: of which this worker is one.
+        replicas: replicas of which this worker is one.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -92,10 +93,10 @@ class _Sum:
 
 
 class TakeOver:
-    """All replicas take over the model of the one that has all the weight in the group.
+    """Copies the model of the replica that has all the weight in the group to all replicas.
 
     Args:
-        replicas: of which this worker is one.
+        replicas: replicas of which this worker is one.
     """
 
     def __init__(self, replicas: Replicas) -> None:

@@ -1,14 +1,14 @@
-"""Members that all know the same: gradients, whose reference is zero, and models that have a last common one (scatter,
-reduce and gather, encoded in both phases: BAGUA §3.4).
+"""Codecs for members with a common reference: gradients, whose reference is zero, and models that were equal once.
 
-A message holds the difference, in any precision, with error feedback if the payload has it. Of k members each owns one
-k-th of the buffer: it gets the others' messages of that part, and answers with their mean, encoded once for all. Every
-member takes over what the messages with the means hold, the owner of a part too, so all end with the same bits.
+Tensors are scattered, reduced and gathered, and encoded in both phases (BAGUA §3.4). A message holds the difference
+from the reference, in any precision, with error feedback if the payload has it. Of k members each owns one k-th of the
+buffer: it gets the others' messages of that part, and answers with their mean, encoded once for all. Every member
+adopts the contents of the messages with the means, the owner of a part too, so all end with the same bits.
 
 An owner's own values are not encoded. So with error feedback the residual of its own part is free for what encoding the
 mean leaves out, BAGUA's ε beside the δ of the other parts, and over time
 
-    Σ means + mean over members of δ + ε = Σ over time of the mean of x.
+Σ means + mean over members of δ + ε = Σ over time of the mean of x.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class CommonReference:
     Memory: a residual as large as what is exchanged, in float32, if the payload has feedback.
 
     Args:
-        payload: any.
-        seed: of stochastic rounding; another one for each worker.
+        payload: any payload.
+        seed: seed of stochastic rounding, different on each worker.
     """
 
     block = 1
@@ -49,13 +49,13 @@ class CommonReference:
         self._scale = 1.0
         self._met: set[int] | None = None
         self.update = 0
-        """How many updates came before the one that the next messages are of; see :meth:`Payload.at`."""
+        """Number of updates before the one that the next messages are of; see :meth:`Payload.at`."""
         self.trains = True
         """False for a worker that only takes part for the sake of the others: it sends zeros, and keeps what it has
-        left out. (In a host's mean it is for this host that it does.)"""
+        left out. (In a host's mean it sends for its host.)"""
 
     def follow(self, scale: float) -> None:
-        """``scale`` is what gradients are multiplied by from now on; see :meth:`ErrorFeedback.follow`."""
+        """Sets ``scale``, by which gradients are multiplied from now on; see :meth:`ErrorFeedback.follow`."""
         self._scale = scale
 
     def drop(self) -> None:
@@ -66,10 +66,10 @@ class CommonReference:
         self.drop()
 
     def meets(self, team: Members) -> None:
-        """See the protocol. What was left out belongs to parts, which others own if members have gone.
+        """See the protocol. The residuals are dropped when members have gone, since others own their parts then.
 
         Raises:
-            WorkerFailedError: a member has not been there the last time, so it knows something else.
+            WorkerFailedError: a member missed the last exchange, so its reference differs.
         """
         members = set(team.members)
         if self._met is not None and members != self._met:
@@ -137,13 +137,13 @@ class CommonReference:
 
 
 class CommonModel(CommonReference):
-    """Models are exchanged as what they have moved by since they were equal the last time.
+    """A codec for models, which exchanges how they have moved since they were equal the last time.
 
-    Memory: that model besides.
+    Memory: that last common model besides.
 
     Args:
-        payload: any.
-        seed: of stochastic rounding.
+        payload: any payload.
+        seed: seed of stochastic rounding.
     """
 
     def __init__(self, payload: Payload, seed: int) -> None:
@@ -151,13 +151,13 @@ class CommonModel(CommonReference):
         self._base: list[Tensor] = []
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
-        """All workers have the same ``tensors`` now, of which pieces will be exchanged."""
+        """Sets the common model: all workers have the same ``tensors`` now, of which pieces will be exchanged."""
         self.drop()
         self._met = None
         self._base = [piece.clone() for piece in pieces_of(tensors)]
 
     def aborted(self) -> None:
-        """Some members may have taken over what others have not: nothing is common until :meth:`begin`."""
+        """Drops the common model until :meth:`begin`, since some members may have taken over what others have not."""
         self.drop()
         self._base = []
 

@@ -1,7 +1,8 @@
-"""The weighted mean over the members of a group by encoded messages: scatter, reduce, gather (BAGUA §3.4), with what a
-:class:`~lightning_sdpipe.exchange.codec.Codec` makes of them; on request within each host first.
+"""Weighted mean over the members of a group by encoded messages: scatter, reduce, gather (BAGUA §3.4).
 
-A part that its owner refuses is exchanged in full precision afterwards: all members see that in its answer.
+A :class:`~lightning_sdpipe.exchange.codec.Codec` encodes and decodes the messages; on request the members of each host
+average first. A part that its owner refuses is exchanged in full precision afterwards: all members see the refusal in
+the owner's answer.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas
 
 WORTH_HALVING = 2**18
-"""Values of which one half is encoded while the other travels. More parts would cost more time than they hide."""
+"""Values of a message that is divided, so that one half is encoded while the other travels. More parts would cost more
+time than they hide."""
 
 
 class EncodedMean:
-    """Gives the members of a group their weighted mean, as well as the coding can tell it.
+    """Gives the members of a group their weighted mean, as precisely as the coding allows.
 
     Args:
-        replicas: of which this worker is one.
-        coding: equal on all of them but for what it remembers.
-        hosts: the machine of each pipeline's replica: messages are encoded between machines only. None makes no
-            difference between them.
-        lock: held while a piece is copied and while it is committed, where others change the tensors meanwhile. Only
-            for codings whose outcome is a change.
+        replicas: replicas of which this worker is one.
+        coding: the codec, equal on all replicas except for its memory.
+        hosts: the machine of each pipeline's replica: messages are encoded between machines only. None treats all
+            replicas alike.
+        lock: held while a piece is copied and while it is committed, where other code changes the tensors meanwhile.
+            Only for codings whose outcome is a change.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class EncodedMean:
         return _Encoded(self, tensors, group)
 
     def average(self, piece: Tensor, number: int, team: Members, tag: int) -> Tensor:
-        """The outcome for a flat ``piece``, which is not changed; every member calls it.
+        """Returns the outcome for a flat ``piece``, which is not changed; every member calls this method.
 
         Raises:
             WorkerFailedError: a member is gone, or a transfer has timed out.
@@ -95,7 +97,7 @@ class EncodedMean:
         return outcome
 
     def _offer(self, chunk: _Chunk, team: Members, tag: int) -> None:
-        """Begins to send others the parts that they own."""
+        """Begins to send the other members the parts that they own."""
         me, others = self._replicas.pipeline, team.without(self._replicas.pipeline)
         for owner in others:
             if len(part := chunk.part(owner)):
@@ -104,7 +106,7 @@ class EncodedMean:
         chunk.under_way = transfers.begin(chunk.mine, chunk.arriving, self._replicas, tag)
 
     def _combine(self, chunk: _Chunk, team: Members, tag: int) -> None:
-        """Averages one's own part when it has come from the others, and begins to send them the mean."""
+        """Averages this worker's own part when it has come from the others, and begins to send them the mean."""
         coding, me, others = self.coding, self._replicas.pipeline, team.without(self._replicas.pipeline)
         part, combined = chunk.part(me), None
         chunk.under_way.wait()
@@ -129,7 +131,7 @@ class EncodedMean:
                 chunk.outcome[chunk.spans[owner]] = taken
 
     def _in_full(self, x: Tensor, owner: int, team: Members, tag: int) -> Tensor:
-        """The mean of a part."""
+        """Returns the mean of a part, exchanged in full precision."""
         me, others = self._replicas.pipeline, team.without(self._replicas.pipeline)
         wide = residual_dtype(x.dtype)
         if owner != me:
@@ -143,8 +145,8 @@ class EncodedMean:
         return mean
 
     def _by_hosts(self, x: Tensor, at: Offset, team: Members, tag: int) -> Tensor:
-        """Each worker of a host averages its own part of it with its like on others. Where hosts have unequally many
-        members, a worker of a small one has several parts."""
+        """Averages by hosts: each worker of a host averages its own part of the host's mean with its counterparts on
+        other hosts. Where hosts have unequally many members, a worker of a small host has several parts."""
         assert self.hosts is not None
         coding, me = self.coding, self._replicas.pipeline
         hosts = _by_host(team.members, self.hosts)
@@ -173,7 +175,7 @@ class EncodedMean:
         return outcome
 
     def _of_host(self, x: Tensor, owner: int, local: Sequence[int], team: Members, tag: int) -> Tensor:
-        """The mean over the members of this host, for the owner; nothing for others."""
+        """Returns the mean over the members of this host, for the owner; an empty tensor for others."""
         me, wide = self._replicas.pipeline, residual_dtype(x.dtype)
         if owner != me:
             self._swap({owner: x}, {}, tag)
@@ -187,7 +189,7 @@ class EncodedMean:
         return mean
 
     def _message(self, values: Tensor) -> Tensor:
-        """Like those that hold so many values."""
+        """Returns a buffer for a message with as many values as ``values``."""
         return values.new_empty(0, dtype=torch.uint8).new_empty(self.coding.nbytes(len(values), values.dtype))
 
     def _swap(self, outgoing: Mapping[int, Tensor], like: Mapping[int, Tensor], tag: int) -> dict[int, Tensor]:
@@ -197,13 +199,13 @@ class EncodedMean:
 
 
 class _Chunk:
-    """Consecutive values on their way to the mean; ``outcome`` is where that goes."""
+    """Consecutive values on their way to the mean; ``outcome`` is the tensor that receives it."""
 
     def __init__(self, x: Tensor, at: Offset, outcome: Tensor, team: Members, block: int) -> None:
         self.outcome = outcome
         self.spans = owned(len(x), team.members, block)
         self.mine: dict[int, Tensor] = {}
-        """Messages, by the owner of what is in them."""
+        """Messages, by the owner of the part in them."""
         self.arriving: dict[int, Tensor] = {}
         self.under_way: Transfers
         self.refused: list[int] = []
@@ -251,7 +253,7 @@ class _Encoded:
 
 
 def _by_host(members: Sequence[int], hosts: Sequence[str]) -> list[list[int]]:
-    """Members by their machines, which are in the order of their first ones."""
+    """Returns members by their machines, which are in the order of their first members."""
     found: dict[str, list[int]] = {}
     for member in members:
         found.setdefault(hosts[member], []).append(member)
@@ -261,7 +263,7 @@ def _by_host(members: Sequence[int], hosts: Sequence[str]) -> list[list[int]]:
 def _shares(
     owners: Sequence[int], hosts: Sequence[Sequence[int]], team: Members
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """One owner of each host, in increasing order, and how much its host counts."""
+    """Returns one owner of each host, in increasing order, and the weight of its host."""
     shares = {
         owner: sum(team.weight(member) for member in members) for owner, members in zip(owners, hosts, strict=True)
     }

@@ -1,12 +1,12 @@
-"""Rounds of averaging gradients by encoded messages: buckets are encoded, and travel, in a thread of their own while
-the backward goes on. Everything else is as in full precision.
+"""Rounds of averaging gradients by encoded messages.
 
-Sending the momentum instead of the gradient (1-bit Adam, Tang et al. 2021).
+Buckets are encoded, and travel, in a separate thread while the backward goes on. Everything else is as in full
+precision. The momentum may be sent instead of the gradient (1-bit Adam, Tang et al. 2021).
 
 Momentum changes slowly, so signs with error feedback follow it far better than they follow gradients. All workers hold
 the same m̄. Each sends m = β m̄ + (1 − β) g; of their mean m̄' they make the gradient
 
-    ĝ = (m̄' − β m̄) / (1 − β)
+ĝ = (m̄' − β m̄) / (1 − β)
 
 for an Adam with that β₁, whose ``exp_avg`` then becomes m̄' by itself. In full precision, ĝ is the mean gradient.
 Adam's second moment would be one of ĝ, errors of compression included, so it must not change any more
@@ -35,12 +35,13 @@ from lightning_sdpipe.topology.groups import Replicas
 
 
 def momentum_to_send(momentum: Tensor, gradient: Tensor, beta: float) -> Tensor:
-    """β m̄ + (1 − β) g, in a new tensor. Before compression begins, this with the mean gradient is the next m̄."""
+    """Returns β m̄ + (1 − β) g in a new tensor. Before compression begins, this with the mean gradient is the next
+    m̄."""
     return torch.lerp(momentum, gradient.to(momentum.dtype), 1 - beta)
 
 
 def gradient_to_apply(before: Tensor, after: Tensor, beta: float) -> Tensor:
-    """ĝ of m̄ before and after this step, in a new tensor."""
+    """Returns ĝ in a new tensor, given m̄ before and after this step."""
     return (after - before).mul_(1 / (1 - beta)).add_(before)
 
 
@@ -53,14 +54,14 @@ class EncodedRounds(GradientRounds):
     Memory: a residual as large as the gradients in float32, if the payload has feedback; a momentum likewise.
 
     Args:
-        parameters: as for the base class.
-        replicas: likewise; for the flags of a round.
-        mover: averages among the same replicas, over a group that nothing else uses meanwhile, in terms of a common
-            reference.
-        cap: as for the base class.
-        watch: likewise.
+        parameters: see the base class.
+        replicas: see the base class; they exchange the flags of a round.
+        mover: averages among the same replicas with a common reference, over a process group that nothing else uses
+            meanwhile.
+        cap: see the base class.
+        watch: see the base class.
         timeout: seconds in which a bucket must have travelled.
-        scale: what gradients are multiplied by at the moment (a loss scale).
+        scale: gives the current factor of gradients (a loss scale).
     """
 
     flags_beside_gradients = False
@@ -78,10 +79,10 @@ class EncodedRounds(GradientRounds):
         assert isinstance(mover.coding, CommonReference)
         self._mover, self._coding, self._payload = mover, mover.coding, mover.coding.payload
         self._current_scale = scale
-        self._scale = 1.0  # of the round
+        self._scale = 1.0  # the scale of the round
         self._trains = True
         self.updates = 0
-        """Rounds in which any replica trained since a layer was last unfrozen; equal on all replicas."""
+        """Number of rounds in which any replica trained since a layer was last unfrozen; equal on all replicas."""
         self._background = Background("averaging gradients", 2 * timeout)
         self._momenta: dict[int, Tensor] = {}
         self._scale_of_momenta = 1.0
@@ -91,7 +92,7 @@ class EncodedRounds(GradientRounds):
         super().__init__(parameters, replicas, cap, watch)
 
     def arrange(self) -> None:
-        """As in the base class; and forgets what was left out. Parameters that were not there before get gradients in
+        """See the base class. Also forgets what was left out. Parameters that were not there before get gradients in
         full precision first, of which their variances are measured."""
         self._coding.drop()
         self._momenta.clear()
@@ -102,16 +103,16 @@ class EncodedRounds(GradientRounds):
         super().arrange()
 
     def complete(self, gradients: Sequence[Tensor | None], trains: bool = True, mark: int = 0) -> None:
-        """As in the base class."""
+        """See the base class."""
         self._trains = trains
         super().complete(gradients, trains, mark)
         self._trains = True
 
     def wait(self) -> Averaged:
-        """As in the base class.
+        """See the base class.
 
         Raises:
-            NonFiniteError: all gradients were finite, and a message of them could not hold one.
+            NonFiniteError: all gradients were finite, but a message could not hold one of them.
         """
         flats = [bucket.flat for bucket in self._buckets]
         averaged = super().wait()
@@ -154,7 +155,7 @@ class EncodedRounds(GradientRounds):
             self._scale_of_momenta = scale
 
     def _to_momentum(self, number: int, flat: Tensor) -> None:
-        """This worker's share of the mean momentum, once compression has begun."""
+        """Replaces the gradient by this worker's share of the mean momentum, once compression has begun."""
         if number not in self._momenta:
             self._momenta[number] = torch.zeros_like(flat, dtype=residual_dtype(flat.dtype))
         if self.updates >= self._payload.after and self._trains:
@@ -162,7 +163,7 @@ class EncodedRounds(GradientRounds):
             flat.mul_(1 - beta).add_(self._momenta[number], alpha=beta / self._size)
 
     def _back_to_gradient(self, number: int, flat: Tensor) -> None:
-        """The gradient that makes Adam's own first moment the mean momentum."""
+        """Replaces the momentum by the gradient that makes Adam's own first moment the mean momentum."""
         before, beta = self._momenta[number], self._payload.momentum
         if self.updates < self._payload.after:
             after = momentum_to_send(before, flat, beta)

@@ -2,10 +2,10 @@
 
 The order of buckets is that of the parameters' numbers, so it is the same on all replicas, and a bucket never overtakes
 the one before it. After the last bucket every replica sends flags: whether it trains at all, whether its gradients are
-finite, which parameters got one, and a number that is to be the same on all. So replicas that have nothing to add can
-take part, all know which broke and which came with another model, and a parameter that none used has no gradient
-afterwards, as in one process. Flags travel behind the gradients of the last bucket if that is small, since a collective
-of its own costs more than they do; it waits for the end of the backward then, which is when it is filled anyway.
+finite, which parameters have a gradient, and a number that must be the same on all. So replicas without gradients can
+take part, all know which replica failed and which has another model, and a parameter that no replica used has no
+gradient afterwards, as in one process. Flags travel behind the gradients of the last bucket if that is small, since a
+separate collective costs more than they do. Such a bucket waits for the end of the backward, which fills it anyway.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.topology.groups import Replicas
 
 SMALL = 2**20
-"""Bytes of a last bucket with which flags travel at most, and of buckets that a model is divided into at least."""
+"""Bytes that the last bucket has at most if flags travel with it, and that the buckets of a divided model have at
+least."""
 
 
 @dataclass(frozen=True)
 class Averaged:
-    """The outcome of a round: the mean gradients by number, over ``members`` replicas that train. They are there all
-    together; the caller that has waited for them puts them in the place of the model's."""
+    """The outcome of a round: the mean gradients by number, over ``members`` replicas that train. All are complete; the
+    caller puts them in the place of the model's gradients."""
 
     gradients: list[Tensor | None]
     members: int
     nonfinite: list[int]  # pipelines whose gradients were not finite
     seconds_waiting: float  # until every replica had computed its gradients
     seconds_averaging: float  # from then on
-    marks: dict[int, int] = field(default_factory=dict)  # by pipeline, of those that train
+    marks: dict[int, int] = field(default_factory=dict)  # marks of the replicas that train, by pipeline
 
 
 class UnderWay(Protocol):
-    """A bucket under way."""
+    """A bucket that is being reduced."""
 
     def wait(self) -> object:
-        """Waits until it has travelled."""
+        """Waits until the bucket is reduced."""
 
 
 @dataclass
@@ -55,7 +56,7 @@ class _Bucket:
     room: int = 0
     """Elements behind the gradients."""
     sent: Tensor | None = None
-    """``flat``, and the room behind it."""
+    """The tensor ``flat`` with the room behind it."""
     flat: Tensor | None = None
     views: dict[int, Tensor] = field(default_factory=dict)
     filled: set[int] = field(default_factory=set)
@@ -63,21 +64,21 @@ class _Bucket:
 
 
 class GradientRounds:
-    """Gradients of ``parameters``, numbered by their place, averaged over ``replicas``.
+    """Averages gradients of ``parameters``, numbered by their position, over ``replicas``.
 
-    A round is: any number of :meth:`gradient_ready`, one :meth:`complete`, one :meth:`wait`. All replicas run the same
-    rounds, which leave the gradients of the model alone.
+    A round consists of any number of :meth:`gradient_ready`, one :meth:`complete` and one :meth:`wait`. All replicas
+    run the same rounds, which leave the gradients of the model alone.
 
     Args:
-        parameters: equal in shape and order on all members; when the sequence has changed, :meth:`arrange` anew.
-        replicas: of which this worker is one.
-        cap: bytes after which a bucket is full; fewer if these are more than a quarter of all, down to :data:`SMALL`,
-            since the backward hides nothing of a model that is one bucket.
-        watch: look whether gradients are finite.
+        parameters: equal in shape and order on all members; call :meth:`arrange` when the sequence has changed.
+        replicas: replicas of which this worker is one.
+        cap: bytes after which a bucket is full; at most a quarter of all bytes, but at least :data:`SMALL`, since the
+            backward hides nothing of a model that is one bucket.
+        watch: whether to check that gradients are finite.
     """
 
     flags_beside_gradients = True
-    """May flags be sent as gradients are?"""
+    """Whether flags may be sent as gradients are."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], replicas: Replicas, cap: int, watch: bool = True) -> None:
         self._parameters = parameters
@@ -88,11 +89,11 @@ class GradientRounds:
         self._watch = watch
         self._cap = cap
         self.weight = 1.0
-        """Of this replica's gradients in the mean; to be set before the first one of a round."""
+        """Weight of this replica's gradients in the mean; to be set before the first one of a round."""
         self.arrange()
 
     def arrange(self) -> None:
-        """Lays the buckets out for the parameters that there are; all members must do so between the same rounds."""
+        """Lays out the buckets for the present parameters; all members must do so between the same rounds."""
         self.nbytes = sum(parameter.nbytes for parameter in self._parameters)
         self._layout = _layout(self._parameters, min(self._cap, max(self.nbytes // 4, SMALL)))
         self._shapes = [parameter.shape for parameter in self._parameters]
@@ -119,7 +120,7 @@ class GradientRounds:
         self._flags: tuple[Tensor, UnderWay] | None = None
 
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        """The gradient of parameter ``number`` is complete. Starts averaging its bucket if it was the last one.
+        """Takes the complete gradient of parameter ``number``. Starts averaging its bucket if it was the last one.
 
         Raises:
             ConfigurationError: the gradient is sparse, or grew after it had been sent.
@@ -142,10 +143,10 @@ class GradientRounds:
             self._launch()
 
     def complete(self, gradients: Sequence[Tensor | None], trains: bool = True, mark: int = 0) -> None:
-        """The backward is over: ``gradients`` are all there are, by number; :meth:`gradient_ready` may have had some.
+        """Ends the backward: ``gradients`` are all gradients by number; :meth:`gradient_ready` may have had some.
 
         Args:
-            gradients: None for parameters that got none.
+            gradients: None for parameters without one.
             trains: False for a replica that only takes part for the sake of the others.
             mark: a number below 2²⁴ that the others get to see, if this one trains.
         """
@@ -167,10 +168,10 @@ class GradientRounds:
         self._flags = flags, self._reduce(flags) if last is None else self._send(last)
 
     def wait(self) -> Averaged:
-        """Waits for the means. They are over the replicas that train; a parameter that none of them used has none.
+        """Waits for the means over the replicas that train; a parameter that none of them used has no mean.
 
         Raises:
-            WorkerFailedError: another replica broke off, or did not come within the group's timeout.
+            WorkerFailedError: another replica failed, or did not come within the group's timeout.
         """
         assert self._flags is not None, "complete() comes before wait()"
         start = time.perf_counter()
@@ -197,7 +198,7 @@ class GradientRounds:
         return Averaged(gradients, len(seen), nonfinite, all_there - start, averaging, seen)
 
     def _fill(self, gradients: Sequence[Tensor | None]) -> None:
-        """Puts all that is left into the buckets, zeros where there is nothing."""
+        """Puts all remaining gradients into the buckets, and zeros where there is none."""
         for number, gradient in enumerate(gradients):
             if gradient is not None and number not in self._used:
                 self.gradient_ready(number, gradient)
@@ -224,7 +225,7 @@ class GradientRounds:
         return bucket.views
 
     def _launch(self) -> None:
-        """Starts those buckets that are full and whose turn it is."""
+        """Starts the buckets that are full and whose turn it is."""
         while self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
             if bucket.room or len(bucket.filled) < len(bucket.numbers):
@@ -258,12 +259,12 @@ class GradientRounds:
 
 
 def unfinite(totals: Tensor) -> Tensor:
-    """Is any of them no finite number?"""
+    """Returns whether any of ``totals`` is not a finite number."""
     return (totals - totals).any()  # of what is not finite, that is nan
 
 
 def _layout(parameters: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
-    """Consecutive numbers of one type and device, until a bucket holds ``cap`` bytes."""
+    """Returns consecutive numbers of one type and device for each bucket, which is full at ``cap`` bytes."""
     buckets: list[list[int]] = []
     size = 0
     for number, p in enumerate(parameters):

@@ -1,12 +1,13 @@
 """The weighted mean of models over the members of a group, over links that already exist.
 
-A group of k workers changes from iteration to iteration, and making a communicator for it costs more than the
-averaging (tens of milliseconds on gloo). So its members reduce and gather with point-to-point transfers inside the
-process group of their stage: each averages one k-th of a piece, which the others send it, and sends them the result.
-Each sends 2 (k − 1) / k times the tensors, as in a ring, but in two steps instead of 2 (k − 1), which is what counts
-where tensors are short or processes wait for a core.
+A group of k workers changes from iteration to iteration, and making a communicator for it costs more than the averaging
+(tens of milliseconds on gloo). So its members reduce and gather with point-to-point transfers inside the process group
+of their stage: each averages one k-th of a piece, which the others send it, and sends them the result. Each sends 2 (k
+− 1) / k times the tensors, as in a ring, but in two steps instead of 2 (k − 1), which matters where tensors are short
+or processes wait for a core.
 
-The parts of one's own k-th lie where the results of the other k-ths will come, so a piece needs its own size besides.
+The others' parts of a member's own k-th lie where the results of the other k-ths will arrive, so a piece needs memory
+of its own size.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class GroupMean:
     """Gives all members of a group the sum of their tensors, weighted as the group says: the same, bit for bit.
 
     Args:
-        replicas: of which this worker is one.
+        replicas: replicas of which this worker is one.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -58,7 +59,7 @@ class _Mean:
         members = [worker.pipeline for worker in group.members]
         place = members.index(replicas.pipeline)
         self.seconds_waiting = 0.0
-        self._others = [*members[place + 1 :], *members[:place]]  # so that each begins with another one
+        self._others = [*members[place + 1 :], *members[:place]]  # so that members begin with different ones
         self._place = {pipeline: number for number, pipeline in enumerate(members)}
         self._weights = dict(zip(members, group.weights, strict=True))
         self._replicas = replicas
@@ -88,7 +89,7 @@ class _Mean:
 
     def abort(self) -> None:
         self._to_come.clear()
-        self._scattering = None  # what is under way may still be written into the scratch memory, so it is let go
+        self._scattering = None  # transfers under way may still write into the scratch memory, so it is let go
 
     def _add_up(self) -> None:
         own, *others = [self._weights[p] for p in (self._replicas.pipeline, *self._parts)]

@@ -1,4 +1,4 @@
-"""What a user says of how tensors move: ``SDPipeStrategy(exchange=Exchange(payload, overlap, hierarchy))``."""
+"""User's options of how tensors move: ``SDPipeStrategy(exchange=Exchange(payload, overlap, hierarchy))``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ INTERVAL = 0.5
 
 @dataclass(frozen=True)
 class Exchange:
-    """How tensors move between the replicas of a stage; which exchange what, and when, is the method's.
+    """Options of how tensors move between the replicas of a stage; the method decides which replicas exchange, and
+    when.
 
     Args:
-        payload: how they are written on the wire, from :mod:`lightning_sdpipe.exchange.payloads`.
-        overlap: ``"none"``: a worker stands still until the mean is there. ``"step"``: the mean arrives while the next
+        payload: encoding of tensors in messages, from :mod:`lightning_sdpipe.exchange.payloads`.
+        overlap: ``"none"``: a worker waits until the mean is there. ``"step"``: the mean arrives while the next
             mini-batch is computed. ``"free"``: a thread averages at its own pace, beside training.
         hierarchy: ``"hosts"`` averages within each machine first, in full precision, and then across machines, each
-            worker its own part; ``"flat"`` makes no difference between workers.
+            worker moving its own part; ``"flat"`` treats all workers alike.
         interval: seconds from the end of one average to the next one, with ``overlap="free"``.
     """
 
@@ -57,5 +58,5 @@ class Exchange:
 
     @property
     def is_full(self) -> bool:
-        """Are values sent as they are?"""
+        """True if values are sent unchanged."""
         return isinstance(self.payload, Full)

@@ -1,15 +1,15 @@
-"""What all workers of DiLoCo know: the common base, and the momentum of its outer optimizer.
+"""State that all workers of DiLoCo share: the common base, and the momentum of its outer optimizer.
 
-LocalSGD with an optimizer of its own for the rounds: DiLoCo (Douillard et al. 2023), and its fragments
-(Streaming DiLoCo, Douillard et al. 2025).
+DiLoCo is LocalSGD with a separate optimizer for the rounds (Douillard et al. 2023); it may run by fragments (Streaming
+DiLoCo, Douillard et al. 2025).
 
-Workers train alone for ``every`` updates from a common base. What their mean has moved by is the negative of an *outer
-gradient* Δ, to which Nesterov's momentum is applied:
+Workers train alone for ``every`` updates from a common base. The mean movement of their models is the negative of an
+*outer gradient* Δ, to which Nesterov's momentum is applied:
 
-    m ← μ m + Δ,  base ← base − lr (Δ + μ m)
+m ← μ m + Δ, base ← base − lr (Δ + μ m)
 
 With lr = 1 and μ = 0 the base becomes the mean: LocalSGD. The base and m are the same on all workers and belong into
-checkpoints. A pause is an early round.
+checkpoints. A sync point is an early round.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_sdpipe.exchange.payloads.payload import refusal
 
 @dataclass(frozen=True)
 class Nesterov:
-    """The outer optimizer's values: torch's SGD with ``nesterov=True``."""
+    """Options of the outer optimizer: torch's SGD with ``nesterov=True``."""
 
     lr: float = 0.7
     momentum: float = 0.9
@@ -45,7 +45,7 @@ class OuterOptimizer:
     """The base of one flat buffer, and its momentum: twice the buffer's memory, once without momentum.
 
     Args:
-        nesterov: its values.
+        nesterov: its options.
         buffer: the model that all workers start from.
     """
 
@@ -56,10 +56,10 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def step(self, moved: Tensor) -> None:
-        """One round.
+        """Does the step of one round.
 
         Args:
-            moved: −Δ, the mean of what workers have moved by since the base.
+            moved: −Δ, the mean movement of the workers' models since the base.
         """
         self.base.add_(moved, alpha=self._nesterov.lr)
         if self._momentum is not None:
@@ -67,12 +67,12 @@ class OuterOptimizer:
             self.base.add_(self._momentum, alpha=self._nesterov.lr * self._nesterov.momentum)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The base and −m, by reference; the latter only with momentum."""
+        """Returns the base and −m, by reference; the latter only with momentum."""
         return {"base": self.base} | ({"momentum": self._momentum} if self._momentum is not None else {})
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copies what :meth:`state_dict` gave. A momentum that it lacks starts from zero."""
+        """Copies a state of :meth:`state_dict`. A momentum that it lacks starts from zero."""
         self.base.copy_(state["base"])
         if self._momentum is not None:
             self._momentum.zero_()
@@ -82,14 +82,14 @@ class OuterOptimizer:
 
 @dataclass(frozen=True)
 class Fragments:
-    """Which part of a model takes part in a round when, so that traffic is spread over time.
+    """The schedule of a model's fragments in rounds, which spreads traffic over time.
 
     Args:
         every: updates between two rounds of the same fragment.
-        fragments: parts, whose rounds begin at even distances; 1 is DiLoCo.
+        fragments: number of parts, whose rounds begin at even distances; 1 is DiLoCo.
         delay: updates during which the mean may travel while workers train on.
-        mix: the share that a worker keeps of its own fragment when the base arrives; 0 takes over the base, and loses
-            what ``delay`` updates have done to it.
+        mix: the share that a worker keeps of its own fragment when the base arrives; 0 adopts the base, and loses the
+            effect of ``delay`` updates.
     """
 
     every: int
@@ -108,28 +108,28 @@ class Fragments:
             raise refusal("mix", self.mix, "a share from 0 and below 1, such as 0.5")
 
     def begin(self, updates: int) -> list[int]:
-        """The fragments whose rounds begin after so many updates, which count from 1."""
+        """Returns the fragments whose rounds begin after this number of updates, which count from 1."""
         due = [self.every * (fragment + 1) // self.fragments for fragment in range(self.fragments)]
         return [k for k, first in enumerate(due) if updates >= first and (updates - first) % self.every == 0]
 
     def end(self, updates: int) -> list[int]:
-        """The fragments whose bases are taken over after so many updates."""
+        """Returns the fragments whose bases are adopted after this number of updates."""
         return self.begin(updates - self.delay)
 
     def take_over(self, x: Tensor, base: Tensor) -> None:
-        """x ← mix · x + (1 − mix) · base, for a fragment whose round ends."""
+        """Sets x ← mix · x + (1 − mix) · base, for a fragment whose round ends."""
         x.lerp_(base, 1 - self.mix)
 
 
 class OuterModel(CommonReference):
-    """Models are exchanged as what they have moved by since the base, to which an optimizer of its own is applied.
+    """A codec for models, which exchanges how they have moved since the base; an outer optimizer updates the base.
 
     Memory: the base, and the momentum if there is one.
 
     Args:
-        payload: any.
-        seed: of stochastic rounding.
-        nesterov: the outer optimizer's values.
+        payload: any payload.
+        seed: seed of stochastic rounding.
+        nesterov: options of the outer optimizer.
         mix: the share that a worker keeps of its own model.
     """
 
@@ -141,8 +141,8 @@ class OuterModel(CommonReference):
         self._is_common = False
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
-        """All workers have the same ``tensors``, which are the base from now on. A momentum stays, unless the tensors
-        have other shapes than before."""
+        """Sets the base: all workers have the same ``tensors`` now. A momentum stays, unless the tensors have other
+        shapes than before."""
         self.drop()
         self._met = None
         self._is_common = True
@@ -154,7 +154,8 @@ class OuterModel(CommonReference):
             self.outer = [OuterOptimizer(self._nesterov, piece) for piece in pieces]
 
     def aborted(self) -> None:
-        """Some members may have taken over what others have not: nothing is common until :meth:`begin`."""
+        """Marks the base as not common until :meth:`begin`, since some members may have taken over what others have
+        not."""
         self.drop()
         self._is_common = False
 
@@ -174,7 +175,7 @@ class OuterModel(CommonReference):
 
     @property
     def momentum(self) -> list[Tensor]:
-        """Of the outer optimizer, by piece; none without one."""
+        """Momentum of the outer optimizer, by piece; none without one."""
         return [state["momentum"] for outer in self.outer if "momentum" in (state := outer.state_dict())]
 
     def load_momentum(self, momenta: Sequence[Tensor]) -> None:

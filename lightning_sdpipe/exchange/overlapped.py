@@ -1,7 +1,7 @@
 """Means that arrive while the next mini-batch is computed: ``overlap="step"``.
 
-A worker gives away a copy of its model and trains on. When the mean is there, it adds what the mean differs by from
-that copy (BAGUA §3.2, whose overlapped and whose asynchronous form are both this). So no update is lost, and the mean
+A worker gives away a copy of its model and trains on. When the mean is there, it adds the difference between the mean
+and that copy (this is both the overlapped and the asynchronous form of BAGUA §3.2). So no update is lost, and the mean
 over the members stays what it would be.
 """
 
@@ -17,17 +17,17 @@ from lightning_sdpipe.exchange.moving import Mover, finish, pieces_of
 from lightning_sdpipe.policies.decisions import Group
 
 TurnIntoChanges = Callable[[Mover, Sequence[Tensor], Group], None]
-"""Turns copies of models into what these have to change by."""
+"""Function that replaces copies of models by the changes that are to be added to these."""
 
 
 class Overlapped:
-    """One exchange at a time of tensors that go on changing. Memory: as much as these, once; twice if the mover begins
-    again after a failure.
+    """Runs one exchange at a time of tensors that go on changing. Memory: a copy of the tensors; two if the mover
+    begins again after a failure.
 
     Args:
-        mover: moves them; what it changes are copies.
+        mover: moves copies of the tensors.
         timeout: seconds in which an exchange must have ended.
-        begins_again: does the mover move all pieces again when a member is lost?
+        begins_again: whether the mover moves all pieces again when a member is lost.
     """
 
     def __init__(self, mover: Mover, timeout: float, begins_again: bool = False) -> None:
@@ -35,13 +35,13 @@ class Overlapped:
         self._turn: TurnIntoChanges = turn_whole_into_changes if begins_again else turn_into_changes
         self._background = Background("averaging models beside training", 2 * timeout)
         self.members = 1
-        """Of the exchange that is under way; 1 if none is."""
+        """Number of members of the exchange that is under way; 1 if none is."""
         self._copies: list[Tensor] = []
         self._tensors: Sequence[Tensor] = ()
         self._job: Job | None = None
 
     def begin(self, tensors: Sequence[Tensor], group: Group) -> None:
-        """Starts to exchange ``tensors`` as they are now. The last exchange has ended."""
+        """Starts to exchange ``tensors`` as they are now. The last exchange must have ended."""
         assert self._job is None, "end() comes before the next begin()"
         if len(group.members) == 1:
             return
@@ -57,7 +57,7 @@ class Overlapped:
         """Waits for the exchange that is under way, if there is one, and adds the change to the tensors.
 
         Returns:
-            Seconds that were waited.
+            Seconds waited.
 
         Raises:
             WorkerFailedError: a member is gone, or a transfer has timed out; the tensors have not changed.
@@ -72,7 +72,7 @@ class Overlapped:
 
 
 def turn_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> None:
-    """Turns copies of models into what these have to change by, piece by piece.
+    """Replaces copies of models by the changes that are to be added to these, piece by piece.
 
     Raises:
         WorkerFailedError: a member is gone, or a transfer has timed out.
@@ -92,7 +92,8 @@ def turn_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> N
 
 
 def turn_whole_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> None:
-    """As :func:`turn_into_changes`, for a mover that begins again: pieces must be models until all have been moved.
+    """Does the same as :func:`turn_into_changes`, for a mover that begins again: pieces must be models until all have
+    been moved.
 
     Raises:
         WorkerFailedError: the mover gives up.

@@ -1,18 +1,19 @@
-"""Groups that change: what a member knows of another is its own model, which is close.
+"""Codec for groups that change: a member's reference for another's model is its own, which is close.
 
-In 16 bits, or all, models are sent themselves, in 8 bits modulo what the receiver knows. x̂ is what all read from the
-message with x. A member adds *mean of the x̂ − its own x̂* to its model, where in full precision it would put the mean
-in its place. So it keeps what its message left out, and the mean over the members is that of their models before:
+In 16 bits, or in full precision, models are sent themselves; in 8 bits they are sent modulo what the receiver knows.
+All members read x̂ from the message with x. A member adds *mean of the x̂ − its own x̂* to its model, where in full
+precision it would put the mean in its place. So it keeps what its message left out, and the mean over the members is
+that of their models before:
 
     x_j += Q(u) − x̂_j,  u = mean of the x̂ and the owner's own x;   the owner: Q(u) + k (u − Q(u))
 
-where the owner of a part, of k members, takes over what encoding the mean has left out. In 8 bits, errors shrink with
-the distance of models (:class:`~lightning_sdpipe.exchange.payloads.Modulo`); with ``Half`` they are as large as the
-last bits of 16. (BAGUA's formula (§3.2), the sum of the x̂ itself, does not converge.)
+where the owner of a part, of k members, adopts what encoding the mean has left out. In 8 bits, errors shrink with the
+distance of models (:class:`~lightning_sdpipe.exchange.payloads.Modulo`); with ``Half`` they are as large as the last
+bits of 16. (BAGUA's formula (§3.2), the sum of the x̂ itself, does not converge.)
 
-Two things ask for full precision of a part. A sender that has not exchanged yet has no idea of how far apart models
-are. And an owner that finds a checksum wrong, or numbers that are not finite, refuses. What it sends back can always be
-read: it knows how far every member is from the mean.
+A part is exchanged in full precision in two cases. A sender that has not exchanged yet does not know how far apart
+models are. An owner that finds a wrong checksum, or numbers that are not finite, refuses. Its answer can always be
+read: the owner knows how far every member is from the mean.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 from lightning_sdpipe.exchange.payloads.pieces import Pieces
 
 LARGEST_SHARE = 4.0
-"""Of the error of a mean that its owner adds to its own copy: at most so many times the members."""
+"""Largest share of a mean's error that its owner adds to its own copy, as a multiple of the number of members."""
 
 
 class OwnReference:
@@ -53,13 +54,13 @@ class OwnReference:
         self._spreads: dict[int, Spread] = {}
         self._lengths: dict[int, int] = {}  # of pieces
         self.parts_in_full = 0
-        """That this worker owned and asked for in full precision, so far."""
+        """Number of parts that this worker owned and asked for in full precision, so far."""
 
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
         return (self._modulo or self._payload.on(dtype)).nbytes(n)
 
     def meets(self, team: Members) -> None:
-        """It does not matter which they are."""
+        """Does nothing: any members may exchange."""
 
     def prepared(self, piece: Tensor, number: int) -> Tensor:
         self._payload.on(piece.dtype)
@@ -130,13 +131,13 @@ class OwnReference:
             self._spread(Offset(number, 0)).observe(outcome)
 
     def aborted(self) -> None:
-        """Nothing is remembered but how far apart models were."""
+        """Does nothing, since only the distance of models is remembered."""
 
     def _spread(self, at: Offset) -> Spread:
         return self._spreads.setdefault(at.piece, Spread(self.block))
 
     def _read(self, message: Tensor, reference: Tensor, into: Tensor) -> bool:
-        """Into float32; tells whether the sender was too far away."""
+        """Reads a message into float32; returns whether the sender was too far away."""
         if self._modulo is not None:
             return bool(self._modulo.decode(message, reference, into).any())
         self._payload.on(reference.dtype).decode(message, into)
@@ -144,7 +145,7 @@ class OwnReference:
 
 
 class _Reach:
-    """How far the members of a group are from the mean, by block: an upper bound."""
+    """An upper bound, by block, of the distance of a group's members from the mean."""
 
     def __init__(self, x: Tensor, block: int) -> None:
         self._x, self._block = x, block
@@ -152,14 +153,14 @@ class _Reach:
         self._step: Tensor | None = None
 
     def take_in(self, read: Tensor, message: Tensor) -> None:
-        """A member's values, as they were read from its message. Overwrites ``read``."""
+        """Takes in a member's values, as read from its message. Overwrites ``read``."""
         away = largest_magnitudes(read.sub_(self._x), self._block)
         step = Pieces(self._x, self._block).read_header(message, 2)[0]
         self._furthest = away if self._furthest is None else torch.maximum(self._furthest, away)
         self._step = step.view_as(away) if self._step is None else torch.maximum(self._step, step.view_as(away))
 
     def theta(self, mean: Tensor) -> Tensor:
-        """For the message with the mean."""
+        """Returns θ for the message with the mean."""
         assert self._furthest is not None
         assert self._step is not None
         return (largest_magnitudes(mean - self._x, self._block) + self._furthest + self._step).mul_(1.001)

@@ -1,8 +1,8 @@
-"""Two workers average what they publish while it goes on changing (asynchronous AD-PSGD).
+"""Averaging of two workers' published tensors while they go on changing (asynchronous AD-PSGD).
 
-Each sends a copy of a piece as it is now. What it gets is not put in the place of the piece, which may have moved on
-by then: the difference of the two copies is added, times the other one's weight. With equal weights the sum over both
-stays the same, whatever happens at the same time, and neither holds a lock while it waits for the other.
+Each sends a copy of a piece as it is now. The received copy does not replace the piece, which may have changed by then:
+the difference of the two copies is added, times the other one's weight. With equal weights the sum over both stays the
+same, whatever happens at the same time, and neither holds a lock while it waits for the other.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lightning_sdpipe.topology.groups import Replicas
 
 
 class PairMean:
-    """Moves tensors that are changed elsewhere meanwhile, under a lock.
+    """Moves tensors that other code changes meanwhile, under a lock.
 
     Args:
-        replicas: of which this worker is one; exchanges of several pairs may go on at the same time.
+        replicas: replicas of which this worker is one; exchanges of several pairs may go on at the same time.
         lock: held while a piece is copied, and while it is committed.
     """
 

@@ -1,11 +1,11 @@
-"""Averaging gradients among those replicas that are there, by samples, in rounds that may be tried again.
+"""Averaging of gradients among the replicas that are present, by samples, in rounds that may be retried.
 
 The members of a round may be known after its first gradients. Every member adds its weighted gradients to those of the
-others, bucket by bucket beside the backward, and at last flags: what each contributes. The mean is the sum over the sum
+others, bucket by bucket beside the backward, and finally flags: what each contributes. The mean is the sum over the sum
 of the weights, so all members get the same bits. A member without a batch contributes zeros, of no weight.
 
 If the exchange breaks, the round is tried again with the same gradients and other members, or its sums are received
-from a member that has them. So each keeps the sums, as they were before the optimizer got to them, until it knows the
+from a member that has them. So each keeps the sums, as they were before the optimizer used them, until it knows the
 members of the next round.
 """
 
@@ -35,17 +35,18 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.topology.groups import Replicas
 
 _SCALES = {torch.float16: 2.0**-10}
-"""By which weighted gradients are multiplied where a number of samples would leave the range."""
+"""Factors of weighted gradients for types whose range a number of samples would leave."""
 _SAID = 5
-"""What each member says in the flags: its weight, whether a gradient is not finite, its mark, and its batch."""
+"""Number of values of each member in the flags: its weight, whether a gradient is not finite, its mark, and its
+batch."""
 
 Batch = tuple[int, int]
-"""The home shard and the number in it."""
+"""Home shard, and number of the batch in it."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """The outcome: the means by number, None where no member had a gradient."""
+    """The outcome of a round: the means by number, None where no member had a gradient."""
 
     gradients: list[Tensor | None]
     weight: float  # of all members together; 0 if none had a batch
@@ -58,22 +59,22 @@ class Round:
 
 @dataclass(frozen=True)
 class _Sums:
-    """What a round adds up to, and whose."""
+    """The sums of a round, and the group that they are of."""
 
     group: Group
     tensors: list[Tensor]  # of each bucket, and the flags
 
 
 class PresentRounds(GradientRounds):
-    """One worker's. A round is: :attr:`weight`, :attr:`mark` and :attr:`batch` are set, any number of
+    """Rounds of one worker. In a round, :attr:`weight`, :attr:`mark` and :attr:`batch` are set; then come any number of
     :meth:`gradient_ready`, one :meth:`complete`, one :meth:`begin` at any time, and :meth:`outcome`; after a failure
     :meth:`begin_again` and :meth:`begin`, or :meth:`take_over`.
 
     Args:
-        parameters: as for the base class.
-        worker: this one.
-        cap: as for the base class.
-        watch: likewise.
+        parameters: see the base class.
+        worker: this worker.
+        cap: see the base class.
+        watch: see the base class.
         look: called when a bucket is full: if the members are known, it calls :meth:`begin`.
     """
 
@@ -88,9 +89,9 @@ class PresentRounds(GradientRounds):
         look: Callable[[], None],
     ) -> None:
         self.mark = 0
-        """That all members must have alike; below 2²⁴."""
+        """Number below 2²⁴ that must be equal on all members."""
         self.batch: Batch | None = None
-        """Whose gradients these are."""
+        """Batch of these gradients."""
         self._look, self._own = look, worker
         self._group: Group | None = None
         self._mover: Mover | None = None
@@ -98,24 +99,25 @@ class PresentRounds(GradientRounds):
         self._given: Sequence[Tensor | None] | None = None
         self._kept: _Sums | None = None
         self._memory: list[Tensor] = []
-        """Of what is kept: fresh memory costs as much as a pass over it."""
+        """Memory of the sums that are kept: fresh memory costs as much as a pass over it."""
         alone = Replicas(cast(dist.ProcessGroup, None), {worker.pipeline: 0}, worker.stage, worker.pipeline)
         super().__init__(parameters, alone, cap, watch)
 
     @property
     def begun(self) -> bool:
-        """Are the members of this round known?"""
+        """True if the members of this round are known."""
         return self._group is not None
 
     def begin(self, group: Group, mover: Mover | None) -> None:
-        """The members of the round are those of ``group``, in which ``mover`` moves tensors; one alone needs none."""
+        """Begins the exchange among the members of ``group``, in which ``mover`` moves tensors; a single member needs
+        no mover."""
         self._kept = None
         self._group = msgspec.structs.replace(group, weights=(1.0,) * len(group.members))
         self._mover = mover or GroupMean(self._replicas)
         self._launch()
 
     def complete(self, gradients: Sequence[Tensor | None], trains: bool = True, mark: int = 0) -> None:
-        """See the base class; what ``trains`` and ``mark`` say is set before."""
+        """See the base class; ``trains`` and ``mark`` are ignored, since attributes hold their values."""
         self._given = gradients
         self._fill(gradients)
 
@@ -138,7 +140,7 @@ class PresentRounds(GradientRounds):
         return self._means(sums, time.perf_counter() - start)
 
     def begin_again(self) -> None:
-        """The exchange has broken: the same gradients are ready for other members, in other memory."""
+        """Offers the same gradients again for other members, in other memory, since the exchange has failed."""
         given = self._given
         assert given is not None
         self._sending.clear()
@@ -150,7 +152,7 @@ class PresentRounds(GradientRounds):
         """Sends the sums of the group ``sequence`` to the other members of ``group``; False if they are not kept.
 
         Raises:
-            WorkerFailedError: one of them is gone.
+            WorkerFailedError: one of the members is gone.
         """
         kept = self._kept
         if kept is None or kept.group.sequence != sequence:
@@ -161,10 +163,10 @@ class PresentRounds(GradientRounds):
         return True
 
     def take_over(self, source: int, group: Group, replicas: Replicas) -> Round:
-        """The outcome of the broken ``group``, which ``source`` hands over.
+        """Receives the outcome of the broken ``group`` from ``source``.
 
         Raises:
-            WorkerFailedError: it is gone.
+            WorkerFailedError: ``source`` is gone.
         """
         start = time.perf_counter()
         flags = torch.empty(_SAID * len(group.members) + len(self._parameters), dtype=torch.float64)
@@ -205,7 +207,7 @@ class PresentRounds(GradientRounds):
         )
 
     def _keep(self, sums: _Sums) -> None:
-        """In the memory of the last sums, which have been handed over by now to all that are left."""
+        """Copies the sums into the memory of the last ones, which all remaining members have received by now."""
         if [tensor.shape for tensor in self._memory] != [tensor.shape for tensor in sums.tensors]:
             self._memory = [torch.empty_like(tensor) for tensor in sums.tensors]
         torch._foreach_copy_(self._memory, sums.tensors)

@@ -1,10 +1,10 @@
-"""The average with the two neighbours of a ring (BAGUA §3.2, D_FP_S and D_LP_S).
+"""Averages with the two neighbours in a ring (BAGUA §3.2, D_FP_S and D_LP_S).
 
 In full precision, x ← Σ over itself and its neighbours of ⅓ x; in a ring of two, ½ and ½. The weights are symmetric, so
-the mean over the ring stays; if a neighbour has left, its weight stays with self, and that remains so.
+the mean over the ring stays; if a neighbour has left, its weight stays with self, so the mean still stays.
 
-In low precision each worker keeps *replicas*, copies x̂ of its own model and of its neighbours', which only messages
-change. After its optimizer has made x of x̂, a worker sends
+In low precision each worker keeps *replicas*, copies x̂ of its own model and of its neighbours' models, which only
+messages change. After its optimizer has made x of x̂, a worker sends
 
     Q(z),  z = x + Σ over neighbours of w x̂_j − (1 + Σ w) x̂
 
@@ -13,9 +13,9 @@ that is the formula above, with the neighbours' models as they were before this 
 Q(x) without a reference, whose errors do not fade, and does not converge.
 
 The mean over the ring drifts by the mean of the errors of Q; with a residual for error feedback it does not drift
-beyond that residual. Q must be close: 8 or 16 bits. What is left out of z is lost or, with feedback, comes late: on
-quadratics, the largest quarter of the values with feedback made models grow without bound, and signs without it stayed
-away from the optimum.
+beyond that residual. Q must be close: 8 or 16 bits. The part of z that is left out is lost or, with feedback, comes
+late: on quadratics, the largest quarter of the values with feedback made models grow without bound, and signs without
+it stayed away from the optimum.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RingMean:
     Memory, unless in full precision: three models, and a residual if the payload has feedback.
 
     Args:
-        replicas: of which this worker is one.
+        replicas: replicas of which this worker is one.
         payload: ``Half`` or ``EightBit``; None for full precision.
     """
 
@@ -57,7 +57,7 @@ class RingMean:
         self.draws = random.Random(replicas.pipeline)
 
     def begin(self, tensors: Sequence[Tensor], neighbours: Sequence[int]) -> None:
-        """All workers have the same ``tensors`` now, and these are this one's neighbours."""
+        """Sets the common model and the neighbours: all workers have the same ``tensors`` now."""
         if self.payload is None:
             return
         self.copies = [NeighbourCopies(p, dict.fromkeys(neighbours, p), self.weight) for p in pieces_of(tensors)]
@@ -67,7 +67,7 @@ class RingMean:
         """See :class:`~lightning_sdpipe.exchange.moving.Mover`.
 
         Raises:
-            ConfigurationError: a group of several without neighbours.
+            ConfigurationError: a group of several members has no neighbours.
         """
         members = [worker.pipeline for worker in group.members]
         if len(members) > 1 and not group.neighbours:
@@ -122,7 +122,8 @@ class _Ring:
         piece.copy_(copies.own)
 
     def abort(self) -> None:
-        """A neighbour may have changed replicas that this worker has not: none are common until ``begin``."""
+        """Drops the replicas until :meth:`RingMean.begin`, since a neighbour may have changed replicas that this worker
+        has not."""
         if self._to_come:
             self._mover.copies, self._mover.residuals = [], []
         self._to_come.clear()
@@ -134,12 +135,12 @@ class _Ring:
 
 
 def weight_of_each(size: int) -> float:
-    """Of a neighbour's model in a ring of ``size`` workers."""
+    """Returns the weight of a neighbour's model in a ring of ``size`` workers."""
     return 1 / min(size, 3)
 
 
 def average(x: Tensor, neighbours: Iterable[Tensor], weight: float) -> None:
-    """Replaces ``x`` by its average with the models of those ``neighbours`` that are there, in full precision."""
+    """Replaces ``x`` by its average with the models of the ``neighbours`` that are there, in full precision."""
     change = torch.zeros_like(x, dtype=residual_dtype(x.dtype))
     for theirs in neighbours:
         change.add_(theirs, alpha=weight).sub_(x, alpha=weight)
@@ -147,14 +148,14 @@ def average(x: Tensor, neighbours: Iterable[Tensor], weight: float) -> None:
 
 
 class NeighbourCopies:
-    """One worker's copies of its own model and of its neighbours', for one flat buffer.
+    """One worker's copies of its own model and of its neighbours' models, for one flat buffer.
 
     Memory: the buffer as often as it has neighbours, and once more; and once while a message is made. Cut a long
     buffer into several, each with its replicas, to need less of the latter.
 
     Args:
-        own: what this worker's replica starts from. All start from models that were exchanged in full precision.
-        neighbours: the same of the neighbours, by any key.
+        own: the initial value of this worker's replica. All start from models that were exchanged in full precision.
+        neighbours: the initial values of the neighbours' replicas, by any key.
         weight: :func:`weight_of_each`.
     """
 
@@ -164,22 +165,22 @@ class NeighbourCopies:
         self._weight = weight
 
     def difference(self, x: Tensor) -> Tensor:
-        """z, which this worker sends of its model ``x``; in a new tensor."""
+        """Returns z, which this worker sends of its model ``x``, in a new tensor."""
         z = x.to(residual_dtype(x.dtype), copy=True)
         for theirs in self.neighbours.values():
             z.add_(theirs, alpha=self._weight)
         return z.sub_(self.own, alpha=1 + self._weight * len(self.neighbours))
 
     def commit(self, payload: Payload, mine: Tensor, theirs: Mapping[int, Tensor]) -> None:
-        """Adds what was sent to all replicas; ``own`` is this worker's model then.
+        """Adds the messages to all replicas; afterwards ``own`` is this worker's model.
 
         Args:
-            payload: of all.
+            payload: the payload of all messages.
             mine: this worker's message.
-            theirs: the neighbours', by their keys.
+            theirs: the neighbours' messages, by their keys.
 
         Raises:
-            KeyError: there is no message of a neighbour; nothing has changed.
+            KeyError: the message of a neighbour is missing; nothing has changed.
         """
         messages = [theirs[key] for key in self.neighbours]
         payload.decode(mine, self.own, 1.0)
@@ -187,5 +188,5 @@ class NeighbourCopies:
             payload.decode(message, replica, 1.0)
 
     def leave(self, key: int) -> None:
-        """A neighbour has left: its weight stays with this worker from now on."""
+        """Removes a neighbour that has left: its weight stays with this worker from now on."""
         del self.neighbours[key]

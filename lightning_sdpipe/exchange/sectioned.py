@@ -1,5 +1,7 @@
-"""Averaging by section, where replicas are not the same stages with the same parameters: each section of the chain has
-replicas of its own, and a worker may speak for several. All go through their sections in one order.
+"""Averaging by section, where replicas are not the same stages with the same parameters.
+
+Each section of the chain has its own replicas, and a worker may exchange several sections. All workers go through their
+sections in one order.
 """
 
 from __future__ import annotations
@@ -19,25 +21,25 @@ from lightning_sdpipe.topology.groups import Replicas
 
 @dataclass(frozen=True)
 class OwnSections:
-    """The sections that this worker speaks for: by number, in increasing order, those that speak for the same one."""
+    """The sections that this worker exchanges: the replicas of each, by number, in increasing order."""
 
     replicas: Mapping[int, Replicas]
     parameters: Mapping[nn.Parameter, int]
-    """The section of each parameter that this worker exchanges; it may hold others, as copies."""
+    """Section of each parameter that this worker exchanges; it may hold others, as copies."""
     buffers: Mapping[int, Sequence[Tensor]]
     beside: Mapping[int, Replicas] = field(default_factory=dict)
-    """As ``replicas``, over groups of their own, where a thread exchanges beside training."""
+    """Replicas of each section over separate process groups, where a thread exchanges beside training."""
 
 
 class SectionedMover:
-    """Moves the tensors of each section by a mover of its own, one section after the other.
+    """Moves the tensors of each section by a separate mover, one section after the other.
 
-    A worker begins a section when it is done with the one before: it may wait for another worker in that one, but none
-    waits for it in an earlier one. Groups go out in one order, too, so nothing deadlocks.
+    A worker begins a section when the one before is done. So it may wait for another worker in a section, but no worker
+    waits for it in an earlier one. Groups go out in one order, too, so there is no deadlock.
 
     Args:
-        movers: of this worker's sections, in the order in which all workers go through theirs.
-        counts: gives how many of the tensors belong to each.
+        movers: movers of this worker's sections, in the order in which all workers go through theirs.
+        counts: gives the number of tensors of each section.
     """
 
     def __init__(self, movers: Sequence[Mover], counts: Callable[[], Sequence[int]]) -> None:
@@ -75,7 +77,7 @@ class _Sections:
             self._now = None
 
     def _begin(self) -> None:
-        """The next section, if there is one."""
+        """Starts the next section, if there is one."""
         self._now = None
         if self._to_come:
             mover, tensors = self._to_come.popleft()
@@ -83,21 +85,21 @@ class _Sections:
 
 
 def parted(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Tensor]]:
-    """So many of them for each section, in order."""
+    """Divides ``tensors`` by ``counts``, the number for each section, in order."""
     ends = [*accumulate(counts)]
     return [tensors[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
 class SectionedRounds:
-    """:class:`~lightning_sdpipe.exchange.gradient_rounds.GradientRounds` for each section of this worker, as one. All
-    are begun before any is waited for, so no worker waits for one that waits elsewhere.
+    """Combines the :class:`~lightning_sdpipe.exchange.gradient_rounds.GradientRounds` of this worker's sections. All
+    sections begin before any is waited for, so no worker waits for one that waits elsewhere.
 
     Args:
-        parameters: in an order that is the same within a section on all its replicas; when the sequence has changed,
-            :meth:`arrange` anew.
-        sections: of this worker. The gradients of other parameters are left as they are.
-        cap: as for the rounds of a section.
-        watch: look whether gradients are finite.
+        parameters: parameters in an order that is the same within a section on all its replicas; call :meth:`arrange`
+            when the sequence has changed.
+        sections: the sections of this worker. The gradients of other parameters are left as they are.
+        cap: see the rounds of a section.
+        watch: whether to check that gradients are finite.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], sections: OwnSections, cap: int, watch: bool) -> None:
@@ -111,7 +113,7 @@ class SectionedRounds:
         self.arrange()
 
     def arrange(self) -> None:
-        """As for the rounds of a section."""
+        """See the rounds of a section."""
         self._numbers: dict[int, list[int]] = {section: [] for section in self._rounds}  # of its parameters
         self._places: dict[int, tuple[int, int]] = {}  # the section of each number, and its number there
         for number, parameter in enumerate(self._parameters):
@@ -127,7 +129,7 @@ class SectionedRounds:
 
     @property
     def weight(self) -> float:
-        """Of this worker's gradients in the means; to be set before the first one of a round."""
+        """Weight of this worker's gradients in the means; to be set before the first one of a round."""
         return next(iter(self._rounds.values())).weight
 
     @weight.setter
@@ -136,7 +138,7 @@ class SectionedRounds:
             rounds.weight = weight
 
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        """As for the rounds of a section, as are the next two."""
+        """See the rounds of a section, as for the next two methods."""
         if number in self._places:
             section, place = self._places[number]
             self._rounds[section].gradient_ready(place, gradient)

@@ -1,8 +1,8 @@
-"""A parameter server for one stage: what all updates amount to, given to pipelines as the rule of admission allows.
+"""Parameter server for one stage: gives pipelines the sum of all updates as the rule of admission allows.
 
 It runs in threads of a training process, one thread per remote pipeline, which share the parameters under one lock. A
-pipeline sends what its parameters have changed by; the answer comes when its next clock may begin, and holds the
-parameters with all changes that count so far.
+pipeline sends the changes of its parameters; the answer comes when its next clock may begin, and holds the parameters
+with all changes that count so far.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PUSH, _LEAVE, _LEAVE_EMPTY = 0, 1, 2
 
 @dataclass(frozen=True)
 class Pulled:
-    """What a pipeline gets for its changes."""
+    """The answer to a pipeline's changes."""
 
     parameters: Sequence[Tensor]  # on the CPU, in the order of the changes
     members: int  # the pipelines that take part, this one included
@@ -35,13 +35,13 @@ class Pulled:
 
 
 class ServedParameters:
-    """Serves from the moment it is made until every pipeline has left.
+    """Serves parameters from its construction until every pipeline has left.
 
     Args:
         parameters: flat tensors, whose values every pipeline has at the start.
-        admission: in which every pipeline has joined.
+        admission: the rule of admission, in which every pipeline has joined.
         remote: the global rank of every pipeline but this process's own.
-        group: a gloo group that holds them all.
+        group: a gloo process group of all pipelines.
         timeout: seconds that a pipeline waits at most for slower ones.
     """
 
@@ -55,7 +55,7 @@ class ServedParameters:
     ) -> None:
         self._parameters = [p.detach().to("cpu", copy=True) for p in parameters]
         self._round: list[Tensor] | None = None
-        """What the open round holds; None for nothing."""
+        """Sum of the changes of the open round; None if there are none."""
         self._admission = admission
         self._group = group
         self._timeout = timeout
@@ -70,7 +70,7 @@ class ServedParameters:
         """Takes the changes of a pipeline's clock, and waits until it may begin the next one.
 
         Raises:
-            WorkerFailedError: another pipeline failed, or those that it awaits did not come in time.
+            WorkerFailedError: another pipeline failed, or the pipelines that are awaited did not come in time.
         """
         start = time.perf_counter()
         with self._changed:
@@ -92,7 +92,7 @@ class ServedParameters:
         """Waits until every pipeline has left; returns the parameters with all changes.
 
         Raises:
-            WorkerFailedError: one failed, or did not leave in time.
+            WorkerFailedError: a pipeline failed, or did not leave in time.
         """
         with self._changed:
             self._await(
@@ -102,7 +102,7 @@ class ServedParameters:
             return self._parameters
 
     def _take(self, verdict: Verdict, changes: Sequence[Tensor]) -> None:
-        """Carries out what follows from a push. A round that closes with it needs no memory of its own."""
+        """Carries out the decision on a push. A round that closes with it needs no memory of its own."""
         scale = verdict.weight if self._round is not None or verdict.closes is None else verdict.weight * verdict.closes
         if verdict.weight:
             if self._round is None and verdict.closes is None:
@@ -127,7 +127,7 @@ class ServedParameters:
             self._changed.wait(left)
 
     def _serve(self, pipeline: int, rank: int) -> None:
-        """One remote pipeline, until it leaves."""
+        """Serves one remote pipeline, until it leaves."""
         peer = f"pipeline {pipeline} (rank {rank})"
         changes = [torch.empty_like(p) for p in self._parameters]
         try:
@@ -154,12 +154,12 @@ class ServedParameters:
 
 @dataclass(frozen=True)
 class RemoteServer:
-    """The line of a pipeline to a :class:`ServedParameters` in another process.
+    """A pipeline's connection to a :class:`ServedParameters` in another process.
 
     Args:
-        rank: its global rank.
-        group: as the server's.
-        name: of the server, for messages.
+        rank: global rank of the server.
+        group: the server's process group.
+        name: name of the server, for messages.
     """
 
     rank: int

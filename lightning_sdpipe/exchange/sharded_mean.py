@@ -1,13 +1,13 @@
-"""The mean over groups whose members hold equal models: each member moves its share of the model between the groups.
+"""Mean over groups whose members hold equal models: each member moves its share of the model between the groups.
 
-Of two groups with n members each, member r of the one averages the r-th part of the model with member r of the other,
-and then the members of a group give each other their parts. So the slow links between groups carry the model once in
-each direction, instead of n times. It needs groups of one size; others average as one group, by the weights that the
-policy gave them, which is the same mean.
+Of two groups with n members each, member r of one group averages the r-th part of the model with member r of the other,
+and then the members of a group exchange their parts. So the slow links between groups carry the model once in each
+direction, instead of n times. Groups must have one size; others average as one group, by the weights that the policy
+gave them, which is the same mean.
 
-Messages between groups may be of lower precision. Then groups come out a little different, their mean where it was; the
-members of a group stay equal, since what has become of a part is told them in full. Where meetings are not sharded, a
-member would get an outcome of its own, so nothing is encoded.
+Messages between groups may be of lower precision. Then groups end a little different, with an unchanged mean. The
+members of a group stay equal, since the result of a part is sent to them in full precision. Where meetings are not
+sharded, each member would get a different result, so nothing is encoded.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from lightning_sdpipe.topology.groups import Replicas
 
 
 class ShardedMean:
-    """Gives all members of several groups the mean of the groups' models: the same on all, bit for bit, but for what
+    """Gives all members of several groups the mean of the groups' models: the same on all, bit for bit, except for what
     messages of lower precision leave out.
 
     Args:
-        replicas: of which this worker is one.
+        replicas: replicas of which this worker is one.
         groups: the pipelines of each group, some of which may be absent from a meeting.
         sharded: False to let all members average as one group.
-        payload: of messages between groups, as :class:`~lightning_sdpipe.exchange.own_reference.OwnReference` takes it.
+        payload: payload of messages between groups, as :class:`~lightning_sdpipe.exchange.own_reference.OwnReference`
+            takes it.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class ShardedMean:
         return _Sharded(tensors, group, parts, self._replicas, self.between, self._scratch)
 
     def between(self, piece: int | None) -> Mover:
-        """What averages among groups, of which each sends one: for each piece its own, since how far apart models are
-        is remembered by place; None for whole models."""
+        """Returns the mover for a piece, which averages among groups that each send one member's values; a piece has
+        its own mover, since the distance of models is remembered by offset. None stands for whole models."""
         if isinstance(self._payload, Full):
             return self._whole
         if piece not in self._between:
@@ -78,7 +79,7 @@ class ShardedMean:
         return self._between[piece]
 
     def parts(self, group: Group) -> list[list[int]]:
-        """The members of ``group``, by the groups that they belong to."""
+        """Returns the members of ``group`` by the groups that they belong to."""
         there = {worker.pipeline for worker in group.members}
         parts = [[pipeline for pipeline in own if pipeline in there] for own in self._groups]
         return [part for part in parts if part]

@@ -1,5 +1,5 @@
-"""Messages between the replicas of a stage, several at a time. Members are known by their ranks in a process group,
-which need be none that ``torch.distributed`` keeps a name for."""
+"""Messages between the replicas of a stage, several at a time. Members are identified by their ranks in a process
+group, which ``torch.distributed`` need not know by name."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightning_sdpipe.topology.groups import Replicas
 
 @dataclass
 class Transfers:
-    """Messages under way; it keeps their tensors alive."""
+    """Messages under way; keeps their tensors alive."""
 
     works: list[tuple[str, dist.Work]]  # the other side of each, and the work
     staged: list[tuple[Tensor, Tensor]]  # where a message arrives, and where it is to go
     kept: list[Tensor]
 
     def wait(self) -> None:
-        """Until all messages have arrived, and have left.
+        """Waits until all messages have arrived and left.
 
         Raises:
-            WorkerFailedError: a member closed the connection or the group's timeout passed; names it.
+            WorkerFailedError: a member closed the connection or the group's timeout passed; the message names it.
         """
         for peer, work in self.works:
             try:
@@ -40,14 +40,14 @@ class Transfers:
 
 
 def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: Replicas, tag: int) -> Transfers:
-    """Sends to and receives from several pipelines at once. NCCL has to be told of both directions together: two
-    members that each began with the same one would block.
+    """Sends to and receives from several pipelines at once. NCCL needs both directions together: two members that began
+    with the same direction would block.
 
     Args:
-        outgoing: what each pipeline gets; contiguous, and not to be changed before all is waited for.
-        into: contiguous tensors for what each sends.
+        outgoing: contiguous tensors for each pipeline, not to be changed before all transfers are waited for.
+        into: contiguous tensors for the message of each pipeline.
         replicas: how to reach them.
-        tag: of all these messages. Those with equal tags arrive in the order in which they are sent.
+        tag: tag of all these messages. Messages with equal tags arrive in the order in which they are sent.
 
     Raises:
         WorkerFailedError: a member is gone already.

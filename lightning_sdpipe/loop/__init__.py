@@ -1,1 +1,2 @@
-"""What Lightning's Trainer, its callbacks and precision plugins do per rank, made right for stages and pipelines."""
+"""Adaptations of Lightning's Trainer, its callbacks and precision plugins, which work per rank, to stages and
+pipelines."""

@@ -1,4 +1,4 @@
-"""All that Lightning, torchmetrics and the precision plugin do per rank, made right for a stage of a pipeline."""
+"""Adapts all that Lightning, torchmetrics and the precision plugin do per rank to a stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 def last_wait(trainer: Trainer, num_stages: int, flush: bool) -> LastWait:
-    """The point of an update after which it waits for no other stage. A module that clips by itself may not do so; then
-    it is the end of the step. Without a flush there is no vote."""
+    """Return the point of an update after which it waits for no other stage. A module that clips by itself may not do
+    so; then it is the end of the step. Without a flush there is no vote."""
     if num_stages == 1:
         return "backward"
     if clips_by_norm(trainer):
@@ -49,24 +49,24 @@ def adapt(
     logged_late: Collection[str],
     sections: Sections | None = None,
 ) -> list[Callable[[], None]]:
-    """Changes hooks, metrics, callbacks, clipping and the loss scale of ``trainer`` so.
+    """Adapt hooks, metrics, callbacks, clipping and the loss scale of ``trainer``.
 
     Args:
         trainer: about to run.
-        groups: this worker's place.
+        groups: this worker's process groups.
         ownership: which stage holds what.
         pipeline: this worker's part of it.
         buckets: this worker's parameters; the sequence may change.
         whereabouts: is told when hooks run that only last stages run.
-        ready: is told when an update has passed what waits for other stages.
+        ready: is told when an update has passed its waits for other stages.
         whole_groups: those of the optimizer, with the parameters of all stages.
         whole_groups_shown: within, the optimizer's own groups have them.
         hand_on: gives other stages what the last one's Python has changed in an evaluation that ends with this hook.
         logged_late: metrics that the training step logs after the first stage has ended.
-        sections: of the chain, if pipelines are cut unlike.
+        sections: those of the chain, if pipelines are cut unlike.
 
     Returns:
-        What undoes it.
+        Functions that undo it.
     """
     module, precision = trainer.lightning_module, trainer.precision_plugin
     callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Where the batches of training come from: what all sources of them are, and the plainest one, a pipeline's own shard.
+"""Sources of training batches: the protocol of all of them, and the plainest one, a pipeline's own shard.
 
 A turn is one pass of Lightning's loop. In each it asks one :class:`Fetcher` for a batch, which asks a source:
 :class:`ShardBatchSource`, :class:`~lightning_sdpipe.loop.dealt.DealtBatchSource`,
@@ -30,102 +30,104 @@ Item = tuple[Any, int, int]
 
 
 class Turns(Protocol):
-    """What a worker does where its source has a batch for it, where it has none, and at sync points."""
+    """A worker's actions where its source has a batch for it, where it has none, and at sync points."""
 
     @property
     def together(self) -> bool:
-        """Are all workers of the stage at the same point of training?"""
+        """True if all workers of the stage are at the same point of training."""
 
     @property
     def underway(self) -> bool:
-        """Are batches being dealt, so that each pipeline is at a number of its own until the next sync point?"""
+        """True while batches are dealt, so that each pipeline is at a number of its own until the next sync point."""
 
     @property
     def first_failure(self) -> Callable[[], AbstractContextManager[None]]:
-        """What is held around a wait for others, one of which may have failed."""
+        """Context for waits for others, one of which may have failed."""
 
     @property
     def unfinished(self) -> int:
         """Mini-batches that are still in this pipeline."""
 
     def pause(self) -> None:
-        """Finishes what is in the pipeline, and makes all replicas equal."""
+        """Finish what is in the pipeline, and make all replicas equal."""
 
     def begin_shards(self, uneven: bool) -> None:
-        """An epoch begins in which each pipeline trains its own shard; they may be ``uneven``."""
+        """Begin an epoch in which each pipeline trains its own shard; they may be ``uneven``."""
 
     def wait_for_others(self) -> SyncPoint:
-        """There is no batch left but the last. Returns where the others meet next."""
+        """Wait with only the last batch left; return where the others meet next."""
 
     def begin_turn(self, has_batch: bool, gives_nothing: bool = False) -> None:
-        """Has the turn that begins a batch to train? It goes on as the one before it did where nothing is said. Without
-        one it may take part in the round of those that have, to which it ``gives_nothing``."""
+        """Begin a turn, with a batch to train or without; it goes on as the one before it did unless told otherwise.
+        Without one it may take part in the round of those that have one, to which it ``gives_nothing``."""
 
     def begin_dealt(self) -> None:
-        """A segment of dealt batches begins. All workers are together, and take part from now on."""
+        """Begin a segment of dealt batches. All workers are together, and take part from now on."""
 
     def rest(self) -> None:
-        """There is no batch for now: finishes what is in the pipeline, and holds up no other pipeline."""
+        """Rest while there is no batch: finish what is in the pipeline, and hold up no other pipeline."""
 
     def go_on(self) -> None:
-        """There is one again."""
+        """Go on, as there is a batch again."""
 
     def end_dealt(self) -> None:
-        """The segment is over for all pipelines, and all come together."""
+        """End the segment, which is over for all pipelines, and come together with them."""
 
 
 class BatchSource(Protocol):
-    """One worker's, in one fit."""
+    """The source of one worker's batches, in one fit."""
 
     description: str
-    """For the lines that are printed when training begins."""
+    """Description for the lines that are printed when training begins."""
 
     @property
     def resumes(self) -> bool:
-        """Does an epoch of a checkpoint go on where it ended?"""
+        """True if an epoch of a checkpoint goes on where it ended."""
 
     @property
     def position(self) -> int | None:
-        """Of this turn's batch in the epoch; None if it goes by the number of the turn."""
+        """Position of this turn's batch in the epoch; None if it follows the number of the turn."""
 
     @property
     def portion(self) -> Portion | None:
-        """What this turn's batch is of one that all pipelines train together; None if they do not."""
+        """Portion that this turn's batch is of one that all pipelines train together; None if they do not."""
 
     @property
     def zeroes_gradients(self) -> bool:
-        """Does Lightning zero the gradients before it adds those of this turn's batch?"""
+        """True if Lightning zeroes the gradients before it adds those of this turn's batch."""
 
     def deal(self, loader: Any, split: Split | None) -> None:
-        """``loader`` gives the batches from now on, and its data are split so.
+        """Take the batches from ``loader`` from now on; ``split`` says how its data are split.
 
         Raises:
             ConfigurationError: this source cannot take them, and the user asked for it.
         """
 
     def change(self) -> None:
-        """Makes the Trainer's loop fit for these turns, before training.
+        """Adapt the Trainer's loop to these turns, before training.
 
         Raises:
             ConfigurationError: the module splits or weighs its batches in a way that this source cannot.
         """
 
     def take_over(self, fetcher: DataFetcher) -> DataFetcher:
-        """What gives the batches of the epoch that begins: a :class:`Fetcher`, or ``fetcher`` where Lightning's own
-        does."""
+        """Return the fetcher of the epoch that begins: a :class:`Fetcher`, or ``fetcher`` where Lightning's own gives
+        the batches."""
 
     def begin_epoch(self, fetcher: DataFetcher) -> None:
-        """A later epoch begins with ``fetcher``, which has been taken over."""
+        """Begin a later epoch with ``fetcher``, which has been taken over."""
 
     def fetch(self, fetcher: DataFetcher) -> Item:
-        """What the next turn trains, or shows to hooks if it trains nothing. Sets ``fetcher.done`` with the last."""
+        """Return what the next turn trains, or shows to hooks if it trains nothing. Set ``fetcher.done`` with the
+        last."""
 
     def close(self) -> None:
-        """The fit is over; workers of the loader may end."""
+        """End the fit; workers of the loader may end."""
 
 
 class Fetcher(PrefetchDataFetcher):
-    """Takes over from Lightning's ``fetcher``, with what that has fetched already, and gives what ``source`` gives."""
+    """A fetcher that takes over from Lightning's ``fetcher``, with what that has fetched already, and gives the batches
+    of ``source``."""
 
     def __init__(self, fetcher: DataFetcher, source: BatchSource) -> None:
         self.batches: list[Item] = []
@@ -141,21 +143,22 @@ class Fetcher(PrefetchDataFetcher):
 
 
 def gives(source: BatchSource, fetcher: DataFetcher | None) -> bool:
-    """Has ``source`` taken over from ``fetcher``?"""
+    """Return whether ``source`` has taken over from ``fetcher``."""
     return isinstance(fetcher, Fetcher) and fetcher.source is source
 
 
 def begins_accumulation(trainer: Trainer) -> bool:
-    """Does the batch of this turn, by its number, begin an accumulation of gradients?"""
+    """Return whether the batch of this turn, by its number, begins an accumulation of gradients."""
     return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
 
 class ShardBatchSource:
-    """Each pipeline trains what its own loader gives; Lightning's fetcher stays where the shards are even.
+    """A source in which each pipeline trains what its own loader gives; Lightning's fetcher stays where the shards are
+    even.
 
     Args:
         trainer: about to fit.
-        turns: this worker's.
+        turns: those of this worker.
     """
 
     description = "each pipeline's own shard"
@@ -169,17 +172,17 @@ class ShardBatchSource:
 
     @property
     def zeroes_gradients(self) -> bool:
-        """See :class:`BatchSource`, as for the others."""
+        """True if an accumulation begins; see :class:`BatchSource`, as for the others."""
         return begins_accumulation(self._trainer)
 
     def deal(self, loader: Any, split: Split | None) -> None:
-        """Nothing: Lightning's fetcher has the loader."""
+        """No-op: Lightning's fetcher has the loader."""
 
     def change(self) -> None:
-        """Nothing: a turn is one of Lightning's."""
+        """No-op: a turn is one of Lightning's."""
 
     def close(self) -> None:
-        """Nothing: Lightning ends its loader."""
+        """No-op: Lightning ends its loader."""
 
     def take_over(self, fetcher: DataFetcher) -> DataFetcher:
         if gives(self, fetcher):
@@ -226,7 +229,8 @@ class ShardBatchSource:
             fetcher.done = False
 
     def _trains_the_last(self) -> bool:
-        """There is none but the last batch. Is it to be trained in this turn, like the last of every pipeline?"""
+        """Return whether the last batch, the only one left, is to be trained in this turn, like the last of every
+        pipeline."""
         position = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         meeting = self._meeting
         if meeting is None or (position == meeting.position and not meeting.closing):

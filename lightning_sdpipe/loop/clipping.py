@@ -25,7 +25,7 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 def clips_by_norm(trainer: Trainer) -> bool:
-    """Does the Trainer, or may the module?"""
+    """Return whether the Trainer clips by norm, or the module may."""
     by_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
     return by_norm or is_overridden("configure_gradient_clipping", trainer.lightning_module)
 
@@ -38,8 +38,8 @@ def clip_over_stages(
     ready: ReadySignal,
     sections: Sections | None = None,
 ) -> None:
-    """Makes ``precision`` clip by the norm over all stages of this pipeline, which must step together; ``ready`` is
-    told when the norm is known. With ``sections`` it is the same on all pipelines, to the last bit."""
+    """Make ``precision`` clip by the norm over all stages of this pipeline, which must step together; ``ready`` is told
+    when the norm is known. With ``sections`` it is the same on all pipelines, to the last bit."""
     counted = _counted(module, ownership, groups)
     if sections is None:
         square = _square
@@ -59,7 +59,7 @@ def clip_without_flush(
     pipeline: PipeDreamPipeline,
     ready: ReadySignal,
 ) -> None:
-    """The same where stages step at different times: by the norm over all stages as far as this one knows it, see
+    """Clip likewise where stages step at different times: by the norm over all stages as far as this one knows it, see
     :mod:`lightning_sdpipe.pipeline.stage_metadata`."""
     counted = _counted(module, ownership, groups)
     precision.__dict__["clip_grad_by_norm"] = partial(_clip_by_known_norm, counted, pipeline, ready)
@@ -67,7 +67,8 @@ def clip_without_flush(
 
 
 def _counted(module: nn.Module, ownership: Ownership, groups: ProcessGroups) -> list[nn.Parameter]:
-    """Whose gradients make up this stage's part of the norm: a shared parameter counts on its first stage only."""
+    """Return the parameters whose gradients make up this stage's part of the norm: a shared one counts on its first
+    stage only."""
     stage, _ = groups.mesh.locate(groups.rank)
     return [p for name, p in module.named_parameters() if ownership.stages[name][0] == stage]
 
@@ -105,7 +106,7 @@ def _clip_by_norm(
     optimizer: Optimizer,
     clip_val: float,
 ) -> None:
-    """Scales all gradients by ``clip_val / norm`` if that is below one.
+    """Scale all gradients by ``clip_val / norm`` if that is below one.
 
     Args:
         counted: whose gradients make up this stage's part of the norm; a shared parameter counts on one stage only.
@@ -135,8 +136,8 @@ def _square(counted: Sequence[nn.Parameter], pipeline: dist.ProcessGroup) -> Ten
 def _square_by_section(
     section_of: Mapping[int, int], count: int, counted: Sequence[nn.Parameter], pipeline: dist.ProcessGroup
 ) -> Tensor:
-    """As :func:`_square`. One stage of a pipeline computes the square of a section, and it is added to zeros; so which
-    stages there are changes no bit."""
+    """Return the square as :func:`_square` does. One stage of a pipeline computes the square of a section, and it is
+    added to zeros, so the set of stages changes no bit."""
     squares = torch.zeros(count, dtype=torch.float64)
     for parameter in counted:
         if parameter.grad is not None:
@@ -156,11 +157,11 @@ def _wide(gradient: Tensor) -> torch.dtype:
 
 
 def _applied(counted: Sequence[nn.Parameter], optimizer: Optimizer) -> list[nn.Parameter]:
-    """Those that ``optimizer`` applies the gradients of, as in one process."""
+    """Return the parameters that ``optimizer`` applies the gradients of, as in one process."""
     applied = {id(p) for p in _held(optimizer)}
     return [p for p in counted if p.grad is not None and id(p) in applied]
 
 
 def _held(optimizer: Optimizer) -> list[nn.Parameter]:
-    """What this stage holds of the optimizer's parameters; hooks see the others', too."""
+    """Return what this stage holds of the optimizer's parameters; hooks see the others', too."""
     return [p for group in optimizer.param_groups for p in group["params"] if not p.is_meta]

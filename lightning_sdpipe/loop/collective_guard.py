@@ -1,7 +1,6 @@
-"""Which of the user's methods runs now, of those that other stages do not run, or not to their end.
+"""Tracks which of the user's methods runs, of those that other stages do not run, or not to their end.
 
-There nothing may be called that all ranks must call together: the others would be waited for in vain, or be met at
-another call.
+In such a method no collective call is allowed: the other ranks would be waited for in vain, or be met at another call.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from lightning_sdpipe.errors import ConfigurationError
 
 
 class CollectiveGuard:
-    """Held by the strategy of one worker.
+    """The guard of one worker's strategy.
 
     Args:
         num_stages: M. A stage that is the only one runs everything.
@@ -30,16 +29,16 @@ class CollectiveGuard:
         self._now = ""
         self.rehearsing = False
         self.communicates = False
-        """Does a step that was rehearsed here communicate with the other pipelines?"""
+        """True if a step that was rehearsed here communicates with the other pipelines."""
 
     @property
     def in_step(self) -> bool:
-        """Does a step run?"""
+        """True while a step runs."""
         return self._now.endswith("_step")
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """Around a step, or a hook that runs on last stages only."""
+        """Note that a step, or a hook that runs on last stages only, runs in the block."""
         self._now = name
         try:
             yield
@@ -48,7 +47,7 @@ class CollectiveGuard:
 
     @contextmanager
     def rehearsal(self, name: str) -> Iterator[None]:
-        """Around a step that one process tries before training, while others wait for what it finds out."""
+        """Note that one process tries a step in the block, before training, while others wait for what it finds out."""
         self.rehearsing = True
         before = [(metric, metric.distributed_available_fn) for metric in self._metrics()]
         for metric, _ in before:
@@ -62,12 +61,12 @@ class CollectiveGuard:
                 metric.distributed_available_fn = available
 
     def _has_no_replicas(self) -> bool:
-        """What a metric asks that would be gathered from all pipelines."""
+        """Answer a metric that would be gathered from all pipelines."""
         self.communicates = True
         return False
 
     def check(self, what: str) -> None:
-        """Raises ConfigurationError if ``what`` all ranks must call is called where some do not come."""
+        """Raise ConfigurationError if ``what``, which all ranks must call, is called where some do not come."""
         if not self._now or self._num_stages == 1:
             return
         stage = self._now.removeprefix("on_").partition("_")[0]
@@ -80,10 +79,10 @@ class CollectiveGuard:
 
     @contextmanager
     def result_hook(self, name: str, parameters: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
-        """Around a hook that runs on last stages only.
+        """Guard a hook, in the block, that runs on last stages only.
 
         Raises:
-            ConfigurationError: it was the end of an epoch, and changed ``parameters``.
+            ConfigurationError: the hook was the end of an epoch, and changed ``parameters``.
         """
         looks = self._num_stages > 1 and name.endswith("_epoch_end")
         before = _sums(parameters()) if looks else []

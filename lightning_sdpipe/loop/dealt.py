@@ -1,9 +1,9 @@
 """Turns of Lightning's loop over batches that are dealt by speed.
 
-Between two pauses lies a segment of the epoch, whose batches all pipelines train together, each as many as it can. A
-turn is one batch of this pipeline. When there is nothing for it, it leaves the others alone, and waits for more or for
-the end of the segment, within the turn of its last batch. So hooks at the end of that turn find all workers there, at
-the numbers of an equal split. A pipeline that was dealt nothing is absent for one turn.
+Between two sync points lies a segment of the epoch, whose batches all pipelines train together, each as many as it can.
+A turn is one batch of this pipeline. When there is none, the pipeline leaves the others alone, and waits for more or
+for the end of the segment, within the turn of its last batch. So hooks at the end of that turn find all workers there,
+at the numbers of an equal split. A pipeline that was dealt nothing is absent for one turn.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _LIBRARIES = ("lightning", "pytorch_lightning", "lightning_sdpipe")
 
 @dataclass(frozen=True)
 class Dealing:
-    """What is dealt, and whether it has to be.
+    """The data that are dealt, and whether they have to be.
 
     Args:
-        seed: of the run.
-        origin: which split of the data a checkpoint counts by, if one was loaded.
+        seed: that of the run.
+        origin: the split of the data that a checkpoint counts by, if one was loaded.
         required: the user asked for it; else what cannot be dealt is trained as shards.
-        anybody: is it so on any worker? Every worker must ask.
-        reason: why this run should not, whatever its loader.
+        anybody: returns whether it is so on any worker; every worker must ask.
+        reason: why this run should not deal, whatever its loader; None if it may.
     """
 
     seed: Callable[[], int]
@@ -65,12 +65,12 @@ class DealtBatchSource:
 
     Args:
         trainer: about to fit.
-        turns: this worker's.
+        turns: those of this worker.
         client: deals batches.
-        groups: this worker's place.
+        groups: this worker's process groups.
         checks: says when all look at the clock.
         run: a number of this fit, equal on all workers and no other fit's.
-        dealing: what is dealt.
+        dealing: the data that are dealt.
     """
 
     description = "dealt by speed if the loader allows it"
@@ -98,14 +98,14 @@ class DealtBatchSource:
         self._segment: Segment | None = None
         self._next: DealtBatch | None = None
         self._now: DealtBatch | None = None
-        self._looked = False  # is `_next` what follows the batch of this turn?
-        self._over = False  # have all workers trained what there was in this segment?
+        self._looked = False  # `_next` is what follows the batch of this turn
+        self._over = False  # all workers have trained what there was in this segment
         self._trained = 0  # in this segment
         self._accumulated = 0  # batches of this pipeline whose gradients wait for an update
         self._closes = False
 
     def deal(self, loader: Any, split: Split | None) -> None:
-        """The batches of ``loader`` from now on, whose data are ``split`` so, if they can be dealt.
+        """Deal the batches of ``loader`` from now on, if they can be dealt; ``split`` says how its data are split.
 
         Raises:
             ConfigurationError: they cannot, and the user asked for it.
@@ -119,7 +119,7 @@ class DealtBatchSource:
         self._dealt = DealtBatches(loader, self._num_pipelines, self._client.lease)
 
     def _refused(self, reason: str | None) -> bool:
-        """Whether there is a ``reason`` not to deal, which is an error if the user asked for it."""
+        """Return whether there is a ``reason`` not to deal, which is an error if the user asked for it."""
         if reason is not None and self._dealing.required:
             raise refuse_to_deal(reason)
         if reason is not None:
@@ -127,7 +127,7 @@ class DealtBatchSource:
         return reason is not None
 
     def take_over(self, fetcher: DataFetcher) -> DataFetcher:
-        """What gives the batches of the epoch that begins: ``fetcher``, if they are not dealt."""
+        """Return the fetcher of the epoch that begins: ``fetcher``, if its batches are not dealt."""
         if gives(self, fetcher):
             return fetcher
         if self._dealt is None:
@@ -150,7 +150,7 @@ class DealtBatchSource:
         return taken
 
     def begin_epoch(self, fetcher: DataFetcher) -> None:
-        """See :class:`~lightning_sdpipe.loop.batch_source.BatchSource`, as for the next four."""
+        """Begin a later epoch; see :class:`~lightning_sdpipe.loop.batch_source.BatchSource`, as for the next four."""
         fetcher.fetched = 0
 
     def fetch(self, fetcher: DataFetcher) -> Item:
@@ -173,7 +173,7 @@ class DealtBatchSource:
     # ------------------------------------------------------------------- turns
 
     def change(self) -> None:
-        """Makes the trainer's loop take these turns."""
+        """Make the trainer's loop take these turns."""
         loop: Any = self._trainer.fit_loop.epoch_loop
         optimization = loop.automatic_optimization
         check_validation = current(loop, Method.VALIDATES)
@@ -205,11 +205,11 @@ class DealtBatchSource:
         save_at_sync_points(self._trainer, underway)
 
     def close(self) -> None:
-        """The fit is over; workers of the loader may end."""
+        """End the fit; workers of the loader may end."""
         self._dealt = self._next = self._now = None
 
     def _next_turn(self) -> Any:
-        """What it trains, or shows to hooks if it trains nothing."""
+        """Return what the turn trains, or shows to hooks if it trains nothing."""
         if not self._turns.underway:
             self._begin_segment()
         return self._begin_turn()
@@ -250,12 +250,12 @@ class DealtBatchSource:
 
     @property
     def _final(self) -> bool:
-        """Does the segment end the epoch?"""
+        """True if the segment ends the epoch."""
         assert self._segment is not None
         return self._segment.stop == self._trainer.num_training_batches
 
     def _look(self) -> None:
-        """At what follows; no other worker is waited for."""
+        """Look at the next batch, without waiting for another worker."""
         assert self._dealt is not None
         if not self._looked:
             with self._turns.first_failure():
@@ -263,17 +263,17 @@ class DealtBatchSource:
             self._looked = True
 
     def _run_out(self) -> None:
-        """There is nothing for now."""
+        """Wait, as there is nothing to train for now."""
         self._rest()
         self._wait()
 
     def _rest(self) -> None:
-        """Everything is finished, and no worker is held up."""
+        """Finish everything, so that no worker is held up."""
         self._turns.rest()
         self._client.trained(self._trained)
 
     def _wait(self) -> None:
-        """Waits for others, until there is something to train, or will not be in this segment."""
+        """Wait for others, until there is something to train, or will not be in this segment."""
         dealt = self._dealt
         assert dealt is not None
         with self._turns.first_failure():
@@ -301,13 +301,13 @@ class DealtBatchSource:
             split.advance(before, min(max(self._reached(before), before), segment.stop - 1))
 
     def _reached(self, before: int) -> int:
-        """What each of equal pipelines has trained before the next batch of this one."""
+        """Return what each of equal pipelines has trained before the next batch of this one."""
         assert self._next is not None
         return math.floor(self._next.progress / self._num_pipelines + 1e-9)
 
 
 def batch_to_show(loader: Any) -> Any:
-    """What hooks see of a turn without a batch. The data set goes on as if it had not been asked."""
+    """Return what hooks see of a turn without a batch. The data set goes on as if it had not been asked."""
     before = Mementos(loader.dataset, loader.collate_fn)
     try:
         return sample_batch(loader)
@@ -316,10 +316,10 @@ def batch_to_show(loader: Any) -> Any:
 
 
 def announcement(required: bool, module: LightningModule, callbacks: Iterable[Callback]) -> str:
-    """One line on what was chosen, why, and which hooks of the user's are told the number of a training batch.
+    """Return one line on what was chosen, why, and which hooks of the user's are told the number of a training batch.
 
     Args:
-        required: did the user ask for it?
+        required: True if the user asked for it.
         module: the user's.
         callbacks: of the Trainer.
     """

@@ -1,4 +1,4 @@
-"""What must happen on every worker before any user's callback sees the end of an epoch, or saves a checkpoint."""
+"""A callback that acts on every worker before any user's callback sees the end of an epoch, or saves a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class EpochCallback(Callback):
     so that ModelCheckpoint, EarlyStopping and plateau schedulers decide alike everywhere. The strategy puts it first.
 
     Args:
-        groups: this worker's place.
-        turns: this worker's.
-        share: what all workers get of the metrics that each has; it returns what it is given where they stay.
-        random_states: of all workers, for a checkpoint.
+        groups: this worker's process groups.
+        turns: those of this worker.
+        share: returns the metrics that all workers get from those of each; it returns its argument where they stay
+            local.
+        random_states: returns those of all workers, for a checkpoint.
         checks: says when all look at the clock.
         draws: begin the streams that hooks draw from.
     """
@@ -48,7 +49,7 @@ class EpochCallback(Callback):
         self._to_load: Mapping[str, Any] | None = None
 
     def put_first(self, trainer: Any) -> None:
-        """Before the callbacks of ``trainer``, in the place of one that an earlier run has left there."""
+        """Put this before the callbacks of ``trainer``, in the place of one that an earlier run has left there."""
         trainer.callbacks = [self, *(c for c in trainer.callbacks if not isinstance(c, EpochCallback))]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -64,7 +65,7 @@ class EpochCallback(Callback):
         self._draws.between_batches("on_train_end")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._draws.between_batches("on_train_start")  # what sets up a run may draw, too
+        self._draws.between_batches("on_train_start")  # the setup of a run may draw, too
         self._checks.start(loop.batches(trainer))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -74,7 +75,7 @@ class EpochCallback(Callback):
         self._to_load = checkpoint.get("random_states")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._to_load is not None:  # only now: what sets up a run may draw as well
+        if self._to_load is not None:  # only now: the setup of a run may draw as well
             random_states.restore(self._to_load, self._groups, trainer.strategy.root_device)
             self._to_load = None
         self._draws.between_batches("on_train_epoch_start")
@@ -92,11 +93,13 @@ class EpochCallback(Callback):
         self._draws.between_steps(Point.BATCH_END)
         if self._turns.underway:
             return
-        due = self._checks.due(loop.batches(trainer))
+        due = self._checks.agreed(loop.batches(trainer))
         if due or any(_saves_now(callback, trainer) for callback in trainer.checkpoint_callbacks):
             self._turns.pause()
             self._share_metrics(trainer)
-            self._checks.now = due
+            if due:
+                with self._turns.first_failure():
+                    self._checks.look()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._turns.pause()

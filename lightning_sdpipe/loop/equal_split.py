@@ -28,7 +28,7 @@ class EqualSplit:
 
     Args:
         trainer: about to fit.
-        closes: does the batch of this turn end an accumulation of gradients of this pipeline?
+        closes: returns whether the batch of this turn ends an accumulation of gradients of this pipeline.
     """
 
     def __init__(self, trainer: Trainer, closes: Callable[[], bool]) -> None:
@@ -38,7 +38,7 @@ class EqualSplit:
         self._passed = range(0)
 
     def begin(self) -> None:
-        """A segment begins where the counters are."""
+        """Begin a segment where the counters are."""
         loop = self._loop
         steps = self._steps(self.number)
         progress, updates = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
@@ -48,12 +48,12 @@ class EqualSplit:
 
     @property
     def number(self) -> int:
-        """How many batches of the epoch each of equal pipelines has begun."""
+        """Number of batches of the epoch that each of equal pipelines has begun."""
         number: int = self._loop.batch_progress.current.ready
         return number
 
     def advance(self, before: int, now: int) -> None:
-        """The turn that trained a batch, at number ``before``, comes to its end at ``now``."""
+        """Move the counters to ``now`` at the end of the turn that trained a batch, at number ``before``."""
         loop, steps = self._loop, self._steps(now)
         self._passed = range(before + 1, now + 1)
         for tracker, earlier in (
@@ -70,7 +70,7 @@ class EqualSplit:
         set_logged_steps(self._trainer, logged)
 
     def update_schedulers(self, plateau: bool) -> None:
-        """Steps the schedulers of the learning rate that step with updates, once for each that has passed."""
+        """Step the schedulers of the learning rate that step with updates, once for each that has passed."""
         current = self._loop.batch_progress.current
         for number in self._passed:
             if self._steps(number) > self._steps(number - 1):
@@ -85,13 +85,13 @@ class EqualSplit:
         return int(self._trainer.num_training_batches)
 
     def _steps(self, number: int) -> int:
-        """Updates of an epoch after ``number`` batches, on each of equal pipelines."""
+        """Return the updates of an epoch after ``number`` batches, on each of equal pipelines."""
         whole, more = divmod(number, self._trainer.accumulate_grad_batches)
         return whole + (number == self._end and more > 0)
 
     def _logged(self, before: int, now: int) -> int:
-        """What counts for loggers before this turn ends. A step to be logged that is passed over is logged late, at its
-        number."""
+        """Return what counts for loggers before this turn ends. A step to be logged that is passed over is logged late,
+        at its number."""
         every = self._trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and now // every > before // every and now != self._earlier_logs + self._steps(self._end):
             now -= now % every
@@ -99,7 +99,7 @@ class EqualSplit:
 
 
 def next_sync_point(trainer: Trainer, checks: ClockChecks) -> int:
-    """After how many batches of this epoch, on each of equal pipelines, training pauses next: for validation, a
+    """Return after how many batches of this epoch, on each of equal pipelines, the next sync point comes: validation, a
     checkpoint, a look at the clock, ``max_steps``, or the end of the epoch."""
     loop: Any = trainer.fit_loop.epoch_loop
     start: int = loop.batch_progress.current.ready
@@ -123,13 +123,13 @@ def next_sync_point(trainer: Trainer, checks: ClockChecks) -> int:
 
 
 def saving_by_steps(trainer: Any) -> list[ModelCheckpoint]:
-    """The callbacks of ``trainer`` that save after every so many steps."""
+    """Return the callbacks of ``trainer`` that save after every so many steps."""
     found = (callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint))
     return [callback for callback in found if steps_between_saves(callback) > 0]
 
 
 def save_at_sync_points(trainer: Trainer, underway: Callable[[], bool]) -> None:
-    """Keeps them from saving where a number of steps is seen again, or early, while pipelines are ``underway``."""
+    """Keep them from saving where a number of steps is seen again, or early, while pipelines are ``underway``."""
 
     def changed(callback: Any) -> Callable[..., None]:
         def on_train_batch_end(*arguments: Any, **kwargs: Any) -> None:

@@ -16,8 +16,8 @@ Groups = list[dict[str, Any]]
 
 
 def adapt(callbacks: Sequence[Callback], whole_groups: Callable[[], Groups]) -> Callable[[], None]:
-    """Lets finetuning callbacks remember the groups of the whole optimizer, and find what is in a group by identity:
-    Lightning compares values, which those of other stages do not have. Returns what undoes it."""
+    """Let finetuning callbacks remember the groups of the whole optimizer, and find what is in a group by identity:
+    Lightning compares values, which those of other stages do not have. Return a function that undoes it."""
     finetuning = [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
     if not finetuning:
         return lambda: None
@@ -47,7 +47,7 @@ def _new_to(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[nn
 
 
 def restore_groups(trainer: Trainer, optimizer: Optimizer) -> None:
-    """Adds the groups that a finetuning callback had added when it was saved, so that their state can be loaded.
+    """Add the groups that a finetuning callback had added when it was saved, so that their state can be loaded.
 
     Lightning does so in ``on_fit_start``, before which this strategy cannot load the callback's state.
     """

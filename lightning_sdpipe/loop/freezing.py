@@ -1,8 +1,8 @@
 """Layers that are frozen or unfrozen while a run goes on.
 
-What depends on it: whose gradients there are and which of them travel, which parameters are averaged, and whether a
-boundary between stages needs a gradient. So the change is taken over between two mini-batches, where nothing is under
-way and all pipelines are together; what runs in between goes by what was agreed last.
+Freezing determines which gradients exist and travel, which parameters are averaged, and which boundary between stages
+needs a gradient. So a change is taken over between two mini-batches, where nothing is under way and all pipelines are
+together; until then all go by what was agreed last.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 class Freezing:
-    """Which parameters of a stage train.
+    """Tracks which parameters of a stage train.
 
     Args:
-        module: all of it. What other stages hold is on ``meta``, and says ``requires_grad`` all the same.
+        module: the whole module. Parameters of other stages are on ``meta``, and have ``requires_grad`` all the same.
         parameters: this stage's, about in the order in which a backward completes their gradients.
-        groups: this worker's place.
+        groups: this worker's process groups.
         together: tensors over the same memory.
-        sections: of the parameters, if their replicas are known by that.
+        sections: that of each parameter, if its replicas depend on it.
 
     Raises:
         ConfigurationError: ranks differ in which parameters train, or in which modules are in training mode. All ranks
@@ -51,11 +51,11 @@ class Freezing:
         self._together = together
         self._sections = sections
         self.generation = 0
-        """Counts the changes; equal on all stages."""
+        """Number of changes; equal on all stages."""
         self.trained: list[nn.Parameter] = []
-        """Those of ``parameters`` that train, in their order. The list itself changes."""
+        """Parameters of ``parameters`` that train, in their order. The list itself changes."""
         self.buckets: list[FlatBucket] = []
-        """Of all ``parameters``. The list itself changes."""
+        """Buckets of all ``parameters``. The list itself changes."""
         self._refuse_different(self._flags(), "comparing which layers train")
         different = self._different(list(modes.values()), "comparing training modes")
         if different is not None:
@@ -66,16 +66,15 @@ class Freezing:
         self._agree()
 
     def changed(self) -> bool:
-        """Has the user frozen or unfrozen anything since :meth:`unpack_max`?"""
+        """Return whether the user has frozen or unfrozen anything since :meth:`take_over`."""
         return self._flags() != self._agreed
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """In the module."""
+        """Return the name of ``parameter`` in the module."""
         return next((name for name, named in self._named if named is parameter), "")
 
     def take_over(self) -> None:
-        """Goes by what the user has changed from now on. All workers of the run must call it, and nothing may be under
-        way.
+        """Take over what the user has changed. All workers of the run must call it, and nothing may be under way.
 
         Raises:
             ConfigurationError: it was changed on some ranks only.
@@ -87,7 +86,7 @@ class Freezing:
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """Around a step.
+        """Refuse changes within the block, around a step.
 
         Raises:
             ConfigurationError: something was frozen or unfrozen within.
@@ -115,7 +114,7 @@ class Freezing:
             )
 
     def _different(self, flags: Sequence[bool], doing: str) -> int | None:
-        """The place of the first of ``flags`` that is not the same on all ranks."""
+        """Return the place of the first of ``flags`` that is not the same on all ranks."""
         mine = torch.tensor(flags, dtype=torch.uint8)
         everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         with waiting_for(self._groups.everybody, doing):

@@ -2,8 +2,8 @@
 speed allows.
 
 Pipelines tell each other how long they compute for a micro-batch: after a few rounds, then after ever more, up to
-:data:`LONGEST`. What they divide next follows from that, equally on all workers. Loaders prefetch, so a division holds
-from the round on that no worker has asked its loader for.
+:data:`LONGEST`. The next division follows from that, equally on all workers. Loaders prefetch, so a division holds from
+the round on that no worker has asked its loader for.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from lightning_sdpipe.pipeline.micro_batches import Portion
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 LONGEST = 32
-"""Rounds between two looks at the speeds, once these are known."""
+"""Most rounds between two comparisons of the speeds, once these are known."""
 
 WORTH = 0.95
-"""A division is changed where the slowest pipeline would be done in this part of the time, or less."""
+"""Part of the slowest pipeline's time, at most, that a new division must take to replace the old one."""
 
 
 class JointBatchSource:
@@ -39,12 +39,12 @@ class JointBatchSource:
 
     Args:
         trainer: about to fit.
-        groups: this worker's place.
-        delays: how long this worker computes.
+        groups: this worker's process groups.
+        delays: measures how long this worker computes.
         parts: P, micro-batches of a mini-batch at equal speeds.
-        unit: what a schedule needs a multiple of.
-        seed: of the run.
-        origin: which split of the data a checkpoint counts by, if one was loaded.
+        unit: the number of micro-batches whose multiple a schedule needs.
+        seed: that of the run.
+        origin: the split of the data that a checkpoint counts by, if one was loaded.
     """
 
     description = "one batch of all pipelines, divided by speed"
@@ -67,7 +67,7 @@ class JointBatchSource:
         self.counts = [parts] * groups.mesh.num_pipelines
         """Micro-batches of each pipeline, as last decided."""
         self.portion: Portion | None = None
-        """What this turn's batch is."""
+        """Portion that this turn's batch is."""
         self._plan: list[tuple[int, Sequence[int]]] = []  # from which round of the epoch on
         self._at: tuple[int, int] | None = None  # epoch and round that come next
         self._rounds, self._look_at = 0, 1  # of this fit
@@ -75,7 +75,7 @@ class JointBatchSource:
         self._computed = 0.0
 
     def deal(self, loader: Any, split: Split | None) -> None:
-        """The batches of ``loader`` from now on, whose data are ``split`` so.
+        """Divide the batches of ``loader`` from now on; ``split`` says how its data are split.
 
         Raises:
             ConfigurationError: they cannot be divided.
@@ -90,7 +90,7 @@ class JointBatchSource:
         self._ahead = int(self._largest([float(self._batches.ahead)])[0])
 
     def change(self) -> None:
-        """Begins a fit.
+        """Begin a fit.
 
         Raises:
             ConfigurationError: the module splits or weighs its batches itself.
@@ -103,12 +103,12 @@ class JointBatchSource:
         self._computed = self._seconds
 
     def close(self) -> None:
-        """The fit is over; workers of the loader may end."""
+        """End the fit; workers of the loader may end."""
         self._batches = self.portion = None  # type: ignore[assignment]  # none is asked for any more
         self._delays.measures = False
 
     def take_over(self, fetcher: DataFetcher) -> DataFetcher:
-        """What gives the batches of the epoch that begins."""
+        """Return the fetcher of the epoch that begins."""
         if gives(self, fetcher):
             return fetcher
         if len(fetcher.combined_loader.flattened) > 1:
@@ -122,7 +122,8 @@ class JointBatchSource:
 
     @property
     def zeroes_gradients(self) -> bool:
-        """See :class:`~lightning_sdpipe.loop.batch_source.BatchSource`, as for the next two."""
+        """True if an accumulation begins; see :class:`~lightning_sdpipe.loop.batch_source.BatchSource`, as for the next
+        two."""
         return begins_accumulation(self._trainer)
 
     def begin_epoch(self, fetcher: DataFetcher) -> None:
@@ -135,7 +136,7 @@ class JointBatchSource:
         return as_combined(fetcher.combined_loader, batch), fetcher.fetched - 1, 0
 
     def _next_round(self) -> tuple[Any, int]:
-        """Its batch, and how many of the epoch there are with it."""
+        """Return the batch of the next round, and the number of the epoch's batches up to it."""
         here = self._trainer.current_epoch, int(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         epoch, number = here
         if here != self._at:
@@ -153,7 +154,7 @@ class JointBatchSource:
         return next(counts for start, counts in reversed(self._plan) if start <= number)
 
     def _look(self, number: int) -> None:
-        """At how fast each worker was. What is divided anew holds from round ``number`` on."""
+        """Compare the speeds of all workers. A new division holds from round ``number`` on."""
         first, bubble = self._rounds == 1, self._groups.mesh.num_stages - 1
         self._look_at += min(2 * self._rounds, LONGEST)
         seconds = self._measured()
@@ -165,7 +166,8 @@ class JointBatchSource:
             self._plan.append((number, new))
 
     def _measured(self) -> list[float]:
-        """Seconds that each pipeline has computed for a micro-batch since the last look: its slowest stage."""
+        """Return the seconds that each pipeline has computed for a micro-batch since the last comparison: its slowest
+        stage's."""
         computed, self._computed = self._computed, self._seconds
         mine = [0.0] * len(self.counts)
         mine[self._pipeline] = (self._computed - computed) / max(1, self._trained)
@@ -177,7 +179,7 @@ class JointBatchSource:
         return self._delays.computed_seconds + self._delays.injected_seconds
 
     def _largest(self, numbers: Sequence[float]) -> list[float]:
-        """Each of ``numbers``, where it is largest; every worker must call it."""
+        """Return each of ``numbers``, where it is largest; every worker must call it."""
         mine = torch.tensor(numbers, device=self._trainer.strategy.root_device)
         with waiting_for(self._groups.everybody, "comparing speeds"):
             dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._groups.everybody)
@@ -186,7 +188,7 @@ class JointBatchSource:
 
 
 def divided(seconds: Sequence[float], parts: int, unit: int, bubble: int) -> list[int]:
-    """Micro-batches of each pipeline, by the ``seconds`` that each takes for one: ``parts`` on average."""
+    """Return the micro-batches of each pipeline, by the ``seconds`` that each takes for one: ``parts`` on average."""
     total = parts * len(seconds) // unit
     return [unit * count for count in micro_batches_by_speed([unit * s for s in seconds], total, 1, bubble / unit)]
 

@@ -1,4 +1,4 @@
-"""What only the last stage of a pipeline can do, because the results of a step exist there alone."""
+"""Adaptations of what only the last stage of a pipeline can do, because the results of a step exist there alone."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def leave_results_to_the_last_stage(
     within: Within,
     hand_on: Callable[[str], None] = lambda _: None,
 ) -> Callable[[], None]:
-    """Hooks that deal with the results of evaluation, those of ``module`` and of callbacks that write predictions, run
-    on last stages only; ``within(hook)`` is held meanwhile. Those of other callbacks run everywhere, and end on the
+    """Make hooks that deal with the results of evaluation, those of ``module`` and of callbacks that write predictions,
+    run on last stages only; ``within(hook)`` is held meanwhile. Those of other callbacks run everywhere, and end on the
     other stages where they use a result. All stages call ``hand_on(hook)`` after the module's hooks for the end of an
-    evaluation. Returns what undoes it."""
+    evaluation. Return a function that undoes it."""
     writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
     own = [(module, name) for name in _RESULT_HOOKS] + [(writer, name) for writer in writers for name in _WRITER_HOOKS]
     changed: list[tuple[Any, str, Any]] = []  # what, its hook, and what its instance had in its place
@@ -66,7 +66,7 @@ def leave_results_to_the_last_stage(
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In the place of a hook."""
+    """Take the place of a hook."""
 
 
 def _held(hook: Callable[..., Any], within: Within, name: str) -> Callable[..., Any]:
@@ -114,7 +114,7 @@ class NoResultError(ConfigurationError):
 
 
 class _NoResult:
-    """What a step would have returned, on a stage that does not come to its end. It cannot be used for anything."""
+    """A stand-in for the result of a step, on a stage that does not come to its end. It cannot be used for anything."""
 
     def __init__(self, place: str) -> None:
         self.__dict__["_place"] = place
@@ -132,7 +132,7 @@ class _NoResult:
 
 
 class _GatherOverStage:
-    """How a metric's states come together: from the pipelines' last stages, not from all ranks."""
+    """Gathers a metric's states from the pipelines' last stages, not from all ranks."""
 
     def __init__(self, group: ProcessGroup, check: Callable[[], None] = lambda: None) -> None:
         self._group = group
@@ -149,8 +149,9 @@ class _GatherOverStage:
 def gather_metrics_over(
     module: LightningModule, group: ProcessGroup, ends_early: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Makes torchmetrics objects of ``module`` compute over ``group``, unless they have a rule of their own. Returns
-    what undoes it. ``ends_early``: does a step run that ends before this worker can update what the step updates?"""
+    """Make torchmetrics objects of ``module`` compute over ``group``, unless they have a rule of their own. Return a
+    function that undoes it. ``ends_early`` returns whether a step runs that ends before this worker can update what the
+    step updates."""
     metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric) and m.dist_sync_fn is None}
 
     def check(name: str) -> None:

@@ -17,14 +17,14 @@ from __future__ import annotations
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sdpipe import lightning_internals
@@ -32,57 +32,103 @@ from lightning_sdpipe.lightning_internals import Method
 from lightning_sdpipe.loop.batch_source import BatchSource, Turns
 
 _SOONEST, _LATEST = 1, 2**40
+_ROUNDING = 1e-3
+"""Seconds by which what is due is made so without a doubt."""
+
+
+@dataclass(frozen=True)
+class Countdown:
+    """A feature of a Trainer that is due by the time: a callback that ends training or saves, or its validation.
+
+    Args:
+        owner: the callback, or the Trainer.
+        every: seconds from one time to the next.
+        left: seconds until it is due; 0 or less: it is.
+        wind: makes it due in so many seconds.
+    """
+
+    owner: object
+    every: float
+    left: Callable[[], float]
+    wind: Callable[[float], None]
 
 
 class ClockChecks:
-    """At which batches all look at the clock. Counts batches from the start of training, which all workers do alike.
+    """Agreement on the batches at which all look at the clock. Counts batches from the start of training, which all
+    workers do alike.
 
     Lightning asks after every batch whether ``max_time`` is over or a checkpoint is due by the clock, and takes rank
     0's answer, so all workers would wait for rank 0 each time. Here they agree on the number of the batch after which
-    they ask next: half of the way to what is due next, as far as rank 0 can tell from its pace. So they meet some ten
-    times on the way to a limit, and at the end of it after every batch.
+    they ask next: half of the way to what is due next, as far as the leader can tell from its pace. So they meet some
+    ten times on the way to a limit, and at the end of it after every batch. At each look all clocks are set by the
+    leader's: whichever pipeline leads next goes on from there.
 
     Args:
-        waits: each returns the seconds until something is due, and infinity if nothing is; asked on rank 0.
-        from_rank_zero: gives all workers rank 0's number; all workers call it at the same batch.
+        clocks: in the same order on all workers.
+        from_leader: gives all workers the leader's numbers; all of them call it at the same batch.
+        time: seconds.
     """
 
-    def __init__(self, waits: Sequence[Callable[[], float]], from_rank_zero: Callable[[int], int]) -> None:
-        self._waits = waits
-        self._from_rank_zero = from_rank_zero
-        self._batch = 0
-        self._time = time.monotonic()
+    def __init__(
+        self,
+        clocks: Sequence[Countdown],
+        from_leader: Callable[[list[float]], list[float]],
+        time: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clocks = clocks
+        self._from_leader = from_leader
+        self._now = time
+        self._batch, self._time = 0, time()
         self._next: int | None = None
+        self._given: int | None = None
+        self._due: list[object] = []
         self.now = False
-        """May the clock be looked at? All workers are together."""
+        """True if the clock may be looked at: all workers are together."""
+
+    def start_at(self, look: int | None) -> None:
+        """Let training start where other workers train, which look at the clock next after ``look`` batches."""
+        self._given = look
 
     def start(self, batch: int) -> None:
-        """Training starts or goes on after ``batch`` batches; the first look is after the next one."""
+        """Start training, or go on after ``batch`` batches; the first look is after the next one."""
         self.now = False
-        self._batch, self._time, self._next = batch, time.monotonic(), batch + 1
+        self._batch, self._time, self._next = batch, self._now(), self._given or batch + 1
+        self._given = None
 
     @property
     def next(self) -> int | None:
-        """After how many batches all look at the clock next; None if nothing is ever due by it."""
-        return self._next if self._waits else None
+        """Number of batches after which all look at the clock next; None if nothing is ever due by it."""
+        return self._next if self._clocks else None
 
-    def due(self, batch: int) -> bool:
-        """Is it agreed to look at the clock after ``batch`` batches?"""
-        return bool(self._waits) and self._next is not None and batch >= self._next
+    def agreed(self, batch: int) -> bool:
+        """Return whether it is agreed to look at the clock after ``batch`` batches."""
+        return bool(self._clocks) and self._next is not None and batch >= self._next
+
+    def look(self) -> None:
+        """Look at the clock, as all others do, which find the same due until :meth:`renew`."""
+        self.now, self._due = True, []
+        for clock, left in zip(self._clocks, self._from_leader([clock.left() for clock in self._clocks]), strict=True):
+            if left <= 0:
+                self._due.append(clock.owner)
+            clock.wind(left if left > 0 else left - _ROUNDING)
+
+    def is_due(self, owner: object) -> bool:
+        """Return whether the feature of ``owner`` is due by this look."""
+        return self.now and any(owner is each for each in self._due)
 
     def renew(self, batch: int) -> None:
-        """Agrees on the next time, after what was due has been done."""
+        """Agree on the next time, after what was due has been done."""
         self.now = False
-        now = time.monotonic()
+        now = self._now()
         pace = (now - self._time) / max(1, batch - self._batch)
-        way = min(wait() for wait in self._waits) / 2
+        way = min(clock.left() for clock in self._clocks) / 2
         batches = min(max(way / max(pace, 1e-6), _SOONEST), _LATEST)
         self._batch, self._time = batch, now
-        self._next = batch + self._from_rank_zero(int(batches))
+        self._next = batch + int(self._from_leader([batches])[0])
 
 
 def change(trainer: Trainer, turns: Turns, checks: ClockChecks, source: BatchSource | None = None) -> None:
-    """Changes ``trainer``'s loop and callbacks so; ``source`` gives the batches if it trains.
+    """Change ``trainer``'s loop and callbacks so; ``source`` gives the batches if it trains.
 
     Must run before the Trainer registers its signal handlers, as ``Strategy.setup`` does; and again before each run.
     """
@@ -95,23 +141,24 @@ def change(trainer: Trainer, turns: Turns, checks: ClockChecks, source: BatchSou
         _resume_quietly(trainer, source)
 
 
-def clocks(trainer: Any) -> list[Callable[[], float]]:
-    """The seconds until something is due by the clock, for each of ``trainer``'s features that has one."""
-    waits: list[Callable[[], float]] = [
-        partial(lightning_internals.seconds_left, callback) for callback in _timed(trainer.callbacks)
-    ]
-    if lightning_internals.validation_interval(trainer) is not None:
-        waits.append(partial(lightning_internals.seconds_to_validation, trainer))
-    return waits
+def clocks(trainer: Any) -> list[Countdown]:
+    """Find ``trainer``'s features that go by the time."""
+    found = []
+    for owner in (*trainer.callbacks, trainer):
+        every = lightning_internals.seconds_between(owner)
+        if every is not None:
+            left, wind = lightning_internals.seconds_left, lightning_internals.set_seconds_left
+            found.append(Countdown(owner, every, partial(left, owner), partial(wind, owner)))
+    return found
 
 
 def position(trainer: Trainer) -> int:
-    """How many batches were begun in this epoch: equal on all ranks that meet."""
+    """Return how many batches were begun in this epoch: equal on all ranks that meet."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def batches(trainer: Trainer) -> int:
-    """How many batches were begun since training started: equal on all ranks that meet."""
+    """Return how many batches were begun since training started: equal on all ranks that meet."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
@@ -129,7 +176,8 @@ def _fail_on_sigterm(trainer: Trainer) -> None:
 
 
 def _decline_to_requeue(signum: signal.Signals, _: FrameType) -> None:
-    """Lightning would save a checkpoint in the handler: at another batch on each rank, which would wait for ever."""
+    """Decline to requeue: Lightning would save a checkpoint in the handler, at another batch on each rank, which would
+    wait for ever."""
     rank_zero_warn(
         f"Signal {signum} does not requeue the job: workers cannot save a checkpoint at any moment. Save some by "
         "ModelCheckpoint(train_time_interval=...), and resume with fit(ckpt_path='last')."
@@ -149,7 +197,7 @@ def _take_over(trainer: Trainer, source: BatchSource) -> None:
 
 
 def _resume_quietly(trainer: Trainer, source: BatchSource) -> None:
-    """Lightning warns that it does not know which batches remain of an epoch that it goes on with. ``source`` may."""
+    """Silence Lightning's warning that it does not know which batches remain of an epoch; ``source`` may know."""
     loop: Any = trainer.fit_loop.epoch_loop
 
     def reset() -> None:
@@ -191,25 +239,22 @@ def _stop_together(trainer: Trainer, turns: Turns, checks: ClockChecks) -> None:
 def _look_together(trainer: Any, checks: ClockChecks) -> None:
     def changed(callback: Any) -> Callable[..., None]:
         def on_train_batch_end(*arguments: Any, **kwargs: Any) -> None:
-            if checks.now:
+            if checks.is_due(callback):
                 type(callback).on_train_batch_end(callback, *arguments, **kwargs)
 
         return on_train_batch_end
 
-    for callback in _timed(trainer.callbacks):
-        callback.on_train_batch_end = changed(callback)  # type: ignore[method-assign]
+    for callback in trainer.callbacks:
+        if lightning_internals.seconds_between(callback) is not None:
+            callback.on_train_batch_end = changed(callback)
 
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     lightning_internals.restore(epoch_loop, Method.VALIDATES)  # after an earlier run
 
     def should_validate(fetcher: Any) -> bool:
-        with lightning_internals.validation_by_clock(trainer, checks.now):
+        with lightning_internals.validation_by_clock(trainer, checks.is_due(trainer)):
             decision: bool = lightning_internals.of_its_class(epoch_loop, Method.VALIDATES)(fetcher)
-        return trainer.strategy.broadcast(decision) if checks.now else decision
+        return decision
 
-    if lightning_internals.validation_interval(trainer) is not None:
+    if lightning_internals.seconds_between(trainer) is not None:
         lightning_internals.replace(epoch_loop, Method.VALIDATES, should_validate)
-
-
-def _timed(callbacks: Iterable[Callback]) -> list[Timer | ModelCheckpoint]:
-    return [callback for callback in callbacks if lightning_internals.goes_by_clock(callback)]

@@ -24,7 +24,7 @@ _Scaler = TypeVar("_Scaler", bound=torch.amp.GradScaler)
 
 
 class _VotingScaler(ShardedGradScaler):
-    """Tells ``ready`` when it is known whether any stage has overflowed."""
+    """A scaler that tells ``ready`` when it is known whether any stage has overflowed."""
 
     ready: ReadySignal
 
@@ -34,7 +34,7 @@ class _VotingScaler(ShardedGradScaler):
 
 
 def agree_on_overflow(precision: Precision, groups: ProcessGroups, ready: ReadySignal) -> None:
-    """Makes the stages of a pipeline skip the same steps: an overflow on one of them counts on all. ``ready`` is told
+    """Make the stages of a pipeline skip the same steps: an overflow on one of them counts on all. ``ready`` is told
     when all of them have been waited for."""
     if not isinstance(precision, MixedPrecision) or precision.scaler is None:
         return
@@ -45,7 +45,7 @@ def agree_on_overflow(precision: Precision, groups: ProcessGroups, ready: ReadyS
 
 
 def _like(scaler: torch.amp.GradScaler, kind: type[_Scaler], **options: Any) -> _Scaler:
-    """Another kind of scaler with the same values."""
+    """Return another kind of scaler with the same values."""
     return kind(
         device=scaler._device,
         init_scale=scaler.get_scale(),
@@ -58,7 +58,7 @@ def _like(scaler: torch.amp.GradScaler, kind: type[_Scaler], **options: Any) -> 
 
 
 class _LateScaler(torch.amp.GradScaler):
-    """Of one stage of a pipeline without a flush.
+    """The scaler of one stage of a pipeline without a flush.
 
     Gradients come without a loss scale, and Lightning's ``backward`` brings this scaler's own, which is taken out here.
     A gradient that is not finite takes away those of the same mini-batches: of all parameters that this stage holds
@@ -102,7 +102,7 @@ class _LateScaler(torch.amp.GradScaler):
 
 
 def scale_without_flush(precision: Precision, pipeline: PipeDreamPipeline) -> None:
-    """Makes the stages of a pipeline, which step at different times, go by the loss scale of the last one."""
+    """Make the stages of a pipeline, which step at different times, use the loss scale of the last one."""
     if not isinstance(precision, MixedPrecision) or precision.scaler is None or not precision.scaler.is_enabled():
         return
     if not isinstance(precision.scaler, _LateScaler):
@@ -112,7 +112,7 @@ def scale_without_flush(precision: Precision, pipeline: PipeDreamPipeline) -> No
 
 
 def refuse_own_unscaling(optimizer: Optimizer, precision: Precision) -> None:
-    """Raises ConfigurationError for an optimizer that looks for overflows by itself, in its own stage only."""
+    """Raise ConfigurationError for an optimizer that looks for overflows by itself, in its own stage only."""
     scaled = isinstance(precision, MixedPrecision) and precision.scaler is not None
     if scaled and getattr(optimizer, "_step_supports_amp_scaling", False):
         raise ConfigurationError(
@@ -122,12 +122,12 @@ def refuse_own_unscaling(optimizer: Optimizer, precision: Precision) -> None:
 
 
 def loss_scale(precision: Precision, device: torch.device) -> Tensor | None:
-    """The factor that losses are multiplied by now, a scalar on ``device``; None if they are not."""
+    """Return the factor that losses are multiplied by now, a scalar on ``device``; None if they are not."""
     scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
     return scaler.scale(torch.ones((), device=device)) if scaler is not None and scaler.is_enabled() else None
 
 
 def current_scale(precision: Precision) -> float:
-    """What gradients are multiplied by now; 1 if they are not."""
+    """Return the factor that gradients are multiplied by now; 1 if they are not."""
     scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0

@@ -20,7 +20,7 @@ _KEPT = 64  # numbers that are looked at together, which takes as long as lookin
 
 
 class NonfiniteWatch:
-    """Remembers when a worker's numbers ceased to be finite.
+    """Records when a worker's numbers ceased to be finite.
 
     Args:
         where: names this worker's stage and pipeline.
@@ -36,19 +36,19 @@ class NonfiniteWatch:
         self._loss, self._parameters = _Earliest(device), _Earliest(device)
 
     def loss(self, loss: Tensor, batch: int) -> None:
-        """Looks at the loss of mini-batch ``batch``."""
+        """Look at the loss of mini-batch ``batch``."""
         if self._losses:
             self._loss.add(loss, batch)
 
     def parameters(self, update: int) -> None:
-        """Looks at the parameters after ``update``."""
+        """Look at the parameters after ``update``."""
         for bucket in self._buckets:
             if bucket.trains:
                 total = bucket.buffer.sum(dtype=torch.float32)  # finite if all are, and one pass over memory
                 self._parameters.add(total, update)
 
     def check(self) -> None:
-        """Raises NonFiniteError if anything was not finite."""
+        """Raise NonFiniteError if anything was not finite."""
         loss, parameters = torch.stack([self._loss.found(), self._parameters.found()]).tolist()
         if loss == parameters == _NEVER:
             return

@@ -1,4 +1,4 @@
-"""The user's optimizer, made right for a stage of a pipeline."""
+"""Adapts the user's optimizer to a stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_sdpipe.optim import FrozenVariance, VarianceCorrection, is_adam_f
 
 
 def refuse_unfit(optimizer: Optimizer, precision: Precision, num_stages: int) -> None:
-    """Raises ConfigurationError for an optimizer that would not step as it does in one process."""
+    """Raise ConfigurationError for an optimizer that would not step as it does in one process."""
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
             "LBFGS evaluates the loss several times in a step, along directions that depend on the gradients of all "
@@ -32,8 +32,8 @@ def refuse_unfit(optimizer: Optimizer, precision: Precision, num_stages: int) ->
 
 
 def refuse_unfit_momentum(optimizer: Optimizer, payload: Payload) -> None:
-    """Raises ConfigurationError unless what momenta are sent for, if they are, keeps its variance as it was (1-bit
-    Adam): divided by one of compression errors, updates would mean nothing."""
+    """Raise ConfigurationError unless the optimizer whose momenta ``payload`` sends keeps its variance frozen (1-bit
+    Adam): divided by a variance of compression errors, updates would mean nothing."""
     if not payload.momentum:
         return
     if not isinstance(optimizer, FrozenVariance) or optimizer.after != payload.after:
@@ -51,8 +51,8 @@ def refuse_unfit_momentum(optimizer: Optimizer, payload: Payload) -> None:
 
 
 def corrected(optimizer: Optimizer, models: float, sync: object) -> Optimizer:
-    """``optimizer`` with variance correction for the mean of so many ``models``, as ``sync`` trains it; as it is, and
-    the user is told why, if there is nothing to correct."""
+    """Return ``optimizer`` with variance correction for the mean of so many ``models``, as ``sync`` trains it. If there
+    is nothing to correct, return it unchanged, and tell the user why."""
     if not is_adam_family(optimizer):
         rank_zero_info(f"variance_correction=True does not apply to {type(optimizer).__name__}: not of Adam's family.")
         return optimizer
@@ -62,14 +62,14 @@ def corrected(optimizer: Optimizer, models: float, sync: object) -> Optimizer:
 
 
 def follow(optimizer: Optimizer, models: float) -> None:
-    """Corrects for the mean of so many ``models`` from the next step on, if that is another number by much: a change
+    """Correct for the mean of so many ``models`` from the next step on, if that is another number by much: a change
     costs a pass over the optimizer's memory."""
     if isinstance(optimizer, VarianceCorrection) and abs(models / optimizer.num_workers - 1) > 0.05:
         optimizer.num_workers = models
 
 
 class OptimizerProgress:
-    """What a stage's optimizer and loss scale have come to, as replicas take it over from each other.
+    """State of a stage's optimizer and loss scale, as replicas take it over from each other.
 
     Args:
         optimizers: of the Trainer, once there are any.
@@ -91,7 +91,7 @@ class OptimizerProgress:
         self._only = only
 
     def digest(self) -> int:
-        """See :class:`~lightning_sdpipe.sync.synchronizer.TrainingState`; from sums of the tensors."""
+        """Digest sums of the tensors; see :class:`~lightning_sdpipe.sync.synchronizer.TrainingState`."""
         states = [[optimizer.state.get(p, {}) for p in self._parameters()] for optimizer in self._optimizers()]
         sums = [
             [(name, _sum(value) if isinstance(value, Tensor) else repr(value)) for name, value in state.items()]
@@ -103,7 +103,7 @@ class OptimizerProgress:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
     def save(self) -> bytes:
-        """See :class:`~lightning_sdpipe.sync.synchronizer.TrainingState`."""
+        """Save the state; see :class:`~lightning_sdpipe.sync.synchronizer.TrainingState`."""
         states = [
             [_packed(optimizer.state.get(p, {}), p) for p in self._parameters()] for optimizer in self._optimizers()
         ]
@@ -113,7 +113,7 @@ class OptimizerProgress:
         return file.getvalue()
 
     def load(self, saved: bytes) -> None:
-        """See :class:`~lightning_sdpipe.sync.synchronizer.TrainingState`."""
+        """Load the state; see :class:`~lightning_sdpipe.sync.synchronizer.TrainingState`."""
         states, scale = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
         for optimizer, by_parameter in zip(self._optimizers(), states, strict=True):
             for p, state in zip(self._parameters(), by_parameter, strict=True):
@@ -125,7 +125,7 @@ class OptimizerProgress:
             scaler.load_state_dict(scale)
 
     def of(self, parameters: Sequence[torch.nn.Parameter]) -> OptimizerProgress:
-        """See :class:`~lightning_sdpipe.sync.synchronizer.TrainingState`."""
+        """Return the part for ``parameters``; see :class:`~lightning_sdpipe.sync.synchronizer.TrainingState`."""
         return OptimizerProgress(self._optimizers, self._precision, self._buckets, parameters)
 
     def _parameters(self) -> Sequence[torch.nn.Parameter]:
@@ -139,7 +139,7 @@ class OptimizerProgress:
 
 
 def _packed(state: dict[str, Any], parameter: Tensor) -> dict[str, tuple[Any, bool]]:
-    """Each value, tensors on the CPU, and whether it lies beside the parameter; counters often do not."""
+    """Return each value, tensors on the CPU, and whether it lies beside the parameter; counters often do not."""
     return {
         name: (value.cpu(), value.device == parameter.device) if isinstance(value, Tensor) else (value, False)
         for name, value in state.items()

@@ -1,5 +1,5 @@
-"""Deciding how the model is cut: rank 0 rehearses the user's steps, measures blocks if it is asked to, and tells
-everybody."""
+"""Planning of the cut: rank 0 rehearses the user's steps, measures blocks if it is asked to, and sends the plans to all
+ranks."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from lightning_sdpipe.pipeline.micro_batches import split
 
 @dataclass(frozen=True)
 class Planning:
-    """What a plan is made for.
+    """The input of planning.
 
     Args:
         trainer: set up to run; its data can be asked for.
         cuts: as for :func:`~lightning_sdpipe.partition.plan.plans`, with the stages of all workers of a pipeline
             together.
-        names: of the blocks, if the user has named them.
+        names: those of the blocks, if the user has named them.
         num_micro_batches: parts of a mini-batch.
-        device: where rank 0 computes.
-        whereabouts: of this worker, which is told when a step is rehearsed.
+        device: that on which rank 0 computes.
+        whereabouts: the guard of this worker, which is told when a step is rehearsed.
         timeout: seconds that the other ranks wait for the plan.
-        notes: what the user is told, filled meanwhile.
+        notes: messages for the user, filled meanwhile.
     """
 
     trainer: Trainer
@@ -64,12 +64,12 @@ class Planning:
 
     @property
     def several_stages(self) -> bool:
-        """Is any pipeline cut?"""
+        """True if any pipeline is cut."""
         return any(cut.num_stages > 1 for cut in self.cuts)
 
 
 def plan_on_rank_zero(planning: Planning) -> list[plan.Plan]:
-    """The plans for the trainer's module, one for each cut, the same on every rank; all must call it.
+    """Return the plans for the trainer's module, one for each cut, the same on every rank; all must call it.
 
     Raises:
         ConfigurationError: the module cannot be cut so.
@@ -97,7 +97,7 @@ def plan_on_rank_zero(planning: Planning) -> list[plan.Plan]:
 
 
 class _Answer(msgspec.Struct):
-    """What has come of trying the user's code."""
+    """Outcome of trying the user's code."""
 
     plans: list[bytes]
     notes: list[str]
@@ -105,7 +105,8 @@ class _Answer(msgspec.Struct):
 
 
 def _plans(planning: Planning) -> list[plan.Plan]:
-    """Made in a child process where that is possible: what the user's code changes would else stay on rank 0 alone."""
+    """Make the plans in a child process where that is possible: changes by the user's code would else stay on rank 0
+    alone."""
     if not planning.several_stages and not any(is_measured(cut.partition) for cut in planning.cuts):
         return plan.plans(planning.trainer.lightning_module, planning.cuts, planning.names)
     data = None
@@ -173,11 +174,11 @@ def _made(planning: Planning, steps: Sequence[StepCalls]) -> list[plan.Plan]:
 
 
 def _steps(planning: Planning) -> list[StepCalls]:
-    """What the run will do, as far as it can be rehearsed; the user is told why if it can't."""
+    """Return the steps that the run will make, as far as they can be rehearsed; tell the user why if they cannot."""
     trainer: Any = planning.trainer
     module, precision = trainer.lightning_module, trainer.precision_plugin
     if any(p.is_meta for p in module.parameters()):
-        return []  # it was built to be larger than one worker
+        return []  # the model was built to be larger than one worker
     loops = {
         TrainerFn.FITTING: [
             ("training_step", trainer.fit_loop, precision.train_step_context),
@@ -209,7 +210,8 @@ def _within(planning: Planning, name: str, precision: Callable[[], AbstractConte
 
 @contextmanager
 def _stand_in_optimizer(strategy: Any) -> Iterator[None]:
-    """For steps that look at the learning rate: optimizers are made when the module has been cut."""
+    """Stand in for the optimizer, for steps that look at the learning rate: optimizers are made when the module has
+    been cut."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
     strategy.optimizers = [optimizer]
     strategy.lr_scheduler_configs = [LRSchedulerConfig(LambdaLR(optimizer, lambda _: 1.0))]
@@ -220,7 +222,7 @@ def _stand_in_optimizer(strategy: Any) -> Iterator[None]:
 
 
 def _calls(planning: Planning, name: str, loop: Any) -> list[tuple[Any, tuple[int, ...]]]:
-    """Two micro-batches of each data loader of the loop; none if there are no data for it."""
+    """Return two micro-batches of each data loader of the loop; none if there are no data for it."""
     module, trains = planning.trainer.lightning_module, name == "training_step"
     source = data_source(loop)
     if not is_overridden(name, module) or source.instance is None or not source.is_defined():

@@ -26,8 +26,8 @@ class _SizedIterable(Protocol):
 
 
 class _Dealt:
-    """Every N-th batch, from that of ``pipeline`` on. With fewer batches than pipelines, those without one of their
-    own repeat one, since Lightning wants every rank to have work; :func:`collect` leaves it out."""
+    """Every N-th batch, from that of ``pipeline`` on. With fewer batches than pipelines, those without one of their own
+    repeat one, since Lightning wants every rank to have work; :func:`collect` leaves it out."""
 
     def __init__(self, batches: _SizedIterable, pipeline: int, num_pipelines: int) -> None:
         self._batches = batches
@@ -42,7 +42,7 @@ class _Dealt:
 
 
 def deal_batches(loader: Any, groups: ProcessGroups) -> None:
-    """Gives this pipeline its share of a loader for prediction that Lightning has given a distributed sampler.
+    """Give this pipeline its share of a loader for prediction that Lightning has given a distributed sampler.
 
     Others stay as they are: an iterable data set, or one whose sampler is the user's own.
     """
@@ -54,16 +54,16 @@ def deal_batches(loader: Any, groups: ProcessGroups) -> None:
 
 
 def collect(predictions: list[list[Any]], loaders: Iterable[Any], groups: ProcessGroups) -> None:
-    """On rank 0, puts the predictions of all pipelines into those of its own, in the order of the batches.
+    """Put the predictions of all pipelines, on rank 0, into those of its own, in the order of the batches.
 
     Every rank must call it.
 
     Args:
         predictions: for each loader, what ``predict_step`` returned for each batch.
-        loaders: what :func:`deal_batches` was given; of others rank 0 keeps its own predictions.
+        loaders: those that :func:`deal_batches` was given; of others rank 0 keeps its own predictions.
 
     Raises:
-        ConfigurationError: they hold something that cannot be sent.
+        ConfigurationError: the predictions hold something that cannot be sent.
     """
     mesh = groups.mesh
     if not mesh.is_last(groups.rank):

@@ -1,8 +1,8 @@
-"""What user code keeps in Python, and in buffers outside of blocks, as it is where steps come to their end.
+"""State that user code keeps in Python, and in buffers outside of blocks, as it is where steps come to their end.
 
 Validation ends on last stages: there the module's hooks have results, and may lower a temperature, step a schedule or
 freeze layers. So what has changed on the last stage of a pipeline while it validated, tested or predicted is handed on
-to its other stages when the module's hook has run. What cannot travel may not be used there any more.
+to its other stages when the module's hook has run. Values that cannot travel may not be used there any more.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lightning_sdpipe.partition.python_values import NotPackedError, is_of_the_u
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _TAG = 2**31 - 8  # that no link uses
-_DEPTH = 4  # of objects in objects
-_MANY = 10_000  # values in a container, of which the number is looked at
+_DEPTH = 4  # levels of objects in objects
+_MANY = 10_000  # values in a container beyond which only their number is compared
 
 Address = tuple[str | int, ...]
 _Change = tuple[Address, str, Any]
@@ -37,7 +37,7 @@ _Change = tuple[Address, str, Any]
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a value is: an item or an attribute of ``owner``, or whether a parameter trains."""
+    """The place of a value: an item or an attribute of ``owner``, or whether a parameter trains."""
 
     owner: Any
     name: Any
@@ -61,14 +61,14 @@ class _Place:
 
 
 class PythonState:
-    """That of one stage.
+    """The Python state of one stage.
 
     Args:
-        trainer: whose module, optimizers and schedules it is.
+        trainer: the Trainer whose module, optimizers and schedules have the state.
         ownership: which stage holds what.
-        groups: this worker's place.
-        device: where it computes.
-        first_failure: around what waits for other stages.
+        groups: this worker's process groups.
+        device: that on which it computes.
+        first_failure: context for waits for other stages.
         late: the attributes of modules that training steps change where only the last stage comes.
     """
 
@@ -94,17 +94,17 @@ class PythonState:
         self._before: dict[Address, Any] | None = None
 
     def begin(self) -> None:
-        """What changes from now on is handed on."""
+        """Record the state, so that changes from now on are handed on."""
         if self._is_last and len(self._ranks) > 1:
             self._before = {address: _print(place.value) for address, place in self._places().items()}
 
     def hand_on(self, hook: str) -> None:
-        """Gives the other stages what has changed on the last one since :meth:`begin`; all stages must call it, when
+        """Give the other stages what has changed on the last one since :meth:`begin`; all stages must call it, when
         ``hook`` has run."""
         self._exchange(hook, self._changes)
 
     def hand_on_late(self) -> None:
-        """Gives the other stages the attributes that training steps change late as the last one has them; all stages
+        """Give the other stages the attributes that training steps change late as the last one has them; all stages
         must call it, when it has run."""
         if self._late:
             self._exchange("training_step", self._values)
@@ -209,7 +209,7 @@ def _packed(address: Address, place: _Place) -> _Change:
 def _attributes(
     address: Address, owner: Any, seen: set[int], depth: int, only: str | None = None
 ) -> Iterator[tuple[Address, _Place]]:
-    """The values in ``owner`` and in the user's own objects there; ``only`` those of one name."""
+    """Yield the values in ``owner`` and in the user's own objects there; ``only`` those of one name."""
     if id(owner) in seen:
         return
     seen.add(id(owner))
@@ -236,7 +236,7 @@ def _is_entered(value: Any) -> bool:
 
 
 def _print(value: Any) -> Any:
-    """By which it is seen that a value has changed."""
+    """Return a print of the value, which differs when the value has changed."""
     if isinstance(value, Tensor):
         plain = value.layout is torch.strided and not value.is_meta
         return id(value), value._version, str(value.detach().sum().item()) if plain else ""
@@ -253,7 +253,7 @@ def _print(value: Any) -> Any:
 
 
 class NotHere:
-    """In the place of what exists on the last stage only."""
+    """A stand-in for a value that exists on the last stage only."""
 
     def __init__(self, name: str, hook: str, reason: str) -> None:
         vars(self).update(_name=name, _hook=hook, _reason=reason)

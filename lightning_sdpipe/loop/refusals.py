@@ -1,4 +1,4 @@
-"""What Lightning offers and a pipeline cannot do, refused before training with the reason and what to do."""
+"""Refusals, before training, of what Lightning offers and a pipeline cannot do, with the reason and what to do."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _OF_BATCHES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after
 
 
 def refuse_unsupported(trainer: Trainer, cut: bool) -> None:
-    """Raises ConfigurationError for options of the Trainer or the module that do not go with a pipeline; some only
-    where the module is ``cut`` into several stages."""
+    """Raise ConfigurationError for options of the Trainer or the module that do not go with a pipeline; some only where
+    the module is ``cut`` into several stages."""
     module = trainer.lightning_module
     if cut and is_compiled(module):
         raise ConfigurationError(compiled_as_one(type(module).__name__))
@@ -73,7 +73,7 @@ def refuse_unsupported(trainer: Trainer, cut: bool) -> None:
 
 
 def refuse_small_batches(module: LightningModule, loader: Any, num_micro_batches: int) -> None:
-    """Raises ConfigurationError if every batch of ``loader`` has fewer samples than micro-batches, as far as that is
+    """Raise ConfigurationError if every batch of ``loader`` has fewer samples than micro-batches, as far as that is
     known without asking it for one."""
     if not isinstance(loader, DataLoader) or loader.collate_fn is not default_collate or loader.batch_size is None:
         return
@@ -108,8 +108,8 @@ def _refuse_callback(trainer: Trainer, callback: Callback) -> None:
 
 
 def leave_out_example(module: LightningModule) -> Callable[[], None]:
-    """Takes ``example_input_array`` off the module, with a warning: the summary and loggers would run it through the
-    whole model, which no worker has. Returns what puts it back."""
+    """Take ``example_input_array`` off the module, with a warning: the summary and loggers would run it through the
+    whole model, which no worker has. Return a function that puts it back."""
     example = module.example_input_array
     if example is None:
         return lambda: None
@@ -126,7 +126,7 @@ def leave_out_example(module: LightningModule) -> Callable[[], None]:
 
 
 def refuse_uninitialised(module: nn.Module) -> None:
-    """Raises ConfigurationError if ``module`` has lazy parameters or buffers that have no shape yet."""
+    """Raise ConfigurationError if ``module`` has lazy parameters or buffers that have no shape yet."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
     if lazy is not None:
@@ -137,7 +137,7 @@ def refuse_uninitialised(module: nn.Module) -> None:
 
 
 def refuse_new_parameters(module: LightningModule, ownership: Ownership) -> None:
-    """Raises ConfigurationError if ``module`` has parameters that it had not when it was cut."""
+    """Raise ConfigurationError if ``module`` has parameters that it had not when it was cut."""
     new = [name for name, _ in module.named_parameters() if name not in ownership.stages]
     if new:
         raise ConfigurationError(
@@ -148,7 +148,8 @@ def refuse_new_parameters(module: LightningModule, ownership: Ownership) -> None
 
 @contextmanager
 def refuse_several_optimizers() -> Iterator[None]:
-    """Around Lightning's call of ``configure_optimizers``, whose own error recommends manual optimization."""
+    """Replace, in the block, the error of Lightning's call of ``configure_optimizers``, which recommends manual
+    optimization."""
     try:
         yield
     except RuntimeError as error:
@@ -161,7 +162,8 @@ def refuse_several_optimizers() -> Iterator[None]:
 
 
 def refuse_own_values(trainer: Trainer, why: str | None) -> Callable[[], None]:
-    """Has a plateau schedule by step refused that monitors what a training step has logged. Returns what undoes it.
+    """Refuse a plateau schedule by step that monitors what a training step has logged. Return a function that undoes
+    it.
 
     Such a value is that of a pipeline's own batch, and exists on its last stage only. Those of validation, and of
     whole epochs, are the same on all workers.

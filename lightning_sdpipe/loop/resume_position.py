@@ -1,4 +1,4 @@
-"""Which split of the data batches are counted by, and whether a run may go on within an epoch of another one."""
+"""The split of the data by which batches are counted, and whether a run may go on within an epoch of another run."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from lightning_sdpipe.data.shards import takes_turns
 from lightning_sdpipe.errors import ConfigurationError
 
 Split = list[int]
-"""Pipelines, batches of each in an epoch, and samples of a batch (0 if it is not known)."""
+"""Number of pipelines, batches of each in an epoch, and samples of a batch (0 if unknown)."""
 
 
 def split_of(loader: Any, num_pipelines: int) -> Split | None:
-    """That of ``loader``, which every pipeline has; None if its length is not known."""
+    """Return the split of ``loader``, which every pipeline has; None if its length is not known."""
     batches = sized_len(loader)
     return None if batches is None else [num_pipelines, batches, getattr(loader, "batch_size", None) or 0]
 
 
 def goes_on_in_another(trainer: Trainer, before: Split | None, now: Split | None) -> bool:
-    """Does the epoch that begins go on with that of a checkpoint which counts by ``before``, not by ``now``?"""
+    """Return whether the epoch that begins goes on with that of a checkpoint which counts by ``before``, not by
+    ``now``."""
     loop = trainer.fit_loop
     return loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch and before != now
 
 
 def move_place(trainer: Trainer, before: Split | None, now: Split | None, loader: Any) -> bool:
-    """Moves ``trainer`` to the place in the split ``now`` where a checkpoint that counts by ``before`` ended. False if
+    """Move ``trainer`` to the place in the split ``now`` where a checkpoint that counts by ``before`` ended. False if
     there is no such place.
 
     Replica i of N trains samples i, i + N, ... of the epoch's order. So when each of N pipelines has trained b batches
@@ -38,14 +39,14 @@ def move_place(trainer: Trainer, before: Split | None, now: Split | None, loader
     if number is None:
         return False
     moved = number - progress.ready
-    for name in ("ready", "started", "processed", "completed"):  # which may differ, by where the checkpoint was written
+    for name in ("ready", "started", "processed", "completed"):  # these may differ, by where the checkpoint was written
         setattr(progress, name, getattr(progress, name) + moved)
     return True
 
 
 def place_in(now: Split | None, before: Split | None, begun: int) -> int | None:
-    """How many batches each pipeline of the split ``now`` has begun when each of ``before`` has begun so many; None if
-    that is no whole number, or they are of other batches or data."""
+    """Return how many batches each pipeline of the split ``now`` has begun when each of ``before`` has begun so many;
+    None if that is no whole number, or they are of other batches or data."""
     if now is None or before is None or len(before) != 3 or not now[2] or now[2] != before[2]:
         return None
     (n, batches, _), (earlier, earlier_batches, _) = now, before
@@ -55,7 +56,7 @@ def place_in(now: Split | None, before: Split | None, begun: int) -> int | None:
 
 
 def refuse_other_split(before: Split | None, now: Split | None) -> ConfigurationError:
-    """The error where that cannot be."""
+    """Return the error where that cannot be."""
     return ConfigurationError(
         f"The checkpoint is of the middle of an epoch of {_described(before)}, and this run has {_described(now)}, so "
         "it is not known which samples remain. Resume with the same batch size, data and number of pipelines, or one "

@@ -1,4 +1,4 @@
-"""Which random numbers belong to which batch; see :mod:`lightning_sdpipe.random_streams`.
+"""Assigns random numbers to batches; see :mod:`lightning_sdpipe.random_streams`.
 
 What steps draw belongs to the batch, and differs between pipelines. What is drawn between steps, by hooks and by
 anything that they call, comes from streams that are equal on all workers, so that what is equal in all pipelines stays
@@ -27,7 +27,7 @@ _KINDS = {stage.value: number for number, stage in enumerate(RunningStage)}
 
 
 class Point(IntEnum):
-    """Where a stream begins that is equal on all workers."""
+    """Points at which a stream begins that is equal on all workers."""
 
     BATCH_START = 0
     STEP_ENDED = 1
@@ -65,7 +65,7 @@ class StreamSwitches:
         self._num_pipelines = groups.mesh.num_pipelines
         self._alike = groups.mesh.alike
         self.stream: tuple[int, ...] = ()
-        """Names the streams of the batch that is with its step now."""
+        """Names of the streams of the batch that is with its step now."""
         self._common: tuple[int, ...] = ()  # those between steps, around that batch
         self._updates = 0  # since that batch came
         self._module = trainer.lightning_module
@@ -77,17 +77,17 @@ class StreamSwitches:
         replace(self._precision, Method.AFTER_CLOSURE, self._end_closure)
 
     def undo(self) -> None:
-        """Leaves the module and the precision plugin as they were."""
+        """Leave the module and the precision plugin as they were."""
         restore(self._module, Method.BEFORE_TRANSFER)
         restore(self._precision, Method.AFTER_CLOSURE)
 
     def between_steps(self, point: Point) -> None:
-        """What is drawn from now on is the same on all workers that are at this batch."""
+        """Begin a stream that is the same on all workers that are at this batch."""
         updates = self._updates if point is Point.UPDATED else 0  # stages may have made other ones
         self._streams.begin(*self._common, _BETWEEN_STEPS, point, updates)
 
     def between_batches(self, hook: str) -> None:
-        """The ``hook`` that begins runs on all workers, which are at the same number of batches."""
+        """Begin the stream of ``hook``, which runs on all workers, at the same number of batches."""
         batches = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
         self._streams.begin(self._seed(), self._trainer.current_epoch, batches, crc32(hook.encode()))
 
@@ -115,13 +115,13 @@ class StreamSwitches:
         self.between_steps(Point.UPDATED)
 
     def _end_closure(self, model: Any, optimizer: Any) -> None:
-        """Gradients are there, and hooks and clipping have had them: the optimizer steps."""
+        """Begin the stream of the optimizer's step: gradients are there, and hooks and clipping have had them."""
         self._after_closure(model, optimizer)
         self._streams.begin(*self._common, _BETWEEN_STEPS, Point.UPDATE, self._updates, self._stage)
 
     def _begin(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """The first that Lightning does with a batch. What user code draws until the step, for example in
-        ``on_after_batch_transfer``, comes from a stream of the batch too."""
+        """Begin the stream of a batch, before Lightning does anything else with it. What user code draws until the
+        step, for example in ``on_after_batch_transfer``, comes from a stream of the batch too."""
         trainer = self._trainer
         stage = trainer.state.stage
         training = stage is RunningStage.TRAINING

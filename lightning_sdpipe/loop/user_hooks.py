@@ -1,4 +1,4 @@
-"""What the user's hooks of training see on a stage: the optimizer's groups of all stages, and no metric that is logged
+"""The view of the user's training hooks on a stage: the optimizer's groups of all stages, and no metric that is logged
 where this stage does not come.
 
 A norm over ``optimizer.param_groups`` in a hook would be that of one stage. With the others' parameters in the groups,
@@ -30,14 +30,15 @@ _OF_TRAINING = ("on_fit_start", "on_train_start", "on_train_epoch_start", *_OF_A
 def show_whole_groups(
     module: LightningModule, callbacks: Sequence[Callback], shown: Callable[[], AbstractContextManager[None]]
 ) -> Callable[[], None]:
-    """Holds ``shown()`` around the user's hooks of training. Returns what undoes it."""
+    """Hold ``shown()`` around the user's hooks of training. Return a function that undoes it."""
     return _around(module, callbacks, _OF_TRAINING, lambda _: shown())
 
 
 def refuse_metrics_elsewhere(
     module: LightningModule, callbacks: Sequence[Callback], logged: Collection[str]
 ) -> Callable[[], None]:
-    """The user's hooks may not look for the metrics that are ``logged`` elsewhere. Returns what undoes it."""
+    """Refuse that the user's hooks look for the metrics that are ``logged`` elsewhere. Return a function that undoes
+    it."""
 
     @contextmanager
     def held(hook: str) -> Iterator[None]:
@@ -59,7 +60,7 @@ def _around(
     names: Sequence[str],
     held: Callable[[str], AbstractContextManager[None]],
 ) -> Callable[[], None]:
-    """Holds ``held(name)`` around the user's hooks of these ``names``. Returns what undoes it."""
+    """Hold ``held(name)`` around the user's hooks of these ``names``. Return a function that undoes it."""
     changed: list[tuple[Any, str, Any]] = []
     for owner in (module, *callbacks):
         for name in names:
@@ -118,4 +119,4 @@ class _Metrics(dict[str, Any]):
         return super().get(name, default)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return dict(self)  # as ModelCheckpoint takes one, at a point where all stages have the metrics
+        return dict(self)  # ModelCheckpoint copies them so, at a point where all stages have the metrics

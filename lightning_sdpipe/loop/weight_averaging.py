@@ -25,10 +25,10 @@ class ModuleStates(Protocol):
     """Saves and loads a module of which each worker holds a stage."""
 
     def module_state(self) -> dict[str, Any]:
-        """What belongs into a checkpoint; every worker that saves one must call it."""
+        """Return the contents of a checkpoint; every worker that saves one must call it."""
 
     def load_module(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Takes this worker's part of what :meth:`module_state` gave."""
+        """Load this worker's part of what :meth:`module_state` gave."""
 
 
 class SDPipeWeightAveraging(Callback):
@@ -95,18 +95,18 @@ class SDPipeWeightAveraging(Callback):
         self._states: ModuleStates | None = None
         self._alike: list[Tensor] = []
         self._average: AveragedModel | None = None
-        self._steps = 0  # that it was asked about
+        self._steps = 0  # updates that it was asked about
 
     def __repr__(self) -> str:
-        """What pipelines compare that join a run."""
+        """Description that joining pipelines compare."""
         numbers = self.update_every_n_steps, self.update_starting_at_step, self.update_starting_at_epoch
         every, step, epoch = numbers
         when = f"update_every_n_steps={every}, update_starting_at_step={step}, update_starting_at_epoch={epoch}"
         return f"{type(self).__name__}(use_buffers={self._use_buffers}, decay={self.decay}, {when})"
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether to average after this optimizer step, or else at the end of this epoch; both count from 0. It must
-        say the same on all workers."""
+        """Return whether to average after this optimizer step, or else at the end of this epoch; both count from 0. It
+        must return the same on all workers."""
         if step_idx is not None:
             start, every = self.update_starting_at_step or 0, self.update_every_n_steps
             return step_idx >= start and every > 0 and step_idx % every == 0
@@ -114,7 +114,8 @@ class SDPipeWeightAveraging(Callback):
         return epoch_idx is not None and start_epoch is not None and epoch_idx >= start_epoch
 
     def connect(self, states: ModuleStates, alike: list[Tensor]) -> None:
-        """A fit begins, whose module ``states`` saves; what is added to ``alike`` is made equal where models are."""
+        """Begin a fit, whose module ``states`` saves; tensors that are added to ``alike`` are made equal where models
+        are."""
         self._states, self._alike = states, alike
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -200,7 +201,7 @@ class SDPipeWeightAveraging(Callback):
         return self._average
 
     def _pairs(self, module: LightningModule) -> list[tuple[Tensor, Tensor]]:
-        """This stage's tensors, each after its average."""
+        """Return pairs of this stage's tensors: the average, and the present value."""
         averages = [tensor.detach() for tensor in _tensors(self._averaged.module)]
         return list(zip(averages, _tensors(_held(module)), strict=True))
 
@@ -212,7 +213,7 @@ class SDPipeWeightAveraging(Callback):
 
 
 def averaging_of(callbacks: Sequence[Callback]) -> SDPipeWeightAveraging | None:
-    """The one among ``callbacks``, if there is one.
+    """Return the averaging callback among ``callbacks``, if there is one.
 
     Raises:
         ConfigurationError: there are several.
@@ -230,7 +231,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _held(module: nn.Module) -> nn.Module:
-    """What this worker holds of ``module``, as a module of its own."""
+    """Return what this worker holds of ``module``, as a module of its own."""
     held = nn.Module()
     for number, parameter in enumerate(p for p in module.parameters() if not p.is_meta):
         held.register_parameter(f"parameter{number}", parameter)
@@ -240,7 +241,7 @@ def _held(module: nn.Module) -> nn.Module:
 
 
 def _flat_copies(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies of ``tensors``, one after another in a contiguous tensor for each dtype, so that few are exchanged."""
+    """Copy ``tensors``, one after another in a contiguous tensor for each dtype, so that few are exchanged."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in tensors:
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
@@ -253,7 +254,7 @@ def _flat_copies(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor
 
 
 def _memory(copies: Iterator[Tensor]) -> list[Tensor]:
-    """What :func:`_flat_copies` has made them in."""
+    """Return the contiguous tensors in which :func:`_flat_copies` has put the copies."""
     flat = {}
     for copy in copies:
         storage = copy.untyped_storage()
@@ -268,7 +269,8 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _lasting(value: Any, own: Mapping[tuple[Any, ...], Tensor], live: Set[int]) -> Any:
-    """Of a state that was asked for while the average was in the module's place: what stays as it is now."""
+    """Return a lasting version of ``value``, of a state that was asked for while the average was in the module's
+    place."""
     if not isinstance(value, Tensor) or value.is_meta or value.untyped_storage().data_ptr() not in live:
         return value
     return own[_place(value)] if _place(value) in own else value.clone()

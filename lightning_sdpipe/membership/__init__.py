@@ -1,4 +1,4 @@
-"""Which pipelines take part in an elastic run: events and the time go in, decisions come out.
+"""Membership of an elastic run: events and the time go in, decisions on which pipelines take part come out.
 
-Pure, as the policies are.
+The room is pure, as the policies are.
 """

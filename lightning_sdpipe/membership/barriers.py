@@ -1,8 +1,8 @@
-"""Where replicas of a stage wait for each other: at the same key, until all that are awaited have come.
+"""Barriers of the replicas of a stage: all wait at the same key until every awaited one has come.
 
-A meeting replaces a collective that spans replicas. A worker that dies is not waited for, and a meeting is decided
-once: one that asks again gets the same answer, and one that comes late is told so, and is alone. Keys are the workers'
-own; those that wait at different keys, when none is left to come, would wait for ever and are refused.
+A barrier replaces a collective that spans replicas. A worker that dies is not waited for. A barrier is decided once: a
+worker that asks again gets the same answer, and one that comes late is told so, and is alone. Keys are the workers'
+own; workers that wait at different keys, when no other is left to come, would wait for ever and are refused.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from collections.abc import Collection, Sequence
 from lightning_sdpipe.membership.members import Met
 
 REMEMBERED = 64
-"""Meetings of a stage whose answers are kept."""
+"""Barriers of a stage whose answers are kept."""
 
 
 class DecidedBarriers:
-    """Of all stages."""
+    """Barriers of all stages, those that wait and those that are decided."""
 
     def __init__(self, num_stages: int) -> None:
         self.next_sequence = 0
         self._waiting: list[dict[int, tuple[str, bytes]]] = [{} for _ in range(num_stages)]
-        """Of each stage: at which key each pipeline's worker waits, and with what."""
+        """Key at which each pipeline's worker waits, and the value that it brings, for each stage."""
         self._been: list[OrderedDict[str, Met]] = [OrderedDict() for _ in range(num_stages)]
         self._replaced: list[dict[str, set[int]]] = [{} for _ in range(num_stages)]
-        """Of these: pipelines that met, and are gone since; their next start is another one."""
+        """Pipelines that passed a barrier, and are gone since, by stage and key; their next start is another one."""
 
     def comes(self, stage: int, pipeline: int, key: str, value: bytes) -> Met | None:
-        """A worker is at ``key``; the answer, if it has been decided before."""
+        """Let a worker wait at ``key``, or return the answer if the barrier has been decided before."""
         self._waiting[stage].pop(pipeline, None)
         if key not in self._been[stage]:
             self._waiting[stage][pipeline] = key, value
@@ -36,17 +36,17 @@ class DecidedBarriers:
         return self._answer(stage, pipeline, key, value)
 
     def missing(self, stage: int, key: str, awaited: Collection[int]) -> list[int]:
-        """Those of ``awaited`` that are not at ``key``."""
+        """Return the pipelines of ``awaited`` that are not at ``key``."""
         waiting = self._waiting[stage]
         return sorted(i for i in awaited if waiting.get(i, ("", b""))[0] != key)
 
     def key(self, stage: int, pipeline: int) -> str | None:
-        """Where that worker waits."""
+        """Return the key at which that worker waits, if any."""
         waits = self._waiting[stage].get(pipeline)
         return None if waits is None else waits[0]
 
     def goes(self, pipeline: int) -> None:
-        """``pipeline`` is gone."""
+        """Forget ``pipeline``, which is gone."""
         for waiting, been, replaced in zip(self._waiting, self._been, self._replaced, strict=True):
             waiting.pop(pipeline, None)
             for key, met in been.items():
@@ -54,13 +54,13 @@ class DecidedBarriers:
                     replaced.setdefault(key, set()).add(pipeline)
 
     def begin_anew(self) -> None:
-        """A new start is made: none is left of those that met."""
+        """Forget all decided barriers before a new start: no pipeline is left of those that passed them."""
         for been, replaced in zip(self._been, self._replaced, strict=True):
             been.clear()
             replaced.clear()
 
     def remember(self, met: Met) -> None:
-        """An earlier scheduler has decided it."""
+        """Remember a barrier that an earlier scheduler has decided."""
         been = self._been[met.stage]
         if not met.past and met.key not in been:
             been[met.key] = met
@@ -68,11 +68,11 @@ class DecidedBarriers:
             self._forget(met.stage)
 
     def decide(self, awaited_in: Sequence[Collection[int]]) -> list[Met]:
-        """The meetings to which all pipelines that are awaited in a stage have come, or (late) one that has been."""
+        """Return the barriers that all awaited pipelines of a stage have reached, and answers to late pipelines."""
         decided: list[Met] = []
         for stage, (waiting, awaited) in enumerate(zip(self._waiting, awaited_in, strict=True)):
             for pipeline, (key, value) in list(waiting.items()):
-                if key in self._been[stage]:  # remembered since it asked
+                if key in self._been[stage]:  # decided since it asked
                     del waiting[pipeline]
                     decided.append(self._answer(stage, pipeline, key, value))
             keys = {waiting[i][0] for i in awaited if i in waiting}
@@ -87,7 +87,8 @@ class DecidedBarriers:
         return decided
 
     def contradictions(self, awaited_in: Sequence[Collection[int]]) -> dict[int, dict[int, str]]:
-        """Of each stage in which all that are awaited wait, but not at one key: where. They wait no longer."""
+        """Return, for each stage in which all awaited pipelines wait, but not at one key, their keys. They wait no
+        longer."""
         found: dict[int, dict[int, str]] = {}
         for stage, (waiting, awaited) in enumerate(zip(self._waiting, awaited_in, strict=True)):
             if awaited and all(i in waiting for i in awaited) and len({waiting[i][0] for i in awaited}) > 1:
@@ -95,7 +96,7 @@ class DecidedBarriers:
         return found
 
     def _answer(self, stage: int, pipeline: int, key: str, value: bytes) -> Met:
-        """For one that asks for a meeting that has been."""
+        """Return the answer for a pipeline that comes to a barrier that is decided."""
         met = self._been[stage][key]
         if pipeline in met.pipelines and pipeline not in self._replaced[stage].get(key, ()):
             return met

@@ -1,4 +1,4 @@
-"""What an elastic run needs."""
+"""Terms of an elastic run."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import msgspec
 from lightning_sdpipe.policies.policy import check_integer, refusal
 
 MOST_PIPELINES = 1024
-"""A number from there on is a mistake."""
+"""Lowest number of a pipeline that is taken for a mistake."""
 
 
 class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a run; times in seconds. :mod:`lightning_sdpipe.membership.membership` says what they mean."""
+    """Terms of a run; times are in seconds. :mod:`lightning_sdpipe.membership.membership` says what they mean."""
 
     min_pipelines: int = 1
     start_pipelines: int | None = None
-    """None: as many as ``min_pipelines``."""
+    """Pipelines that begin together; None for ``min_pipelines``."""
     gather: float = 60.0
     hold_limit: float = 1800.0
     recovery_grace: float = 10.0
     settle: float = 1.5
     resume: bool = False
-    """If no pipeline is left, others start again from the newest checkpoint; else the run is over then."""
+    """If no pipeline is left, later ones start again from the newest checkpoint; else the run is then over."""
     apart: float = 60.0
-    """For how long a pipeline that others cannot reach is not let in again, at first."""
+    """Seconds for which a pipeline that others cannot reach is not let in again, at first."""
     fixed: bool = False
     """Pipelines neither come late nor go: ``min_pipelines`` begin together, and one that ends ends the run."""
     depths: tuple[int, ...] = ()
-    """Of a fixed roster, the stages of each pipeline, if they differ."""
+    """Stages of each pipeline of a fixed roster, if they differ."""
 
     def __post_init__(self) -> None:
         check_integer("min_pipelines", self.min_pipelines, 1, "pipelines")
@@ -44,10 +44,10 @@ class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of_fixed(cls, num_pipelines: int, recovery_grace: float = 10.0, depths: tuple[int, ...] = ()) -> ElasticConfig:
-        """Of a run whose pipelines are known."""
+        """Return the terms of a run whose pipelines are known."""
         return cls(num_pipelines, recovery_grace=recovery_grace, settle=0.0, fixed=True, depths=depths)
 
     @property
     def to_start(self) -> int:
-        """How many begin together."""
+        """Number of pipelines that begin together."""
         return self.start_pipelines or self.min_pipelines

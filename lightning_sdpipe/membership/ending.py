@@ -1,4 +1,4 @@
-"""When the members of a run wait for more pipelines, and when the run is over: rules 3, 4 and 7 of
+"""Decides when the members of a run wait for more pipelines, and when the run is over: rules 3, 4 and 7 of
 :mod:`lightning_sdpipe.membership.membership`."""
 
 from __future__ import annotations
@@ -15,51 +15,53 @@ from lightning_sdpipe.membership.pipelines import PipelineStart
 from lightning_sdpipe.policies.events import Worker
 
 REPEATED = 2
-"""Pipelines that fail with one exception before it is taken for a bug of the script."""
+"""Pipelines that must fail with one exception for it to be taken for a bug of the script."""
 NO_BUG = f"{SchedulerError.__name__}: "
-"""With what the reason of a failure begins that is not the script's."""
+"""Beginning of the reason of a failure that is not the script's."""
 _NUMBER = re.compile(r"\d+")
 
 
 class Ending:
-    """Of a run with these ``terms``."""
+    """The holds and the end of a run with these ``terms``."""
 
     def __init__(self, terms: ElasticConfig) -> None:
         self.terms = terms
         self.over: w.RunOver | None = None
         self.holds = ""
-        """Why no pipeline may train now, if so."""
+        """Reason why no pipeline may train now; empty if one may."""
         self.newest: w.Published | None = None
         self.resumed: w.Published | None = None
-        """The checkpoint from which a new start was made."""
+        """Checkpoint from which a new start was made."""
         self._held_since = math.inf
         self._failures: dict[int, str] = {}
-        """Of each pipeline the last, without its numbers (a wrong index, a rank), until it meets others again."""
+        """Last failure of each pipeline, without its numbers (an index, a rank), until it passes a barrier with others
+        again."""
 
     @property
     def may_resume(self) -> bool:
-        """Can a new start be made when no pipeline is left?"""
+        """True if a new start can be made when no pipeline is left."""
         return self.terms.resume and self.newest is not None
 
     @property
     def hold_ends(self) -> float:
-        """When waiting for more pipelines ends the run."""
+        """Time at which waiting for more pipelines ends the run."""
         return self._held_since + self.terms.hold_limit if self.holds else math.inf
 
     def resume(self) -> str:
-        """A new start is made; the file that it goes on from, if there is one."""
+        """Begin a new start; return the checkpoint file that it goes on from, empty if there is none."""
         self.resumed = self.newest = self.newest if self.may_resume else None
         return "" if self.resumed is None else self.resumed.path
 
     def ends(self, reason: str, worker: Worker | None = None, failed: bool = True) -> list[MemberDecision]:
-        """The run is over, unless it has been before."""
+        """End the run, unless it is over already."""
         if self.over is not None:
             return []
         self.over = w.RunOver(reason, failed, worker)
         return [self.over]
 
     def fails(self, pipeline: int, reason: str) -> list[MemberDecision]:
-        """``pipeline`` has failed with an exception of the script's; do others fail with the same?"""
+        """Note that ``pipeline`` has failed with an exception of the script; end the run if others failed with the
+        same."""
         if reason.startswith(NO_BUG):
             return []
         self._failures[pipeline] = kind = _NUMBER.sub("#", reason)
@@ -72,19 +74,19 @@ class Ending:
         )
 
     def meet(self, pipelines: Iterable[int]) -> None:
-        """These have come back from what they failed with."""
+        """Forget the failures of these pipelines, which have come back and passed a barrier."""
         for pipeline in pipelines:
             self._failures.pop(pipeline, None)
 
     def have_finished(self, epoch: Epoch, here: Mapping[int, PipelineStart]) -> list[MemberDecision]:
-        """Have all members of ``epoch`` finished that are left ``here``?"""
+        """End the run if all members of ``epoch`` that are left ``here`` have finished."""
         left = [here[i] for i in epoch.pipelines if i in here]
         if left and all(start.state == "done" for start in left):
             return self.ends("all pipelines have finished their training", failed=False)
         return []
 
     def are_lost(self, epoch: Epoch) -> list[MemberDecision]:
-        """Is no pipeline left that could go on?"""
+        """End the run if no pipeline is left that could go on."""
         if self.over is not None or not epoch.number or epoch.members or self.may_resume or self.terms.fixed:
             return []
         if self.newest is None:
@@ -97,9 +99,9 @@ class Ending:
         return self.ends(f"all pipelines are lost ({epoch.reason}); {advice}")
 
     def are_enough(self, members: Collection[int], more: int, now: float) -> list[MemberDecision]:
-        """May ``members`` train, with so many ``more`` that could join them?"""
+        """Decide whether ``members`` may train, with so many ``more`` that could join them."""
         count, least = len(members), self.terms.min_pipelines
-        if count + more >= least or not count:  # with no member left there is none to hold
+        if count + more >= least or not count:  # without a member there is none to hold
             if not self.holds:
                 return []
             self.holds, self._held_since = "", math.inf
@@ -111,6 +113,6 @@ class Ending:
         return [w.Held(self.holds)] if self.holds != before else []
 
     def begin_anew(self) -> None:
-        """The next run of a fixed roster begins."""
+        """Forget the end of a run, for the next run of a fixed roster."""
         self.over = self.newest = self.resumed = None
         self._failures.clear()

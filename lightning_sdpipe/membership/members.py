@@ -1,7 +1,7 @@
-"""What is said about the members of a run: what pipelines tell, and what is decided about them.
+"""Events and decisions of membership: what pipelines tell, and what is decided about them.
 
-A *pipeline* is the unit that comes and goes. An *incarnation* is one start of its job: a number that its first stage
-drew, the same for all stages. An *epoch of membership* is a list of members; a new one begins whenever that changes.
+A *pipeline* is the unit that comes and goes. An *incarnation* is one start of its job: a number drawn by its first
+stage, the same for all stages. An *epoch of membership* is a list of members; a new one begins whenever that changes.
 :mod:`lightning_sdpipe.membership.membership` decides.
 """
 
@@ -16,7 +16,7 @@ from lightning_sdpipe.policies.events import Count, Worker
 
 
 class Member(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
-    """A pipeline that trains, and which start of it."""
+    """A pipeline that takes part, and the incarnation of its job."""
 
     pipeline: Count
     incarnation: Count
@@ -30,7 +30,7 @@ class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, tag="epoch"):
     reason: str
     lost: tuple[Count, ...] = ()
     tries: bool = False
-    """Every worker says which of its stage it cannot reach."""
+    """True if every worker is to say which workers of its stage it cannot reach."""
 
     @property
     def leader(self) -> int:
@@ -40,17 +40,17 @@ class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, tag="epoch"):
             ValueError: there is no member.
         """
         if not self.members:
-            raise ValueError(f"epoch {self.number} of membership has no members, so nobody leads")
+            raise ValueError(f"epoch {self.number} of membership has no members, so none leads")
         return self.members[0].pipeline
 
     @property
     def pipelines(self) -> tuple[int, ...]:
-        """Of the members, sorted: their ranks in a process group of this epoch."""
+        """Pipelines of the members, sorted: their ranks in a process group of this epoch."""
         return tuple(sorted(member.pipeline for member in self.members))
 
 
 class Exchanging(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A worker averages with those of its stage in ``pipelines``, and has ``moved`` so many pieces."""
+    """A worker averages with the workers of its stage in ``pipelines``, and has ``moved`` so many pieces."""
 
     sequence: Count
     pipelines: tuple[Count, ...]
@@ -61,11 +61,11 @@ class Exchanging(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 FIXED = {"pipelines": "fixed"}
-"""The fingerprint of a process of a run whose pipelines neither come nor go."""
+"""Fingerprint of a process of a run whose pipelines neither come nor go."""
 
 
 def is_fixed(fingerprint: Mapping[str, str]) -> bool:
-    """Is it that of such a process?"""
+    """Return whether ``fingerprint`` is that of a process of such a run."""
     return fingerprint == FIXED
 
 
@@ -81,9 +81,9 @@ class Enrolled(_FromWorker, frozen=True, tag="enrolled"):
 
 
 class Resumed(_FromWorker, frozen=True, tag="resumed"):
-    """The process is a member, for all it knows, of the run whose newest epoch it heard of is ``epoch``.
+    """The process is a member, for all it knows; the newest epoch that it heard of is ``epoch``.
 
-    ``met`` are meetings that it heard of and that another member may not have; ``since`` is the number of the first
+    ``met`` are barriers that it heard of and that another member may not have; ``since`` is the number of the first
     epoch that it heard of as a member (0: it does not say).
     """
 
@@ -94,14 +94,14 @@ class Resumed(_FromWorker, frozen=True, tag="resumed"):
 
 
 class Snapshot(_FromWorker, frozen=True, tag="snapshot"):
-    """The worker of a donor has copied its state for ``transfer`` when it had made ``update`` updates."""
+    """The worker of a donor has copied its state for ``transfer`` after ``update`` updates."""
 
     transfer: str
     update: int
 
 
 class Received(_FromWorker, frozen=True, tag="received"):
-    """The worker of a newcomer has the state of ``transfer``, which is that after ``update`` updates."""
+    """The worker of a newcomer has the state of ``transfer``, that after ``update`` updates."""
 
     transfer: str
     update: int
@@ -115,7 +115,7 @@ class Missed(_FromWorker, frozen=True, tag="missed"):
 
 
 class Meets(_FromWorker, frozen=True, tag="meets"):
-    """The worker is at ``key`` and waits for the other replicas of its stage; ``value`` is for them."""
+    """The worker waits at ``key`` for the other replicas of its stage; ``value`` is for them."""
 
     key: str
     value: bytes
@@ -128,13 +128,13 @@ class Died(_FromWorker, frozen=True, tag="died"):
 
 
 class FellSilent(_FromWorker, frozen=True, tag="fell_silent"):
-    """Nothing has come of the process for too long."""
+    """The process has not been heard of for too long."""
 
     reason: str
 
 
 class Failed(_FromWorker, frozen=True, tag="failed_alone"):
-    """The process ends, since an exception was raised in it."""
+    """The process ends through an exception."""
 
     reason: str
 
@@ -146,12 +146,12 @@ class Departed(_FromWorker, frozen=True, tag="departed"):
 
 
 class Heard(_FromWorker, frozen=True, tag="heard"):
-    """The process lives; told only of those that :meth:`Membership.doubts` names."""
+    """The process lives; told only of processes that :meth:`Membership.doubts` names."""
 
 
 class Unreachable(msgspec.Struct, frozen=True, gc=False, tag="unreachable"):
     """Workers of ``stage`` in ``pipelines`` have found no process group that holds them all, though they ``waited``; or
-    an exchange between them broke off, though none is gone."""
+    an exchange between them broke off, though all are there."""
 
     stage: int
     pipelines: tuple[int, ...]
@@ -159,7 +159,7 @@ class Unreachable(msgspec.Struct, frozen=True, gc=False, tag="unreachable"):
 
 
 class Misses(_FromWorker, frozen=True, tag="misses"):
-    """In that epoch, which tries, the worker could not reach those of its stage in ``pipelines``."""
+    """In that epoch, which tries, the worker could not reach the workers of its stage in ``pipelines``."""
 
     epoch: int
     pipelines: tuple[int, ...]
@@ -173,13 +173,13 @@ class Published(_FromWorker, frozen=True, tag="published"):
 
 
 class Passed(msgspec.Struct, frozen=True, gc=False, tag="passed"):
-    """Time passed; due when :meth:`Membership.deadline` says so."""
+    """Time passed; due at :meth:`Membership.deadline`."""
 
 
 FromProcess: TypeAlias = (
     Snapshot | Received | Missed | Meets | Died | FellSilent | Failed | Departed | Misses | Published
 )
-"""Of a process that has enrolled."""
+"""Events of a process that has enrolled."""
 MemberEvent: TypeAlias = FromProcess | Enrolled | Resumed | Heard | Unreachable | Passed
 
 
@@ -187,8 +187,8 @@ MemberEvent: TypeAlias = FromProcess | Enrolled | Resumed | Heard | Unreachable 
 
 
 class Started(msgspec.Struct, frozen=True, gc=False, tag="started"):
-    """``pipeline`` is a member from ``epoch`` on, and trains. ``fresh``: none could give it a state; it goes on from
-    the file ``checkpoint``, if that is named."""
+    """The ``pipeline`` is a member from ``epoch`` on, and trains. ``fresh``: no member could give it a state; it goes
+    on from the file ``checkpoint``, if that is named."""
 
     pipeline: int
     epoch: Epoch
@@ -197,7 +197,7 @@ class Started(msgspec.Struct, frozen=True, gc=False, tag="started"):
 
 
 class Receive(msgspec.Struct, frozen=True, gc=False, tag="receive"):
-    """``pipeline`` gets its state from ``donor``, all of whose stages have taken a snapshot for ``transfer``."""
+    """The ``pipeline`` gets its state from ``donor``, all of whose stages have taken a snapshot for ``transfer``."""
 
     pipeline: int
     donor: int
@@ -206,7 +206,7 @@ class Receive(msgspec.Struct, frozen=True, gc=False, tag="receive"):
 
 
 class Donate(msgspec.Struct, frozen=True, gc=False, tag="donate"):
-    """``donor`` copies its state between two turns, and gives it to ``pipeline``. Its stage 0 says which turns."""
+    """The ``donor`` copies its state between two turns, and gives it to ``pipeline``. Its stage 0 says which turns."""
 
     donor: int
     pipeline: int
@@ -214,7 +214,7 @@ class Donate(msgspec.Struct, frozen=True, gc=False, tag="donate"):
 
 
 class Abandoned(msgspec.Struct, frozen=True, gc=False, tag="abandoned"):
-    """No pipeline waits for ``transfer`` of ``donor`` any more; ``void``: what was wrong with it."""
+    """No pipeline waits for ``transfer`` of ``donor`` any more; ``void`` says what was wrong with it, if anything."""
 
     donor: int
     transfer: str
@@ -224,8 +224,8 @@ class Abandoned(msgspec.Struct, frozen=True, gc=False, tag="abandoned"):
 class Met(msgspec.Struct, frozen=True, gc=False, tag="met"):
     """The workers of ``stage`` in ``pipelines`` (sorted) are all at ``key``; ``values`` are theirs, in that order.
 
-    ``epoch`` is a process group's that holds them all. ``past``: others have met there before, this one is late, and
-    alone.
+    ``epoch`` names a process group that holds them all. ``past``: others have passed the barrier before; this worker is
+    late, and alone.
     """
 
     stage: Count
@@ -248,7 +248,7 @@ class Gone(msgspec.Struct, frozen=True, gc=False, tag="gone"):
 
 
 class Denied(msgspec.Struct, frozen=True, gc=False, tag="denied"):
-    """What the worker asked for cannot be."""
+    """The request of the worker cannot be carried out."""
 
     worker: Worker
     incarnation: int
@@ -256,7 +256,7 @@ class Denied(msgspec.Struct, frozen=True, gc=False, tag="denied"):
 
 
 class Ended(msgspec.Struct, frozen=True, gc=False, tag="ended"):
-    """The process was declared lost, or its pipeline is: it must end."""
+    """The process was declared lost, or its pipeline was: the process must end."""
 
     worker: Worker
     incarnation: int
@@ -271,19 +271,19 @@ class WentMissing(msgspec.Struct, frozen=True, gc=False, tag="went_missing"):
 
 
 class CameBack(msgspec.Struct, frozen=True, gc=False, tag="came_back"):
-    """The process that was lost is there again."""
+    """The lost process is there again."""
 
     worker: Worker
 
 
 class Held(msgspec.Struct, frozen=True, gc=False, tag="held"):
-    """No pipeline trains until there are enough again; an empty ``reason``: there are."""
+    """No pipeline trains until there are enough again; an empty ``reason`` says that there are."""
 
     reason: str
 
 
 class RunOver(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag="run_over"):
-    """The run has ``failed``, through ``worker`` if that is one's, or else all have finished."""
+    """The run has ``failed``, through ``worker`` if one caused it, or else all have finished."""
 
     reason: str
     failed: bool

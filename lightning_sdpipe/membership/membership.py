@@ -1,37 +1,37 @@
-"""Which pipelines are in an elastic run: events and the time go in, decisions come out.
+"""The rules of membership in an elastic run: events and the time go in, decisions come out.
 
-Each pipeline is a small job of its own. It comes (its stages *enrol*), becomes a member, and goes: it dies, falls
-silent, fails, or departs. Its states, and those of its processes, are the tables of ``pipelines.py``. The rules:
+Each pipeline is a small job of its own. It enrols stage by stage, becomes a member, and goes: it dies, falls silent,
+fails, or departs. ``pipelines.py`` has the tables of its states, and of those of its processes. The rules:
 
 1. *Together or not at all.* A pipeline is a member when all its stages are there, of one incarnation, and it is gone
-   when one of them is. An incarnation that was once gone never comes back (a tombstone): its processes must end.
+   when one of them is gone. An incarnation that was once gone never comes back (a tombstone): its processes must end.
 2. *Epochs.* Whenever the members change a new epoch begins, with a higher number. Members are listed by age; the oldest
-   leads. So the leader changes only when it goes.
+   leads, so the leader changes only when it goes.
 3. *The start.* The first pipelines begin together when ``start_pipelines`` are there, or ``gather`` seconds after the
    first if these are at least ``min_pipelines``. A pipeline that comes later is given the state of a member
-   (``state_transfers.py``), and is a member when all its stages have it. If the donor goes, another one gives it. If
-   there is no member left, the run is over, or a new start is made from the newest checkpoint (``resume``), also by a
-   new scheduler that is told of one before anything else.
-4. *Enough.* With fewer than ``min_pipelines`` none begins another turn. Newcomers count, all of whose stages are
-   there: they need a member that makes its next updates. After ``hold_limit`` seconds of waiting the run ends.
-5. *One job per number.* A second job that claims a pipeline's number waits until the first is heard of (then it is
-   refused) or gone (then it takes its place, when it asks again).
-6. *Meetings* (``barriers.py``) wait for the members, and for newcomers whose state has been taken in that stage: they
-   are about to be where the others are.
+   (``state_transfers.py``), and is a member when all its stages have it. If the donor goes, another member gives it. If
+   no member is left, the run is over, or a new start is made from the newest checkpoint (``resume``), also by a new
+   scheduler that is told of one before anything else.
+4. *Enough.* With fewer than ``min_pipelines``, no pipeline begins another turn. Newcomers whose stages are all there
+   count: they need a member that makes its next updates. After ``hold_limit`` seconds of waiting the run ends.
+5. *One job per number.* A second job that claims a pipeline's number waits. It is refused once the first job is heard
+   of, and admitted on its next request once the first job is gone.
+6. *Barriers* (``barriers.py``) wait for the members, and for newcomers whose state has been copied in that stage, as
+   they are about to catch up.
 7. *A bug ends the run.* Two pipelines that fail with the same exception would be followed by all others. A pipeline's
-   failure is forgotten when it has come back and met others. A SchedulerError counts for nothing: what was lost, the
-   scheduler for instance, causes several. Nor does what a newcomer fails with while others train.
-8. *Out of reach* (``unreachable.py``). Pipelines that find no process group in common make another one, and say
-   which they cannot reach; if that goes on, one of them is put out.
-9. *A new scheduler* begins to know when a member of the run resumes: it waits ``recovery_grace`` seconds for the rest
-   of the newest epoch that any heard of. A start that is not in it has been replaced, and must end. None starts anew
+   failure is forgotten when it has come back and passed a barrier with others. A SchedulerError does not count, since
+   one loss (of the scheduler, for instance) causes several. Nor does the failure of a newcomer while others train.
+8. *Out of reach* (``unreachable.py``). Pipelines without a common process group make another one, and report which
+   pipelines they cannot reach; if that goes on, one of them is put out.
+9. *A new scheduler* learns of the run when a member resumes: it waits ``recovery_grace`` seconds for the rest of the
+   newest epoch that any heard of. A start outside that epoch has been replaced, and must end. No pipeline starts anew
    in its first ``settle`` seconds.
 10. *A fixed roster* (``fixed``) is one start of so many pipelines, and a process that has ended ends the run, by name.
-   One that is silent is lost, until it is heard of. When all have finished the next run may begin. Of which kind a run
-   is, its first process says.
+    A silent process is lost until it is heard of. When all have finished, the next run may begin. The first process of
+    a run determines its kind.
 
 Promises, which the tests hold against all histories: epochs' numbers grow; no incarnation is a member twice, or after
-it was gone; the leader is the oldest member; none starts fresh while there is a member; a meeting is decided once.
+it was gone; the leader is the oldest member; none starts fresh while there is a member; a barrier is decided once.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from lightning_sdpipe.policies.events import Worker
 
 
 class Membership(RunState):
-    """Decides for one run."""
+    """The membership of one run."""
 
     # ------------------------------------------------------------------ events
 
     def on(self, event: MemberEvent, now: float) -> list[MemberDecision]:
-        """``event`` happened at ``now``; what follows. No event is refused by an exception."""
+        """Return the decisions that follow from ``event`` at ``now``. No event is refused by an exception."""
         self._due, decisions = None, self._on(event, now)
         if self.recovering:
             return decisions
@@ -66,7 +66,7 @@ class Membership(RunState):
             return self._resumed(event, now)
         if isinstance(event, w.Passed):
             return self._time_passed(now)
-        if isinstance(event, w.Published) and not self.epoch.number:  # what an earlier scheduler has kept
+        if isinstance(event, w.Published) and not self.epoch.number:  # kept by an earlier scheduler
             self.ending.newest = event
             return []
         if self._returning is not None:
@@ -101,7 +101,7 @@ class Membership(RunState):
                 met = self.meetings.comes(worker.stage, worker.pipeline, key, value)
                 return self._meet() if met is None else [met]
             case w.Died() | w.FellSilent() if done:
-                return []  # as it said
+                return []  # as it said it would
             case w.FellSilent(_, _, reason) if self.terms.fixed:
                 return self._fell_silent(worker, reason)
             case w.Died(_, _, reason) if self.terms.fixed:
@@ -111,7 +111,7 @@ class Membership(RunState):
             case w.Died(_, _, reason) | w.FellSilent(_, _, reason):
                 return self._goes(worker.pipeline, f"stage {worker.stage} {reason}", now)
             case w.Failed(_, _, reason):
-                joins = not here.member and bool(self.members)  # those that train would not follow it
+                joins = not here.member and bool(self.members)  # the training members would not follow it
                 decisions = self._goes(worker.pipeline, f"stage {worker.stage} failed: {reason}", now)
                 return decisions if joins else decisions + self.ending.fails(worker.pipeline, reason)
             case w.Departed(_, _, finished):
@@ -151,7 +151,7 @@ class Membership(RunState):
         return self._entry.refusal(event, self.ending.over)
 
     def _admit(self, now: float) -> list[MemberDecision]:
-        """Those that are complete start, or are found a donor."""
+        """Start the complete pipelines, or find donors for them."""
         complete, here = self.roster.complete(), self.roster.here
         if self.epoch.members:
             waiting = [i for i in complete if self.donations.of(i) is None and self._reach.out_until(i) <= now]
@@ -175,7 +175,7 @@ class Membership(RunState):
             start.move("begins")
             start.fresh = True
         come, names = tuple(sorted(complete)), ", ".join(map(str, sorted(complete)))
-        why = f"again from {checkpoint}, since nobody was left" if checkpoint else "together"
+        why = f"again from {checkpoint}, since no member was left" if checkpoint else "together"
         decisions = self._new_epoch(f"pipelines {names} start {why}", come)
         return decisions + [w.Started(i, self.epoch, True, checkpoint) for i in come]
 
@@ -187,7 +187,7 @@ class Membership(RunState):
         return self._without_state(donation.pipeline, decisions, now)
 
     def _without_state(self, newcomer: int, decisions: list[MemberDecision], now: float) -> list[MemberDecision]:
-        """What ``newcomer`` was to be given is void."""
+        """Find another donor for ``newcomer``, whose transfer is void."""
         self._reach.got_none(newcomer, now)
         self.roster.here[newcomer].move("loses it")
         return decisions + self._admit(now) + self._meet()
@@ -200,7 +200,7 @@ class Membership(RunState):
         if not self.donations.has_received(pipeline, worker.stage, transfer):
             donation = self.donations.of(pipeline)
             if donation is not None and donation.transfer == transfer:
-                return []  # its other stages have not yet
+                return []  # its other stages do not have it yet
             return self._repeat(pipeline)
         self.donations.end(pipeline)
         self._reach.has_come(pipeline)
@@ -209,7 +209,7 @@ class Membership(RunState):
         return [*decisions, w.Started(pipeline, self.epoch, fresh=False), *self._meet()]
 
     def _repeat(self, pipeline: int) -> list[MemberDecision]:
-        """What ``pipeline`` was told, for one of its workers asks again."""
+        """Repeat what ``pipeline`` was told, since one of its workers asks again."""
         here, resumed = self.roster.here[pipeline], self.ending.resumed
         if here.member:
             return [w.Started(pipeline, self.epoch, here.fresh, resumed.path if here.fresh and resumed else "")]
@@ -219,14 +219,14 @@ class Membership(RunState):
     # --------------------------------------------------------------- going
 
     def _ends_it(self, worker: Worker, reason: str) -> list[MemberDecision]:
-        """A process of a fixed roster has ended, and with it the run."""
+        """End the run, since a process of a fixed roster has ended."""
         here = self.roster.here[worker.pipeline]
         self.roster.goes(worker.pipeline, reason)
         self.meetings.goes(worker.pipeline)
         return [*self.ending.ends(reason, worker), w.Gone(worker.pipeline, here.incarnation, reason, was_member=False)]
 
     def _goes(self, pipeline: int, reason: str, now: float, left: bool = False) -> list[MemberDecision]:
-        """That start of ``pipeline`` is over; ``reason`` begins with what happened to which stage."""
+        """Remove that start of ``pipeline``, which is over; ``reason`` begins with what happened to which stage."""
         here = self.roster.here[pipeline]
         was_member = here.member
         self.roster.goes(pipeline, reason)
@@ -242,7 +242,7 @@ class Membership(RunState):
         return decisions + self.ending.have_finished(self.epoch, self.roster.here) + self._admit(now) + self._meet()
 
     def _unreachable(self, event: w.Unreachable, now: float) -> list[MemberDecision]:
-        """All shall make another process group, and say which they cannot reach; or one of them goes."""
+        """Let all make another process group, and report which pipelines they cannot reach; or put one of them out."""
         stage, pipelines = event.stage, event.pipelines
         if not self.epoch.members or self.terms.fixed:
             return []
@@ -277,7 +277,7 @@ class Membership(RunState):
         return self._goes(worker.pipeline, f"stage {worker.stage} {said}", now, left=True)
 
     def _fell_silent(self, worker: Worker, reason: str) -> list[MemberDecision]:
-        """A process of a fixed roster is lost."""
+        """Note that a process of a fixed roster is lost."""
         here = self.roster.here[worker.pipeline]
         if here.is_lost(worker.stage):
             return []
@@ -285,7 +285,7 @@ class Membership(RunState):
         return [w.WentMissing(worker, reason), *self._meet()]
 
     def _heard(self, worker: Worker, incarnation: int) -> list[MemberDecision]:
-        """A process lives that was in doubt."""
+        """Note that a process lives that was in doubt."""
         if not self.doubts(worker, incarnation):
             return []
         decisions: list[MemberDecision] = []
@@ -301,7 +301,7 @@ class Membership(RunState):
         return decisions + [w.Denied(event.worker, event.incarnation, lives) for event in rivals]
 
     def _from_a_stranger(self, event: w.FromProcess) -> list[MemberDecision]:
-        """Its process has not enrolled here, or must not."""
+        """Decide on an event of a process that has not enrolled here, or must not."""
         worker, incarnation = event.worker, event.incarnation
         if isinstance(event, w.Died | w.Failed | w.Departed):
             self.roster.rival_ends(worker, incarnation)
@@ -383,7 +383,7 @@ class Membership(RunState):
         return [self.epoch]
 
     def _meet(self) -> list[MemberDecision]:
-        """Meetings to which all have come; those that wait at different places are told."""
+        """Decide the barriers that all have reached; refuse workers that wait at different keys."""
         awaited = [self.awaited(stage) for stage in range(self._num_stages)]
         decided = self.meetings.decide(awaited)
         self.ending.meet(i for met in decided if len(met.pipelines) > 1 for i in met.pipelines)

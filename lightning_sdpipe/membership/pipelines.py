@@ -1,7 +1,7 @@
-"""Which starts of pipelines are there, and how far each of them and of their processes is: two tables of states.
+"""The starts of pipelines that are there, and the states of each of them and of their processes: two tables.
 
-A start that is gone leaves a tombstone, and does not come back. A job that claims the number of a start that is there
-is its *rival*, which is let in when that start is gone, and refused when it is heard of. All jobs of a run are alike.
+A start that is gone leaves a tombstone, and does not come back. A job that claims the number of a present start is its
+*rival*: it is let in when that start is gone, and refused when that start is heard of. All jobs of a run are alike.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from lightning_sdpipe.membership.state_transfers import StateTransfers
 from lightning_sdpipe.policies.events import Worker
 
 TOMBSTONES = 4096
-"""That are remembered."""
+"""Most tombstones that are remembered."""
 
 
 def _read(text: str) -> Mapping[str, Mapping[str, str]]:
-    """Of each state, by what happens, the next one; where ``text`` has an empty cell that cannot happen."""
+    """Read a table of states: for each state, the next state by input. An input whose cell in ``text`` is empty cannot
+    occur."""
     (_, *happens), *rows = ([cell.strip() for cell in line.split("|")] for line in text.strip().splitlines())
     return {state: {what: after for what, after in zip(happens, cells, strict=True) if after} for state, *cells in rows}
 
 
-# Silence is "falls silent" in a fixed roster, and "ends" in an open one. "returns": to a scheduler started again.
+# Silence is "falls silent" in a fixed roster, and "ends" in an open one. "returns": to a restarted scheduler.
 PROCESSES = _read("""
     a process | enrols | finishes | falls silent | is heard of | ends
     unknown   | here   |          |              |             |
@@ -46,7 +47,7 @@ PIPELINES = _read("""
 
 
 def after(table: Mapping[str, Mapping[str, str]], state: str, happens: str) -> str:
-    """The state that follows.
+    """Return the next state.
 
     Raises:
         ImpossibleChange: the table has no such entry.
@@ -69,44 +70,44 @@ class PipelineStart:
         self.incarnation = incarnation
         self.state = "absent"
         self.processes: dict[int, str] = {}
-        """By stage."""
+        """State of each stage's process."""
         self.arrived = 0.0
-        """When it was complete."""
+        """Time at which all stages were there."""
         self.fresh = False
         self.since = 0
-        """The number of the first epoch of which it was a member, at most."""
+        """Number of the first epoch of which it was a member, at most."""
 
     def move(self, happens: str) -> None:
         """Change the state as :data:`PIPELINES` says; else raise ImpossibleChange."""
         self.state = after(PIPELINES, self.state, happens)
 
     def move_process(self, stage: int, happens: str) -> None:
-        """The same of the process of ``stage``, by :data:`PROCESSES`."""
+        """Change the state of the process of ``stage`` as :data:`PROCESSES` says."""
         self.processes[stage] = after(PROCESSES, self.processes.get(stage, "unknown"), happens)
 
     @property
     def member(self) -> bool:
-        """Does it take part?"""
+        """True if the pipeline takes part."""
         return self.state in ("member", "done")
 
     @property
     def complete(self) -> bool:
-        """Are all its stages there, and could it take part?"""
+        """True if all stages are there, and the pipeline could take part."""
         return self.state in ("complete", "receiving")
 
     @property
     def finishes(self) -> bool:
-        """Has one of its stages finished?"""
+        """True if one of the stages has finished."""
         return "done" in self.processes.values()
 
     def is_lost(self, stage: int) -> bool:
-        """Has nothing been heard of that process for too long?"""
+        """Return whether that process has not been heard of for too long."""
         return self.processes.get(stage) == "lost"
 
 
 class Roster:
     """The starts that are there, their rivals, and the tombstones of those that are gone. Each pipeline has
-    ``num_stages`` stages, unless ``depths`` say how many."""
+    ``num_stages`` stages, unless ``depths`` gives its own number."""
 
     def __init__(self, num_stages: int, depths: Sequence[int] = ()) -> None:
         self.here: dict[int, PipelineStart] = {}
@@ -117,52 +118,52 @@ class Roster:
     # ------------------------------------------------------------------- looks
 
     def is_member(self, pipeline: int, incarnation: int) -> bool:
-        """Is that start of ``pipeline`` in the run?"""
+        """Return whether that start of ``pipeline`` is in the run."""
         here = self.here.get(pipeline)
         return here is not None and here.member and here.incarnation == incarnation
 
     def was_member(self, pipeline: int, epoch: int) -> bool:
-        """Was that start of ``pipeline`` which is a member now one in the epoch of that number, too?"""
+        """Return whether the present member ``pipeline`` was one, by the same start, in the epoch of that number."""
         here = self.here.get(pipeline)
         return here is not None and here.member and here.since <= epoch
 
     def has(self, worker: Worker, incarnation: int) -> bool:
-        """Has that process enrolled, in a start of its pipeline that is not gone?"""
+        """Return whether that process has enrolled, in a start of its pipeline that is not gone."""
         here = self.here.get(worker.pipeline)
         return here is not None and here.incarnation == incarnation and worker.stage in here.processes
 
     def depth(self, pipeline: int) -> int:
-        """The number of its stages."""
+        """Return the number of stages of ``pipeline``."""
         return self._depths[pipeline] if self._depths else self._num_stages
 
     def absent(self, pipeline: int) -> list[int]:
-        """Stages of ``pipeline``, which is there, that are not."""
+        """Return the stages of ``pipeline``, which is there, that are missing."""
         return sorted(set(range(self.depth(pipeline))) - self.here[pipeline].processes.keys())
 
     def processes(self) -> dict[Worker, int]:
-        """All that are there, or have finished, and their incarnations."""
+        """Return all processes that are there, or have finished, and their incarnations."""
         return {Worker(stage, i): here.incarnation for i, here in self.here.items() for stage in here.processes}
 
     def complete(self) -> Mapping[int, PipelineStart]:
-        """Those that could start."""
+        """Return the pipelines that could start."""
         return {i: here for i, here in self.here.items() if here.complete}
 
     def tombstone(self, pipeline: int, incarnation: int) -> str | None:
-        """Why that start of ``pipeline`` must not come back, if so."""
+        """Return why that start of ``pipeline`` must not come back, None if it may."""
         return self._tombs.get(Member(pipeline, incarnation))
 
     def buried(self, most: int) -> list[Member]:
-        """The last ``most`` starts that must not come back."""
+        """Return the last ``most`` starts that must not come back."""
         return [*self._tombs][-most:]
 
     @property
     def claimed(self) -> Collection[int]:
-        """Pipelines that are there, and of which another start has come."""
+        """Pipelines that are there, and whose number another start has claimed."""
         return self._rivals.keys()
 
     def states(self, transfers: StateTransfers, members: Sequence[int], out: Collection[int]) -> dict[int, str]:
-        """Of each pipeline, for people; ``members`` are the oldest first, and ``out`` those that others cannot
-        reach."""
+        """Return the state of each pipeline, for people; ``members`` are the oldest first, and ``out`` those that
+        others cannot reach."""
         said = {}
         for i, here in sorted(self.here.items()):
             donation = transfers.of(i)
@@ -181,7 +182,7 @@ class Roster:
     # ----------------------------------------------------------- coming and going
 
     def enrols(self, worker: Worker, incarnation: int, now: float) -> None:
-        """A process of a start that is there, or of a new one, has come."""
+        """Enrol a process of a start that is there, or of a new one."""
         here = self.here.setdefault(worker.pipeline, PipelineStart(incarnation))
         last = len(here.processes.keys() | {worker.stage}) == self.depth(worker.pipeline)
         here.move("the last enrols" if last else "a stage enrols")
@@ -190,8 +191,7 @@ class Roster:
             here.arrived = now
 
     def returns(self, member: Member, now: float, since: int) -> None:
-        """All processes of a member, which it was from epoch ``since``, have come back to a scheduler that was started
-        again."""
+        """Bring in a member since epoch ``since``, all of whose processes have come back to a restarted scheduler."""
         here = self.here[member.pipeline] = PipelineStart(member.incarnation)
         here.move("returns")
         for stage in range(self.depth(member.pipeline)):
@@ -199,20 +199,20 @@ class Roster:
         here.arrived, here.since = now, since
 
     def goes(self, pipeline: int, reason: str) -> None:
-        """That start of ``pipeline`` is over; its rivals ask again."""
+        """Remove that start of ``pipeline``, which is over; its rivals ask again."""
         here = self.here.pop(pipeline)
         here.move("ends")
         self.bury(Member(pipeline, here.incarnation), reason)
         self._rivals.pop(pipeline, None)
 
     def bury(self, member: Member, reason: str) -> None:
-        """That start must not come back."""
+        """Leave a tombstone, so that the start ``member`` cannot come back."""
         self._tombs[member] = reason
         while len(self._tombs) > TOMBSTONES:
             del self._tombs[next(iter(self._tombs))]
 
     def claims(self, event: w.Enrolled) -> bool:
-        """Does the job of ``event`` claim the number of a start that is there? Then it waits."""
+        """Return whether the job of ``event`` claims the number of a present start. If so, it waits."""
         here = self.here.get(event.worker.pipeline)
         if here is None or here.incarnation == event.incarnation:
             return False
@@ -220,7 +220,7 @@ class Roster:
         return True
 
     def rival_ends(self, worker: Worker, incarnation: int) -> None:
-        """A process that may be a rival's waits no longer."""
+        """Forget a process that may be a rival's, and waits no longer."""
         rivals = self._rivals.get(worker.pipeline, {})
         if worker in rivals and rivals[worker].incarnation == incarnation:
             del rivals[worker]
@@ -228,11 +228,11 @@ class Roster:
             self._rivals.pop(worker.pipeline, None)
 
     def take_rivals(self, pipeline: int) -> Collection[w.Enrolled]:
-        """Those that have claimed the number of ``pipeline``; they wait no longer."""
+        """Take the enrolments that have claimed the number of ``pipeline``; they wait no longer."""
         return self._rivals.pop(pipeline, {}).values()
 
     def validate(self) -> None:
-        """Raise AssertionError if what is known contradicts itself."""
+        """Raise AssertionError if the roster contradicts itself."""
         for member in self._tombs:
             here = self.here.get(member.pipeline)
             assert here is None or here.incarnation != member.incarnation, member
@@ -244,28 +244,28 @@ class Roster:
 
 
 class EntryRules:
-    """Which processes a run of pipelines of ``num_stages`` stages takes, with these ``terms``."""
+    """Decides which processes may enter a run of pipelines of ``num_stages`` stages, with these ``terms``."""
 
     def __init__(self, num_stages: int, terms: ElasticConfig) -> None:
         self.expected: dict[str, str] | None = None
-        """The fingerprint of all jobs, once one has come."""
+        """Fingerprint of all jobs, once one has come."""
         self._num_stages, self._depths = num_stages, terms.depths
         self._fixed = terms.fixed
         self._most = terms.min_pipelines if terms.fixed else MOST_PIPELINES
 
     def binds(self, event: w.Enrolled | w.Resumed, anew: bool = False) -> None:
-        """The process of ``event`` is taken; the others must be like the first, or like this one ``anew``."""
+        """Take the process of ``event``; others must be like the first, or, with ``anew``, like this one."""
         if self.expected is None or anew:
             self.expected = dict(event.fingerprint)
 
     def forget_alone(self, worker: Worker, roster: Roster) -> None:
-        """Nothing has started: a process that was refused, or died, binds no other."""
+        """Release the fingerprint if nothing else has come: a process that was refused, or died, binds no other."""
         here = roster.here.items()
         if not any(i != worker.pipeline or start.processes.keys() - {worker.stage} for i, start in here):
             self.expected = None
 
     def refusal(self, event: w.Enrolled | w.Resumed, over: w.RunOver | None) -> str:
-        """Why the process cannot be taken; empty if it can."""
+        """Return why the process cannot be taken; empty if it can."""
         worker, stages = event.worker, self._num_stages
         if 0 <= worker.pipeline < len(self._depths):
             stages = self._depths[worker.pipeline]
@@ -297,7 +297,7 @@ class EntryRules:
 
 
 def _differences(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
-    """In what a job differs from those of the run, for people; empty if in nothing."""
+    """Describe how a job differs from those of the run, for people; empty if it does not."""
     names = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
     if not names:
         return ""

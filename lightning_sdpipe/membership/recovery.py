@@ -1,7 +1,7 @@
-"""What a scheduler that was started again learns of the run: from its members, which resume.
+"""Recovery: what a restarted scheduler learns of the run from its members, which resume.
 
-It goes by the newest epoch that any of them heard of. A start of a pipeline that is not in that one has been replaced,
-or was lost; it may have heard of nothing since, as a machine that was asleep.
+The newest epoch that any of them heard of counts. A start of a pipeline outside that epoch has been replaced, or was
+lost; like a machine that was asleep, it may have heard of nothing since.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from lightning_sdpipe.policies.events import Worker
 
 
 class MemberRecovery:
-    """From the first that resumes, whose event it is made of, until all are back or ``until`` has come. ``depth`` tells
-    the number of stages of a pipeline."""
+    """Recovery from the first process that resumes, by the event ``first``, until all are back or ``until`` has come.
+    ``depth`` returns the number of stages of a pipeline."""
 
     def __init__(self, first: Resumed, until: float, depth: Callable[[int], int], fixed: bool = False) -> None:
         self.until = until
         self.epoch = first.epoch
         self.early: list[MemberEvent] = []
-        """Heard meanwhile, decided after it."""
+        """Events that came meanwhile, to be decided afterwards."""
         self._depth, self._fixed = depth, fixed
         self._back: dict[Member, set[int]] = {}
         self.since: dict[Member, int] = {}
-        """The first epoch that each heard of as a member."""
+        """First epoch that each start heard of as a member."""
 
     def hear(self, event: Resumed) -> None:
-        """A process resumes."""
+        """Note a process that resumes."""
         if event.epoch.number > self.epoch.number:
             self.epoch = event.epoch
         member = Member(event.worker.pipeline, event.incarnation)
@@ -38,7 +38,7 @@ class MemberRecovery:
         self.since[member] = min(event.since, self.since.get(member, event.since))
 
     def keep(self, event: MemberEvent) -> None:
-        """``event`` is to be decided later, unless it is of a job whose number another one has: that asks again.
+        """Keep ``event`` for later, unless another job has the number of its job, which then asks again.
 
         A worker may repeat itself, or be faulty: of each kind only its last event is kept, in the place of the first.
         """
@@ -54,20 +54,20 @@ class MemberRecovery:
             self.early.append(event)
 
     def is_there(self, member: Member, stage: int) -> bool:
-        """Has that process resumed, or come anew?"""
+        """Return whether that process has resumed, or come anew."""
         return stage in self._back.get(member, ()) or any(
             isinstance(event, Enrolled) and _of(event) == member and event.worker.stage == stage for event in self.early
         )
 
     def delays(self, roster: Roster, fingerprint: Mapping[str, str]) -> None:
-        """The newcomers of ``roster``, which are like the members, must not start now."""
+        """Delay the newcomers of ``roster``, whose fingerprint equals the members'."""
         for pipeline, here in roster.here.items():
             workers = [Worker(j, pipeline) for j in sorted(here.processes)]
             self.early += [Enrolled(worker, here.incarnation, dict(fingerprint)) for worker in workers]
         roster.here.clear()
 
     def hear_other(self, event: MemberEvent, roster: Roster) -> list[w.MemberDecision]:
-        """Something else than that a process resumes."""
+        """Deal with an event that is no resumption."""
         if self._fixed or not isinstance(event, w.Died | w.Failed | w.Departed | w.FellSilent):
             self.keep(event)
             return []
@@ -79,7 +79,8 @@ class MemberRecovery:
         return [_ends(member, reason, roster, False)]
 
     def end(self, roster: Roster, now: float) -> tuple[list[w.MemberDecision], list[Worker]]:
-        """Bring those into ``roster`` that are back, and say which are gone, and which are silent in a fixed one."""
+        """Bring back members into ``roster``; return the decisions on those that are gone, and the silent workers of a
+        fixed one."""
         decisions: list[w.MemberDecision] = []
         silent: list[Worker] = []
         for member in self.epoch.members:
@@ -95,13 +96,13 @@ class MemberRecovery:
         return decisions, silent
 
     def missing(self, member: Member) -> list[int]:
-        """Its stages that have not resumed; in a fixed roster they may as well have come."""
+        """Return the member's stages that have not resumed; in a fixed roster, enrolling anew counts as well."""
         stages = range(self._depth(member.pipeline))
         here = (stage for stage in stages if self._fixed and self.is_there(member, stage))
         return sorted(set(stages) - self._back.get(member, set()) - set(here))
 
     def complete(self) -> bool:
-        """Are all members of the newest epoch back?"""
+        """Return whether all members of the newest epoch are back."""
         return not any(self.missing(member) for member in self.epoch.members)
 
 
@@ -121,5 +122,5 @@ def _kind(event: MemberEvent) -> tuple[type, Worker | None]:
 
 
 def _rivals(other: Member | None, member: Member) -> bool:
-    """Are they two starts of one pipeline?"""
+    """Return whether these are two starts of one pipeline."""
     return other is not None and other.pipeline == member.pipeline and other != member

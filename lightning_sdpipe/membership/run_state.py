@@ -1,4 +1,4 @@
-"""What is known of a run, and the questions that the rules, the scheduler and people ask about it."""
+"""State of a run, and the questions that the rules, the scheduler and people ask about it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from lightning_sdpipe.policies.events import Worker
 
 
 class RunState:
-    """Of one run of pipelines of ``num_stages`` stages; ``now`` is when the scheduler begins to listen. Unless the
-    ``terms`` are of a fixed roster, it depends on the first process whether one of ``num_pipelines`` begins."""
+    """The state of one run of pipelines of ``num_stages`` stages; ``now`` is when the scheduler begins to listen.
+    Unless the ``terms`` are of a fixed roster, the first process determines whether a fixed run of ``num_pipelines``
+    begins."""
 
     def __init__(self, num_stages: int, terms: ElasticConfig, now: float = 0.0, num_pipelines: int = 1) -> None:
         self.offered = self.terms = terms
-        self.epoch = Epoch(0, (), "nobody has come yet")
+        self.epoch = Epoch(0, (), "no pipeline has come yet")
         self.roster = Roster(num_stages, terms.depths)
         self.ending = Ending(terms)
         self.ever: set[int] = set()
@@ -37,37 +38,37 @@ class RunState:
 
     @property
     def recovering(self) -> bool:
-        """Does it still wait for the members of a run that another scheduler has served?"""
+        """True while the members of a run that another scheduler has served are waited for."""
         return self._returning is not None
 
     @property
     def members(self) -> list[int]:
-        """Oldest first."""
+        """Pipelines of the members, oldest first."""
         return [member.pipeline for member in self.epoch.members]
 
     def is_here(self, worker: Worker, incarnation: int) -> bool:
-        """Has that process enrolled, in a start of its pipeline that is not gone?"""
+        """Return whether that process has enrolled, in a start of its pipeline that is not gone."""
         if self._returning is not None:
             return self._returning.is_there(Member(worker.pipeline, incarnation), worker.stage)
         return self.roster.has(worker, incarnation)
 
     def doubts(self, worker: Worker, incarnation: int) -> bool:
-        """Would it help to hear that this process lives? Another job claims its number, or it is lost."""
+        """Return whether it would help to hear that this process lives: another job claims its number, or it is
+        lost."""
         claimed = worker.pipeline in self.roster.claimed
         return self.is_here(worker, incarnation) and (claimed or self.is_lost(worker))
 
     def is_lost(self, worker: Worker) -> bool:
-        """Is it one of a fixed roster of which nothing has come for too long?"""
+        """Return whether the worker belongs to a fixed roster and has not been heard of for too long."""
         here = self.roster.here.get(worker.pipeline)
         return here is not None and here.is_lost(worker.stage)
 
     def unit(self, worker: Worker) -> object:
-        """What falls silent together with ``worker``: its pipeline, whose processes go together, unless they are all
-        fixed."""
+        """Return what falls silent together with ``worker``: its pipeline, or in a fixed roster the worker alone."""
         return worker if self.terms.fixed else worker.pipeline
 
     def awaited(self, stage: int) -> list[int]:
-        """The pipelines that a meeting of ``stage`` waits for."""
+        """Return the pipelines that a barrier of ``stage`` waits for."""
         return sorted(
             i
             for i, here in self.roster.here.items()
@@ -76,18 +77,18 @@ class RunState:
         )
 
     def states(self) -> dict[int, str]:
-        """Of each pipeline that is there, for people."""
+        """Return the state of each pipeline that is there, for people."""
         out = [i for i in self.roster.here if self._reach.out_until(i) > -math.inf]
         return self.roster.states(self.donations, self.members, out)
 
     def missing(self) -> str:
-        """What the start waits for, or training, for people."""
-        there = ", ".join(f"pipeline {i} {state}" for i, state in self.states().items()) or "nobody is there"
+        """Describe what the start, or training, waits for, for people."""
+        there = ", ".join(f"pipeline {i} {state}" for i, state in self.states().items()) or "no pipeline is there"
         start = f"training starts when {self.terms.to_start} pipelines are there; {there}"
         return self.ending.holds or start
 
     def waits_for(self, worker: Worker, incarnation: int) -> str:
-        """What that process, which is no member yet, waits for, for people."""
+        """Describe what that process, which is no member yet, waits for, for people."""
         if self.recovering:
             return "the scheduler was started again, and waits for the members of the run"
         if not self.is_here(worker, incarnation):
@@ -97,7 +98,8 @@ class RunState:
         return self.missing()
 
     def deadline(self) -> float:
-        """When a :class:`Passed` is due. It is asked for after each message, and only events of members change it."""
+        """Return when a :class:`Passed` is due. It is asked for after each message, and only events of members change
+        it."""
         if self._due is None:
             self._due = self._next_due()
         return self._due
@@ -121,13 +123,14 @@ class RunState:
         return due
 
     def _make_room(self, fixed: bool, now: float) -> None:
-        """A fixed roster that has finished makes room for the next run; an empty one is of the kind that comes."""
+        """Make room for the next run after a fixed roster that has finished; an empty roster becomes of the kind that
+        comes."""
         over = self.ending.over
         if self.terms.fixed and over is not None and not over.failed:
             for pipeline in [*self.roster.here]:
                 self.roster.goes(pipeline, "its run is over, and another has begun")
                 self.meetings.goes(pipeline)
-            self.epoch = Epoch(0, (), "nobody has come yet")
+            self.epoch = Epoch(0, (), "no pipeline has come yet")
             self.ever.clear()
             self.ending.begin_anew()
         if not (self.roster.here or self.ending.over or self.epoch.number or self.recovering):
@@ -139,7 +142,7 @@ class RunState:
             self._entry = EntryRules(self._num_stages, terms)
 
     def validate(self) -> None:
-        """Raise AssertionError if what is known contradicts itself; for tests, after each event."""
+        """Raise AssertionError if the state contradicts itself; for tests, after each event."""
         assert len({m.pipeline for m in self.epoch.members}) == len(self.epoch.members), self.epoch
         self.roster.validate()
         if self.recovering or (self.terms.fixed and self.ending.over is not None):

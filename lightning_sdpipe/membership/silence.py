@@ -1,8 +1,8 @@
-"""Whose silence means death: what was heard of whom goes in with the time, the lost come out.
+"""Failure detection by silence: the times at which workers were heard of go in, lost workers come out.
 
-What falls silent together is a *unit*: a pipeline of an elastic run, one of whose processes takes the others with it,
-and each worker of an ordinary one. A unit that has been silent for a limit is lost, but only on the word of a
-*witness*: another one, all of whose processes were heard of after that limit had passed. The reasons:
+Workers that fall silent together form a *unit*: a pipeline of an elastic run, one of whose processes takes the others
+with it, and each worker of an ordinary run. A unit that has been silent for a limit is lost, but only on the word of a
+*witness*: another unit, all of whose processes were heard of after that limit had passed. The reasons:
 
 - If all fall silent within one limit of each other, the scheduler has been cut off from them, and they still reach each
   other. None is lost then. When one of them is heard of again, the others get as long as the silence lasted, and a
@@ -27,24 +27,25 @@ logger = logging.getLogger(__name__)
 
 
 class Silence:
-    """Of all processes of a run, from ``since`` on; ``limit`` is in seconds, and ``unit`` names that of a worker."""
+    """The silence of all processes of a run, from ``since`` on; ``limit`` is in seconds, and ``unit`` names a worker's
+    unit."""
 
     def __init__(self, limit: float, since: float, unit: Callable[[Worker], object] = lambda worker: worker) -> None:
         self.due = since + limit / 4
-        """When :meth:`look` is."""
+        """Time of the next :meth:`look`."""
         self.of_all_since: float | None = None
-        """Since when nothing has come of any member, if that has lasted for the limit."""
+        """Time since which no member has been heard of, if that has lasted for the limit."""
         self.lost: dict[Worker, float] = {}
-        """Those of which nothing has come since they were lost, and when something came last."""
+        """Workers that have not been heard of since they were lost, and when each was last heard of."""
         self._limit = limit
         self._unit = unit
         self._heard: dict[Worker, float] = {}
         self._excused = -math.inf
-        """Silence before that time counts for nothing."""
+        """Time before which silence does not count."""
         self._suspects = False
 
     def hear(self, worker: Worker, at: float) -> None:
-        """Something of ``worker`` came."""
+        """Note that a message of ``worker`` came."""
         if at > self.lost.get(worker, -math.inf):
             self.lost.pop(worker, None)
             if self._suspects and at > self._heard.get(worker, -math.inf):
@@ -52,19 +53,19 @@ class Silence:
             self._heard[worker] = at
 
     def forget(self, worker: Worker) -> None:
-        """It is gone."""
+        """Forget ``worker``, which is gone."""
         self._heard.pop(worker, None)
         self.lost.pop(worker, None)
 
     def look(
         self, now: float, members: Collection[object] = (), replaced: Collection[object] = ()
     ) -> list[tuple[Worker, float]]:
-        """The processes that are lost since the last look, and for how many seconds each has been silent.
+        """Return the processes that are lost since the last look, and for how many seconds each has been silent.
 
         Args:
             now: the time.
             members: units that train.
-            replaced: units of which another start has come.
+            replaced: units whose number another start has claimed.
         """
         if now - self.due > self._limit / 4:
             logger.warning("the scheduler was held up for %.1f s; no worker is called lost for that", now - self.due)

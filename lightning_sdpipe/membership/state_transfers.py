@@ -1,9 +1,10 @@
-"""How a newcomer gets its state: which member gives it, and that all of its stages give the same one.
+"""State transfers: which member gives a newcomer its state, and that all of its stages give the same one.
 
-Stage 0 of a donor is told of the transfer, and says before a turn that every stage copies its state there
-(:mod:`~lightning_sdpipe.membership.turn_order`). Each says how many updates it had made. The first number is U: a stage
-that names another one has copied at another place, so the transfer is void, and another donor is found. The newcomer
-hears of its donor when all have copied, and says which update its state is of. That must be U.
+Stage 0 of a donor is told of the transfer, and commands before a turn that every stage copies its state there
+(:mod:`~lightning_sdpipe.membership.turn_order`). Each stage reports how many updates it had made. The first number is
+U: a stage that reports another one has copied at another place, so the transfer is void, and another donor is found.
+The newcomer is told its donor when all have copied, and reports after how many updates the received state was copied.
+That must be U.
 """
 
 from __future__ import annotations
@@ -17,56 +18,56 @@ from lightning_sdpipe.policies.events import Worker
 
 @dataclass
 class StateTransfer:
-    """Of ``donor`` to ``pipeline``, by a name that is new each time."""
+    """A transfer of the state of ``donor`` to ``pipeline``, with a name that is new each time."""
 
     donor: int
     pipeline: int
     transfer: str
     updates: dict[int, int] = field(default_factory=dict)
-    """That the stages of the donor had made when they copied their state; all the same."""
+    """Updates that each stage of the donor had made when it copied its state; all the same."""
     received: set[int] = field(default_factory=set)
-    """Stages of the newcomer that have it."""
+    """Stages of the newcomer that have the state."""
 
     @property
     def update(self) -> int:
-        """U, when a stage has copied."""
+        """The number U, once a stage has copied."""
         return next(iter(self.updates.values()))
 
 
 class StateTransfers:
-    """Those under way, by newcomer."""
+    """The transfers under way, by newcomer."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
         self._under_way: dict[int, StateTransfer] = {}
         self._failed: dict[int, set[int]] = {}
-        """Donors that have failed a newcomer."""
+        """Donors that have failed each newcomer."""
         self._count = 0
 
     def number_from(self, count: int) -> None:
-        """Names up to that number are those of an earlier scheduler."""
+        """Number new transfers above ``count``; names up to it are those of an earlier scheduler."""
         self._count = max(self._count, count)
 
     def of(self, pipeline: int) -> StateTransfer | None:
-        """What ``pipeline`` receives."""
+        """Return the transfer to ``pipeline``, if one is under way."""
         return self._under_way.get(pipeline)
 
     def named(self, transfer: str) -> StateTransfer | None:
-        """The one of that name, if it is under way."""
+        """Return the transfer of that name, if it is under way."""
         return next((donation for donation in self._under_way.values() if donation.transfer == transfer), None)
 
     def taken_in(self, pipeline: int, stage: int) -> bool:
-        """Has the donor's worker of ``stage`` its copy for the newcomer ``pipeline``?"""
+        """Return whether the donor's worker of ``stage`` has its copy for the newcomer ``pipeline``."""
         donation = self._under_way.get(pipeline)
         return donation is not None and stage in donation.updates
 
     def taken(self, pipeline: int) -> StateTransfer | None:
-        """What ``pipeline`` receives, if all stages of the donor have their copy."""
+        """Return the transfer to ``pipeline``, if all stages of the donor have their copy."""
         donation = self._under_way.get(pipeline)
         return donation if donation is not None and len(donation.updates) == self._num_stages else None
 
     def choose(self, pipeline: int, members: Sequence[int]) -> list[MemberDecision]:
-        """Finds a donor for ``pipeline`` among ``members``, oldest first: if there is a choice, one that has not failed
+        """Find a donor for ``pipeline`` among ``members`` (oldest first): if there is a choice, one that has not failed
         it, that gives to few, and no leader."""
         gives = [donation.donor for donation in self._under_way.values()]
         failed, age = self._failed.get(pipeline, set()), {i: age for age, i in enumerate(members)}
@@ -76,7 +77,7 @@ class StateTransfers:
         return [Donate(donor, pipeline, donation.transfer)]
 
     def copied(self, stage: int, donor: int, transfer: str, update: int) -> list[MemberDecision]:
-        """A stage of ``donor`` has copied its state when it had made ``update`` updates."""
+        """Note that a stage of ``donor`` has copied its state after ``update`` updates."""
         donation = self.named(transfer)
         if donation is None or donation.donor != donor:
             return [Abandoned(donor, transfer)]
@@ -91,11 +92,12 @@ class StateTransfers:
         return [self.told(donation)] if len(before) == self._num_stages else []
 
     def told(self, donation: StateTransfer) -> Receive:
-        """What the newcomer is told."""
+        """Return what the newcomer is told."""
         return Receive(donation.pipeline, donation.donor, donation.transfer, donation.update)
 
     def wrong(self, pipeline: int, transfer: str, update: int) -> str:
-        """What is wrong with a state of ``update``, which a stage of ``pipeline`` says it has of ``transfer``."""
+        """Return what is wrong with a state after ``update`` updates that a stage of ``pipeline`` got by ``transfer``;
+        empty if nothing."""
         donation = self.taken(pipeline)
         if donation is None or donation.transfer != transfer or donation.update == update:
             return ""
@@ -105,7 +107,7 @@ class StateTransfers:
         )
 
     def has_received(self, pipeline: int, stage: int, transfer: str) -> bool:
-        """A stage of the newcomer has it; have all?"""
+        """Note that a stage of the newcomer has the state; return whether all have it."""
         donation = self.taken(pipeline)
         if donation is None or donation.transfer != transfer:
             return False
@@ -113,7 +115,8 @@ class StateTransfers:
         return len(donation.received) == self._num_stages
 
     def give_up(self, pipeline: int, transfer: str, void: str = "") -> list[MemberDecision]:
-        """``pipeline`` needs another donor; nothing if another transfer is under way."""
+        """Give up the transfer to ``pipeline``, which needs another donor; do nothing if another transfer is under
+        way."""
         donation = self._under_way.get(pipeline)
         if donation is None or donation.transfer != transfer:
             return []
@@ -121,28 +124,29 @@ class StateTransfers:
         return self.end(pipeline, void)
 
     def end(self, pipeline: int, void: str = "") -> list[MemberDecision]:
-        """``pipeline`` needs its donor no longer."""
+        """End the transfer to ``pipeline``, which no longer needs its donor."""
         donation = self._under_way.pop(pipeline, None)
         return [] if donation is None else [Abandoned(donation.donor, donation.transfer, void)]
 
     def forget(self, pipeline: int) -> None:
-        """That start of ``pipeline`` is over: its next one has no bad experience of any donor."""
+        """Forget the donors that failed ``pipeline``, whose start is over; its next one may have them."""
         self._failed.pop(pipeline, None)
 
     def without_donor(self, gone: int) -> list[int]:
-        """The donor ``gone`` gives nothing any more; the newcomers that it was to give its state to."""
+        """End the transfers of the donor ``gone``; return their newcomers."""
         newcomers = [pipeline for pipeline, donation in self._under_way.items() if donation.donor == gone]
         for pipeline in newcomers:
             del self._under_way[pipeline]
         return newcomers
 
     def unheard(self, worker: Worker) -> tuple[str, ...]:
-        """The transfers of which ``worker``, stage 0 of a donor, has said nothing: it may not have heard of them."""
+        """Return the transfers of which ``worker``, stage 0 of a donor, has said nothing: it may not have heard of
+        them."""
         if worker.stage:
             return ()
         mine = [donation for donation in self._under_way.values() if donation.donor == worker.pipeline]
         return tuple(donation.transfer for donation in mine if 0 not in donation.updates)
 
     def under_way(self) -> Mapping[int, StateTransfer]:
-        """By newcomer."""
+        """Return the transfers under way, by newcomer."""
         return self._under_way

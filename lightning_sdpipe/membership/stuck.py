@@ -1,8 +1,8 @@
-"""Which exchanges are stuck: what workers say of theirs goes in with the time, what is to be broken off comes out.
+"""Detection of stuck exchanges: what workers report of theirs goes in with the time, exchanges to break off come out.
 
 Two members that cannot reach each other would wait for each other, and the others of their group for them. An exchange
 is stuck when all of its members that are there have begun it, some have not left it, and none of these has moved a
-piece for a limit. Before the last one has begun, the others only wait for a slow one.
+piece for a limit. Until the last one has begun, the others only wait for a slow one.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from lightning_sdpipe.membership.members import Exchanging
 from lightning_sdpipe.policies.events import Worker
 
 MEETINGS = 2**30
-"""Exchanges of meetings are numbered from there on, those of groups below it."""
+"""Lowest number of barriers' exchanges; those of groups are below it."""
 
 
 class Stuck:
-    """Of all stages; ``limit`` is in seconds."""
+    """The exchanges of all stages; ``limit`` is in seconds."""
 
     def __init__(self, limit: float) -> None:
         self.due = math.inf
-        """When :meth:`look` may have something to say."""
+        """Time at which :meth:`look` may find something."""
         self._limit = limit
         self._in: dict[Worker, tuple[Exchanging, float]] = {}
-        """What each is in, and since when it has not moved."""
+        """Exchange of each worker, and since when it has not moved."""
         self._left: dict[Worker, tuple[int, int]] = {}
 
     def hear(self, worker: Worker, exchange: Exchanging | None, left: tuple[int, int], now: float) -> None:
-        """``worker`` is in ``exchange``; those of groups and meetings that it left last are numbered ``left``."""
+        """Note that ``worker`` is in ``exchange``; the exchanges of groups and barriers that it left last are numbered
+        ``left``."""
         self._left[worker] = left
         if exchange is None:
             self._in.pop(worker, None)
@@ -38,12 +39,13 @@ class Stuck:
             self.due = min(self.due, now + self._limit)
 
     def forget(self, worker: Worker) -> None:
-        """It is gone."""
+        """Forget ``worker``, which is gone."""
         self._in.pop(worker, None)
         self._left.pop(worker, None)
 
     def look(self, now: float, here: Collection[Worker]) -> list[tuple[int, list[Worker]]]:
-        """The numbers of stuck exchanges, and the workers in each; they are told again when that does not help.
+        """Return the numbers of stuck exchanges, and the workers in each; they are returned again when that does not
+        help.
 
         Args:
             now: the time.

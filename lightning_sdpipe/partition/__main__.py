@@ -1,7 +1,5 @@
-"""``python -m lightning_sdpipe.partition IMPORT.PATH:factory``: the chain of a model and where it would be cut.
-
-A plan as a table for people.
-"""
+"""The command ``python -m lightning_sdpipe.partition IMPORT.PATH:factory``: shows a model's chain and where it is
+cut."""
 
 from __future__ import annotations
 
@@ -26,10 +24,9 @@ _HEADINGS = ("stage", "blocks", "parameters", "forward ms", "backward ms", "KiB 
 
 
 def table(module: nn.Module, plan: Plan, profile: Profile | None = None, each_block: bool = False) -> str:
-    """The stages of ``plan``: blocks, parameters (tied ones count in every block that has them), and with a
-    ``profile`` the measured times of one micro-batch in milliseconds and the activations that cross the cut
-    after the stage in KiB (as much again comes back as gradients). ``each_block`` gives every block a row of
-    its own."""
+    """Returns the stages of ``plan`` as a table: blocks, parameters (tied ones count in every block that has them), and
+    with a ``profile`` the measured times of one micro-batch in milliseconds and the activations in KiB that cross the
+    cut after the stage (as much again comes back as gradients). ``each_block`` gives every block a row of its own."""
     parts = [
         (stage, part)
         for stage, span in enumerate(plan.spans)

@@ -1,4 +1,4 @@
-"""Trying a user's code in a child process, of which nothing stays but the answer."""
+"""Trials of a user's code in a child process, of which nothing remains but the answer."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ _STDERR = 2
 
 
 class NoAnswerError(RuntimeError):
-    """The child died, or took too long: the message says which."""
+    """The child died, or took too long; the message says which."""
 
 
 def is_possible(device: torch.device) -> bool:
-    """Whether what computes on ``device`` can be tried in a child: a fork must have neither an open accelerator nor,
-    as on macOS, system libraries that do not survive it."""
+    """Returns whether computations on ``device`` can be tried in a child: a fork must have neither an open accelerator
+    nor, as on macOS, system libraries that do not survive it."""
     return sys.platform == "linux" and device.type == "cpu" and not _has_opened_an_accelerator()
 
 
 def apart(work: Callable[[], bytes], seconds: float) -> bytes:
-    """What ``work`` returns, called in a forked child: memory is copied as it is written to, and the rest is shared.
+    """Calls ``work`` in a forked child and returns its result. Memory is copied as it is written to, and the rest is
+    shared.
 
     The child has this thread only, and torch computes there with as many threads as here.
 
     Args:
-        work: prints as usual; what it sets does not stay.
-        seconds: that it may take.
+        work: the function to call. It prints as usual; changes that it makes do not remain.
+        seconds: limit of time.
 
     Raises:
-        NoAnswerError: the child died, or took longer.
-        Exception: what ``work`` raised.
+        NoAnswerError: the child died, or took longer than that.
+        Exception: the exception that ``work`` raised.
     """
     receive, send = multiprocessing.Pipe(duplex=False)
     _flush()  # else the child would print it, too
@@ -75,12 +76,13 @@ def apart(work: Callable[[], bytes], seconds: float) -> bytes:
 
 
 def _answer(work: Callable[[], bytes], send: Connection, seconds: float) -> None:
-    """The child's life; it leaves without running what is registered for the end of the parent."""
+    """Runs the child; it leaves without running what is registered for the end of the parent."""
     status = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it as well, and ends this process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it as well, and ends this process
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # Ends it also if the parent is gone. A thread that the parent has for that (faulthandler's) is not here.
+        # The alarm ends the child also if the parent is gone. The parent's thread for that (faulthandler's) is not
+        # here.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         faulthandler.register(signal.SIGALRM, file=_STDERR, chain=True)
         signal.setitimer(signal.ITIMER_REAL, seconds + 1)
@@ -93,11 +95,11 @@ def _answer(work: Callable[[], bytes], send: Connection, seconds: float) -> None
 
 
 def _outcome(work: Callable[[], bytes]) -> bytes:
-    """Whether something was raised, and what was returned or raised."""
+    """Returns whether something was raised, and what was returned or raised."""
     try:
         return pickle.dumps((False, work()))
     except BaseException as error:
-        if not isinstance(error, ConfigurationError):  # which says all
+        if not isinstance(error, ConfigurationError):  # its message is complete
             error.add_note("".join(traceback.format_exception(error)))
         try:
             answer = pickle.dumps((True, error))

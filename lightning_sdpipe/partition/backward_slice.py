@@ -1,11 +1,11 @@
-"""Which values have to travel to a stage, and which cannot: reading the traces of
-:class:`~lightning_sdpipe.partition.provenance.ProvenanceTracer` backwards.
+"""Backward slices of traced steps: the values that have to travel to a stage, and those that cannot.
 
-A stage computes its blocks. What these read, what user code between blocks up to the end of the stage turns into
-Python's, and on the last stage what the step returns, logs and keeps, must be there. Every stage runs the user code
-between blocks itself, so of a value that it made, what it was made of is needed. A value that an earlier stage's block
-made must be something that the block hands on: a leaf of its effects. Nothing that is there may be written to with
-something that is not.
+The traces of :class:`~lightning_sdpipe.partition.provenance.ProvenanceTracer` are read backwards. A stage computes its
+blocks. It must have the values that these read, the values that user code between blocks up to the end of the stage
+turns into Python's, and on the last stage those that the step returns, logs and keeps. Every stage runs the user code
+between blocks itself, so for a value which that code made, the operands are needed. A value that an earlier stage's
+block made must be something that the block hands on: a leaf of its effects. A present value may not be written to with
+one that is absent.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Refusal:
     made_by: str
     needed_by: str
     from_earlier_step: bool = False
-    python: bool = False  # is it no tensor?
+    python: bool = False  # whether it is no tensor
 
 
 @dataclass
 class Needs:
-    """What a stage needs: values of earlier stages' blocks, each as all leaves at which it is handed on, and what needs
-    them; weights that it reads; and what it cannot get."""
+    """The needs of a stage: values of earlier stages' blocks, each as all leaves at which it is handed on, and their
+    use; weights that it reads; and values that it cannot get."""
 
     values: dict[Leaves, str] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
@@ -42,7 +42,8 @@ class Needs:
 
 
 def backward_slice(traces: Sequence[StepTrace], span: range, last: bool) -> Needs:
-    """What the stage of the blocks ``span`` needs in the last of ``traces``, before which the others have run."""
+    """Returns the needs of the stage of the blocks ``span`` in the last of ``traces``; the steps of the others run
+    before."""
     return _Search(traces, span, last).found
 
 
@@ -81,7 +82,7 @@ class _Search:
                 todo += self._resolve(value, use)
 
     def _miss(self) -> None:
-        """What user code keeps in Python does not travel."""
+        """Refuses values that user code keeps in Python, which do not travel."""
         span = self._span
 
         def runs(touch: Touch) -> bool:
@@ -92,7 +93,7 @@ class _Search:
             self.found.refusals.append(Refusal(change.block, change.what, "user code that reads it", python=True))
 
     def _resolve(self, value: Value, use: str) -> Sequence[Value]:
-        """Notes where ``value`` comes from, and returns what else is needed for it."""
+        """Notes where ``value`` comes from, and returns the other values that it needs."""
         write, now = value.write, len(self._traces) - 1
         if write.step < now and not self._last and self._kept_too_late(value):
             self.found.refusals.append(Refusal(OUTSIDE, write.name, use, from_earlier_step=True))
@@ -112,7 +113,7 @@ class _Search:
         return ()
 
     def _kept_too_late(self, value: Value) -> bool:
-        """Was it put where the next step finds it by user code that this stage does not reach?"""
+        """Returns whether user code that this stage does not reach put the value where the next step finds it."""
         kept = self._traces[value.write.step].kept
         if not kept or value.storage not in kept[max(kept)]:
             return False
@@ -120,14 +121,14 @@ class _Search:
         return bool(reached) and value.storage not in kept[max(reached)]
 
     def _write(self, use: Use) -> None:
-        """What is written into a tensor that is there is needed."""
+        """Notes that values are needed which are written into a tensor that is present."""
         target, *others = use.values
         if self._is_here(target):
             missing = [value for value in others if not self._is_here(value)]
             self._need(missing, f"user code between blocks ({use.what})")
 
     def _is_here(self, value: Value) -> bool:
-        """Does this stage have the value, with all that has been found to travel?"""
+        """Returns whether this stage has the value, given all that has been found to travel."""
         todo, done = [value], set[Value]()
         while todo:
             value = todo.pop()
@@ -147,7 +148,8 @@ class _Search:
         return True
 
     def _passed_on(self, value: Value, use: str) -> None:
-        """An earlier block may return what user code has given it, and the reader may have it from there."""
+        """Notes that a reader may have the value from an earlier block that returned it, having got it from user
+        code."""
         leaves = [
             key
             for key, leaf in self._leaves[-1].get(value.storage, ())
@@ -166,8 +168,8 @@ class _Search:
             self.found.refusals.append(Refusal(write.block, write.name, use, earlier_step))
 
     def _handed_on(self, value: Value, write: Write) -> Leaves:
-        """All leaves at which blocks before this stage hand on the value, or else what it is a view of, if the view was
-        not taken in those blocks."""
+        """Returns all leaves at which blocks before this stage hand on the value, or else its base, if the view was not
+        taken in those blocks."""
         candidates = [
             (key, leaf) for key, leaf in self._leaves[write.step].get(value.storage, ()) if leaf.write is write
         ]
@@ -193,7 +195,7 @@ class _Search:
         return ()
 
     def _as_of_now(self, leaves: Sequence[LeafKey]) -> Leaves:
-        """The same leaves in the last trace, with all others that are one value with them there."""
+        """Returns the same leaves in the last trace, with all others that are the same value there."""
         trace = self._traces[-1]
         now = {trace.leaves[key] for key in leaves if key in trace.leaves}
         every = {*leaves, *(key for key, value in trace.leaves.items() if value in now)}
@@ -208,5 +210,5 @@ def _leaves_by_storage(trace: StepTrace) -> dict[Storage, list[tuple[LeafKey, Va
 
 
 def _is_leaf(gradient: Gradient) -> bool:
-    """User code has asked for the gradient of what had none."""
+    """Returns whether user code has asked for the gradient of a value that had none."""
     return gradient is not None and gradient[0] == "leaf"

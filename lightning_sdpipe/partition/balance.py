@@ -1,4 +1,4 @@
-"""Cutting a chain so that the slowest stage is as fast as possible.
+"""Cuts of a chain that make the slowest stage as fast as possible.
 
 In a pipeline the slowest stage sets the pace of all. Dynamic programming over the number of stages and the
 blocks that they cover finds the cut with the least maximum (as in PipeDream's planner, SOSP 2019, section
@@ -22,7 +22,7 @@ def balance(
     memory: Memory | None = None,
     slowness: Sequence[float] | None = None,
 ) -> tuple[tuple[range, ...], float]:
-    """The consecutive spans of blocks that minimise the time of the slowest stage.
+    """Returns the consecutive spans of blocks that minimise the time of the slowest stage.
 
     A stage's time is that of its blocks divided by its speed, plus the transfers over the cuts at both its
     ends: what a stage takes for one micro-batch if its transfers overlap with nothing.
@@ -32,8 +32,8 @@ def balance(
         crossing: seconds to send the activations of each of the n − 1 cuts down and their gradients up;
             infinite where the chain cannot be cut.
         speeds: relative speed of each stage's device; as many as there are stages, M.
-        memory: what fits where; None if everything does.
-        slowness: by what ``crossing`` is multiplied between each stage and the next; M − 1, all 1 by default.
+        memory: needs of blocks and capacities of devices; None if everything fits.
+        slowness: factor of ``crossing`` between each stage and the next; M − 1, all 1 by default.
 
     Returns:
         M non-empty spans that cover the chain, and the slowest stage's seconds. Equally good cuts are decided
@@ -87,8 +87,8 @@ def balance(
 
 
 def _least_maximum(n: int, m: int, cost: Callable[[int, int, int], float]) -> tuple[tuple[range, ...], float]:
-    """The m spans of n blocks with the smallest largest ``cost(stage, start, end)``, and that; infinite if there are
-    none."""
+    """Returns the m spans of n blocks with the smallest largest ``cost(stage, start, end)``, and that cost; it is
+    infinite if there are none."""
     largest = [[math.inf] * (n + 1) for _ in range(m + 1)]  # [j][end]: stages 0..j−1 cover blocks 0..end−1
     begins = [[0] * (n + 1) for _ in range(m + 1)]
     largest[0][0] = -math.inf

@@ -1,4 +1,4 @@
-"""Finding the chain of blocks that a model is: which modules run one after the other.
+"""Finding the chain of blocks of a model: the modules that run one after the other.
 
 A block is one module, or a few that belong together and stay on one stage. The chain is in registration order; a
 rehearsal of the step finds out in which order they run (:mod:`~lightning_sdpipe.partition.plan` asks for it).
@@ -20,18 +20,17 @@ Block = tuple[str, ...]  # paths of modules that run one after the other and sta
 
 
 def find_blocks(module: nn.Module, names: Sequence[str] | None = None) -> tuple[Block, ...]:
-    """The blocks of ``module``, in order.
+    """Returns the blocks of ``module``, in order.
 
-    Without ``names``, every child of an ``nn.Sequential`` or ``nn.ModuleList`` is a block. A module that is
-    no such container is a block itself when it has parameters or buffers, unless it holds more than half of
-    the parameters that lie in containers: then it is opened too. An element of a container is opened only if
-    it is a container, or a stage of a convolutional network: a module with a single child, a container of
-    modules of one class with parts. Any other may add its input to the output of its body, and such a body
-    cannot be cut.
+    Without ``names``, every child of an ``nn.Sequential`` or ``nn.ModuleList`` is a block. A module that is not such a
+    container is a block itself when it has parameters or buffers, unless it holds more than half of the parameters that
+    lie in containers: then it is opened too. An element of a container is opened only if it is a container, or a stage
+    of a convolutional network: a module with a single child, a container of modules of one class with parts. Any other
+    may add its input to the output of its body, and such a body cannot be cut.
 
-    Several modules before the first container (word and position embeddings, say) may each feed the sum that
-    enters it, so they form one block with its first element. All that comes after the last container (norm,
-    pooler, head) is one block for the same reason.
+    Several modules before the first container (word and position embeddings, say) may each feed the sum that enters it,
+    so they form one block with its first element. All modules after the last container (norm, pooler, head) is one
+    block for the same reason.
 
     With ``names``, each of those modules is a block, ``*`` standing for one part of a path
     (``"encoder.layer.*"``).
@@ -45,13 +44,13 @@ def find_blocks(module: nn.Module, names: Sequence[str] | None = None) -> tuple[
 
 
 def find_chain(module: nn.Module, names: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The paths of the modules that form the blocks of :func:`find_blocks`, in order."""
+    """Returns the paths of the modules that form the blocks of :func:`find_blocks`, in order."""
     return tuple(path for block in find_blocks(module, names) for path in block)
 
 
 def find_chains(module: nn.Module, names: Sequence[str] | None = None) -> Iterator[tuple[str, ...]]:
-    """The chain of :func:`find_chain`, and, unless blocks are named, another one if there is: in which a module is
-    opened if it holds one of the longest ModuleLists, instead of most of the parameters.
+    """Yields the chain of :func:`find_chain`. Unless blocks are named, also yields the other chain, if there is one, in
+    which a module is opened if it holds one of the longest ModuleLists, instead of most of the parameters.
 
     Raises:
         ConfigurationError: as for :func:`find_blocks`.
@@ -76,13 +75,13 @@ def find_chains(module: nn.Module, names: Sequence[str] | None = None) -> Iterat
 
 
 def described(blocks: Sequence[Block]) -> str:
-    """The first and the last of consecutive blocks, and how many they are."""
+    """Returns the names of the first and the last of consecutive blocks, and their number."""
     first, last = " + ".join(blocks[0]), " + ".join(blocks[-1])
     return first if len(blocks) == 1 else f"{first} … {last} ({len(blocks)})"
 
 
 def refuse_compiled(module: nn.Module, chain: Sequence[str]) -> None:
-    """Raises ConfigurationError where several blocks lie in what is compiled as one."""
+    """Raises ConfigurationError where several blocks lie in a module that is compiled as one."""
     for path, inner in module.named_modules():
         if hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None:
             within = [block for block in chain if block.startswith(f"{path}." if path else "")]
@@ -91,7 +90,7 @@ def refuse_compiled(module: nn.Module, chain: Sequence[str]) -> None:
 
 
 def compiled_as_one(what: str) -> str:
-    """Why that cannot be cut, and the line to write instead."""
+    """Returns the reason why a compiled module cannot be cut, and the line to write instead."""
     return (
         f"{what} is compiled as one, and a pipeline has to stop and go on between its blocks. Compile each block "
         "instead, and pass the module as it is, as in `for layer in model.layers: layer.compile()`; or use "
@@ -108,7 +107,7 @@ _HOW_TO_NAME = (
 def _open(
     module: nn.Module, path: str, opened: Callable[[nn.Module], bool], lists: Collection[nn.Module] | None = None
 ) -> Iterator[str]:
-    """The chain within ``module``; of containers only ``lists`` are taken apart, if they are given."""
+    """Yields the chain within ``module``; of containers only ``lists`` are taken apart, if they are given."""
     is_list = isinstance(module, _CONTAINERS) if lists is None else module in lists
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
@@ -126,7 +125,7 @@ def _open(
 
 
 def _in_containers(module: nn.Module) -> Iterator[int]:
-    """Numbers of parameters of the outermost containers in ``module``."""
+    """Yields the numbers of parameters of the outermost containers in ``module``."""
     if isinstance(module, _CONTAINERS):
         yield sum(p.numel() for p in module.parameters())
     else:
@@ -149,8 +148,8 @@ def _has_state(module: nn.Module) -> bool:
 
 
 def join_ends(module: nn.Module, chain: Sequence[str]) -> tuple[Block, ...]:
-    """The blocks of a chain: what comes before the first element of a container is one block with it, and what comes
-    after the last element one of its own."""
+    """Returns the blocks of a chain: the modules before the first element of a container are one block with it, and
+    those after the last element are one block of their own."""
     elements = [
         index
         for index, path in enumerate(chain)

@@ -1,4 +1,4 @@
-"""Where to cut the chain: which consecutive blocks each stage runs."""
+"""Cuts of a chain by numbers of blocks: the consecutive blocks of each stage."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Partition = Literal["uniform"] | Sequence[int]
 
 
 def cut(num_blocks: int, num_stages: int, partition: Partition = "uniform") -> tuple[range, ...]:
-    """The blocks of each stage, as consecutive ranges that cover the chain.
+    """Returns the blocks of each stage, as consecutive ranges that cover the chain.
 
     Args:
         num_blocks: length of the chain.
         num_stages: M.
-        partition: ``"uniform"`` gives every stage the same number of blocks, the first ones one more where it does
-            not divide; a list gives the number of blocks of each stage.
+        partition: ``"uniform"`` gives every stage the same number of blocks, the first ones one more where the division
+            leaves a rest; a list gives the number of blocks of each stage.
 
     Raises:
         ConfigurationError: more stages than blocks, or a list that does not add up.

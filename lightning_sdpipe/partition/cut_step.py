@@ -1,15 +1,14 @@
-"""Running one stage's part of the user's own step.
+"""Execution of one stage's part of the user's own step.
 
 The user's ``training_step`` (or any other step) runs as it is written. While it runs, calls of blocks are intercepted.
-For a block of an earlier stage a stand-in does what the block's call did, with what was received in its place, or a
-:class:`~lightning_sdpipe.partition.placeholder.Placeholder`. The stage's own blocks run. When its last block has
-returned, or one of a later stage is called since the last one was skipped, the step ends there. Only the last stage
+For a block of an earlier stage a stand-in repeats the effects of the block's call with received values, or with a
+:class:`~lightning_sdpipe.partition.placeholder.Placeholder`. The stage's own blocks run. The step ends when the stage's
+last block has returned, or when a block of a later stage is called since the last one was skipped. Only the last stage
 reaches the end.
 
-Noticing that a block leaves a tensor where no stand-in can leave one, in a model that cannot be rehearsed.
-
-A model that is larger than one worker never runs whole in one process before training, so nothing tells what a later
-stage will use. But the stage that runs a block can see what Python still refers to when the call has returned.
+A model that is larger than one worker never runs whole in one process before training, so nothing tells which values a
+later stage will use. But the stage that runs a block can see what Python still refers to when the call has returned. So
+it notices a tensor that the block leaves where no stand-in can leave one.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Made(TorchDispatchMode):
         return outcome
 
     def kept_elsewhere(self, effects: Iterable[Effect]) -> list[str]:
-        """What refers to a tensor that was made, still lives, and is in none of ``effects``: descriptions of it."""
+        """Returns descriptions of what refers to a tensor that was made, still lives, and is in none of ``effects``."""
         handed_on = {id(leaf) for effect in effects for leaf in tree_leaves(effect.value)}
         alive = (reference() for reference in self._references)
         left = [tensor for tensor in alive if tensor is not None and id(tensor) not in handed_on]
@@ -67,7 +66,8 @@ _DEPTH = 4  # of containers in containers
 
 
 def _holders(values: list[Any], passed: set[int], depth: int = _DEPTH) -> Iterator[str]:
-    """What user code would reach any of ``values`` by. torch keeps things too, for the backward and for checkpoints."""
+    """Yields descriptions of the objects by which user code would reach any of ``values``. References of torch's own,
+    for the backward and for checkpoints, are left out."""
     holders = gc.get_referrers(*values) if values else []
     passed.add(id(holders))
     containers = []
@@ -108,17 +108,17 @@ class _Run:
 
     @property
     def whole(self) -> bool:
-        """Is there only one stage?"""
+        """True if there is only one stage."""
         return self.receiving is None and self.sending is None
 
 
 class _StageEnds(BaseException):
-    """Leaves the user's step when the stage's blocks have run; not an Exception, so that user code with a broad
-    ``except`` does not stop it."""
+    """Leaves the user's step when the stage's blocks have run. It is not an Exception, so that a broad ``except`` in
+    user code does not stop it."""
 
 
 class CutModel:
-    """A module whose blocks are intercepted, so that a step can be run stage by stage.
+    """A module whose blocks are intercepted, for running a step stage by stage.
 
     Args:
         module: the user's module. Its blocks get a subclass of their class until :meth:`restore`.
@@ -145,7 +145,7 @@ class CutModel:
             self._restore.append(intercept(block, partial(self._call, index)))
 
     def restore(self) -> None:
-        """Gives the blocks their own class back."""
+        """Gives the blocks their own classes back."""
         while self._restore:
             self._restore.pop()()
 
@@ -156,12 +156,12 @@ class CutModel:
 
         Args:
             span: consecutive indices into the chain.
-            step: calls the user's method on the micro-batch.
-            received: what the previous stage sent; None on the first stage.
-            travel: which values cross the cuts of this step, if it was rehearsed.
+            step: a function that calls the user's method on the micro-batch.
+            received: the message of the previous stage; None on the first stage.
+            travel: the values that cross the cuts of this step, if it was rehearsed.
 
         Returns:
-            What the step returned, on the last stage; elsewhere the :class:`Message` to send on.
+            The result of the step on the last stage; elsewhere the :class:`Message` for the next stage.
 
         Raises:
             ConfigurationError: the blocks do not run as a chain, or a value skips the cut.
@@ -224,8 +224,8 @@ class CutModel:
     def _run_own(self, run: _Run, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if run.receiving is not None:
             self._check_skipped(run, run.span.start)
-            if not run.rehearsed:  # else what it looks at has travelled
-                # in a list or dict there may be some that this block does not look at
+            if not run.rehearsed:  # else the values that it reads have travelled
+                # a list or dict may hold some that this block does not read
                 given = [value for value in (*args, *kwargs.values()) if not isinstance(value, (list, dict))]
                 refuse_placeholders(given, f"block {self._chain[index]!r}")
         run.next_block, run.in_block = index + 1, True
@@ -244,7 +244,8 @@ class CutModel:
         return output
 
     def _look_for_escapes(self, index: int, call: Callable[[], tuple[Any, list[Effect]]]) -> tuple[Any, list[Effect]]:
-        """Without a rehearsal it is not known what later stages use: the user is told of what they would not see."""
+        """Warns the user of values that later stages would not see, since without a rehearsal their use is not
+        known."""
         if index in self._looked:
             return call()
         self._looked.add(index)
@@ -261,7 +262,7 @@ class CutModel:
         return output, effects
 
     def _check_skipped(self, run: _Run, until: int) -> None:
-        """Blocks of earlier stages that were not called here have not run there either."""
+        """Checks that the blocks of earlier stages which were not called here have not run there either."""
         assert run.receiving is not None
         blocks = run.receiving.message.layout.blocks
         for block in range(run.next_block, until):
@@ -285,7 +286,7 @@ _MEND = "name blocks that do with SDPipeStrategy(blocks=[...]), or cut elsewhere
 
 @contextmanager
 def _no_gradients_in_glue(run: _Run) -> Iterator[None]:
-    """Within, user code outside of blocks cannot ask autograd for gradients, which would end at the cut."""
+    """Within the context, user code outside of blocks cannot ask autograd for gradients, which would end at the cut."""
     engine: Any = torch.autograd  # both of torch.autograd.grad and backward look it up there
     original = engine._engine_run_backward
 
@@ -305,7 +306,8 @@ def _no_gradients_in_glue(run: _Run) -> Iterator[None]:
 
 
 def _refuse_reentrant_checkpoint(name: str) -> None:
-    """Leaving such a checkpoint by an exception would lose the gradients of all that comes before the cut."""
+    """Refuses a reentrant checkpoint: leaving it by an exception would lose the gradients of all blocks before the
+    cut."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

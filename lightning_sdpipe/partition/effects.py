@@ -1,10 +1,10 @@
-"""What the call of a block leaves behind where user code can see it, and doing the same again without the block.
+"""Effects of a block's call that user code can see, and their repetition without the block.
 
 On the stages after a block's own, a stand-in takes its place. User code may look for more than what the call returned:
 forward hooks on the block's modules record intermediate values (the outputs that Hugging Face's models record), a
-module keeps a value in an attribute, a block appends to a list that it was given. All of these are effects. What a
-block does elsewhere (a global list, an object of the user's own) is none; :mod:`~lightning_sdpipe.partition.provenance`
-finds it. Calls of modules are intercepted for all that.
+module keeps a value in an attribute, a block appends to a list that it was given. All of these are effects. Changes
+that a block makes elsewhere (a global list, an object of the user's own) are not effects;
+:mod:`~lightning_sdpipe.partition.provenance` finds them. Calls of modules are intercepted for all that.
 """
 
 from __future__ import annotations
@@ -94,10 +94,11 @@ _OF_EVERY_MODULE = {*vars(nn.Module()), INTERCEPTED}
 
 
 class EffectRecorder:
-    """Sees the effects of one block's calls. Attributes are seen while :func:`hear_assignments` holds.
+    """Records the effects of one block's calls. Assignments to attributes are seen while :func:`hear_assignments`
+    holds.
 
     Args:
-        path: of the block in the root module.
+        path: path of the block in the root module.
         block: a module.
         in_hooks: called with True before the user's hooks of a module run, and with False after them.
     """
@@ -106,11 +107,11 @@ class EffectRecorder:
         self._block = block
         self._modules = {m: f"{path}.{name}".rstrip(".") for name, m in block.named_modules()}
         self._in_hooks = in_hooks
-        self._kept: list[tuple[Place, _Container]] = []  # in attributes
-        self._looked = -1  # when there had been so many assignments of containers
+        self._kept: list[tuple[Place, _Container]] = []  # those in attributes
+        self._looked = -1  # the number of assignments of containers at the last look
 
     def call(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Effect]]:
-        """What ``original(*args, **kwargs)`` returns, and its effects, the output first."""
+        """Returns the result of ``original(*args, **kwargs)``, and its effects, the output first."""
         hooked: list[Effect] = []
         attributes: dict[tuple[nn.Module, str], None] = {}
         containers = [(place, c, c.copy()) for place, c in self._containers(args, kwargs)]
@@ -185,7 +186,7 @@ def _changes(place: Place, now: _Container, before: _Container) -> Iterator[Effe
 
 
 def replay(effects: Sequence[Effect], root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Does to ``root``, and to the arguments that a stand-in was called with, what the call of a block did.
+    """Repeats the effects of a block's call on ``root``, and on the arguments that a stand-in was called with.
 
     Returns:
         The output.
@@ -230,17 +231,17 @@ def _change(container: Any, kind: Kind, value: Any) -> None:
 
 
 class _Assignments:
-    """Every assignment to an attribute of a module, heard as it happens: comparing the attributes of all modules of a
+    """Reports every assignment to an attribute of a module as it happens: comparing the attributes of all modules of a
     block before and after each call would take longer than many a block."""
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[nn.Module, str], None]] = []
-        self.of_containers = 0  # so many so far
+        self.of_containers = 0  # their number so far
         self._hearers = 0
         self._original = nn.Module.__setattr__
 
     def hear(self) -> Callable[[], None]:
-        """Returns a function that undoes it."""
+        """Starts reporting, and returns a function that stops it."""
         self._hearers += 1
         if self._hearers == 1:
             self._original = original = nn.Module.__setattr__
@@ -266,7 +267,8 @@ hear_assignments = _assignments.hear
 
 @contextmanager
 def listening(listener: Callable[[nn.Module, str], None]) -> Iterator[None]:
-    """Around calls of blocks: ``listener`` is told of each assignment while :func:`hear_assignments` holds."""
+    """Tells ``listener`` of each assignment within the context, while :func:`hear_assignments` holds; for calls of
+    blocks."""
     _assignments.listeners.append(listener)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the commands that look at a user's model have in common: building it, and saying how it is to be cut."""
+"""Common parts of the commands that look at a user's model: building it, and options that say how to cut it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 
 
 def parser(command: str, description: str) -> argparse.ArgumentParser:
-    """With the arguments that all of these commands take."""
+    """Returns a parser with the arguments that all of these commands take."""
     parser = argparse.ArgumentParser(prog=f"sdpipe {command}", description=description)
     parser.add_argument(
         "factory",
@@ -51,10 +51,10 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def cuts(options: argparse.Namespace) -> list[PipelineCut]:
-    """How each pipeline is to be cut; one cut, if one number of stages was given.
+    """Returns how to cut each pipeline; one cut, if one number of stages was given.
 
     Raises:
-        ConfigurationError: what was given does not go together.
+        ConfigurationError: the given options do not go together.
     """
     depths: Sequence[int] = options.stages
     wanted = _partition(options)
@@ -65,7 +65,7 @@ def cuts(options: argparse.Namespace) -> list[PipelineCut]:
 
 
 def _partition(options: argparse.Namespace) -> Any:
-    """What ``--partition`` and what goes with it say."""
+    """Returns what ``--partition`` and its companion options say."""
     given: str = options.partition
     if given == "balanced":
         return Balanced(options.speeds, options.bandwidth)
@@ -81,7 +81,8 @@ def _partition(options: argparse.Namespace) -> Any:
 
 
 def by_cut(plans: Sequence[Plan]) -> list[tuple[str, Plan]]:
-    """Each cut once, with the pipelines that have it, for people; without these if there is one plan."""
+    """Returns each cut once, with a heading for people that names its pipelines; the heading is empty if there is one
+    plan."""
     pipelines: dict[tuple[range, ...], list[int]] = {}
     for number, plan in enumerate(plans):
         pipelines.setdefault(plan.spans, []).append(number)
@@ -94,7 +95,7 @@ def by_cut(plans: Sequence[Plan]) -> list[tuple[str, Plan]]:
 
 
 def build(path: str) -> tuple[nn.Module, Any]:
-    """The module and the batch that a factory returns, None if it returns none.
+    """Returns the module and the batch that a factory makes; the batch is None if it makes none.
 
     Raises:
         ConfigurationError: there is no such factory, or it returns something else.
@@ -112,10 +113,10 @@ def build(path: str) -> tuple[nn.Module, Any]:
 
 
 def rehearse(module: nn.Module, chain: Sequence[str], batches: Sequence[Any]) -> RehearsalResult:
-    """A rehearsal of ``training_step`` on two batches, or on one twice.
+    """Rehearses ``training_step`` on two batches, or on one twice.
 
     Raises:
-        Exception: what the step raised.
+        Exception: the exception that the step raised.
     """
     calls = [(batch, (0,)) for batch in (batches[0], batches[-1])]
     return rehearsal.rehearse(module, chain, [StepCalls("training_step", calls, trains=True)], _CPU)

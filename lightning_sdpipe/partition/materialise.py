@@ -1,9 +1,8 @@
-"""Giving a rank its part of a model that was built on ``meta``, with the values of a whole initialisation.
+"""Values for a rank's part of a model that was built on ``meta``, as a whole initialisation would give them.
 
-While the user builds the model, every operation on meta tensors is written down. Replaying them on the CPU,
-from the random state at the beginning, gives the values that one process would have got; of the tensors that
-a rank does not hold, only the random numbers are drawn, one tensor at a time, so that all that follow stay
-the same.
+While the user builds the model, every operation on meta tensors is written down. Replaying them on the CPU, from the
+random state at the beginning, gives the values that one process would have got. For tensors that a rank does not hold,
+only the random numbers are drawn, one tensor at a time, so that all later draws stay the same.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands for a meta tensor: a part of a storage."""
+    """A part of a storage, in place of a meta tensor."""
 
     storage: int
     dtype: torch.dtype
@@ -61,18 +60,18 @@ class Initialisation:
 
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
-        self._storages: dict[int, torch.UntypedStorage] = {}  # alive, so that no two get one address
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no two get one address
         self._random_state: Tensor | None = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """What is built on ``meta`` within the context can be given values later."""
+        """Records operations on ``meta`` within the context, so that their results can be given values later."""
         whole = {name: self._whole(name) for name in _DO_NOTHING_ON_META}
         with _KeepData(), _Record(self), _patched(nn.init, whole):
             yield
 
     def _whole(self, name: str) -> Callable[..., Tensor]:
-        """A stand-in for a function of ``torch.nn.init``, which is recorded as one operation."""
+        """Returns a stand-in for a function of ``torch.nn.init``, which is recorded as one operation."""
         original = getattr(nn.init, name)
 
         def initialise(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -87,14 +86,14 @@ class Initialisation:
         return initialise
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` was made while recording."""
+        """Returns whether ``tensor`` was made while recording."""
         return tensor.untyped_storage()._cdata in self._storages
 
     def replay(self, wanted: Sequence[Tensor]) -> list[Tensor]:
-        """The values of ``wanted``, which must all be known, on the CPU.
+        """Returns the values of ``wanted``, which must all be known, on the CPU.
 
-        Peak memory is what is wanted and the largest other tensor. The random state of the CPU is afterwards
-        what it would be if everything had been initialised.
+        Peak memory is that of the wanted tensors and the largest other one. Afterwards the random state of the CPU is
+        the same as if everything had been initialised.
         """
         places = [self._place(t) for t in wanted]
         needed = self._needed({place.storage for place in places})
@@ -110,14 +109,14 @@ class Initialisation:
         return [place.over(real[place.storage]) for place in places]
 
     def forget(self) -> None:
-        """Lets go of all that was recorded."""
+        """Discards all recorded operations."""
         self._operations.clear()
         self._storages.clear()
         self._random_state = None
 
     def _needed(self, storages: set[int]) -> list[tuple[_Operation, bool]]:
-        """The operations to run: those that the storages' values depend on, and (False) those that only
-        draw."""
+        """Returns the operations to run: those that the storages' values depend on (True), and those that only draw
+        (False)."""
         needed: list[tuple[_Operation, bool]] = []
         for operation in reversed(self._operations):
             if operation.writes & storages:
@@ -147,7 +146,7 @@ class Initialisation:
         self._operations.append(_Operation(func, args, kwargs, frozenset(before), writes, places, draws, seed))
 
     def _new_seed(self) -> Tensor | None:
-        """The state of the generator, which drawing on meta leaves alone, if it has changed."""
+        """Returns the state of the generator if it has changed; drawing on meta leaves it alone."""
         state = torch.get_rng_state()
         if self._random_state is not None and torch.equal(state, self._random_state):
             return None
@@ -166,12 +165,12 @@ class Initialisation:
 
 
 def materialise(module: nn.Module, ownership: Ownership, stage: int, initialisation: Initialisation) -> None:
-    """Gives what ``stage`` holds of ``module`` and lies on ``meta`` its initial values, on the CPU.
+    """Gives the tensors of ``module`` that ``stage`` holds and that lie on ``meta`` their initial values, on the CPU.
 
-    The parameters are new objects; ties between names are kept. All else stays on ``meta``.
+    The parameters are new objects; ties between names are kept. All other tensors stay on ``meta``.
 
     Raises:
-        ConfigurationError: a parameter was put on ``meta`` where it was not recorded.
+        ConfigurationError: a parameter was put on ``meta`` outside of the recording.
     """
     held = set(ownership.held_by(stage))
     slots = [
@@ -216,7 +215,7 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _KeepData(TorchFunctionMode):
-    """``torch.tensor(data)`` on ``meta`` forgets the data before it can be recorded; here it does not."""
+    """Keeps the data of ``torch.tensor(data)`` on ``meta``, which would be forgotten before it can be recorded."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

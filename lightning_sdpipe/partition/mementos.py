@@ -1,7 +1,8 @@
-"""Putting back what a user's code has changed in this process, wherever it can be found from an object.
+"""Restoring of what a user's code has changed in this process, wherever it can be reached from an object.
 
-Followed are attributes, the items of containers, what functions and methods hold (closures, defaults, the globals that
-they name), and classes of the user's; not libraries, nor what other threads use. Tensors are left alone.
+The search follows attributes, the items of containers, what functions and methods hold (closures, defaults, the globals
+that they name), and the user's own classes. It does not follow libraries, nor what other threads use. Tensors are left
+alone.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ _MISSING = object()
 
 
 class Mementos:
-    """How all that can be found from ``roots`` is now.
+    """The state of all that can be reached from ``roots``, for :meth:`restore`.
 
-    ``lost`` names what is found and cannot be put back: iterators that cannot be copied.
+    ``lost`` names what is found and cannot be restored: iterators that cannot be copied.
     """
 
     def __init__(self, *roots: Any) -> None:
         self.lost: list[str] = []
         self._undo: list[Callable[[], None]] = []
-        found: dict[int, Any] = {}  # alive, so that no two have one id
+        found: dict[int, Any] = {}  # kept alive, so that no two have one id
         todo = list(roots)
         while todo:
             value = todo.pop()
@@ -59,7 +60,7 @@ class Mementos:
             undo()
 
     def _remember(self, value: Any) -> Iterator[Any]:
-        """Remembers ``value``, and returns what can be found from it."""
+        """Remembers ``value``, and yields what can be reached from it."""
         again = _state_of(value)
         if again is not None:
             self._undo.append(again)
@@ -120,7 +121,7 @@ class Mementos:
         return [self._copied(type(items).__name__, item) for item in items]
 
     def _copied(self, name: str, value: Any) -> Any:
-        """What is put back in the place of ``value``: an iterator cannot be turned back, so that it is a copy."""
+        """Returns what replaces ``value`` when it is restored: a copy of an iterator, which cannot be turned back."""
         if not isinstance(value, (Iterator, SimpleQueue)):
             return value
         try:
@@ -131,7 +132,7 @@ class Mementos:
 
 
 def _state_of(value: Any) -> Callable[[], None] | None:
-    """How to put back what ``value`` keeps to itself."""
+    """Returns a function that restores the internal state of ``value``, or None."""
     if isinstance(value, torch.Generator):
         return partial(_set_state, value, value.get_state())
     if isinstance(value, np.random.Generator):
@@ -182,7 +183,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def is_users(module: str | None) -> bool:
-    """Whether what is defined in ``module`` is the user's own: installed packages are not."""
+    """Returns whether code in ``module`` is the user's own; installed packages are not."""
     root = (module or "builtins").partition(".")[0]
     if root != "__main__" and (root in sys.stdlib_module_names or root == "lightning_sdpipe"):
         return False

@@ -1,4 +1,4 @@
-"""Whether the stages of a cut fit into their devices."""
+"""Check whether the stages of a cut fit into the memory of their devices."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from lightning_sdpipe.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Memory:
-    """What blocks take, and what devices have.
+    """The memory that blocks take, and that devices have.
 
     Args:
-        available: bytes that training may use, of each stage's device.
-        fixed: bytes of each block whatever is in flight: parameters, gradients and optimizer state.
+        available: bytes of each stage's device that training may use.
+        fixed: bytes of each block that do not depend on micro-batches in flight: parameters, gradients and optimizer
+            state.
         held: bytes that each block's forward keeps for its backward, of one micro-batch.
         in_flight: micro-batches whose backward each stage has still to run, at most.
         weights: bytes of a copy of each block's trained parameters.
@@ -42,23 +43,23 @@ class Memory:
         return [list(accumulate(part, initial=0.0)) for part in (self.fixed, self.held, self.weights)]
 
     def needed(self, stage: int, start: int, end: int) -> float:
-        """Bytes that a stage needs for the blocks from ``start`` up to ``end``."""
+        """Returns the bytes that a stage needs for the blocks from ``start`` up to ``end``."""
         fixed, held, weights = (total[end] - total[start] for total in self._totals)
         return fixed + self.in_flight[stage] * held + self.copies[stage] * weights
 
     def fits(self, stage: int, start: int, end: int) -> bool:
-        """Whether these blocks fit into that stage's device."""
+        """Returns whether these blocks fit into that stage's device."""
         return self.needed(stage, start, end) <= self.available[stage]
 
     def overflow(self, spans: Sequence[range]) -> tuple[int, float]:
-        """The stage that lacks most, and how many bytes; negative if all fit."""
+        """Returns the stage that lacks most memory, and how many bytes; negative if all stages fit."""
         lacks = [self.needed(stage, span.start, span.stop) - self.available[stage] for stage, span in enumerate(spans)]
         worst = max(range(len(spans)), key=lacks.__getitem__)
         return worst, lacks[worst]
 
 
 def shown(amount: float) -> str:
-    """Bytes for people."""
+    """Formats a number of bytes for people."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(amount) >= size:
             return f"{amount / size:.2f} {unit}"

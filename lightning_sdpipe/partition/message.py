@@ -1,4 +1,4 @@
-"""What one stage tells the next of a micro-batch: values that cross the cut, and the effects of all blocks before it.
+"""Messages of one stage to the next about a micro-batch: values that cross the cut, and effects of all earlier blocks.
 
 Both ends know the *layout* of a message once one like it has passed: then the values travel alone. A layout has the
 :class:`Structure` of each value that user code handed on: how its parts are nested, and what each part is.
@@ -36,7 +36,7 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Number:
-    """A Python number, which may be another one each time: it travels as a float64, which holds it exactly."""
+    """A Python number, which may differ from message to message: it travels as a float64, which holds it exactly."""
 
     kind: str  # "bool", "int" or "float"
 
@@ -47,14 +47,14 @@ class Number:
 
 @dataclass(frozen=True)
 class Constant:
-    """None, a string, a dtype or a device; or an integer that no float64 holds."""
+    """A constant: None, a string, a dtype or a device; or an integer that no float64 holds."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Opaque:
-    """Something that cannot travel; a type's name is all that others hear of it."""
+    """An object that cannot travel; later stages get only the name of its type."""
 
     kind: str
 
@@ -71,18 +71,18 @@ Part: TypeAlias = TensorMeta | Travels | Number | Constant | Opaque
 
 @dataclass(frozen=True)
 class Structure:
-    """A value without its parts: tuples, lists, dicts, named tuples and whatever else is a tree for torch (the outputs
-    of Hugging Face's models are)."""
+    """A value without its parts: tuples, lists, dicts, named tuples and all else that is a tree for torch, such as the
+    outputs of Hugging Face's models."""
 
     spec: pytree.TreeSpec
     parts: tuple[Part, ...]
 
     def rebuild(self, leaves: Iterable[Any]) -> Any:
-        """The value with ``leaves`` in the places of its parts."""
+        """Returns the value with ``leaves`` in the places of its parts."""
         return pytree.tree_unflatten(list(leaves), self.spec)
 
     def encode(self) -> dict[str, Any]:
-        """As values for JSON."""
+        """Returns the structure as values for JSON."""
         return {"spec": pytree.treespec_dumps(self.spec), "parts": list(map(encode_part, self.parts))}
 
     @classmethod
@@ -93,7 +93,8 @@ class Structure:
 
 
 def take_apart(value: Any) -> tuple[list[Any], Structure]:
-    """The leaves of ``value``, in order, and its structure. What cannot be described to another process is a leaf."""
+    """Returns the leaves of ``value``, in order, and its structure. An object that cannot be described to another
+    process is a leaf."""
     if isinstance(value, Tensor):
         return [value], Structure(_LEAF, (TensorMeta.of(value),))
     leaves, spec = pytree.tree_flatten(value)
@@ -128,7 +129,7 @@ def _part(leaf: Any) -> Part:
 
 
 def encode_part(part: Part) -> list[Any]:
-    """As values for JSON."""
+    """Returns the part as values for JSON."""
     match part:
         case TensorMeta(shape, dtype, requires_grad):
             return ["tensor", shape, str(dtype).removeprefix("torch."), requires_grad]
@@ -147,7 +148,7 @@ def encode_part(part: Part) -> list[Any]:
 
 
 def decode_part(data: Sequence[Any]) -> Part:
-    """The reverse of :func:`encode_part`."""
+    """Reverses :func:`encode_part`."""
     match data:
         case ["tensor", shape, dtype, requires_grad]:
             return TensorMeta(tuple(shape), getattr(torch, dtype), requires_grad)
@@ -181,7 +182,7 @@ def _named_tuples_in(encoded: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _make_known(kind: Any) -> None:
-    """Named tuples are trees for torch, but of each kind it must be told before it can be described."""
+    """Registers a named tuple: these are trees for torch, but it must know each kind before it can describe it."""
     if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
         name = f"{kind.__module__}.{kind.__qualname__}"
         if name not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
@@ -189,7 +190,7 @@ def _make_known(kind: Any) -> None:
 
 
 def _loaded(name: str) -> Any:
-    """What other processes call ``name``, if a module that is loaded here has it."""
+    """Returns the object that other processes call ``name``, if a module that is loaded here has it."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
         module = sys.modules.get(".".join(parts[:length]))
@@ -211,7 +212,7 @@ class LeafKey:
 
 @dataclass(frozen=True)
 class EffectLayout:
-    """An effect without what is in it; see :class:`~lightning_sdpipe.partition.effects.Effect`."""
+    """An effect without its contents; see :class:`~lightning_sdpipe.partition.effects.Effect`."""
 
     kind: Kind
     place: Place
@@ -231,12 +232,12 @@ class Layout:
 
     @cached_property
     def last_block(self) -> int:
-        """The last block that ran, −1 if none has."""
+        """Number of the last block that ran; −1 if none has."""
         return max((number for number, block in enumerate(self.blocks) if block is not None), default=-1)
 
     @cached_property
     def places(self) -> Mapping[LeafKey, int]:
-        """Which value is at which leaf."""
+        """Number of the value at each leaf."""
         return {
             key: part.value
             for number, block in enumerate(self.blocks)
@@ -246,7 +247,7 @@ class Layout:
 
     @cached_property
     def first_numbers(self) -> Sequence[int]:
-        """Where the numbers of each block begin among those of the message, and at the end how many there are."""
+        """Position of each block's first number among those of the message; the last entry is their count."""
         firsts = [0]
         for block in self.blocks:
             parts = (part for effect in block or () for part in effect.structure.parts)
@@ -254,7 +255,8 @@ class Layout:
         return firsts
 
     def with_values_at(self, values: Sequence[int | None]) -> tuple[BlockLayout | None, ...]:
-        """The blocks as a message has them in which value ``v`` of this one is ``values[v]``, or is not."""
+        """Returns the blocks as they are in a message in which value ``v`` of this one is ``values[v]``, or absent if
+        None."""
         known = self._moved.get(tuple(values))
         if known is None:
 
@@ -273,7 +275,7 @@ class Layout:
         return {}
 
     def encode(self) -> bytes:
-        """As JSON, for the header that precedes the first message of this layout."""
+        """Returns the layout as JSON, for the header that precedes its first message."""
         blocks = [None if block is None else list(map(_encode_effect, block)) for block in self.blocks]
         return json.dumps({"values": list(map(encode_part, self.values)), "blocks": blocks}).encode()
 
@@ -287,7 +289,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Message:
-    """``tensors`` belong to ``layout.values``; ``numbers`` are those of all effects, in order."""
+    """A message: ``tensors`` belong to ``layout.values``; ``numbers`` are those of all effects, in order."""
 
     tensors: Sequence[Tensor]
     numbers: Sequence[float]
@@ -295,7 +297,7 @@ class Message:
 
 
 def leaves_of(block: int, effects: Sequence[EffectLayout]) -> Iterator[tuple[LeafKey, Part]]:
-    """Every part of a block's effects with its name, in order."""
+    """Yields every part of a block's effects with its name, in order."""
     seen: dict[tuple[Kind, Place], int] = {}
     for effect in effects:
         which = seen[effect.kind, effect.place] = seen.get((effect.kind, effect.place), -1) + 1
@@ -304,7 +306,7 @@ def leaves_of(block: int, effects: Sequence[EffectLayout]) -> Iterator[tuple[Lea
 
 
 def with_parts(effect: EffectLayout, change: Callable[[Part], Part]) -> EffectLayout:
-    """The effect with ``change(part)`` in the place of each part."""
+    """Returns the effect with ``change(part)`` in the place of each part."""
     structure = effect.structure
     return replace(effect, structure=Structure(structure.spec, tuple(map(change, structure.parts))))
 

@@ -1,4 +1,4 @@
-"""What modules keep in their attributes."""
+"""Tensors that modules keep in attributes, buffers and metrics."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ CONTAINERS = (list, dict, set, deque)
 
 
 def tensors_in_attributes(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """The tensors in attributes of ``modules``, and in containers there, without parameters and buffers, and without
-    metrics, which belong to the last stage."""
+    """Yields the tensors in attributes of ``modules``, and in containers there, without parameters and buffers, and
+    without metrics, which belong to the last stage."""
     for module in modules:
         if isinstance(module, Metric):
             continue
@@ -33,7 +33,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def kept_over_steps(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of ``module`` and the states of its metrics, with what they are called."""
+    """Yields the buffers of ``module`` and the states of its metrics, each with a description."""
     for name, buffer in module.named_buffers():
         yield f"the buffer {name!r}", buffer
     for path, metric in module.named_modules():

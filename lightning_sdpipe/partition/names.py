@@ -1,5 +1,4 @@
-"""What user code reads and sets by name outside of objects: global variables, variables of closures, and attributes of
-classes.
+"""Reads and writes of names outside of objects: global variables, variables of closures, and attributes of classes.
 
 A variable is seen by the instructions of Python that read and set it, in the user's own files. An attribute of a class
 is replaced by a descriptor that notes when it is read, through the class or through an object.
@@ -27,12 +26,13 @@ _MANY = 10_000  # items of a container that are looked at; a vocabulary or a dat
 
 
 class Closures:
-    """Those of the user's functions that can be found from ``root``: by attributes, by items of containers, as methods
-    of classes, and through what functions hold and name. They outlive a step; a function that a step makes does not."""
+    """The user's functions that can be reached from ``root``, with their closures: by attributes, by items of
+    containers, as methods of classes, and through what functions hold and name. They outlive a step; a function that a
+    step makes does not."""
 
     def __init__(self, root: Any) -> None:
         self._cells: dict[CodeType, dict[str, list[CellType]]] = {}
-        self._names: dict[int, str] = {}  # of each cell: they compare by what they hold
+        self._names: dict[int, str] = {}  # of each cell, by id: cells compare by their contents
         found: dict[int, Any] = {}
         todo = [root]
         while todo:
@@ -72,13 +72,13 @@ class Closures:
         yield function.__defaults__
 
     def _name(self, cell: CellType, what: str) -> None:
-        """A variable has one name, whichever function uses it; those of several calls differ in a number."""
+        """Gives a variable one name, whichever function uses it; variables of several calls differ in a number."""
         if id(cell) not in self._names:
             same = sum(each.partition(" (call ")[0] == what for each in self._names.values())
             self._names[id(cell)] = f"{what} (call {same + 1})" if same else what
 
     def named(self, frame: FrameType, name: str) -> Iterator[tuple[str, Any]]:
-        """What the variable ``name`` of a running function is called, and its value, where it outlives the step."""
+        """Yields the name of the variable ``name`` of a running function, and its value, where it outlives the step."""
         cells = self._cells.get(frame.f_code, {}).get(name, ())
         for cell in cells:
             value = _content(cell)
@@ -95,8 +95,9 @@ def _content(cell: CellType) -> Any:
 
 @contextmanager
 def heard_variables(closures: Closures, note: Callable[[str, Any, bool], None]) -> Iterator[None]:
-    """Around user code in this thread: ``note(name, value, writes)`` for each of the user's global variables, by its
-    whole name, and of the variables of closures that it reads, or is about to set. A debugger does not stop within."""
+    """Around user code in this thread, calls ``note(name, value, writes)`` for each of the user's global variables, by
+    its full name, and of the variables of closures, which the code reads or is about to set. A debugger does not stop
+    within."""
 
     def called(frame: FrameType, event: str, argument: Any) -> Any:
         if not is_users(frame.f_globals.get("__name__")) or not _instructions(frame.f_code):
@@ -123,7 +124,8 @@ def heard_variables(closures: Closures, note: Callable[[str, Any, bool], None]) 
 
 @lru_cache(maxsize=4096)
 def _instructions(code: CodeType) -> dict[int, tuple[str, str]]:
-    """Those that read or set a variable that outlives a call: what they do and its name, by their place."""
+    """Returns the name and variable of each instruction that reads or sets a variable that outlives a call, by
+    offset."""
     return {
         each.offset: (each.opname, each.argval)
         for each in dis.get_instructions(code)
@@ -132,12 +134,12 @@ def _instructions(code: CodeType) -> dict[int, tuple[str, str]]:
 
 
 class ClassAttributes:
-    """Those of the user's classes that hold values.
+    """The attributes of the user's classes that hold values.
 
     Args:
-        classes: and those that they inherit from.
-        holds: may a value change without being set?
-        note: told ``(name, value, writes)`` of what is read.
+        classes: the classes; those that they inherit from are added.
+        holds: tells whether a value may change without being set.
+        note: called with ``(name, value, writes)`` for each access.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class ClassAttributes:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Within, reading is noted, and :meth:`look` finds what is set."""
+        """Within the context, notes reads; :meth:`look` finds what is set."""
         for (cls, name), seen in self._seen.items():
             seen.value = vars(cls)[name]
             setattr(cls, name, seen)
@@ -167,7 +169,7 @@ class ClassAttributes:
                     setattr(cls, name, seen.value)
 
     def look(self) -> None:
-        """What has been set since was set by the code that has run since."""
+        """Attributes the changes since the last look to the code that has run since."""
         for (cls, name), seen in self._seen.items():
             if name in vars(cls) and vars(cls)[name] is not seen:
                 seen.value = vars(cls)[name]
@@ -176,7 +178,7 @@ class ClassAttributes:
 
 
 class _Seen:
-    """In the place of an attribute of a class."""
+    """A descriptor in the place of an attribute of a class."""
 
     def __init__(self, what: str, value: Any, note: Callable[[str, Any, bool], None]) -> None:
         self.what, self.value, self._note = what, value, note

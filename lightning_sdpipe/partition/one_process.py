@@ -1,4 +1,4 @@
-"""All stages of a pipeline in one process, each with a copy of the module: what a cut model computes, without a run."""
+"""Computation of all stages of a pipeline in one process, each with a copy of the module, without a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Made = tuple[nn.Module, Sequence[Step]]
 
 @dataclass(frozen=True)
 class Computed:
-    """What a few micro-batches have left: the outcome of each (its tensors detached), the sums of the gradients, and
+    """The results of a few micro-batches: the outcome of each (its tensors detached), the sums of the gradients, and
     the modules of the stages."""
 
     outcomes: Sequence[Any]
@@ -38,16 +38,16 @@ def compute(
     readers: Mapping[str, Iterable[int]] | None = None,
     seed: int = 0,
 ) -> Computed:
-    """Runs forward and backward of each micro-batch, stage by stage. With one span this is what one process computes.
+    """Runs forward and backward of each micro-batch, stage by stage. With one span the result is that of one process.
 
     Args:
-        make: builds the module, with equal values each time, and one call of the user's step for each micro-batch.
-            Called once for each stage, so that stages have nothing in common.
+        make: a function that builds the module, with equal values each time, and one call of the user's step for each
+            micro-batch. Called once for each stage, so that stages have nothing in common.
         chain: the paths of the blocks, in the order in which they run.
         spans: the blocks of each stage.
-        travel: what crosses the cuts besides the output of the last block before each.
+        travel: the values that cross the cuts besides the output of the last block before each.
         readers: the stages that hold a weight of another stage's block.
-        seed: of the random streams.
+        seed: seed of the random streams.
 
     Raises:
         ConfigurationError: the module cannot be cut so.

@@ -1,4 +1,4 @@
-"""Which stage holds which parameter and buffer, and how a rank lets go of the others."""
+"""Ownership of parameters and buffers by stages, and how a rank lets go of the others."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lightning_sdpipe.partition.same_memory import SameMemory, same_memory
 class Ownership:
     """The stages that hold each parameter and buffer, by every name that it has in the module.
 
-    What lies in a block belongs to the block's stage. What lies in none (a parameter that the user's own glue code
-    uses) is held by every stage, and a tensor with names in several stages (tied weights) by all of those; so are
-    parameters that are different objects over the same ``memory``.
+    A tensor in a block belongs to the block's stage. A tensor outside of all blocks (a parameter that the user's own
+    glue code uses) is held by every stage, and a tensor with names in several stages (tied weights) by all of those; so
+    are parameters that are different objects over the same ``memory``.
     """
 
     stages: Mapping[str, tuple[int, ...]]
@@ -29,7 +29,8 @@ class Ownership:
     """The stage of each block, by its path."""
 
     def stage_of(self, name: str) -> int:
-        """The stage whose block holds what is called ``name``; the last one, where the step ends, if none does."""
+        """Returns the stage whose block holds the tensor ``name``; the last one, where the step ends, if no block
+        does."""
         parts = name.split(".")
         paths = (".".join(parts[:depth]) for depth in range(1, len(parts)))
         return next((self.blocks[path] for path in paths if path in self.blocks), max(self.blocks.values(), default=0))
@@ -38,7 +39,8 @@ class Ownership:
         return [name for name, owners in self.stages.items() if stage in owners]
 
     def shared_parameters(self, module: nn.Module) -> list[tuple[tuple[int, ...], str]]:
-        """Parameters that live on several stages, each once, as ``(owners, name)`` in the module's order."""
+        """Returns the parameters that live on several stages, each once, as ``(owners, name)`` in the module's
+        order."""
         return [(self.stages[name], name) for name, _ in module.named_parameters() if len(self.stages[name]) > 1]
 
 
@@ -50,12 +52,12 @@ def assign_owners(
     readers: Mapping[str, Iterable[int]] | None = None,
     memory: SameMemory | None = None,
 ) -> Ownership:
-    """Ownership of ``module``'s tensors when stage ``j`` runs the blocks ``chain[b] for b in spans[j]``.
+    """Returns the ownership of ``module``'s tensors when stage ``j`` runs the blocks ``chain[b] for b in spans[j]``.
 
-    With more spans than ``num_workers``, worker ``j`` runs the spans ``j``, ``j + num_workers`` and so on, and owns
-    what they hold together. ``readers`` are further stages that own a tensor, since they compute with it outside of its
-    block. ``memory`` is as :func:`~lightning_sdpipe.partition.same_memory.same_memory` finds it, before anything has
-    moved; found here if it is None.
+    With more spans than ``num_workers``, worker ``j`` runs the spans ``j``, ``j + num_workers`` and so on, and owns all
+    that they hold. ``readers`` are further stages that own a tensor, since they compute with it outside of its block.
+    ``memory`` is as :func:`~lightning_sdpipe.partition.same_memory.same_memory` finds it, before anything has moved;
+    found here if it is None.
     """
     num_workers = num_workers or len(spans)
     stage_of_block = {chain[block]: number % num_workers for number, span in enumerate(spans) for block in span}
@@ -76,9 +78,9 @@ def assign_owners(
 
 
 def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch.device) -> None:
-    """Moves what ``stage`` holds to ``device`` and everything else to ``meta``; ties between names are kept.
+    """Moves the tensors that ``stage`` holds to ``device`` and all others to ``meta``; ties between names are kept.
 
-    What is on ``meta`` is a :class:`~lightning_sdpipe.partition.placeholder.WeightElsewhere`.
+    A tensor on ``meta`` is a :class:`~lightning_sdpipe.partition.placeholder.WeightElsewhere`.
     """
     moved: dict[int, Tensor] = {}
     kept = {id(t) for name, t in _named_tensors(module) if stage in ownership.stages[name]}
@@ -101,15 +103,15 @@ def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch
 
 
 def move(module: nn.Module, device: torch.device) -> None:
-    """``module.to(device)`` for a whole module, whose parameters stay the same objects."""
+    """Moves a whole module like ``module.to(device)``; its parameters stay the same objects."""
     for parameter in module.parameters():
         _move(parameter, device)
     module.to(device)
 
 
 def move_the_rest(module: nn.Module, device: torch.device) -> None:
-    """What ``module.to(device)`` does besides, when :func:`keep_only` has moved parameters and buffers: the states of
-    metrics follow, whatever else overrides ``_apply``, and ``self.device``."""
+    """Does the rest of ``module.to(device)`` when :func:`keep_only` has moved parameters and buffers: moves the states
+    of metrics and whatever else overrides ``_apply``, and sets ``self.device``."""
     note_device(module, device=device)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""How a user asks for a model to be cut, before it is known where its blocks are."""
+"""User's request how to cut a model, before its blocks are known."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lightning_sdpipe.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Balanced:
-    """Cut where the slowest stage is fastest, by measured times.
+    """A cut that makes the slowest stage fastest, by measured times.
 
     Args:
-        speeds: relative speed of the device of each stage; all equal by default. 0.5 gets about half the
-            work. With a number of stages for each pipeline, a list for each.
+        speeds: relative speed of the device of each stage; all equal by default. 0.5 gets about half the work. With a
+            number of stages for each pipeline, a list for each.
         bandwidth: bytes per second between neighbouring stages, in either direction.
-        memory: bytes that training may use of the device of each stage, or lists as for ``speeds``; None if that need
-            not be looked at. Counted are parameters, gradients, the optimizer's state, and what the micro-batches in
-            flight keep.
-        optimizer_state: its bytes for each byte of trained parameters: 2 for Adam, 1 with momentum, 0 for plain SGD.
+        memory: bytes of the device of each stage that training may use, or lists as for ``speeds``; None for no check.
+            Counted are parameters, gradients, the optimizer's state, and what the micro-batches in flight keep.
+        optimizer_state: bytes of its state for each byte of trained parameters: 2 for Adam, 1 with momentum, 0 for
+            plain SGD.
     """
 
     speeds: Sequence[float] | Sequence[Sequence[float]] | None = None
@@ -40,8 +40,8 @@ class Balanced:
 
 @dataclass(frozen=True)
 class InFlight:
-    """What each stage keeps of a schedule at most: measured micro-batches whose backward is still to come, and
-    copies of its weights."""
+    """Upper bounds of what each stage keeps under a schedule: measured micro-batches whose backward is still to come,
+    and copies of its weights."""
 
     micro_batches: Sequence[int]
     copies: Sequence[int]
@@ -52,8 +52,8 @@ Partition = Literal["uniform", "parameters", "balanced"] | Balanced | Sequence[i
 
 @dataclass(frozen=True)
 class PipelineCut:
-    """How a pipeline is to be cut: into how many stages, how as for :func:`plan`, and what its schedule keeps, which
-    :class:`Balanced` with ``memory`` needs. ``pipeline`` is its number, None if all are cut so."""
+    """A request how to cut a pipeline: into how many stages, how as for :func:`plan`, and what its schedule keeps,
+    which :class:`Balanced` with ``memory`` needs. ``pipeline`` is its number, None if all are cut the same way."""
 
     num_stages: int
     partition: Partition = "uniform"
@@ -62,7 +62,7 @@ class PipelineCut:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Around what may refuse it: the message says of which pipeline it is."""
+        """Adds the number of the pipeline to the message of a ConfigurationError that is raised within the context."""
         try:
             yield
         except ConfigurationError as error:
@@ -74,15 +74,15 @@ class PipelineCut:
 def cuts_of(
     depths: Sequence[int], partition: Partition | Sequence[Sequence[int]], in_flight: Callable[[int], InFlight]
 ) -> list[PipelineCut]:
-    """How each of the pipelines with these numbers of stages is cut.
+    """Returns how to cut each of the pipelines with these numbers of stages.
 
     Args:
-        depths: of all pipelines.
-        partition: for all of them by name, or a list for each.
-        in_flight: what the schedule keeps with so many stages.
+        depths: the number of stages of each pipeline.
+        partition: a name for all of them, or a list for each.
+        in_flight: gives what the schedule keeps with a number of stages.
 
     Raises:
-        ConfigurationError: there is no cut for some pipeline, or it is none.
+        ConfigurationError: the cut of a pipeline is missing or invalid.
     """
     cuts = []
     if not isinstance(partition, (str, Balanced)):
@@ -119,18 +119,18 @@ def _check_lists(name: str, given: Sequence[Any], depths: Sequence[int], example
 
 
 def is_measured(partition: Partition) -> bool:
-    """Whether a batch is needed to cut so."""
+    """Returns whether such a cut needs a batch."""
     return partition == "balanced" or isinstance(partition, Balanced)
 
 
 def check_partition(of: PipelineCut) -> None:
-    """Raises ConfigurationError if no model can be cut so."""
+    """Raises ConfigurationError if no model can be cut this way."""
     with of.named():
         _check_partition(of.num_stages, of.partition)
 
 
 def refuse_lists(partition: object) -> None:
-    """Raises ConfigurationError for a list for each pipeline, where they are said to have one number of stages."""
+    """Raises ConfigurationError for a list for each pipeline, where all pipelines have one number of stages."""
     given = [partition.speeds, partition.memory] if isinstance(partition, Balanced) else [partition]
     for values in given:
         listed = values if isinstance(values, Sequence) and not isinstance(values, str) else ()
@@ -161,13 +161,13 @@ def _check_partition(num_stages: int, partition: Partition) -> None:
 
 
 def in_flight(schedule: str, num_stages: int, num_micro_batches: int) -> InFlight:
-    """What each of M stages keeps at most, when a mini-batch is m micro-batches.
+    """Returns what each of M stages keeps at most, when a mini-batch is m micro-batches.
 
     Stage j has begun up to M − j micro-batches whose backward is to come with ``"1f1b"``, all m with ``"gpipe"``, and
     M − j whole mini-batches with ``"pipedream"``, which keeps the weights of each, except on the last stage.
 
     Raises:
-        ConfigurationError: another schedule, of which it is not known.
+        ConfigurationError: the needs of this schedule are not known.
     """
     ahead = range(num_stages, 0, -1)
     match schedule:

@@ -1,5 +1,5 @@
-"""Tensors with a shape and no values: what stands in, on one stage, for the output of another stage's block, or for a
-weight that another stage holds."""
+"""Tensors with a shape and no values, in place of the output of another stage's block, or of a weight that another
+stage holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_sdpipe.errors import ConfigurationError
 
 _aten = torch.ops.aten
-# These read only the shape, dtype and device of a tensor, so what they return is real.
+# These read only the shape, dtype and device of a tensor, so their results are real.
 FROM_METADATA = {
     _aten.zeros_like.default,
     _aten.ones_like.default,
@@ -28,12 +28,12 @@ FROM_METADATA = {
 }
 # These read a tensor's values without an operation that is dispatched.
 READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
-# These do where torch calls them, as torch.tensor([...]) does for each element.
+# These do so where torch calls them, as torch.tensor([...]) does for each element.
 READS_NUMBER = {Tensor.__float__, Tensor.__int__, Tensor.__complex__, Tensor.__bool__, Tensor.__index__}
 
 
 class OtherStages(str):
-    """What a placeholder stands for, if that is a weight of other stages."""
+    """The name of a weight of other stages, as a placeholder's origin."""
 
 
 class Placeholder(Tensor):
@@ -64,7 +64,7 @@ class Placeholder(Tensor):
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
-        """So that code which goes through all weights knows those that are not here."""
+        """True for a weight that is not here, so that code which goes through all weights recognises it."""
         return isinstance(self.origin, OtherStages)
 
     @classmethod
@@ -84,13 +84,13 @@ class Placeholder(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         placeholders = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Placeholder)]
-        if func in FROM_METADATA and not placeholders[0].is_meta:  # what goes with a weight is where that is
+        if func in FROM_METADATA and not placeholders[0].is_meta:  # a tensor like a weight is where the weight is
             return func(*tree_map_only(Placeholder, _without_values, args), **kwargs)
         if func is _aten._local_scalar_dense.default:
             raise SkippedCutError(placeholders[0], "is read as a Python number")
         if torch.Tag.dynamic_output_shape in func.tags:
             raise SkippedCutError(placeholders[0], f"decides on the shape of what {func} returns")
-        if torch.Tag.nondeterministic_seeded in func.tags:  # so that later draws are those of the other stages
+        if torch.Tag.nondeterministic_seeded in func.tags:  # so that later draws equal those of the other stages
             func(*tree_map_only(Placeholder, _any_values, args), **tree_map_only(Placeholder, _any_values, kwargs))
         if _writes_to_real(func, args, kwargs):
             raise SkippedCutError(placeholders[0], "is written into a tensor that lives")
@@ -128,7 +128,7 @@ class Placeholder(Tensor):
 
 
 class Absent:
-    """What stands in for an object of an earlier stage that is no tensor and cannot travel: it may be passed around."""
+    """A stand-in for an object of an earlier stage that is no tensor and cannot travel: it may be passed around."""
 
     def __init__(self, kind: str, origin: str) -> None:
         vars(self).update(kind=kind, origin=origin)
@@ -145,27 +145,27 @@ class Absent:
 
 
 class WeightElsewhere(Placeholder):
-    """A parameter or buffer that another stage holds, and on ``meta``. What is done to it alone is done where it is; it
-    says that it is where this stage computes, since user code asks any parameter of a module for its device."""
+    """A parameter or buffer that another stage holds, and that is on ``meta`` here. Operations on it alone are done
+    where it is. It reports this stage's device, since user code asks any parameter of a module for its device."""
 
     @staticmethod
     def __new__(cls, weight: Tensor, device: torch.device, name: str) -> WeightElsewhere:
         meta = weight.detach().to("meta")
         placeholder = Placeholder.__new__(cls, meta, device, OtherStages(repr(name)), weight.requires_grad)
         assert isinstance(placeholder, WeightElsewhere)
-        placeholder._is_param = isinstance(weight, nn.Parameter)  # what isinstance(placeholder, nn.Parameter) says
+        placeholder._is_param = isinstance(weight, nn.Parameter)  # the result of isinstance(placeholder, nn.Parameter)
         return placeholder
 
     @property
     def grad(self) -> Placeholder | None:
-        """There is one on another stage: a norm of all gradients that left it out would be wrong."""
+        """Placeholder of the gradient on another stage: a norm of all gradients that left it out would be wrong."""
         if not (self._is_param and self.requires_grad):
             return None
         return Placeholder(self.meta, self.device, OtherStages(f"the gradient of {self.origin}"))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        """Is done where the gradient is."""
+        """Does nothing here: the gradient is set on the stage that holds it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightElsewhere:
         copied = WeightElsewhere.__new__(type(self), self, self.device, "")
@@ -175,7 +175,7 @@ class WeightElsewhere(Placeholder):
 
 
 class SkippedCutError(ConfigurationError):
-    """A value of another stage is used where it is not."""
+    """A value of another stage is used where it is absent."""
 
     def __init__(self, placeholder: Placeholder, use: str) -> None:
         super().__init__(
@@ -191,7 +191,7 @@ class SkippedCutError(ConfigurationError):
 
 
 def refuse_placeholders(value: Any, where: str) -> None:
-    """Raises :class:`SkippedCutError` if one is anywhere in ``value``, which ``where`` is about to compute with."""
+    """Raises :class:`SkippedCutError` if a placeholder is in ``value``, which ``where`` is about to compute with."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Placeholder):
             raise SkippedCutError(leaf, f"is used by {where}")

@@ -1,4 +1,4 @@
-"""Deciding which stage runs which blocks."""
+"""Plans: which stage runs which blocks."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ Profile = Sequence[BlockProfile]
 class Plan:
     """The chain of a model and its stages: stage ``j`` runs ``blocks[b] for b in spans[j]``.
 
-    ``travel`` says for each step that was rehearsed what crosses the cuts, and ``readers`` which stages need a weight
-    of another stage's block. Blocks are the modules of :attr:`chain` there.
+    ``travel`` has the values that cross the cuts, for each step that was rehearsed, and ``readers`` the stages that
+    need a weight of another stage's block. Blocks are the modules of :attr:`chain` there.
     """
 
     blocks: tuple[Block, ...]
@@ -48,12 +48,12 @@ class Plan:
 
     @property
     def chain(self) -> tuple[str, ...]:
-        """The paths of all modules of the blocks, in order."""
+        """Paths of all modules of the blocks, in order."""
         return tuple(path for block in self.blocks for path in block)
 
     @property
     def module_spans(self) -> tuple[range, ...]:
-        """The spans as indices into :attr:`chain`."""
+        """Spans as indices into :attr:`chain`."""
         ends = [0, *accumulate(len(block) for block in self.blocks)]
         return tuple(range(ends[span.start], ends[span.stop]) for span in self.spans)
 
@@ -67,7 +67,7 @@ def plan(
     rehearse: Callable[[Sequence[str]], RehearsalResult | None] = lambda _: None,
     in_flight: InFlight | None = None,
 ) -> Plan:
-    """The only one of :func:`plans`, for a cut of these values."""
+    """Makes a single plan as :func:`plans` does, for a cut of these values."""
     (made,) = plans(module, [PipelineCut(num_stages, partition, in_flight)], names, measure, rehearse)
     return made
 
@@ -79,7 +79,7 @@ def plans(
     measure: Callable[[Sequence[Block]], Profile] | None = None,
     rehearse: Callable[[Sequence[str]], RehearsalResult | None] = lambda _: None,
 ) -> list[Plan]:
-    """Finds the chain of ``module`` and cuts it in each of these ways.
+    """Finds the chain of ``module`` and makes a plan for each of ``cuts``.
 
     If blocks are not named, the next of the chains of :func:`~lightning_sdpipe.partition.chain.find_chains` is tried
     when the first cannot be cut so.
@@ -89,10 +89,10 @@ def plans(
         cuts: the number of stages, M, and where: ``"uniform"``: equally many blocks. ``"parameters"``: the largest
             stage has as few parameters as possible. ``"balanced"`` or :class:`Balanced`: the slowest stage is as fast
             as possible. A list: the number of blocks of each stage.
-        names: of the blocks, as for :func:`~lightning_sdpipe.partition.chain.find_blocks`.
+        names: names of the blocks, as for :func:`~lightning_sdpipe.partition.chain.find_blocks`.
         measure: gives the profile of the blocks; called for ``"balanced"`` only.
-        rehearse: runs the user's steps with a chain, to see in which order its modules run and what crosses a cut; None
-            if that cannot be found out. Called for several stages only.
+        rehearse: runs the user's steps with a chain, to see in which order its modules run and what crosses a cut;
+            returns None if that cannot be found out. Called for several stages only.
 
     Raises:
         ConfigurationError: the chain cannot be cut so.
@@ -125,7 +125,7 @@ def _blocks(
 ) -> Iterator[tuple[Block, ...]]:
     if names is None:
         yield join_ends(module, chain)
-    if names is not None or rehearsed:  # it is known what would have to cross a cut within what belongs together
+    if names is not None or rehearsed:  # then the values that cross a cut within a block are known
         yield tuple((path,) for path in chain)
 
 
@@ -135,7 +135,7 @@ def _rehearsed(
     rehearse: Callable[[Sequence[str]], RehearsalResult | None],
     names: Sequence[str] | None,
 ) -> tuple[Sequence[str], RehearsalResult | None]:
-    """The chain in the order in which it runs, without modules that run more than once, and its rehearsal."""
+    """Returns the chain in the order in which it runs, without modules that run more than once, and its rehearsal."""
     rehearsed = rehearse(chain)
     if rehearsed is None:
         return chain, None
@@ -193,7 +193,8 @@ def _cut_into(
 
 
 def with_crossing(profile: Profile, blocks: Sequence[Block], rehearsed: RehearsalResult | None) -> Profile:
-    """The profile with all bytes that cross a cut after each block in a training step; None where it cannot be cut."""
+    """Returns the profile with all bytes that cross a cut after each block in a training step; None where the chain
+    cannot be cut."""
     if rehearsed is None or "training_step" not in rehearsed.traces:
         return profile
     crossings = [rehearsed.crossing("training_step", end) for end in accumulate(len(block) for block in blocks)]
@@ -212,7 +213,7 @@ def check(
     names: Sequence[str] | None,
     cuts: Sequence[PipelineCut],
 ) -> None:
-    """Raises ConfigurationError if it can be seen without a batch that ``module`` cannot be cut so."""
+    """Raises ConfigurationError if ``module`` cannot be cut in these ways, as far as can be seen without a batch."""
     for each in cuts:
         check_partition(each)
     same_memory(module)
@@ -236,14 +237,14 @@ def check(
 
 
 def encode(plan: Plan) -> bytes:
-    """As JSON."""
+    """Returns the plan as JSON."""
     return msgspec.json.encode(
         _Encoded(plan.blocks, [(s.start, s.stop) for s in plan.spans], plan.travel, plan.readers)
     )
 
 
 def decode(data: bytes) -> Plan:
-    """The reverse of :func:`encode`."""
+    """Reverses :func:`encode`."""
     plain = msgspec.json.decode(data, type=_Encoded)
     return Plan(plain.blocks, tuple(range(*span) for span in plain.spans), plain.travel, plain.readers)
 
@@ -256,20 +257,21 @@ class _Encoded(msgspec.Struct):
 
 
 def num_parameters(module: nn.Module, block: Block) -> int:
-    """Elements of the parameters of a block, tied ones once."""
+    """Returns the number of elements of the parameters of a block; tied ones count once."""
     parameters = {id(p): p.numel() for path in block for p in module.get_submodule(path).parameters()}
     return sum(parameters.values())
 
 
 def transfer_seconds(block: BlockProfile, bandwidth: float) -> float:
-    """Time to send a block's output to the next stage and its gradient back; infinite if it cannot travel."""
+    """Returns the time to send a block's output to the next stage and its gradient back; infinite if it cannot
+    travel."""
     if block.activation_bytes is None:
         return math.inf
     return (block.activation_bytes + block.gradient_bytes) / bandwidth
 
 
 def _check_weights(module: nn.Module, chain: Sequence[str], of: PipelineCut) -> None:
-    """Refuses a model of which not even the weights fit, before it is on any device."""
+    """Refuses a model whose weights alone do not fit, before it is on any device."""
     num_stages, partition = of.num_stages, of.partition
     if not isinstance(partition, Balanced) or partition.memory is None or len(chain) < num_stages:
         return
@@ -294,5 +296,5 @@ def _memory(options: Balanced, profile: Profile, in_flight: InFlight | None) -> 
 
 
 def _each(values: Any) -> list[float]:
-    """Of one pipeline, as is checked before."""
+    """Returns the values of one pipeline; that there is one list only is checked before."""
     return list(values or ())

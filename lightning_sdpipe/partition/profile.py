@@ -1,8 +1,7 @@
-"""Measuring what each block of a chain costs, and how much crosses a cut after it.
+"""Profiles of the blocks of a chain: what each costs, and how much crosses a cut after it.
 
-Profiles on disk, so that a model is measured once for each shape of its input.
-
-They lie under ``$XDG_CACHE_HOME/lightning_sdpipe/profiles``, or under ``~/.cache`` if that is not set.
+Profiles are stored on disk, so that a model is measured once for each shape of its input. They lie under
+``$XDG_CACHE_HOME/lightning_sdpipe/profiles``, or under ``~/.cache`` if that is not set.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from lightning_sdpipe.partition.saved_bytes import parameter_bytes, recording_sa
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """The cost of one block for one micro-batch. The user's code between two blocks counts with the later
-    one, whose stage runs it; what follows the last block (the loss) counts with that."""
+    """The cost of one block for one micro-batch. User code between two blocks counts with the later one, whose stage
+    runs it; code after the last block (the loss) counts with that block."""
 
     forward_seconds: float
     backward_seconds: float
-    activation_bytes: int | None  # that would cross a cut after it; None: the output cannot travel
-    gradient_bytes: int  # that would come back over it
+    activation_bytes: int | None  # bytes that would cross a cut after it; None: the output cannot travel
+    gradient_bytes: int  # bytes that would come back over it
     parameter_bytes: int = 0  # tied ones count in every block that has them
     trained_bytes: int = 0  # of these
     saved_bytes: int = 0  # kept from its forward to its backward
@@ -56,17 +55,17 @@ def profile(
     repeats: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[BlockProfile, ...]:
-    """Measures each block while ``step`` runs forward and backward: medians over ``repeats`` runs after a
-    first one.
+    """Measures each block while ``step`` runs forward and backward; takes medians over ``repeats`` runs after a first
+    one.
 
-    Nothing of it remains: see :func:`~lightning_sdpipe.partition.rehearsal.without_a_trace`; and parameters, which a
-    step may change in place, get their values back from a copy on the CPU. With activation
-    checkpointing the recomputation is part of the backward, as it is in training.
+    The runs leave no trace: see :func:`~lightning_sdpipe.partition.rehearsal.without_a_trace`; parameters, which a step
+    may change in place, get their values back from a copy on the CPU. With activation checkpointing the recomputation
+    is part of the backward, as it is in training.
 
     Args:
-        module: whole, on ``device``.
+        module: the whole module, on ``device``.
         blocks: its chain.
-        step: calls the user's training step on one micro-batch and returns its loss.
+        step: a function that calls the user's training step on one micro-batch and returns its loss.
         device: where the blocks run.
         repeats: how many runs are measured.
         clock: monotonic seconds.
@@ -118,8 +117,8 @@ def _parameters_kept(module: nn.Module) -> Iterator[None]:
 
 @dataclass
 class _Stamps:
-    returned: dict[int, float] = field(default_factory=dict)  # when the block's forward had ended
-    arrived: dict[int, float] = field(default_factory=dict)  # when the gradients of its output were complete
+    returned: dict[int, float] = field(default_factory=dict)  # the time when the block's forward ended
+    arrived: dict[int, float] = field(default_factory=dict)  # the time when the gradients of its output were complete
     crossing: dict[int, tuple[int | None, int]] = field(default_factory=dict)
 
     def arrive(self, index: int, now: Callable[[], float], _: Sequence[Tensor | None]) -> None:
@@ -167,7 +166,7 @@ def _measure(
 
 
 def _backward_seconds(arrived: Mapping[int, float], num_blocks: int, end: float) -> list[float]:
-    """A block's backward begins when its output's gradient is there and ends when its input's is."""
+    """Returns the time of each block's backward, from the gradient of its output to that of its input."""
     seconds = [0.0] * num_blocks
     for block in range(num_blocks):  # upwards: `end` is when the blocks below began
         if block in arrived:  # else no gradient passes: it and those below it are frozen
@@ -188,13 +187,13 @@ def _crossing(output: Any) -> tuple[int | None, int]:
 
 
 FIELDS = tuple(BlockProfile.__dataclass_fields__)
-"""What a profile holds; one that another version measured may lack some of it."""
+"""Fields of a profile; one that another version measured may lack some of them."""
 
 
 def fingerprint(module: nn.Module, blocks: Sequence[Block], batch: Any, device: torch.device) -> str:
-    """A name for what a profile depends on: the modules (class, printed options), the parameters (name,
-    shape, dtype, trained or not), the blocks, the input's shapes and dtypes, the device, its threads and the
-    version of torch."""
+    """Returns a name for all that a profile depends on: the modules (class, printed options), the parameters (name,
+    shape, dtype, trained or not), the blocks, the input's shapes and dtypes, the device, its threads and the version of
+    torch."""
     parts = (
         FIELDS,
         repr(module),
@@ -215,7 +214,7 @@ def _name(device: torch.device) -> str:
 
 
 def load(key: str) -> tuple[BlockProfile, ...] | None:
-    """The profile stored under ``key``; None if there is none that can be read."""
+    """Returns the profile stored under ``key``; None if there is none that can be read."""
     try:
         return decode(_path(key).read_bytes())
     except (OSError, msgspec.MsgspecError):
@@ -223,7 +222,7 @@ def load(key: str) -> tuple[BlockProfile, ...] | None:
 
 
 def store(key: str, profile: Sequence[BlockProfile]) -> None:
-    """Stores a profile. A reader never sees half of one; a cache that cannot be written is no error."""
+    """Stores a profile. A reader never sees half of it; a cache that cannot be written is not an error."""
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -235,12 +234,12 @@ def store(key: str, profile: Sequence[BlockProfile]) -> None:
 
 
 def encode(profile: Sequence[BlockProfile]) -> bytes:
-    """A profile as JSON: one object for each block, with the fields of :class:`BlockProfile`."""
+    """Returns a profile as JSON: one object for each block, with the fields of :class:`BlockProfile`."""
     return msgspec.json.encode(tuple(profile))
 
 
 def decode(data: bytes) -> tuple[BlockProfile, ...]:
-    """The reverse of :func:`encode`. Raises ``msgspec.MsgspecError`` for anything else."""
+    """Reverses :func:`encode`. Raises ``msgspec.MsgspecError`` for anything else."""
     return msgspec.json.decode(data, type=tuple[BlockProfile, ...])
 
 

@@ -1,10 +1,10 @@
-"""Where every tensor of a step comes from: which block made it, from what, and what of it the block hands on.
+"""Provenance of every tensor of a step: the block that made it, its operands, and what of it the block hands on.
 
-The whole step runs in one process, under a mode that sees each operation of torch. A *value* is known by the write that
-last changed its storage, by its place in that storage, and by its gradient's identity: storage alone cannot tell a
+The whole step runs in one process, under a mode that sees each operation of torch. A *value* is identified by the write
+that last changed its storage, by its place in that storage, and by its gradient's identity: storage alone cannot tell a
 Flatten from its input, nor a value from its detached alias. Nothing here keeps a tensor or an autograd graph alive.
 
-:mod:`~lightning_sdpipe.partition.backward_slice` reads what is written down here.
+:mod:`~lightning_sdpipe.partition.backward_slice` reads these traces.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_sdpipe.partition.placeholder import FROM_METADATA, READS
 from lightning_sdpipe.partition.touches import Touch, Touches
 
 OUTSIDE = -1
-"""In the place of a block: user code between blocks, hooks included."""
+"""Number in the place of a block for user code between blocks, hooks included."""
 
 Origin: TypeAlias = Literal["operation", "weight", "given", "unseen"]
 Place: TypeAlias = tuple[Any, ...]
@@ -38,24 +38,24 @@ Gradient: TypeAlias = tuple[Any, ...] | None
 
 @dataclass(eq=False)
 class Write:
-    """What put its contents into a storage.
+    """The origin of a storage's contents.
 
-    ``origin`` is an "operation"; or it was there before: a "weight" (a parameter or buffer, whose ``name`` it is),
-    "given" (the batch, a tensor in an attribute, a constant of user code outside of blocks), or "unseen" (first read
-    within a block).
+    ``origin`` is an "operation", or the contents were there before: a "weight" (a parameter or buffer, whose ``name``
+    it is), "given" (the batch, a tensor in an attribute, a constant of user code outside of blocks), or "unseen" (first
+    read within a block).
     """
 
     origin: Origin
     block: int
     position: int  # the code at position p runs before block p has returned, and after block p − 1 has
     step: int
-    name: str = ""  # of the operation and the module that it ran in
+    name: str = ""  # of the operation and the module in which it ran
     reads: Sequence[Value] = ()
 
 
 @dataclass(eq=False)
 class Storage:
-    """One storage. ``aliases`` are the views that were taken of it, by their place: in which block, and the place and
+    """A storage. ``aliases`` are the views that were taken of it, by their place: the block in which, and the place and
     gradient of what they are views of."""
 
     reference: StorageWeakRef  # as long as it lives, no other storage gets this one's address
@@ -75,7 +75,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Use:
-    """``values`` are needed by ``what``, at ``position`` (see :class:`Write`) in user code outside of blocks."""
+    """Values that ``what`` needs at ``position`` (see :class:`Write`) in user code outside of blocks."""
 
     values: Sequence[Value]
     what: str
@@ -84,12 +84,12 @@ class Use:
 
 @dataclass
 class StepTrace:
-    """One step: in which order blocks were called; what the operations of each block read, with their names; where user
-    code outside of blocks turned values into Python's, or into a shape, and where it wrote them into a tensor (the
-    first of the values); what the step returned, logged and kept in buffers; what the blocks handed on, with the bytes
-    of each tensor and of its gradient; and which of that is written to later. ``kept`` has what attributes of modules
-    hold when each block has returned and at the end, unless nothing is kept from one step to the next. ``touches`` are
-    those of what modules keep in Python."""
+    """The trace of one step: in which order blocks were called; the values that the operations of each block read, with
+    their names; where user code outside of blocks turned values into Python's, or into a shape, and where it wrote them
+    into a tensor (the first of the values); the values that the step returned, logged and kept in buffers; the values
+    that the blocks handed on, with the bytes of each tensor and of its gradient; and which of these are written to
+    later. ``kept`` has what attributes of modules hold when each block has returned and at the end, unless nothing is
+    kept from one step to the next. ``touches`` are the accesses to what modules keep in Python."""
 
     order: list[int] = field(default_factory=list)
     reads: dict[int, list[tuple[Sequence[Value], str]]] = field(default_factory=dict)
@@ -104,10 +104,10 @@ class StepTrace:
 
 
 class ProvenanceTracer(TorchDispatchMode):
-    """Labels the tensors of ``module``'s steps; see the text of this file.
+    """Labels the tensors of ``module``'s steps; see the module's docstring.
 
     Args:
-        module: whole.
+        module: the whole module.
         chain: paths of its blocks.
     """
 
@@ -124,7 +124,7 @@ class ProvenanceTracer(TorchDispatchMode):
         self._names = {m: name for name, m in module.named_modules()}
         self._watches = [EffectRecorder(path, module.get_submodule(path), self._enter_hooks) for path in chain]
         self._touches = Touches(module, chain)
-        self.keeps = False  # has a step left tensors of its own in attributes?
+        self.keeps = False  # whether a step has left tensors of its own in attributes
         self._before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             self._begin(tensor, "weight", name)
@@ -163,13 +163,14 @@ class ProvenanceTracer(TorchDispatchMode):
         trace.changed = frozenset(key for key, v in trace.leaves.items() if v.storage.write is not v.write)
 
     def restore(self) -> None:
-        """Undoes what the steps have written to tensors that were there before."""
+        """Undoes the writes of the steps to tensors that were there before."""
         for storage, before in self._before:
             storage.copy_(before)
         self._before.clear()
 
     def blocks_of_weights(self) -> dict[str, set[int]]:
-        """The blocks that hold each parameter and buffer, by its first name; none for those that lie outside."""
+        """Returns the blocks that hold each parameter and buffer, by its first name; none for those outside of all
+        blocks."""
         inside = [
             {id(t) for t in (*block.parameters(), *block.buffers())}
             for block in map(self._module.get_submodule, self._chain)
@@ -208,13 +209,13 @@ class ProvenanceTracer(TorchDispatchMode):
         return outcome
 
     def read_by_python(self, tensor: Tensor, function: str) -> None:
-        """User code asks for the tensor's values without an operation."""
+        """Notes that user code asks for the tensor's values without an operation."""
         value = self._value(tensor)
         if value is not None and self._block == OUTSIDE:
             self.traces[-1].python_reads.append(Use([value], function, self._position))
 
     def alias(self, alias: Tensor, original: Tensor) -> None:
-        """User code has taken an alias without an operation."""
+        """Notes that user code has taken an alias without an operation."""
         if self._value(original) is not None:
             self._alias(alias, {(_place(original), _gradient(original))})
 
@@ -320,7 +321,7 @@ class ProvenanceTracer(TorchDispatchMode):
 
 
 class _FunctionsOfPython(TorchFunctionMode):
-    """Sees what is no operation: reading values directly, and ``.data``."""
+    """Notices accesses that are not operations: reading values directly, and ``.data``."""
 
     def __init__(self, labels: ProvenanceTracer) -> None:
         super().__init__()
@@ -342,7 +343,7 @@ _DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operation of torch changes."""
+    """Returns the arguments that an operation of torch changes."""
     if not func._schema.is_mutable:
         return []
     arguments = func._schema.arguments
@@ -364,7 +365,7 @@ def _logging_to(module: nn.Module, log: Callable[..., None]) -> Iterator[None]:
 
 
 def _address(tensor: Any) -> int | None:
-    """Of its storage, if it has one."""
+    """Returns the address of the storage of ``tensor``, if it has one."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (AttributeError, NotImplementedError, RuntimeError):

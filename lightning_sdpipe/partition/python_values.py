@@ -1,4 +1,4 @@
-"""Values of Python as text and back, for what stages hand on to each other beside tensors of the pipeline."""
+"""Conversion of Python's values to text and back, for values other than tensors that stages hand on to each other."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class NotPackedError(Exception):
 
 
 def pack(value: Any) -> Packed:
-    """``value`` as what JSON can hold.
+    """Returns ``value`` in a form that JSON can hold.
 
     Raises:
-        NotPackedError: it is none of Python's plain values, tensors, arrays and generators of random numbers, in
-            containers or not, or too large.
+        NotPackedError: the value is too large, or no plain value of Python's, tensor, array, generator of random
+            numbers, or container of these.
     """
     return _pack(value, [LARGEST])
 
@@ -64,8 +64,8 @@ def _pack(value: Any, left: list[int]) -> Packed:
 
 
 def unpack(packed: Packed, now: Any, device: torch.device) -> Any:
-    """What was packed. ``now``, which is in its place here, is changed where it is a container, a tensor or a generator
-    of that kind, so that all that hold it see the change; new tensors are put on ``device``.
+    """Returns the packed value. ``now``, the present value in its place, is changed where it is a container, a tensor
+    or a generator of that kind, so that all holders see the change; new tensors are put on ``device``.
 
     Raises:
         NotPackedError: ``now`` does not tell the kind of an enumeration's member or of a generator.
@@ -131,7 +131,8 @@ def _text(data: bytes) -> str:
 
 
 def is_of_the_user(value: Any) -> bool:
-    """Is it an object of the user's own, with attributes, rather than a value, or something of a library's?"""
+    """Returns whether ``value`` is an object of the user's own, with attributes, rather than a plain value or an object
+    of a library."""
     if isinstance(value, types.SimpleNamespace):
         return True
     kind = type(value)
@@ -144,7 +145,7 @@ def is_of_the_user(value: Any) -> bool:
 
 
 def state_of(generator: Any) -> Any:
-    """That of a generator of random numbers."""
+    """Returns the state of a generator of random numbers."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):

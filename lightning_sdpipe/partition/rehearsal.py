@@ -1,4 +1,4 @@
-"""Running a user's steps before training, to see what they do, without leaving a trace."""
+"""Rehearsals: runs of a user's steps before training, to see what they do, without leaving a trace."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _AT_MOST = 8  # runs of a step, while blocks are skipped in some of them or in a
 
 @dataclass(frozen=True)
 class StepCalls:
-    """A step of a module, what it is called with in turn (micro-batches, with their further arguments), whether it
-    trains, and what to run it in."""
+    """A step of a module with the arguments of its calls (micro-batches, with their further arguments), whether it
+    trains, and the context to run it in."""
 
     name: str
     calls: Sequence[tuple[Any, tuple[int, ...]]]
@@ -36,10 +36,11 @@ class StepCalls:
 def rehearse(
     module: nn.Module, chain: Sequence[str], steps: Sequence[StepCalls], device: torch.device
 ) -> RehearsalResult:
-    """Runs the forwards of ``steps`` with labelled tensors. ``module`` is whole, on ``device``, and is left as it was.
+    """Runs the forwards of ``steps`` with labelled tensors. ``module`` is whole and on ``device``; it is left
+    unchanged.
 
     Raises:
-        Exception: what a step raised, or that it communicates with other processes, which do not rehearse.
+        Exception: a step raised it, or the step communicates with other processes, which do not rehearse.
     """
     streams = RandomStreams(device)
     traces = {}
@@ -57,7 +58,7 @@ def rehearse(
                     with step.context():
                         labels.run(partial(getattr(module, step.name), batch, *arguments), batch)
                     orders = {tuple(trace.order) for trace in labels.traces}
-                    # one run more where a step leaves tensors: only those after the first see when that happens
+                    # one more run where a step leaves tensors: only later runs see when that happens
                     settled = len(orders) == 1 and len(set().union(*orders)) == len(chain)
                     if run + 1 >= len(step.calls) + labels.keeps and settled:
                         break
@@ -69,7 +70,7 @@ def rehearse(
 
 @contextmanager
 def without_a_trace(module: nn.Module, *others: Any) -> Iterator[list[str]]:
-    """What a step changes within this context is undone: gradients, buffers (BatchNorm's statistics), the random states
+    """Undoes the changes of a step within this context: gradients, buffers (BatchNorm's statistics), the random states
     of torch, NumPy and Python, and what :class:`~lightning_sdpipe.partition.mementos.Mementos` finds from ``module``
     and ``others``: attributes, containers, generators, globals. ``self.log`` and the loggers do nothing meanwhile.
 

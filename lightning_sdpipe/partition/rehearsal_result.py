@@ -1,4 +1,4 @@
-"""What a rehearsal of the user's steps says about cutting the chain: order, what crosses a cut, and what cannot."""
+"""Results of a rehearsal of the user's steps for cutting the chain: order, values that cross a cut, and refusals."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lightning_sdpipe.partition.travel import Travel
 
 @dataclass(frozen=True)
 class Crossing:
-    """What crosses a cut in one step besides the output of the last block before it, and the bytes of it all there and
-    back for one micro-batch; and what would have to and cannot."""
+    """The values that cross a cut in one step besides the output of the last block before it, the bytes of all there
+    and back for one micro-batch, and refusals of values that would have to cross and cannot."""
 
     extra: Sequence[Leaves]
     activation_bytes: int
@@ -29,11 +29,11 @@ class Crossing:
 
 @dataclass(frozen=True)
 class RehearsalResult:
-    """The traces of each step of a module, by the step's name; two micro-batches each at least.
+    """The traces of each step of a module; each has at least two micro-batches.
 
     Args:
         chain: paths of the blocks, in the order in which the labels number them.
-        traces: by the name of the step.
+        traces: traces by the name of the step.
         weights: the blocks that hold each parameter and buffer.
     """
 
@@ -49,8 +49,8 @@ class RehearsalResult:
 
     @cached_property
     def order(self) -> list[int]:
-        """The blocks in the order in which they run, and as they are listed where that leaves a choice. One that no
-        step has run, by chance perhaps, is beside the one that is listed beside it in the same ModuleList.
+        """Blocks in the order in which they run, and as they are listed where that leaves a choice. A block that no
+        step has run, perhaps by chance, stays beside its neighbour in the same ModuleList.
 
         Raises:
             ConfigurationError: they run in different orders.
@@ -90,7 +90,7 @@ class RehearsalResult:
         return 0 if before < 0 else order.index(before) + 1
 
     def crossing(self, step: str, cut: int) -> Crossing:
-        """What crosses the cut before block ``cut``, wherever else the chain is cut."""
+        """Returns what crosses the cut before block ``cut``, wherever else the chain is cut."""
         found = self._needs(step, range(cut, len(self.chain)))
         size = {key: size for trace in self.traces[step] for key, size in trace.sizes.items()}
         output = {key for key in size if key.block == cut - 1 and key.kind == "output"}
@@ -99,10 +99,10 @@ class RehearsalResult:
         return Crossing(extra, sum(a for a, _ in sizes), sum(g for _, g in sizes), found.refusals)
 
     def travel(self, step: str, spans: Sequence[range]) -> Travel:
-        """What crosses which cut of ``spans``.
+        """Returns the values that cross each cut of ``spans``.
 
         Raises:
-            ConfigurationError: a stage needs what it cannot get.
+            ConfigurationError: a stage needs a value that it cannot get.
         """
         by_stage = [self._needs(step, span) for span in spans]
         for refusal in (refusal for found in by_stage for refusal in found.refusals):
@@ -127,7 +127,7 @@ class RehearsalResult:
         return Travel(crossing, changed, tuple(sorted(all_late)), tuple(sorted(all_counted)), tuple(sorted(logged)))
 
     def readers(self, spans: Sequence[range]) -> dict[str, set[int]]:
-        """The stages that read a parameter or buffer of another stage's block."""
+        """Returns the stages that read a parameter or buffer of another stage's block."""
         readers: dict[str, set[int]] = {}
         for step in self.traces:
             for stage, span in enumerate(spans):
@@ -138,7 +138,7 @@ class RehearsalResult:
         return readers
 
     def _needs(self, step: str, span: range) -> Needs:
-        """What the stage needs in any of the steps but the first, before which nothing has been kept."""
+        """Returns the needs of the stage in any of the steps but the first, before which nothing has been kept."""
         traces, together = self.traces[step], Needs()
         for number in range(1, len(traces)):
             found = backward_slice(traces[: number + 1], span, span.stop == len(self.chain))
@@ -176,6 +176,6 @@ class RehearsalResult:
 
 
 def _list_of(path: str) -> str:
-    """The ModuleList or Sequential that holds a module; for one that is in none, itself."""
+    """Returns the ModuleList or Sequential that holds a module; the module itself if it is in none."""
     parent, _, name = path.rpartition(".")
     return parent if name.isdecimal() else path

@@ -1,5 +1,5 @@
-"""Which tensors of a module lie in the same memory. Flat buckets and devices move parameters, and what was one memory
-before has to be one afterwards.
+"""Tensors of a module that lie in the same memory: flat buckets and devices move parameters, and shared memory must
+stay shared.
 
 Two parameters that are different objects over the same memory (``a.weight.data = b.weight.data``) have gradients and
 optimizer states of their own, and each update shows in both. A tensor in an attribute over the memory of a parameter
@@ -25,8 +25,8 @@ _Layout: TypeAlias = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class SameMemory:
-    """``parameters``: names of different objects over the same memory. ``attributes``: tensors over the memory of the
-    parameter of that name."""
+    """Tensors over the same memory. ``parameters`` are names of different objects over the same memory; ``attributes``
+    are tensors over the memory of the parameter of that name."""
 
     parameters: Sequence[tuple[str, ...]] = ()
     attributes: Sequence[tuple[Tensor, str]] = ()
@@ -34,7 +34,7 @@ class SameMemory:
 
 @dataclass(frozen=True)
 class _Extent:
-    """Where a tensor lies, in bytes of a space of addresses."""
+    """The extent of a tensor, in bytes of an address space."""
 
     what: str
     tensor: Tensor
@@ -49,7 +49,8 @@ class _Extent:
 
 
 def same_memory(module: nn.Module) -> SameMemory:
-    """What :class:`SameMemory` has of ``module``; parameters may lie on ``meta``, or be those of other stages.
+    """Finds the tensors of ``module`` over the same memory; parameters may lie on ``meta``, or be those of other
+    stages.
 
     Raises:
         ConfigurationError: a parameter overlaps with another tensor in another way.
@@ -73,7 +74,7 @@ def same_memory(module: nn.Module) -> SameMemory:
 
 
 def held_together(module: nn.Module, memory: SameMemory) -> list[list[Tensor]]:
-    """The tensors of ``memory`` that this worker holds, those of one memory together; parameters come first."""
+    """Returns the tensors of ``memory`` that this worker holds, those of one memory together; parameters come first."""
     together: dict[str, list[Tensor]] = {
         names[0]: [module.get_parameter(name) for name in names] for names in memory.parameters
     }
@@ -85,7 +86,7 @@ def held_together(module: nn.Module, memory: SameMemory) -> list[list[Tensor]]:
 
 
 def _extents(module: nn.Module) -> Iterator[_Extent]:
-    """Of each tensor that is an object of its own; parameters first, by their names."""
+    """Yields the extent of each tensor that is an object of its own; parameters first, by their names."""
     seen: set[int] = set()
     named = [
         *((name, parameter, True) for name, parameter in module.named_parameters()),
@@ -126,7 +127,7 @@ def _refuse_overlaps(extents: Sequence[_Extent]) -> None:
 
 
 def _touch(one: _Extent, other: _Extent) -> bool:
-    """Have two tensors whose extents overlap an element in common? Columns of a matrix have not."""
+    """Returns whether two tensors whose extents overlap have an element in common. Columns of a matrix have none."""
     if one.tensor.dtype != other.tensor.dtype:
         return True
     size = one.tensor.element_size()

@@ -14,17 +14,17 @@ from lightning_sdpipe.lightning_internals import goes_one_by_one
 
 
 def sample_batch(dataloaders: Any) -> Any:
-    """A batch as the dataloaders would give it, on the CPU.
+    """Returns a batch as the dataloaders would give it, on the CPU.
 
-    From a ``DataLoader`` over a map-style dataset the first samples are taken and collated: its sampler, its generator
-    and its worker processes are not touched. Of anything else a copy is iterated. The random generators are left as
-    they were.
+    The first samples of a ``DataLoader`` over a map-style dataset are taken and collated: its sampler, its generator
+    and its worker processes are not touched. Any other loader is copied, and the copy is iterated. The random
+    generators are left as they were.
 
     Args:
         dataloaders: one dataloader, or tuples, lists and dicts of them, which give a batch of the same structure.
 
     Raises:
-        Exception: what copying a loader raised.
+        Exception: the exception that copying a loader raised.
     """
     if isinstance(dataloaders, CombinedLoader):
         dataloaders = dataloaders.flattened[0] if goes_one_by_one(dataloaders) else dataloaders.iterables

@@ -1,4 +1,4 @@
-"""Measuring what each block keeps in memory from its forward to its backward."""
+"""Measurement of the memory that each block keeps from its forward to its backward."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_sdpipe.partition.chain import Block
 
 @contextmanager
 def recording_saved(module: nn.Module, blocks: Sequence[Block]) -> Iterator[list[int]]:
-    """While one step runs, what autograd keeps for the backward of each block; the list is filled afterwards.
+    """Records, while one step runs, what autograd keeps for the backward of each block; the list is filled afterwards.
 
-    Bytes, parameters and buffers apart, each memory once and with the first block that keeps it. The user's code
-    between two blocks counts with the later one, and what follows the last block with that.
+    The numbers are bytes without parameters and buffers; each memory counts once, with the first block that keeps it.
+    The user's code between two blocks counts with the later one, and code after the last block with that block.
     """
     lasting = {_memory(t) for t in (*module.parameters(), *module.buffers())}
-    kept: list[dict[int, Tensor]] = [{} for _ in blocks]  # the tensors too, so that no memory is used again
+    kept: list[dict[int, Tensor]] = [{} for _ in blocks]  # the tensors too, so that their memory is not used again
     returned = 0
     sizes: list[int] = []
 
@@ -44,7 +44,7 @@ def recording_saved(module: nn.Module, blocks: Sequence[Block]) -> Iterator[list
 
 
 def parameter_bytes(module: nn.Module, block: Block) -> tuple[int, int]:
-    """Bytes of a block's parameters, tied ones once, and of those that are trained."""
+    """Returns the bytes of a block's parameters, tied ones once, and of those that are trained."""
     parameters = {id(p): p for path in block for p in module.get_submodule(path).parameters()}.values()
     return sum(p.nbytes for p in parameters), sum(p.nbytes for p in parameters if p.requires_grad)
 

@@ -1,9 +1,9 @@
-"""What pipelines that are cut unlike have in common: sections of the chain.
+"""Sections of the chain, which pipelines that are cut unlike have in common.
 
 The union of all cuts divides the chain into sections: blocks that lie on one stage in every pipeline. Replicas of a
-section are the stages that run it, one of each pipeline. What several stages of a pipeline hold belongs to one section
-all the same: a parameter to that of its first owner, where its first block runs, and a buffer to that of its last one,
-where it is up to date. The other owners have copies, which are exchanged with no other pipeline.
+section are the stages that run it, one of each pipeline. A tensor that several stages of a pipeline hold still belongs
+to one section: a parameter to that of its first owner, where its first block runs, and a buffer to that of its last
+one, where it is up to date. The other owners have copies, which are exchanged with no other pipeline.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.ownership import Ownership
 
 MOST = 64
-"""Sections; each costs a process group, which takes up to 57 ms to open, and threads."""
+"""Largest number of sections; each costs a process group, which takes up to 57 ms to open, and threads."""
 
 
 @dataclass(frozen=True)
 class Sections:
-    """``owners[s][i]`` is the stage of pipeline i that speaks for section s. The same on all workers; a worker that
-    exchanges several does so in increasing order."""
+    """The sections of the pipelines, the same on all workers. ``owners[s][i]`` is the stage of pipeline i that
+    exchanges section s. A worker that exchanges several sections does so in increasing order."""
 
     owners: Sequence[tuple[int, ...]]
     parameters: Mapping[str, int]
-    """The section of each parameter and buffer, if it is exchanged as a parameter is; by name."""
+    """Section of each parameter and buffer, by name, if it is exchanged as a parameter is."""
     buffers: Mapping[str, int]
-    """The same for buffers."""
+    """Section of each, by name, if it is exchanged as a buffer is."""
 
 
 def sections_of(spans: Sequence[Sequence[range]], ownerships: Sequence[Ownership]) -> Sections:
-    """The sections of pipelines that have these cuts, and own tensors so.
+    """Returns the sections of pipelines with these cuts and ownerships.
 
     Raises:
-        ConfigurationError: they are too many.
+        ConfigurationError: there are too many sections.
     """
     stages = [[number for number, span in enumerate(cut) for _ in span] for cut in spans]  # of each block
     of_blocks = set(zip(*stages, strict=True))
@@ -56,7 +56,7 @@ def sections_of(spans: Sequence[Sequence[range]], ownerships: Sequence[Ownership
 
 
 def _to_move(spans: Sequence[Sequence[range]]) -> str:
-    """Of all cuts that one pipeline only has, the one that is nearest to another pipeline's."""
+    """Returns the advice to move a cut that only one pipeline has: the one nearest to another pipeline's cut."""
     cuts = [{span.start for span in cut[1:]} for cut in spans]
     alone = [
         (min(abs(at - other) for other in others), pipeline, at, min(others, key=lambda other: abs(at - other)))

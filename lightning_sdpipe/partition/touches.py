@@ -1,10 +1,10 @@
-"""Where a step reads and changes what Python keeps: numbers, lists, iterators, objects of the user's own and generators
-of random numbers, in attributes of modules and of their classes and in global variables; and the metrics that the step
-has logged.
+"""Reads and writes of Python's state in a step: numbers, lists, iterators, the user's own objects and random
+generators.
 
-Tensors leave traces in torch (:mod:`~lightning_sdpipe.partition.provenance`). Of the rest, an attribute or a global
-variable is seen when it is read or set, and what is changed within an object between two looks at it. An iterator that
-is read is taken from.
+They lie in attributes of modules and of their classes and in global variables; the metrics that the step has logged
+count as well. Tensors leave traces in torch (:mod:`~lightning_sdpipe.partition.provenance`). An attribute or a global
+variable is seen when it is read or set; a change within an object is seen between two looks at it. Reading an iterator
+changes it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _DEPTH = 4  # of containers and objects in each other
 
 @dataclass(frozen=True)
 class Touch:
-    """A step reads ``what``, or ``writes`` to it, in a block or at a position of the code outside
+    """A read of ``what``, or a write if ``writes``, in a block or at a position of the code outside
     (:class:`~lightning_sdpipe.partition.provenance.Write`).
 
     Args:
-        anew: sets it, whatever it was.
-        replayed: stand-ins of the block do the same.
-        attribute: it is one of a module's, or something in it.
+        anew: the write does not depend on the value before.
+        replayed: stand-ins of the block repeat it.
+        attribute: ``what`` is an attribute of a module, or lies in one.
     """
 
     what: str
@@ -61,10 +61,10 @@ class Touch:
 
 
 class Touches:
-    """Looks at one module while its steps are rehearsed.
+    """Observer of one module while its steps are rehearsed.
 
     Args:
-        module: whole.
+        module: the whole module.
         chain: paths of its blocks.
     """
 
@@ -76,12 +76,12 @@ class Touches:
         self._classes = ClassAttributes({type(m) for m in self._modules.values()}, _holds, self._named)
         self._found: list[Touch] = []
         self._place: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self._states: dict[str, tuple[Any, bool, Any]] = {}  # what it is, whether a stand-in changes it, its state
+        self._states: dict[str, tuple[Any, bool, Any]] = {}  # the object, whether a stand-in changes it, its state
         self._looking = False
 
     @contextmanager
     def heard(self, into: list[Touch], place: Callable[[], tuple[int, int]]) -> Iterator[None]:
-        """What is touched within is added to ``into``; ``place()`` is the block and the position."""
+        """Adds the accesses within the context to ``into``; ``place()`` is the block and the position."""
         self._found, self._place = into, place
         self._states = {what: (v, plain, _state(v)) for what, v, plain in self._candidates()}
         stop = hear_assignments()
@@ -101,7 +101,7 @@ class Touches:
             stop()
 
     def look(self) -> None:
-        """What has changed since was changed by the code that has run since."""
+        """Attributes the changes since the last look to the code that has run since."""
         self._looking = True
         try:
             self._classes.look()
@@ -121,12 +121,12 @@ class Touches:
             self._looking = False
 
     def logged(self, name: str) -> None:
-        """The step has logged a value."""
+        """Notes that the step has logged a value."""
         for suffix in ("", "_step", "_epoch"):
             self._note(f"{METRIC}{name + suffix!r}", writes=True)
 
     def _candidates(self) -> Iterator[tuple[str, Any, bool]]:
-        """What may change without being set: what it is called, it, and whether stand-ins see changes in it."""
+        """Yields what may change without being set: its name, the object, and whether stand-ins see changes in it."""
         for what, options in self._options_of_optimizers().items():
             yield what, options, False
         known: set[int] = set()
@@ -160,7 +160,7 @@ class Touches:
         self._note(what, writes=True, anew=True, replayed=self._in_its_block(what), attribute=True)
 
     def _named(self, what: str, value: Any, writes: bool) -> None:
-        """An attribute of a class or a global variable is read, or set."""
+        """Notes that an attribute of a class or a global variable is read or set."""
         if self._looking and not writes:
             return
         if _holds(value) and (writes or what not in self._states):
@@ -220,8 +220,8 @@ class Touches:
 
     @contextmanager
     def _metrics(self) -> Iterator[None]:
-        """A step that looks for metrics of the Trainer's reads those that it asks for, and one that looks for callbacks
-        all of them."""
+        """Notes metrics of the Trainer that a step asks for as reads; a step that asks for callbacks reads all of
+        them."""
         originals = {name: vars(Trainer)[name] for name in METRICS}
         for name, original in originals.items():
             setattr(Trainer, name, property(partial(self._metrics_of, original)))
@@ -235,7 +235,7 @@ class Touches:
 
 
 class _Attributes(MutableMapping[str, Any]):
-    """Those of a module, for user code that uses its ``__dict__``."""
+    """The attributes of a module, for user code that uses its ``__dict__``."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -286,13 +286,13 @@ class _Metrics(dict[str, Any]):
 
 
 def _holds(value: Any) -> bool:
-    """May it change without being set?"""
+    """Returns whether ``value`` may change without being set."""
     kept = isinstance(value, (list, dict, set, deque, np.ndarray, *GENERATORS))
     return kept or is_of_the_user(value) or _has_names(value)
 
 
 def _has_names(value: Any) -> bool:
-    """Is it a file of the user's, or a class that is no module's?"""
+    """Returns whether ``value`` is a module of the user's, or one of the user's classes other than a torch module."""
     if isinstance(value, types.ModuleType):
         return is_users(value.__name__)
     return isinstance(value, type) and not issubclass(value, nn.Module) and is_users(value.__module__)
@@ -308,8 +308,8 @@ def _state(value: Any) -> Any:
 
 
 def _state_within(value: Any, depth: int, left: Iterator[int]) -> Any:
-    """Something that differs when what Python keeps in ``value`` does; tensors are seen elsewhere, and of what holds a
-    great many values the first ones and their number."""
+    """Returns something that differs when the Python state in ``value`` does. Tensors are seen elsewhere; of an object
+    that holds very many values the first ones and their number count."""
     if isinstance(value, (type(None), bool, int, float, str)):
         return repr(value)
     if isinstance(value, np.ndarray) and value.dtype != object:
@@ -340,17 +340,17 @@ def _items(value: Any) -> Any:
 
 
 def _in_torch(value: Any) -> bool:
-    """A tensor, or the place of one."""
+    """Returns whether ``value`` is a tensor, or the place of one."""
     return value is None or isinstance(value, Tensor)
 
 
 def missed(traces: Sequence[Sequence[Touch]], runs: Callable[[Touch], bool], start: int) -> Iterator[Touch]:
-    """The changes that a stage does not see, of what it reads.
+    """Yields the changes that a stage does not see, of values that it reads.
 
     Args:
         traces: the touches of successive steps.
-        runs: does the stage run the code of a touch?
-        start: its first block. Stand-ins take the place of those before it.
+        runs: tells whether the stage runs the code of a touch.
+        start: the stage's first block. Stand-ins take the place of the blocks before it.
     """
     changed: dict[str, Touch] = {}
     for touch in (touch for trace in traces for touch in trace):
@@ -364,19 +364,20 @@ def missed(traces: Sequence[Sequence[Touch]], runs: Callable[[Touch], bool], sta
 
 
 def late(touches: Sequence[Touch], end: int) -> set[str]:
-    """The attributes that are changed outside of blocks where a stage does not come that ends before block ``end``."""
+    """Returns the attributes that are changed outside of blocks and beyond the end of a stage that ends before block
+    ``end``."""
     changes = (t for t in touches if t.attribute and t.writes and t.block < 0 and t.position >= end)
     return {touch.what for touch in changes}
 
 
 def logged_late(touches: Sequence[Touch], end: int) -> set[str]:
-    """The metrics that are logged where a stage does not come that ends before block ``end``."""
+    """Returns the metrics that are logged beyond the end of a stage that ends before block ``end``."""
     logged = (t for t in touches if t.writes and t.what.startswith(METRIC))
     return {t.what for t in logged if (t.position if t.block < 0 else t.block) >= end}
 
 
 def counted(touches: Sequence[Touch]) -> set[str]:
-    """What a step changes outside of blocks by what it was before, as a counter."""
+    """Returns what a step changes outside of blocks depending on its value before, as a counter."""
     read, begun, found = set[str](), set[str](), set[str]()
     for touch in touches:
         if touch.block >= 0:

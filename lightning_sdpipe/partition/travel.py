@@ -1,5 +1,5 @@
-"""What blocks did on its way across a cut: collected, and made a message of, by the stage that has run them; made again
-from it by the next one."""
+"""Effects of blocks on their way across a cut: the stage that ran the blocks makes a message of them, and the next
+stage repeats them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from lightning_sdpipe.partition.placeholder import Absent, Placeholder
 
 @dataclass(frozen=True)
 class Travel:
-    """Which values of one step cross which cut, besides the output of the last block before it.
+    """The values of one step that cross each cut, besides the output of the last block before it.
 
     Args:
-        crossing: by cut (the index of the first block after it), the values, each as all leaves that it is found at.
+        crossing: the values by cut (the index of the first block after it), each as all leaves where it is found.
         changed: leaves that something writes to after the block's call, so that they are copied before.
-        late: attributes of modules that the step changes in Python where the first stage does not come.
-        counted: what the step changes in Python outside of blocks by what it was before.
-        metrics: those that the step logs where the first stage does not come.
+        late: attributes of modules that the step changes in Python beyond the end of the first stage.
+        counted: Python values that the step changes outside of blocks depending on their value before.
+        metrics: metrics that the step logs beyond the end of the first stage.
     """
 
     crossing: Mapping[int, Sequence[Sequence[LeafKey]]] = field(default_factory=dict)
@@ -54,13 +54,13 @@ NOTHING_MORE = Travel()
 
 
 class Sending:
-    """What a stage has to tell the next one about one micro-batch.
+    """What a stage sends to the next one about one micro-batch.
 
-    A block that is skipped by chance leaves the value that it was given to be used instead of its output: so where that
-    would travel, the output of the block before it does.
+    Where a block is skipped by chance, the value that it was given is used instead of its output. So the output of the
+    block before it travels in place of its own.
 
     Args:
-        received: what it was told itself; None on the first stage.
+        received: the message that this stage received; None on the first stage.
         span: its blocks.
         travel: what crosses the cuts.
     """
@@ -80,7 +80,7 @@ class Sending:
         self._last: dict[LeafKey, Tensor] = {}  # the tensors of the last block that ran
 
     def add(self, block: int, effects: Sequence[Effect]) -> None:
-        """``block`` has run, after all that were added before."""
+        """Adds the effects of ``block``, which has run after all that were added before."""
         self._keep_for_skipped(block)
         self._ran.append(block)
         apart = [take_apart(effect.value) for effect in effects]
@@ -100,7 +100,7 @@ class Sending:
         self._versions |= {key: _version(tensor) for key, tensor in self._last.items() if key.kind == "output"}
 
     def message(self) -> Message:
-        """What was added, and of what was received that which goes on."""
+        """Returns the message: what was added, and the received values that go on."""
         received = self._received
         self._keep_for_skipped(self._span.stop)
         at: dict[LeafKey, int] = {}
@@ -137,7 +137,7 @@ class Sending:
         return Message(tensors, self._numbers, layout)
 
     def _boundary(self) -> Mapping[LeafKey, Tensor]:
-        """What the last block that ran has returned."""
+        """Returns the output of the last block that ran."""
         if self._last or self._received is None:
             return {key: tensor for key, tensor in self._last.items() if key.kind == "output"}
         layout = self._received.layout
@@ -151,12 +151,13 @@ class Sending:
         return any(key.block in self._ran for key in leaves)
 
     def _instead_of(self, key: LeafKey) -> LeafKey | None:
-        """What is used in the place of a skipped block's output."""
+        """Returns the leaf that is used in the place of a skipped block's output."""
         before = [block for block in self._ran if block < key.block]
         return replace(key, block=before[-1]) if before and key.kind == "output" else None
 
     def _keep_for_skipped(self, until: int) -> None:
-        """Of the last block that ran, the output, if a wanted one would have come since, before block ``until``."""
+        """Keeps the output of the last block that ran, if a wanted output would have come since, before block
+        ``until``."""
         if not self._last:
             return
         for key in self._wanted:
@@ -184,7 +185,7 @@ class Sending:
 
 
 def _located(number: int, block: BlockLayout, at: Mapping[LeafKey, int]) -> BlockLayout:
-    """``block`` with the tensors that are in the message at their places."""
+    """Returns ``block`` with the tensors of the message at their places."""
     keys = leaves_of(number, block)
 
     def located(effect: EffectLayout) -> EffectLayout:
@@ -198,15 +199,15 @@ def _located(number: int, block: BlockLayout, at: Mapping[LeafKey, int]) -> Bloc
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it was written to; inference tensors do not count."""
+    """Returns how often ``tensor`` was written to; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class Receiving:
-    """What a stage was told about one micro-batch.
+    """What a stage received about one micro-batch.
 
     Args:
-        message: from the stage before.
+        message: the message of the stage before.
         chain: names of all blocks.
         device: where this stage computes.
         changed: leaves that something writes to later, and which may have to be passed on as they are.
@@ -223,8 +224,8 @@ class Receiving:
         self._tensors: dict[int, Tensor] = {}
 
     def effects(self, block: int) -> list[Effect] | None:
-        """What the call of ``block`` did, with a :class:`Placeholder` for each tensor that is not here; None if the
-        block has not run."""
+        """Returns the effects of the call of ``block``, with a :class:`Placeholder` for each tensor that is absent;
+        None if the block has not run."""
         layout = self.message.layout.blocks[block]
         if layout is None:
             return None
@@ -254,7 +255,7 @@ class Receiving:
                 return value
 
     def _own(self, value: int) -> Tensor:
-        """The tensor as user code may have it, which may write to it."""
+        """Returns the tensor in a form that user code may write to."""
         tensor = self.message.tensors[value]
         if value in self._changed:
             return tensor.clone()
@@ -262,7 +263,7 @@ class Receiving:
 
 
 class _Identity(torch.autograd.Function):
-    """The same values and memory, but no leaf, which may not be written to in place."""
+    """The identity: the result has the same values and memory, but is no leaf, which may not be written to in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

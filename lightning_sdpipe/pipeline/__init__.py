@@ -1,1 +1,1 @@
-"""Running one stage of a pipeline."""
+"""Execution of one stage of a pipeline."""

@@ -1,4 +1,4 @@
-"""Which mini-batches make up an update of a pipeline without a flush, and at which turn it is applied.
+"""Accumulation windows of a pipeline without a flush: the mini-batches of an update, and the turn that applies it.
 
 A stage counts turns, one for each forward. A *window* is the mini-batches between two steps of the optimizer: one,
 unless gradients are accumulated. It is closed at the turn of its last mini-batch, and applied at the first turn with an
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 @dataclass(eq=False)
 class Window:
-    """What one worker has of a window.
+    """One worker's part of an accumulation window.
 
     Args:
-        generation: of the choice of layers that train.
+        generation: the number of the choice of layers that train.
     """
 
     generation: int
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # their sums so far, without a loss scale
-    loss_scale: float = 0.0  # the largest with which one of them was computed
+    loss_scale: float = 0.0  # the largest loss scale of its gradients
     closed_at: int = -1
 
     def add(
@@ -35,7 +35,8 @@ class Window:
         loss_scale: float,
         in_use: Iterable[Tensor | None],
     ) -> None:
-        """Adds those of a mini-batch. They may be views of one memory, and share it with what is ``in_use``."""
+        """Adds the gradients of a mini-batch, which may be views of one memory, and share it with tensors that are
+        ``in_use``."""
         self.loss_scale = max(self.loss_scale, loss_scale)
         present = {p: grad for p, grad in zip(parameters, gradients, strict=True) if grad is not None}
         if loss_scale != 1.0 and present:
@@ -53,19 +54,19 @@ class Window:
 
 @dataclass(eq=False)
 class Lane:
-    """Parameters that get their gradients equally late.
+    """Parameters whose gradients come equally late.
 
     Args:
-        depth: how many turns after its forward the backward of a mini-batch is over on all stages that hold them.
+        depth: turns from the forward of a mini-batch until its backward is over on all stages that hold the parameters.
     """
 
     depth: int
-    waiting: deque[Window] = field(default_factory=deque)  # closed ones, the oldest first
+    waiting: deque[Window] = field(default_factory=deque)  # closed windows, the oldest first
 
     def due(self, turn: int) -> bool:
-        """Is there one to apply, if the optimizer steps at ``turn``?"""
+        """Returns whether a window is applied if the optimizer steps at ``turn``."""
         return bool(self.waiting) and self.waiting[0].closed_at + self.depth <= turn
 
     def would_be_due(self, turn: int) -> bool:
-        """The same, if a window is closed at ``turn``."""
+        """Returns whether a window is applied at ``turn`` if one is closed then."""
         return self.due(turn) if self.waiting else self.depth == 0

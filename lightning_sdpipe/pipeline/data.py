@@ -1,4 +1,4 @@
-"""What workers have in common of their data: numbers, and stand-ins for inputs that some leave unread."""
+"""Numbers that all workers share, and stand-ins for inputs that some stages do not read."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from torch import Tensor
 
 
 def shared_seed() -> int:
-    """A seed that all ranks share, from rank 0's generator; every rank must call it."""
+    """Draws a seed from rank 0's generator and returns it on all ranks; every rank must call this function."""
     return shared(torch.initial_seed() % 2**62)
 
 
 def shared(number: int) -> int:
-    """Rank 0's number, on all ranks; every rank must call it."""
+    """Returns rank 0's number on all ranks; every rank must call this function."""
     first = torch.tensor(number)
     dist.broadcast(first, 0)
     return int(first)
 
 
 def stand_in(shape: Sequence[int]) -> Tensor:
-    """What a loader may give, without reading the data, for inputs that this worker's stage does not compute with.
+    """Returns a tensor that a loader may give, without reading the data, for inputs that this stage does not compute
+    with.
 
-    Its float32 values are not numbers, so that a stage that does compute with them is noticed; it takes no memory.
+    Its float32 values are nan, so that a stage that computes with them is noticed; it takes no memory.
     """
     return torch.full((), torch.nan).expand(*shape)

@@ -1,8 +1,8 @@
-"""Are the batches of a pipeline's stages equal?
+"""Digests that show whether the stages of a pipeline were given equal batches.
 
-Every stage loads the same mini-batches for itself: the first one needs the inputs, the last one the labels that belong
-to them. A digest of each travels with the first message of a mini-batch, and every stage compares it with its own. So
-a data set that begins to draw by itself is found in the mini-batch in which it does.
+Every stage loads the same mini-batches itself: the first one needs the inputs, the last one the labels that belong to
+them. A digest of each travels with the first message of a mini-batch, and every stage compares it with its own. So a
+data set that begins to draw random numbers of its own is found in the mini-batch in which it does.
 
 A digest has the same length for any batch, whatever its shapes, and is read before anything that depends on them.
 """
@@ -21,10 +21,10 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.samples import tensors_in
 
 LIMIT = 2**20
-"""Bytes of a tensor; of a larger one a part is looked at, an eighth of that at most, spread over all samples."""
+"""Bytes of a tensor that are read; of a larger tensor at most an eighth of that is, spread over all samples."""
 
 SLOTS = 12
-"""Tensors that are told apart; further ones share these."""
+"""Tensors with a slot of their own; further ones share the slots."""
 
 LENGTH = 2 + 2 * SLOTS
 
@@ -32,11 +32,11 @@ _STAND_IN = 0
 
 
 class BatchDigest:
-    """Of a mini-batch, made before any step can change it.
+    """Digest of a mini-batch, made before any step can change the batch.
 
     Args:
         batch: as the user's step gets it.
-        parts: the shapes of the micro-batches, where the module splits it by itself.
+        parts: the shapes of the micro-batches, where the module splits the batch itself.
     """
 
     def __init__(self, batch: Any, parts: Sequence[object] = ()) -> None:
@@ -55,7 +55,7 @@ class BatchDigest:
 
     @property
     def numbers(self) -> list[int]:
-        """It. Waits for what has to come from a device, but not for what that computes since."""
+        """The digest's numbers. Waits for copies from a device, but not for what the device computes after them."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied, self._numbers = None, self._made()
@@ -73,11 +73,11 @@ class BatchDigest:
         return [crc32(repr(self.names).encode()), crc32(repr(self._parts).encode()), *shapes, *values]
 
     def compare(self, theirs: Sequence[int], stage: int) -> None:
-        """With that of an earlier ``stage``, which must be of the same batch. What is a stand-in here is known from
-        there afterwards.
+        """Compares this digest with that of an earlier ``stage``, which must be of the same batch. Values that are
+        stand-ins here are taken from that stage.
 
         Raises:
-            ConfigurationError: it is of another.
+            ConfigurationError: the batches differ.
         """
         mine = self.numbers
         if mine == theirs:
@@ -114,14 +114,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _strided(tensor: Tensor) -> list[Tensor]:
-    """What ``tensor`` keeps its values in."""
+    """Returns the tensors that ``tensor`` keeps its values in."""
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return [tensor.values()] if tensor.layout != torch.strided or tensor.is_nested else [tensor]
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """What is looked at of ``tensor``, on the CPU. From CUDA it is on its way there."""
+    """Returns the sample of ``tensor`` that is read, on the CPU; from CUDA it may still be on its way."""
     limit = LIMIT if tensor.nbytes <= LIMIT else LIMIT // 8
     while tensor.nbytes > limit and max(tensor.shape) > 1:
         inner = tensor.shape[1:]

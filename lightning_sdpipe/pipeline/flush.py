@@ -3,12 +3,10 @@
 Forwards and backwards run in the order of a schedule of ``torch.distributed.pipelining``, so the result is that of one
 process which accumulates over the same micro-batches.
 
-The loss of a mini-batch on all stages of a pipeline, although it is computed on the last one.
-
-Hooks get it on every rank (``on_train_batch_end``, ``on_before_backward``), and what they decide by it must not differ
-between stages. The last stage knows it before its last backward, and sends it before what that computes. So no stage
-waits for it that has waited for the gradients. It travels as a float64 with the number of its type, which only the
-last stage knows in advance.
+The last stage computes the loss of a mini-batch, and sends it to all other stages. Hooks receive it on every rank
+(``on_train_batch_end``, ``on_before_backward``), and their decisions must not differ between stages. The last stage
+sends the loss before its last backward sends gradients, so a stage that has received those gradients does not wait for
+the loss. The loss travels as a float64 with the number of its type, which only the last stage knows in advance.
 """
 
 from __future__ import annotations
@@ -55,18 +53,18 @@ _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class SharedLoss:
-    """One worker's end.
+    """Sends the loss of a mini-batch from the last stage to the others; this is one worker's end.
 
     Args:
-        link: of its last stage.
-        num_workers: M. The last one holds the last stage.
+        link: the link of this worker's last stage.
+        num_workers: M. The last worker holds the last stage.
     """
 
     def __init__(self, link: StageLink, num_workers: int) -> None:
         self._group, self._device = link.group, link.device
         self._ranks = link.ranks[:num_workers]
         self._is_last = link.stage == len(link.ranks) - 1
-        # NCCL knows no tags, so that messages would be mixed up; but it does not keep the host waiting
+        # messages over NCCL have no tags and would be mixed up, but NCCL does not make the host wait
         self._afterwards = p2p.backend_for(link.device, link.group) != "gloo"
         self._sent: list[p2p.Transfer] = []
         self._parts: list[Tensor] = []
@@ -74,11 +72,11 @@ class SharedLoss:
         self._type: torch.dtype | None = None
 
     def add(self, part: Tensor) -> None:
-        """A micro-batch's part of it, on the last stage."""
+        """Adds the loss of one micro-batch, on the last stage."""
         self._parts.append(part.detach())
 
     def exchange(self) -> None:
-        """Sends it, when all parts are there, or waits for it; before the last backward."""
+        """Sends the complete loss, or waits for it on the other stages; called before the last backward."""
         if self._is_last:
             parts = self._parts[0] if len(self._parts) == 1 else torch.stack(self._parts)
             self._total = parts.sum()  # a copy: the user's code may change its own
@@ -97,25 +95,25 @@ class SharedLoss:
             p2p.receive([self._message], last, self._group, _TAG, f"the last stage (rank {last})").wait()
 
     def take(self) -> Tensor:
-        """The loss; after the last backward."""
+        """Returns the loss; called after the last backward."""
         if self._afterwards and len(self._ranks) > 1:
             dist.broadcast(self._message, self._ranks[-1], group=self._group)
         if self._is_last:
             return self._total
-        if self._type is None or not self._afterwards:  # looking would keep the host waiting
+        if self._type is None or not self._afterwards:  # reading it makes the host wait
             self._type = _TYPES[int(self._message[1])]
         return self._message[0].to(self._type)
 
     def settle(self) -> None:
-        """Waits until the other stages have it."""
+        """Waits until the other stages have received the loss."""
         for transfer in self._sent:
             transfer.wait()
         self._sent.clear()
 
 
 _Order = tuple[PipelineScheduleSingle | PipelineScheduleMulti, Tensor, float]
-"""A schedule, what it takes for a target of the loss function, and how much of the last backward is over when this
-worker is ready."""
+"""A schedule, its target for the loss function, and the share of the last backward that is over when this worker is
+ready."""
 
 
 class FlushPipeline:
@@ -221,10 +219,10 @@ class FlushPipeline:
         raise RuntimeError("a pipeline with a flush has no backwards left to run")
 
     def finish(self) -> None:
-        """Nothing: every mini-batch is finished."""
+        """Does nothing, since every mini-batch is finished already."""
 
     def rest(self, loss: Tensor) -> Tensor:
-        """``loss`` as it is: the gradients of an accumulation are in place already."""
+        """Returns ``loss`` unchanged, since the gradients of an accumulation are in place already."""
         return loss
 
     def settle(self) -> None:
@@ -258,7 +256,7 @@ class FlushPipeline:
             ready.last_backward()
 
     def _reporting(self, exchange: GradientExchange | None) -> AbstractContextManager[object]:
-        """Around a stage's last backward, which completes the gradients of all that no other stage adds to."""
+        """Returns a context for a stage's last backward, which completes the gradients that no other stage adds to."""
         if exchange is None or len(self._stages) > 1:
             return nullcontext()
         shared = {id(p) for p in self._shared.parameters}
@@ -267,7 +265,7 @@ class FlushPipeline:
 
 
 def _first_and_last(calls: int, first: Callable[[], None], last: Callable[[], None]) -> Callable[[], None]:
-    """What runs ``first`` at the first of so many calls, and ``last`` at the last of them."""
+    """Returns a function that runs ``first`` at the first of ``calls`` calls, and ``last`` at the last of them."""
     numbers = iter(range(calls))
 
     def run() -> None:

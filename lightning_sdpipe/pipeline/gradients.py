@@ -32,7 +32,8 @@ def put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | No
 def reported_to(
     exchange: GradientExchange, parameters: Sequence[nn.Parameter], numbers: Iterable[int]
 ) -> Iterator[None]:
-    """Within, ``exchange`` is told of each of these parameters as soon as a backward has added to its gradient."""
+    """Within the context, ``exchange`` is told of each of these parameters as soon as a backward has added to its
+    gradient."""
 
     def report(number: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -50,7 +51,7 @@ def reported_to(
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Has the user registered any on its gradient?"""
+    """Returns whether the user has registered hooks on the gradient of ``parameter``."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
@@ -62,19 +63,20 @@ def loss_with_gradients(
     exchange: GradientExchange | None = None,
     accumulated: bool = False,
 ) -> Tensor:
-    """The loss, as a tensor whose ``backward`` adds ``gradients``, times the gradient it is given, to ``parameters``.
+    """Returns the loss as a tensor whose ``backward`` adds ``gradients``, times the gradient it is given, to
+    ``parameters``.
 
     Lightning zeroes gradients between ``training_step``, where a pipeline computes them, and ``backward``. This way
     gradient accumulation, loss scaling and users' own ``backward`` hooks work as they do without a pipeline.
 
     Args:
         loss: a scalar; multiplied by ``scale``, as ``gradients`` are.
-        parameters: what the gradients belong to.
+        parameters: the parameters of the gradients.
         gradients: in the order of the parameters.
-        scale: is taken out again, of the loss here and of the gradients in the backward.
-        exchange: replaces ``gradients``, some of which it may have already, before they are added.
-        accumulated: earlier mini-batches have left gradients for the same update. Then ``gradients`` are added first,
-            and the exchange replaces the sums.
+        scale: a loss scale, divided out again of the loss here and of the gradients in the backward.
+        exchange: the exchange that replaces ``gradients``, of which it may have some already, before they are added.
+        accumulated: whether earlier mini-batches have left gradients for the same update. Then ``gradients`` are added
+            first, and the exchange replaces the sums.
     """
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
     deposit: Any = _Deposit.apply  # untyped in torch

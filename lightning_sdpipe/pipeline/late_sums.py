@@ -1,9 +1,10 @@
 """Gradients of parameters that live on several stages, summed without a flush.
 
-All owners apply the sum for the same mini-batches at the same update, when the first of them has it: its backward comes
-last. A part travels up from the last owner, and every owner adds its own to what came; none waits for that longer
-than for the gradient of the activations, which has come the same way. The first owner sends the total to the others.
-It does so in the turn in which they use it, and before it runs the next forward, which is what they need next anyway.
+All owners apply the sum for the same mini-batches at the same update, when the first owner has it, since its backward
+comes last. A part travels up from the last owner, and every owner adds its own to the part that came. No owner waits
+longer for that part than for the gradient of the activations, which has come the same way. The first owner sends the
+total to the others. It does so in the turn in which they use the total, before it runs the next forward, whose output
+they need next anyway.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from lightning_sdpipe import p2p
 from lightning_sdpipe.pipeline.accumulation_windows import Window
 
-_UP, _DOWN, _NORM = 1, 2, 3  # tags; the group is the owners' alone
+_UP, _DOWN, _NORM = 1, 2, 3  # tags; the group has no other members than the owners
 
-_Flat = tuple[list[nn.Parameter], Tensor]  # of one type: how many owners have a gradient of each, and the sums
+_Flat = tuple[list[nn.Parameter], Tensor]  # of one type: the number of owners with a gradient of each, and the sums
 
 
 @dataclass
@@ -39,10 +40,10 @@ class LateSum:
     Args:
         group: the owners.
         ranks: their global ranks, in the order of stages.
-        stages: of the owners.
-        place: of this one in these sequences.
+        stages: their stages.
+        place: this owner's position in these sequences.
         parameters: this stage's copies, in the same order on all owners.
-        trained: those of this stage that train. The sequence may change when nothing is under way.
+        trained: the parameters of this stage that train. The sequence may change when nothing is under way.
     """
 
     def __init__(
@@ -63,19 +64,19 @@ class LateSum:
         self._stages = stages
         self._place = place
         self._sums: deque[_Sum] = deque()
-        self._leaving: list[p2p.Transfer] = []  # of sums that were taken
+        self._leaving: list[p2p.Transfer] = []  # sends of sums that were taken
         self._square: p2p.Transfer | None = None
         self._owes_square = False
         self._squares_sent: list[p2p.Transfer] = []
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """Those of ``parameters`` that train."""
-        trained = {id(p) for p in self._all_trained}  # goes by what was agreed; requires_grad may have changed since
+        """Parameters of this owner that train."""
+        trained = {id(p) for p in self._all_trained}  # those agreed on; requires_grad may have changed since
         return [p for p in self.parameters if id(p) in trained]
 
     def add(self, window: Window) -> None:
-        """This stage's gradients of the window are complete: takes them out of it, and passes them on.
+        """Takes this stage's gradients of the complete window out of it, and passes them on.
 
         Raises:
             WorkerFailedError: another owner is gone.
@@ -98,7 +99,7 @@ class LateSum:
             self._sums.append(_Sum(totals, arriving, sent))
 
     def take(self) -> dict[nn.Parameter, Tensor]:
-        """The sums for the oldest window, once they are known; without parameters that no owner used."""
+        """Returns the sums for the oldest window, once they are known; parameters that no owner used are left out."""
         oldest = self._sums.popleft()
         if oldest.arriving is not None:
             oldest.arriving.wait()
@@ -106,14 +107,14 @@ class LateSum:
         return {p: total for parameters, flat in oldest.flats for p, total in _totals(parameters, flat)}
 
     def begin_clipping(self) -> None:
-        """An update with these sums begins, and it is clipped by norm."""
+        """Begins clipping by norm in an update with these sums."""
         if self.is_first:
             self._owes_square = bool(self.trained)
         elif self.trained:
             self._square = self._receive([torch.empty(1, dtype=torch.float64)], 0, _NORM)
 
     def tell_square(self, square: float) -> None:
-        """Tells the other owners by which squared norm the first of them clips, if it has not done so."""
+        """Tells the other owners the squared norm by which the first of them clips, unless they have been told."""
         if self._owes_square:
             self._wait(self._squares_sent)
             value = torch.tensor([square], dtype=torch.float64)
@@ -121,17 +122,17 @@ class LateSum:
         self._owes_square = False
 
     def hear_square(self) -> float:
-        """What the first owner tells; 0 if it has nothing to tell."""
+        """Returns the squared norm that the first owner tells; 0 if it has nothing to tell."""
         transfer, self._square = self._square, None
         return 0.0 if transfer is None else float(transfer.wait()[0])
 
     def settle(self) -> None:
-        """After an update, in which the user's code need not have clipped: nothing is owed and expected any more."""
+        """Ends an update, in which the user's code need not have clipped: afterwards nothing is owed or expected."""
         self.tell_square(0.0)
         self.hear_square()
 
     def finish(self) -> None:
-        """Waits until the other owners have everything."""
+        """Waits until the other owners have received everything."""
         self.settle()
         self._wait(self._leaving)
         self._wait(self._squares_sent)

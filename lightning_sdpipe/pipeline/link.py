@@ -1,15 +1,16 @@
-"""What travels between neighbouring stages of one pipeline: activations down, gradients up.
+"""Messages between neighbouring stages of one pipeline: activations go down, gradients go up.
 
 Both ends see the same micro-batches, so both know the shape of the next message once a micro-batch of that shape has
-passed. The first message for new shapes is preceded by a header that describes it; no user code runs an extra time.
-With the tensors goes a note: which of the known layouts the message has (a block may be skipped now and then), and the
-Python numbers that the blocks have made. A message that has not the expected shapes travels after one that has. Sends
-start at once and are waited for later; the next receive is posted before the current micro-batch is computed.
+passed. The first message for new shapes is preceded by a header that describes it; no user code runs an extra time. A
+note travels with the tensors. It says which of the known layouts the message has (a block may be skipped now and then),
+and holds the Python numbers that the blocks have made. A message of unexpected shapes follows one of the expected
+shapes. Sends start at once and are waited for later; the next receive is posted before the current micro-batch is
+computed.
 
-The first message of a mini-batch begins with the digest of that (:mod:`~lightning_sdpipe.pipeline.digest`), in its
-header or in its note: at the same place, since stages that were given other batches may expect the one or the other.
-Where layers were frozen or unfrozen, a message of the same length comes first. A stage that has changed nothing waits
-for one of its mini-batch there, so either stage finds that the other one has not done the same.
+The first message of a mini-batch begins with its digest (:mod:`~lightning_sdpipe.pipeline.digest`), in its header or in
+its note: at the same place, since stages that were given other batches may expect the one or the other. Where layers
+were frozen or unfrozen, a message of the same length comes first. A stage that has changed nothing waits for a message
+of its mini-batch there, so either stage finds that the other one has not done the same.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.message import Layout, Message
 from lightning_sdpipe.pipeline.digest import LENGTH, BatchDigest
 
-_FREEZING = -1  # in place of the number that a mini-batch's first message begins with
+_FREEZING = -1  # in place of the number with which the first message of a mini-batch begins
 
 
 @dataclass
 class StageLink:
-    """One stage's two cuts.
+    """Ends of the two cuts of one stage.
 
     Args:
         group: the pipeline's process group.
         ranks: global rank of every stage of the pipeline; a rank may hold several.
         stage: the stage whose neighbours these are.
         device: where received tensors go.
-        dynamic_shapes: send a header before every message, which is faster than the above if output shapes of blocks
-            often depend on the data.
-        lanes: the group of each direction of a cut, by tag, where ``group`` knows none.
-        sends_in_flight: of one direction, before a further one waits for the oldest: one that the neighbour is taking
-            and one that is ready for it. None for no bound, where stages wait for each other in a ring.
+        dynamic_shapes: send a header before every message, which is faster if output shapes of blocks often depend on
+            the data.
+        lanes: the group of each direction of a cut, by tag, where the backend of ``group`` has no tags.
+        sends_in_flight: sends of one direction before a further one waits for the oldest: one that the neighbour is
+            taking and one that is ready for it. None for no bound, where stages wait for each other in a ring.
     """
 
     group: dist.ProcessGroup
@@ -59,20 +60,20 @@ class StageLink:
     _expected: deque[tuple[Hashable, p2p.Transfer]] = field(default_factory=deque)
     _sent_down: deque[p2p.Transfer] = field(default_factory=deque)
     _sent_up: deque[p2p.Transfer] = field(default_factory=deque)
-    _untold: BatchDigest | None = None  # of a mini-batch whose first message is still to come, as the next
+    _untold: BatchDigest | None = None  # of a mini-batch whose first message is still to come; so is the next field
     _unheard: BatchDigest | None = None
     _counts: Counter[int] = field(default_factory=Counter)
-    """Messages of each lane, by tag: sent here, or received."""
+    """Messages of each lane that were sent or received here, by tag."""
 
     def begin(self, digest: BatchDigest) -> None:
-        """The messages of another mini-batch follow."""
+        """Begins a mini-batch: its messages follow."""
         self._untold = self._unheard = digest
 
     def tell_freezing(self) -> None:
-        """Layers were frozen or unfrozen on this stage: tells the next one, and hears it from the previous one.
+        """Tells the next stage that layers were frozen or unfrozen on this one, and hears it from the previous stage.
 
         Raises:
-            ConfigurationError: none were on the previous stage.
+            ConfigurationError: no layers were frozen or unfrozen on the previous stage.
         """
         if self.stage + 1 < len(self.ranks):
             self._send_down(p2p.send, [torch.tensor([_FREEZING, *[0] * LENGTH], dtype=torch.float64)])
@@ -90,7 +91,7 @@ class StageLink:
         number = layouts.index(layout) if layout in layouts else len(layouts)
         if _as_expected(layout, layouts[0]):
             self._send_down(p2p.send, [*self._note(number, message.numbers), *message.tensors])
-        else:  # what the next stage has made room for is filled up, and the message follows
+        else:  # the buffers that the next stage has posted are filled up, and the message follows
             nothing = [meta.empty(self.device) for meta in layouts[0].values]
             self._send_down(p2p.send, [*self._note(number, [0.0] * layouts[0].first_numbers[-1]), *nothing])
         if number == len(layouts):
@@ -131,7 +132,8 @@ class StageLink:
     def send_gradients(self, received: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Starts sending the gradients of a received micro-batch to the previous stage.
 
-        An unused tensor has no gradient, which several tensors are preceded by flags for. One alone gets zeros.
+        An unused tensor has no gradient. Where several tensors are sent, flags before them say which have one; a single
+        tensor gets zeros.
         """
         to, tag = self.stage - 1, 2 * self.stage - 1
         if len(gradients) > 1:
@@ -145,7 +147,8 @@ class StageLink:
             self._settle(self._sent_up, self.sends_in_flight)
 
     def receive_gradients(self, sent: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Waits for the gradients of the tensors ``sent`` to the next stage: those that have one, and theirs."""
+        """Waits for gradients from the next stage; returns those tensors of ``sent`` that have one, and their
+        gradients."""
         source, tag = self.stage + 1, 2 * self.stage + 1
         rank, name = self.ranks[source], self.name(source)
         outputs = list(sent)
@@ -174,7 +177,7 @@ class StageLink:
             self._wait(transfers.popleft(), meter.SEND)
 
     def _mark(self, what: int, tag: int) -> None:
-        """Both ends of a lane count its messages."""
+        """Counts a message of a lane, as the other end does."""
         self._counts[tag] += 1
         meter.current().mark(what, self._counts[tag] * meter.LANES + tag)
 
@@ -183,14 +186,14 @@ class StageLink:
             return transfer.wait()
 
     def _post(self, layout: Layout, begun: int = 1) -> p2p.Transfer:
-        """The receive of a message, of whose note ``begun`` numbers lead those of the blocks."""
+        """Posts the receive of a message, in whose note ``begun`` numbers precede those of the blocks."""
         note = torch.empty(begun + layout.first_numbers[-1], dtype=torch.float64)
         buffers = [note, *(meta.empty(self.device) for meta in layout.values)]
         source = self.stage - 1
         return p2p.receive(buffers, self.ranks[source], self._lane(2 * self.stage), 2 * self.stage, self.name(source))
 
     def _receive(self, layout: Layout) -> tuple[int, list[float], list[Tensor]]:
-        """A message's number and numbers, and its tensors."""
+        """Receives a message; returns its number, the numbers of its note, and its tensors."""
         if self._unheard is None:
             return _parted(self._wait(self._post(layout), meter.WAIT_UP))
         number = self._receive_first()
@@ -204,7 +207,8 @@ class StageLink:
         return Layout.decode(self._wait(transfer, meter.WAIT_UP)[0].numpy().tobytes())
 
     def _receive_first(self) -> int:
-        """The number that a header or a note begins with, and after it the digest, if that is still to come.
+        """Returns the number that a header or a note begins with; also compares the digest after it, if one is still to
+        come.
 
         Raises:
             ConfigurationError: the previous stage was given another batch, or other layers train there.
@@ -263,5 +267,5 @@ def _parted(tensors: list[Tensor]) -> tuple[int, list[float], list[Tensor]]:
 
 
 def _as_expected(layout: Layout, first: Layout) -> bool:
-    """Do messages of both layouts have the same size? Those that have not travel twice."""
+    """Returns whether messages of both layouts have the same size. A message of another size travels twice."""
     return layout.values == first.values and layout.first_numbers[-1] == first.first_numbers[-1]

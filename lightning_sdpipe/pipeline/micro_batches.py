@@ -1,4 +1,4 @@
-"""Splitting a mini-batch into micro-batches, by itself or as the user's module says."""
+"""Splitting of a mini-batch into micro-batches, by its samples or as the user's module says."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from lightning_sdpipe.pipeline.samples import Samples, find_samples, shapes, ten
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A part of the mini-batch, and how much its loss counts in that of the mini-batch."""
+    """A part of the mini-batch, and the weight of its loss in that of the mini-batch."""
 
     batch: Any
-    weight: float  # those of a mini-batch add up to 1, or to the share of a portion
+    weight: float  # the weights of a mini-batch add up to 1, or to the share of a portion
     signature: tuple[Any, ...]  # the shapes of its tensors; equal signatures give messages of equal shape
-    place: tuple[int, int] | None = None  # of a portion: which micro-batch of the epoch it is
+    place: tuple[int, int] | None = None  # for a portion: which micro-batch of the epoch it is
 
 
 @dataclass(frozen=True)
 class Portion:
-    """What a pipeline trains of the batch that all pipelines train together.
+    """The part that a pipeline trains of the batch that all pipelines train together.
 
     Args:
-        places: of its micro-batches, in order: the position of a batch in the epoch, and the number of its part.
-        sizes: samples of each.
-        samples: of a pipeline on average; what a pipeline trains counts by how it compares with that.
+        places: for each of its micro-batches, in order, the position of a batch in the epoch and the number of its
+            part.
+        sizes: samples of each micro-batch.
+        samples: samples of a pipeline on average; the gradient of a pipeline counts in proportion to its samples.
     """
 
     places: tuple[tuple[int, int], ...]
@@ -39,13 +40,13 @@ class Portion:
 
     @property
     def share(self) -> float:
-        """By which its gradient counts among those of all; 1 on average."""
+        """Weight of this pipeline's gradient among those of all; 1 on average."""
         return sum(self.sizes) / self.samples
 
 
 def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None) -> list[MicroBatch]:
-    """Splits a mini-batch by its samples, as :mod:`~lightning_sdpipe.pipeline.samples` finds them; what belongs to no
-    sample goes whole to each micro-batch. Sizes differ by at most one sample, larger ones first.
+    """Splits a mini-batch by its samples, as :mod:`~lightning_sdpipe.pipeline.samples` finds them; parts that belong to
+    no sample go whole to each micro-batch. Sizes differ by at most one sample, larger ones first.
 
     A ``module`` may have methods of its own: ``split_batch(batch, n)`` returns n batches instead, and
     ``weigh_batch(batch)`` a number by which their losses count; the number of samples by default. With weights that a
@@ -54,7 +55,7 @@ def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None) -
 
     Raises:
         ConfigurationError: fewer samples than micro-batches; what a sample is cannot be told; or the module's own
-            methods return something else than they should.
+            methods return something else than documented.
     """
     if num_micro_batches == 1:
         return [whole(batch)]
@@ -79,7 +80,7 @@ def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None) -
 
 def refuse_time_first(batch: Any, asked: int | None, module: nn.Module | None = None) -> None:
     """Raises ConfigurationError where all tensors of a batch have as many samples as the loader was ``asked`` for in
-    their second dimension, and not in the first, by which they would be split."""
+    their second dimension and not in the first, by which they would be split."""
     tensors = [tensor for _, tensor in tensors_in(batch) if tensor.ndim]
     swapped = [t.ndim > 1 and t.shape[1] == asked and t.shape[0] not in (1, asked) for t in tensors]
     if swapped and all(swapped) and not hasattr(module, "split_batch"):
@@ -91,7 +92,7 @@ def refuse_time_first(batch: Any, asked: int | None, module: nn.Module | None = 
 
 
 def part_sizes(samples: int, num_micro_batches: int) -> list[int]:
-    """Of the micro-batches of a batch of so many samples: they differ by at most one, larger ones first.
+    """Returns the sizes of the micro-batches of a batch: they differ by at most one, larger ones first.
 
     Raises:
         ConfigurationError: there are fewer samples than micro-batches.
@@ -106,10 +107,10 @@ def part_sizes(samples: int, num_micro_batches: int) -> list[int]:
 
 
 def take_apart(batch: Any, portion: Portion) -> list[MicroBatch]:
-    """The micro-batches that ``batch`` was put together from.
+    """Returns the micro-batches that ``batch`` was put together from.
 
     Raises:
-        ConfigurationError: it has other samples than the portion.
+        ConfigurationError: the batch and the portion have different numbers of samples.
     """
     samples = find_samples(batch, _ADVICE)
     if samples.count != sum(portion.sizes):
@@ -129,13 +130,13 @@ def _cut(samples: Samples, sizes: Sequence[int]) -> list[Any]:
 
 
 def weight_of(batch: Any, module: nn.Module | None) -> float:
-    """By which the gradient of a mini-batch counts among those of other pipelines: its samples, or what the module's
-    ``weigh_batch`` says."""
+    """Returns the weight of a mini-batch's gradient among those of other pipelines: its number of samples, or what the
+    module's ``weigh_batch`` says."""
     return float(_weights([batch], module)[0])
 
 
 def whole(batch: Any) -> MicroBatch:
-    """The mini-batch as one micro-batch."""
+    """Returns the mini-batch as one micro-batch."""
     return MicroBatch(batch, 1.0, shapes(batch))
 
 

@@ -62,9 +62,9 @@ class _InFlight:
     inputs: Sequence[Tensor]  # what was received and needs a gradient
     outputs: Sequence[Tensor]  # what was sent and gets one; on the last stage the loss
     weights: Sequence[Tensor]  # the leaves that the forward ran on, in the order of the parameters
-    loss_scale: float  # known on the last stage
+    loss_scale: float  # known on the last stage only
     window: Window
-    closes: bool  # is it the window's last?
+    closes: bool  # whether it is the window's last mini-batch
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class Applied:
     """Parameters whose gradients belong to the same mini-batches."""
 
     parameters: Sequence[nn.Parameter]
-    loss_scale: float  # the largest with which they were computed; taken out again
+    loss_scale: float  # the largest with which they were computed; divided out again
 
 
 @dataclass(frozen=True)
 class Norm:
-    """By which norm to clip the gradients of which parameters."""
+    """The squared norm by which to clip the gradients of ``parameters``."""
 
     parameters: Sequence[nn.Parameter]
     square: float
@@ -98,7 +98,7 @@ class PipeDreamPipeline:
     ) -> None:
         self.notes = StageNotes(runner.link)
         self.applied: list[Applied] = []
-        """What the newest update is made of."""
+        """Parameters that make up the newest update."""
         self._runner = runner
         self._parameters = parameters
         self._shared = shared
@@ -107,10 +107,10 @@ class PipeDreamPipeline:
         self._depth = last - runner.link.stage
         self._own = Lane(self._depth)
         self._sums = [(Lane(last - total.first_stage), total) for total in shared.late_sums(parameters)]
-        self._clipped: list[LateSum] = []  # those of the newest update
-        self._norms_known = False  # in the newest update
+        self._clipped: list[LateSum] = []  # sums of the newest update that are clipped
+        self._norms_known = False  # whether the norms of the newest update are known
         self.late_only = False
-        """Is the newest update of shared weights only? Their first owner makes no such one."""
+        """Whether the newest update is of shared weights only; their first owner makes no such update."""
         self._turn = 0
         self._open: Window | None = None
         self._in_flight: deque[_InFlight] = deque()
@@ -125,17 +125,17 @@ class PipeDreamPipeline:
 
     @property
     def filling(self) -> bool:
-        """The next :meth:`train` leaves nothing to apply, so no optimizer step may follow it."""
+        """True if the next :meth:`train` leaves nothing to apply, so that no optimizer step may follow it."""
         return not any(lane.would_be_due(self._turn) for lane in self._lanes)
 
     @property
     def draining(self) -> bool:
-        """Updates are left that only :meth:`drain` will make."""
+        """True if updates are left that only :meth:`drain` will make."""
         return any(lane.waiting for lane in self._lanes)
 
     @property
     def unfinished(self) -> int:
-        """Mini-batches whose backward has not run yet."""
+        """Number of mini-batches whose backward has not run yet."""
         return len(self._in_flight)
 
     def train(
@@ -147,11 +147,11 @@ class PipeDreamPipeline:
         accumulated: bool = False,
         ready: ReadySignal | None = None,
     ) -> Tensor:
-        """Runs the forward of a mini-batch and the backward that is due, which is that of another one.
+        """Runs the forward of a mini-batch and the backward of another one that is due.
 
-        While the pipeline fills, none is due: ``exchange`` is not used, ``ready`` not told, and ``backward`` of what is
-        returned puts no gradients in place. On all stages but the last, which will know it later, the loss is nan.
-        See :meth:`~lightning_sdpipe.pipeline.pipeline.Pipeline.train` for the rest.
+        While the pipeline fills, none is due: ``exchange`` is not used, ``ready`` is not told, and ``backward`` of the
+        returned loss puts no gradients in place. The loss is nan on all stages but the last. See
+        :meth:`~lightning_sdpipe.pipeline.pipeline.Pipeline.train` for the rest.
 
         Raises:
             ConfigurationError: other layers train than at the beginning of this update.
@@ -184,7 +184,7 @@ class PipeDreamPipeline:
         return self._update(torch.zeros((), device=self._runner.link.device), due, exchange, ready)
 
     def finish(self) -> None:
-        """After the last :meth:`drain`: runs the backwards of mini-batches whose update has not come yet."""
+        """Runs the backwards of mini-batches whose update has not come yet; called after the last :meth:`drain`."""
         self._after_update()
         while self._in_flight:
             self._backward(False, None, ReadySignal())
@@ -193,8 +193,8 @@ class PipeDreamPipeline:
             total.finish()
 
     def rest(self, loss: Tensor) -> Tensor:
-        """``loss``, as a tensor whose ``backward`` puts the gradients of an unfinished update in place; after
-        :meth:`finish`."""
+        """Returns ``loss`` as a tensor whose ``backward`` puts the gradients of an unfinished update in place; called
+        after :meth:`finish`."""
         if self._open is None:
             return loss_with_gradients(loss, [], [])
         self._close(self._open)
@@ -206,14 +206,15 @@ class PipeDreamPipeline:
         self._runner.link.settle()
 
     def norms(self, own_square: float) -> list[Norm]:
-        """For an update that is being made: which parameters are clipped by which norm over all stages. All copies of a
-        shared weight are by that which their first owner knows.
+        """Returns which parameters of an update are clipped by which norm over all stages. All copies of a shared
+        weight are clipped by the norm that their first owner knows.
 
         Args:
             own_square: the squared norm of this stage's gradients, without those that an earlier stage holds too.
 
         Raises:
-            ConfigurationError: it is asked for again: stages tell each other one norm for an update.
+            ConfigurationError: the norms of this update were asked for before; stages tell each other one norm for an
+                update.
             WorkerFailedError: another stage is gone.
         """
         if self._norms_known:
@@ -236,7 +237,7 @@ class PipeDreamPipeline:
 
     @property
     def _late(self) -> set[int]:
-        """The ids of shared parameters."""
+        """Ids of the shared parameters."""
         return {id(p) for _, total in self._sums for p in total.parameters}
 
     @property
@@ -294,8 +295,8 @@ class PipeDreamPipeline:
         return [p.detach().clone().requires_grad_() for p in self._parameters]
 
     def _backward(self, before_update: bool, exchange: GradientExchange | None, ready: ReadySignal) -> None:
-        """The oldest one. Right before an update, ``ready`` is told within it, unless that waits for other owners; and
-        ``exchange`` is told within it of each gradient, if the update has no others."""
+        """Runs the oldest backward. Right before an update, ``ready`` is told within it, unless the update waits for
+        other owners; and ``exchange`` is told within it of each gradient, if the update has no others."""
         runner, oldest = self._runner, self._in_flight.popleft()
         outputs, gradients, scale = oldest.outputs, None, oldest.loss_scale
         self.notes.pay()
@@ -319,7 +320,7 @@ class PipeDreamPipeline:
                 if id(p) not in late
             ]
         results: Sequence[Tensor | None] = [None] * len(leaves)
-        if leaves and outputs:  # else all of this stage, or of it and those before, is frozen
+        if leaves and outputs:  # else this stage, or it and all earlier ones, is frozen
             with labelled("backward"), ready.computing(self._delays):
                 results = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
         for hook in hooks:

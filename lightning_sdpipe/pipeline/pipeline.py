@@ -1,4 +1,4 @@
-"""What a pipeline is to the training loop, whatever the order of its forwards and backwards."""
+"""Interface of a pipeline for the training loop, whatever the order of its forwards and backwards."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from lightning_sdpipe.pipeline.stage_runner import Step
 
 
 class Pipeline(Protocol):
-    """This worker's part of one."""
+    """This worker's part of a pipeline."""
 
     flushes: bool
-    """Does it end a mini-batch with all of its gradients, on all stages at once?"""
+    """Whether every mini-batch ends with all of its gradients, on all stages at once."""
 
     @property
     def filling(self) -> bool:
-        """The next :meth:`train` runs forwards only, so no optimizer step may follow it."""
+        """True if the next :meth:`train` runs forwards only, so that no optimizer step may follow it."""
 
     @property
     def draining(self) -> bool:
-        """Backwards are left that only :meth:`drain` will run."""
+        """True if backwards are left that only :meth:`drain` will run."""
 
     @property
     def unfinished(self) -> int:
-        """Mini-batches whose backward has not run yet."""
+        """Number of mini-batches whose backward has not run yet."""
 
     @property
     def late_only(self) -> bool:
-        """Was the newest update one that other stages do not make: of weights that they share, which were late?"""
+        """True if only gradients of shared weights, which came late, made the newest update: other stages make no such
+        one."""
 
     def train(
         self,
@@ -60,11 +61,11 @@ class Pipeline(Protocol):
         """Runs the oldest backward that is left; returns a zero whose ``backward`` puts its gradient in place."""
 
     def finish(self) -> None:
-        """After the last :meth:`drain`: runs the backwards of mini-batches whose update has not come yet."""
+        """Runs the backwards of mini-batches whose update has not come yet; called after the last :meth:`drain`."""
 
     def rest(self, loss: Tensor) -> Tensor:
-        """``loss``, as a tensor whose ``backward`` puts the gradients of an update in place that has no mini-batch of
-        its own any more; after :meth:`finish`."""
+        """Returns ``loss`` as a tensor whose ``backward`` puts the gradients in place of an update without a mini-batch
+        of its own; called after :meth:`finish`."""
 
     def settle(self) -> None:
         """Waits until the neighbours have taken everything that was sent."""

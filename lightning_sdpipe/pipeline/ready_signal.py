@@ -1,9 +1,9 @@
-"""When a worker says that it is ready: once nothing but its own computing can hold up its update.
+"""Signal of a worker that it is ready: nothing but its own computing can hold up its update any more.
 
-With that word the scheduler lets others wait for this worker (SDPipe §4, "Worker Communication"). Most workers say it
+On this signal the scheduler lets others wait for this worker (SDPipe §4, "Worker Communication"). Most workers send it
 before their last backward, or with few micro-batches within it. But clipping by the norm of all stages, and the vote on
-an overflow in 16-bit mixed precision, come after it and wait for the other stages of the pipeline, which may be late.
-So does the sum over the owners of a shared parameter.
+an overflow in 16-bit mixed precision, come after the backward and wait for the other stages of the pipeline, which may
+be late. So does the sum over the owners of a shared parameter.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LastWait = Literal["backward", "vote", "norm", "step"]
 
 class ReadySignal:
     """Fires once in each update, when the last point is passed that waits for another stage, and at the latest after
-    the optimizer's step. The pipeline, clipping and the loss scale tell it what they have passed.
+    the optimizer's step. The pipeline, clipping and the loss scale report the points that they have passed.
 
     Args:
-        last: that point.
-        fire: tells the others.
+        last: the last point that waits for another stage.
+        fire: announces that this worker is ready.
     """
 
     def __init__(self, last: LastWait = "backward", fire: Callable[[], None] = lambda: None) -> None:
@@ -38,7 +38,7 @@ class ReadySignal:
         self._in_last_backward = False
 
     def expect(self) -> None:
-        """An update begins."""
+        """Begins an update, in which the signal is to fire."""
         self._expected = True
 
     def drop(self) -> None:
@@ -46,7 +46,7 @@ class ReadySignal:
         self._expected = False
 
     def passed(self, point: LastWait) -> None:
-        """Fires if ``point`` was the last that matters."""
+        """Fires if ``point`` is the last that waits for another stage."""
         if self._expected and point in (self._last, "step"):
             self._expected = False
             self._fire()
@@ -54,24 +54,24 @@ class ReadySignal:
     # ---------------------------------------------------------- within backwards
 
     def begin(self, share: float, parameters: Sequence[Tensor]) -> None:
-        """The backwards of a mini-batch begin.
+        """Begins the backwards of a mini-batch.
 
         Args:
-            share: how much of the last of them is over when it counts as passed, from 0 to 1, as far as the number of
-                gradients tells; 0 if that is before it begins.
-            parameters: whose gradients are computed, from the first layer to the last.
+            share: the part of the last backward that is over when it counts as passed, from 0 to 1, measured by the
+                number of gradients; 0 if it counts as passed before it begins.
+            parameters: parameters whose gradients are computed, from the first layer to the last.
         """
         self._share, self._in_last_backward = share, False
         self._parameter = parameters[int(len(parameters) * (1.0 - share))] if share and parameters else None
 
     def last_backward(self) -> None:
-        """The next backward is the last of its mini-batch."""
+        """Marks the next backward as the last of its mini-batch."""
         self._in_last_backward = True
         if not self._share:
             self.passed("backward")
 
     def computing(self, delays: DelayInjector) -> AbstractContextManager[None]:
-        """What is to be held around every backward; ``delays`` make this worker slow, if it was asked to."""
+        """Returns the context to hold around every backward; ``delays`` make this worker slow, if it was asked to."""
         waits = self._expected and self._in_last_backward and self._last == "backward"
         return self._computing_the_last(delays) if waits else delays.computing()
 

@@ -1,6 +1,6 @@
-"""Where the samples of a batch lie, whatever a collate function has made of them.
+"""Finding the samples of a batch, whatever a collate function has made of them.
 
-A batch is opened at its outermost container and at the mappings and dataclasses in it; what is found there are its
+A batch is opened at its outermost container and at the mappings and dataclasses in it; the values found there are its
 parts. A tensor has its samples in the first dimension, a list of strings or numbers has one element for each, a packed
 sequence says so itself. A list that holds tensors has two readings: one element for each sample (images of several
 sizes, a dict of boxes for each), or a container of tensors that have the samples in their first dimension. All parts
@@ -34,10 +34,10 @@ class Samples:
 
     batch: Any
     count: int
-    is_list: bool  # of samples, as it came from the dataset
+    is_list: bool  # whether the batch is a list of samples, as they came from the dataset
 
     def __getitem__(self, samples: slice) -> Any:
-        """A batch of some of them. Tensors are views."""
+        """Returns a batch of some of the samples. Tensors are views."""
         if self.is_list:
             return self.batch[samples]
         return _rebuilt(self.batch, lambda part: _sliced(part, self.count, samples), opens_lists=True)
@@ -47,8 +47,8 @@ def find_samples(batch: Any, advice: str) -> Samples:
     """Finds the samples of ``batch``.
 
     Args:
-        batch: what a loader gives.
-        advice: what to do if they cannot be told, for the message.
+        batch: a batch of a loader.
+        advice: what to do if the samples cannot be found, for the message.
 
     Raises:
         ConfigurationError: the parts of the batch do not agree, or one of them is of an unknown kind.
@@ -67,7 +67,7 @@ def find_samples(batch: Any, advice: str) -> Samples:
 
 
 def shapes(batch: Any) -> tuple[Any, ...]:
-    """The shapes of everything in ``batch``; of objects of unknown kinds their type only."""
+    """Returns the shapes of everything in ``batch``; of objects of unknown kinds only their type."""
     if isinstance(batch, PackedSequence):
         return "packed", *shapes(batch.data), tuple(batch.batch_sizes.tolist())
     if _is_constant(batch):
@@ -81,7 +81,7 @@ def shapes(batch: Any) -> tuple[Any, ...]:
 
 
 def tensors_in(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """All tensors and arrays in ``batch``, except in objects of unknown kinds, each with its name."""
+    """Yields all tensors and arrays in ``batch`` with their names, except those in objects of unknown kinds."""
     if isinstance(batch, Tensor):
         yield name, batch
     elif isinstance(batch, np.ndarray) and batch.dtype.kind in "biufc":
@@ -94,11 +94,11 @@ def tensors_in(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
 
 
 def _agreed(parts: Sequence[Any]) -> int | None:
-    """The number of samples that is a reading of every part, if there is one."""
+    """Returns the number of samples that is a reading of every part, or None."""
     with_readings = [(part, _readings(part)) for part in parts]
     votes = [vote for vote in with_readings if vote[1] != {1}] or with_readings
     common = set.intersection(*(counts for _, counts in votes)) if votes else set()
-    if len(common) > 1:  # all are lists with two readings: code that makes dicts or lists of numbers makes one for each
+    if len(common) > 1:  # all are lists with two readings; a list of dicts or of lists has one element for each sample
         elements = [element for part, _ in votes for element in part]
         per_sample = any(isinstance(element, Mapping) or _is_list_of_constants(element) for element in elements)
         return len(votes[0][0]) if per_sample else min(_inside(votes[0][0]))
@@ -108,7 +108,7 @@ def _agreed(parts: Sequence[Any]) -> int | None:
 
 
 def _readings(part: Any) -> set[int]:
-    """The numbers of samples that ``part`` may have; none if its kind is not known."""
+    """Returns the numbers of samples that ``part`` may have; none if its kind is not known."""
     if _is_array(part):
         return {part.shape[0]}
     if isinstance(part, PackedSequence):
@@ -122,7 +122,7 @@ def _readings(part: Any) -> set[int]:
 
 
 def _inside(container: Any) -> set[int]:
-    """The lengths of what lies within ``container``; 1 only if there is no other."""
+    """Returns the lengths of the parts within ``container``; 1 only if there is no other."""
     found: set[int] = set()
     for _, child in _children(container, opens_lists=True):
         if _is_container(child):
@@ -133,7 +133,7 @@ def _inside(container: Any) -> set[int]:
 
 
 def _is_list_of_samples(batch: Any) -> bool:
-    """Whether it is what the dataset gave, uncollated: containers that are not batches themselves."""
+    """Returns whether ``batch`` is an uncollated list from the dataset: containers that are not batches themselves."""
     if not isinstance(batch, list | tuple) or not all(map(_is_container, batch)):
         return False
     return _are_alike(batch) and any(len(_inside(element)) > 1 for element in batch)
@@ -186,7 +186,7 @@ def _children(value: Any, opens_lists: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any], opens_lists: bool) -> Any:
-    """``value`` with its parts changed, opened as by :func:`_parts`."""
+    """Returns ``value`` with its parts changed, opened as by :func:`_parts`."""
     if not _is_container(value) or (isinstance(value, list | tuple) and not _is_named(value) and not opens_lists):
         return change(value)
     changed = [_rebuilt(child, change, opens_lists=False) for _, child in _children(value, opens_lists)]
@@ -217,7 +217,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether it can be sliced. Sparse and nested tensors cannot."""
+    """Returns whether ``value`` can be sliced. Sparse and nested tensors cannot."""
     if isinstance(value, Tensor):
         return value.layout == torch.strided and not value.is_nested
     return isinstance(value, np.ndarray)

@@ -23,7 +23,7 @@ class _Copies:
     """Parameters with the same owners."""
 
     group: dist.ProcessGroup
-    ranks: Sequence[int]  # of the owners in this pipeline, by stage
+    ranks: Sequence[int]  # the owners in this pipeline, by stage
     owners: Sequence[int]  # stages
     names: Sequence[str]
 
@@ -34,9 +34,9 @@ class SharedParameters:
     Every rank must construct it, since it opens process groups for the pipelines in turn.
 
     Args:
-        module: whole.
-        ownerships: which worker of each pipeline of this world holds what.
-        by_stage: which stage does, of which a worker may have several.
+        module: the whole model.
+        ownerships: what each worker of a pipeline holds, for each pipeline of this world.
+        by_stage: what each stage holds; a worker may have several stages.
         groups: this worker's place.
         timeout: of the process groups.
     """
@@ -69,12 +69,12 @@ class SharedParameters:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those of this stage."""
+        """Shared parameters of this stage."""
         return [p for copies in self._copies for p in self._of(copies)]
 
     @property
     def train(self) -> bool:
-        """Has this stage any that get gradients?"""
+        """True if a shared parameter of this stage gets a gradient."""
         return any(p.requires_grad for p in self.parameters)
 
     def refuse_hooks(self) -> None:
@@ -109,7 +109,8 @@ class SharedParameters:
                     dist.broadcast(value, ranks[owners[-1]], group=self._groups.pipeline)
 
     def copies(self) -> list[tuple[dist.ProcessGroup, int, list[nn.Parameter]]]:
-        """Of each set of owners that this stage is among: their group, the rank of the first, and what they share."""
+        """Returns, for each set of owners that this stage is among, their group, the rank of the first, and what they
+        share."""
         return [(copies.group, copies.ranks[0], self._of(copies)) for copies in self._copies]
 
     def hand_on(self, gradients: dict[nn.Parameter, Tensor | None]) -> None:
@@ -128,7 +129,7 @@ class SharedParameters:
                 _sum_gradients([p for p in trained if p.dtype == dtype], copies.group)
 
     def late_sums(self, trained: Sequence[nn.Parameter]) -> list[LateSum]:
-        """What sums them in a pipeline without a flush; one for each set of owners."""
+        """Returns the objects that sum gradients in a pipeline without a flush, one for each set of owners."""
         return [
             LateSum(c.group, c.ranks, c.owners, c.owners.index(self._stage), self._of(c), trained) for c in self._copies
         ]
@@ -138,7 +139,7 @@ class SharedParameters:
 
 
 def _sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Of one type. How many owners have a gradient of each parameter travels with the gradients."""
+    """Sums the gradients of parameters of one type. The number of owners that have each gradient travels with them."""
     mine = [p.grad is not None for p in parameters]
     used = torch.tensor(mine, dtype=parameters[0].dtype, device=parameters[0].device)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -146,13 +147,13 @@ def _sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup)
     with waiting_for(group, "summing the gradients of shared parameters"):
         dist.all_reduce(flat, group=group)
     owners, *totals = torch.split_with_sizes(flat, [len(parameters), *(g.numel() for g in gradients)])
-    anybody = mine if all(mine) else owners.tolist()  # reading them waits for a GPU
+    anybody = mine if all(mine) else owners.tolist()  # reading the counts waits for a GPU
     for parameter, total, exists in zip(parameters, totals, anybody, strict=True):
         parameter.grad = total.view_as(parameter) if exists else None
 
 
 def _hand_on(parameters: Sequence[nn.Parameter], gradients: dict[nn.Parameter, Tensor | None], copies: _Copies) -> None:
-    """Of one type. Which parameters have a gradient travels with the gradients."""
+    """Sends the gradients of parameters of one type from their first owner; flags say which parameters have one."""
     found = [gradients[p] for p in parameters]
     flags = torch.tensor([g is not None for g in found], dtype=parameters[0].dtype, device=parameters[0].device)
     flat = torch.cat(

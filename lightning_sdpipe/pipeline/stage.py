@@ -24,7 +24,7 @@ Forward = Callable[[int, Message | None], Message | Tensor]
 
 
 class CutStage:
-    """Stage ``stage_index`` of ``num_stages``, on one of ``num_workers`` workers in turn.
+    """Stage ``stage_index`` of ``num_stages``, on worker ``stage_index % num_workers`` of its pipeline.
 
     A mini-batch begins with :meth:`begin`; then a schedule calls the other methods.
     """
@@ -57,7 +57,7 @@ class CutStage:
         """Prepares for a mini-batch.
 
         Args:
-            keys: for each micro-batch, what identifies the shapes of its messages.
+            keys: the key of each micro-batch, which identifies the shapes of its messages.
             forward: runs this stage's part of the step on micro-batch ``i``, given what was received; returns the
                 message to send, or on the last stage the loss.
             before_backward: called before each backward, when the gradients that it starts from have come.
@@ -115,11 +115,11 @@ class CutStage:
     def _backward_inputs(
         self, index: int, outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None, inputs: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        """The gradients of ``inputs``; those of the parameters are left for later."""
+        """Returns the gradients of ``inputs``; those of the parameters are left for later."""
         if not outputs:
             self._left[index] = lambda: None
             return [None] * len(inputs)
-        # torch finds the parameters on the ways from the inputs to an output: to all outputs, if they are one
+        # torch finds the parameters between the inputs and one output; so several outputs are joined into one
         output: Tensor = _Joined.apply(gradients or [torch.ones_like(outputs[0])], *outputs)  # type: ignore[no-untyped-call]
         weights = [p for p in self._own if p.requires_grad]
         found: Sequence[Tensor | None] = ()
@@ -129,7 +129,7 @@ class CutStage:
         if any(gradient is not None for gradient in found):
             # a parameter that several groups use (a shared scale) needs the graph more than once
             self._left[index] = lambda: stage_backward_weight(iter(weights), groups, retain_graph=True)
-        else:  # all below is frozen: there is nothing but parameters
+        else:  # all earlier blocks are frozen: only parameters are left
             self._left[index] = lambda: torch.autograd.backward(outputs, gradients)
         return found or [None] * len(inputs)
 
@@ -143,7 +143,7 @@ class CutStage:
             return [loss], None
         return self._link.receive_gradients(self._sent.pop(index))
 
-    # What follows is there because the schedules call it: communication happens above.
+    # The schedules call the methods below, which do nothing: communication happens above.
 
     def get_fwd_recv_ops(self, index: int) -> list[dist.P2POp]:
         return []
@@ -170,7 +170,7 @@ class CutStage:
 
 
 class _Joined(torch.autograd.Function):
-    """One output that stands for several: its gradient of one is a given gradient for each of them."""
+    """One output in place of several: its gradient of one becomes the given gradient of each of them."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
-"""What the stages of a pipeline without a flush tell each other about updates, beside activations and gradients.
+"""Metadata that the stages of a pipeline without a flush exchange about updates, beside activations and gradients.
 
-Stages update at different times, so that none can know all of an update of all stages when it makes its own. What it
-knows travels with what it waits for anyway, so it costs no wait.
+Stages update at different times, so a stage cannot know an update of all stages completely when it makes its own. What
+it knows travels with messages that are waited for anyway, so it costs no wait.
 
-Squared norms, for clipping. With the activations goes the sum over this stage and all before it, with a gradient the
-sum over this stage and all after it, each of the stage's newest update. So when stage j applies the gradient of
-mini-batch v at turn v + M − 1 − j, it knows the norm of the very same mini-batch for the stages after it, and for a
+Squared norms, for clipping. The sum over this stage and all before it goes with the activations. The sum over this
+stage and all after it goes with a gradient. Each is of the stages' newest updates. So when stage j applies the gradient
+of mini-batch v at turn v + M − 1 − j, it knows the norm of the very same mini-batch for the stages after it, and for a
 stage i before it that of mini-batch v − (j − i) − 1, its newest update before that turn. Before a stage's first update
-since the last pause, its norm counts as 0: then a stage clips by less than the whole, never by less than its own.
+since the last sync point, its norm counts as 0: then a stage clips by less than the whole, never by less than its own.
 
 The loss scale, which is the last stage's. It goes up with each gradient, for the stages to divide by. When gradients of
 a stage have overflowed, the scale that they were computed with goes down with the next activations.
@@ -26,78 +26,78 @@ _DOWN, _SCALE, _SQUARE = 2**31 - 5, 2**31 - 6, 2**31 - 7  # tags that no link us
 
 
 class StageNotes:
-    """One stage's end.
+    """One stage's end of the metadata.
 
     Args:
-        link: has its place.
+        link: the link to this stage's neighbours.
     """
 
     def __init__(self, link: StageLink) -> None:
         self._link = link
-        self.norms = False  # do squared norms travel? As the next, equal on all stages
+        self.norms = False  # whether squared norms travel; equal on all stages, as is the next field
         self.scales = False
         self._own = self._earlier = self._later = 0.0
         self._expected: p2p.Transfer | None = None  # the squared norms of later stages
-        self._owes = False  # those of this one and later ones, to the previous stage
+        self._owes = False  # whether the previous stage waits for the squared norms of this stage and later ones
         self._overflowed = math.inf
         self._sent: list[p2p.Transfer] = []
 
     def send_down(self) -> None:
-        """After activations."""
+        """Sends metadata to the next stage, after activations."""
         if self.norms or self.scales:
             self._send([self._own + self._earlier, self._overflowed], self._link.stage + 1, _DOWN)
             self._overflowed = math.inf
 
     def receive_down(self) -> None:
-        """After activations."""
+        """Receives metadata from the previous stage, after activations."""
         if self.norms or self.scales:
             self._earlier, overflowed = self._receive(2, self._link.stage - 1, _DOWN).wait()[0].tolist()
             self.report_overflow(overflowed)
 
     def send_scale(self, scale: float) -> None:
-        """After a gradient."""
+        """Sends the loss scale to the previous stage, after a gradient."""
         if self.scales:
             self._send([scale], self._link.stage - 1, _SCALE)
 
     def receive_scale(self) -> float:
-        """After a gradient; 1 without a loss scale."""
+        """Receives the loss scale from the next stage, after a gradient; returns 1 without a loss scale."""
         return float(self._receive(1, self._link.stage + 1, _SCALE).wait()[0]) if self.scales else 1.0
 
     def gradient_received(self) -> None:
-        """From the next stage, which is about to tell its squared norm."""
+        """Notes a gradient from the next stage, which is about to send its squared norm."""
         if self.norms:
             self._hear()
             self._expected = self._receive(1, self._link.stage + 1, _SQUARE)
 
     def gradient_sent(self) -> None:
-        """To the previous stage, which will want to know the squared norm; after the update, if one follows."""
+        """Notes a gradient to the previous stage, which will want the squared norm; after an update, if one follows."""
         self._owes = self.norms
 
     def squared_norm(self, own: float) -> float:
-        """Over all stages, as far as known, when this one's newest update has ``own``."""
+        """Returns the squared norm over all stages, as far as known, when this stage's newest update has ``own``."""
         self._own = own
         self.pay()
         self._hear()
         return self._own + self._earlier + self._later
 
     def pay(self) -> None:
-        """Tells the previous stage what it waits for, if it does."""
+        """Sends the previous stage the squared norm that it waits for, if it does."""
         if self._owes:
             self._owes = False
             self._hear()
             self._send([self._own + self._later], self._link.stage - 1, _SQUARE)
 
     def report_overflow(self, scale: float) -> None:
-        """Gradients that were computed with this loss scale are not finite."""
+        """Reports that gradients that were computed with this loss scale are not finite."""
         self._overflowed = min(self._overflowed, scale)
 
     def take_overflow(self) -> float:
-        """The smallest loss scale that has been reported since; infinite if none."""
+        """Returns the smallest loss scale reported since the last call; infinite if there is none."""
         scale, self._overflowed = self._overflowed, math.inf
         return scale
 
     def forget(self) -> None:
-        """The pipeline is empty: waits until all is told, and starts anew with norms."""
+        """Waits until all metadata is sent and received, since the pipeline is empty, and resets the norms."""
         self.pay()
         self._hear()
         self._own = self._earlier = self._later = 0.0

@@ -1,6 +1,6 @@
-"""Running one stage's part of the user's steps on one batch, forward only or as a part of training.
+"""Execution of one stage's part of the user's steps on one batch, forward only or as a part of training.
 
-``self.log`` inside of a cut step: the values of the micro-batches of one mini-batch become one value.
+Within a cut step, the values that ``self.log`` gets for the micro-batches of one mini-batch become one value.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Log = Callable[..., None]
 
 class StepLog:
     """Collects what each micro-batch logs and logs it once: means weighted as the losses are, or the sum, minimum or
-    maximum that ``reduce_fx`` asks for. A torchmetrics object accumulates by itself and is logged as it is. What a step
-    logs several times under one name is logged as often, first values with first ones."""
+    maximum that ``reduce_fx`` asks for. A torchmetrics object accumulates by itself and is logged as it is. A name that
+    a step logs several times is logged as often: first values are combined with first ones."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, int], list[tuple[Any, float]]] = {}
@@ -40,8 +40,8 @@ class StepLog:
         self._options: dict[tuple[str, int], dict[str, Any]] = {}
 
     def record(self, weight: float) -> Log:
-        """A replacement for ``LightningModule.log`` while a micro-batch of this weight runs. A ``batch_size`` that the
-        user gives is its weight instead."""
+        """Returns a replacement for ``LightningModule.log`` while a micro-batch of this weight runs. A ``batch_size``
+        that the user gives takes the place of the weight."""
         calls: dict[str, int] = {}
 
         def log(name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
@@ -80,8 +80,9 @@ def _combine(entries: list[tuple[Any, float]], reduce_fx: Any) -> Any:
 
 
 def _as_logged(value: Tensor | float) -> Tensor:
-    """In the type in which Lightning accumulates it. It must not depend on the number of micro-batches: that is a
-    rank's own where batches are divided by speed, and ranks reduce what they have logged."""
+    """Converts a value to the type in which Lightning accumulates it. The type must not depend on the number of
+    micro-batches, which differs between ranks where batches are divided by speed: ranks reduce what they have logged.
+    """
     if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64):
         return value
     return torch.as_tensor(value, dtype=type_of_logged_values())
@@ -89,7 +90,7 @@ def _as_logged(value: Tensor | float) -> Tensor:
 
 @contextmanager
 def logging_through(module: LightningModule, log: Log) -> Iterator[None]:
-    """``module.log`` (and ``log_dict``, which calls it) is ``log`` within the context."""
+    """Replaces ``module.log`` (which ``log_dict`` calls) by ``log`` within the context."""
     module.__dict__["log"] = log
     try:
         yield
@@ -99,19 +100,20 @@ def logging_through(module: LightningModule, log: Log) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Step:
-    """A step method of the user's module, with what Lightning calls it with besides the batch."""
+    """A step method of the user's module, with the arguments that Lightning passes besides the batch."""
 
     name: str  # "training_step", "validation_step", "test_step" or "predict_step"
     arguments: tuple[Any, ...]
     context: StepContext  # the precision plugin's
-    stream: tuple[int, ...] = ()  # what its random numbers depend on, besides the micro-batch
+    stream: tuple[int, ...] = ()  # the seed of its random numbers, together with the micro-batch
     loss_scale: Tensor | None = None  # of training in 16-bit mixed precision
-    closes: bool = True  # does the optimizer step after it?
-    generation: int = 0  # of the choice of layers that train, on which it depends what needs a gradient
-    portion: Portion | None = None  # if the batch is one of the batch that all pipelines train together
+    closes: bool = True  # whether the optimizer steps after it
+    generation: int = 0  # of the choice of layers that train, which decides what needs a gradient
+    portion: Portion | None = None  # if the batch is a portion of the batch that all pipelines train together
 
     def key(self, micro_batch: MicroBatch) -> Hashable:
-        """What identifies the shapes of the messages that this step sends for a micro-batch, on both ends."""
+        """Returns the key that identifies, on both ends, the shapes of the messages that this step sends for a
+        micro-batch."""
         return self.name, torch.is_grad_enabled(), self.generation, micro_batch.signature
 
 
@@ -154,7 +156,7 @@ class StageRunner:
         """Runs the forward of a whole mini-batch. Stages work on successive batches at the same time.
 
         Returns:
-            What the user's step returns on the last stage, None on the others.
+            The result of the user's step on the last stage, None on the others.
         """
         micro_batch = whole(batch)
         key = step.key(micro_batch)
@@ -177,10 +179,10 @@ class StageRunner:
 
 
 def begin_batch(runners: Sequence[StageRunner], batch: Any, parts: Sequence[MicroBatch] = ()) -> None:
-    """The stages of ``runners`` begin with a mini-batch, which those beside them must have been given, too.
+    """Begins a mini-batch on the stages of ``runners``; their neighbours must have been given the same one.
 
     Args:
-        runners: of one worker.
+        runners: those of one worker.
         batch: the mini-batch.
         parts: its micro-batches.
     """
@@ -208,7 +210,7 @@ def _loss(outcome: Any) -> Tensor:
 
 
 def _synchronised(log: Log) -> Log:
-    """``log`` that reduces over the pipelines at the end of the epoch, so that all replicas see one value."""
+    """Returns a ``log`` that reduces over the pipelines at the end of the epoch, so that all replicas see one value."""
 
     def synchronised(name: str, value: Any, *args: Any, **options: Any) -> None:
         log(name, value, *args, **{**options, "sync_dist": True})

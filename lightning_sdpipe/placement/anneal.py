@@ -4,7 +4,7 @@ The cost is a maximum over links, and annealing a maximum gets stuck: most moves
 is annealed: over each cut the power mean of its links' steps, over all cuts that of their periods, with a power that
 rises from 3 to 24, where it is nearly the maximum; and the data cost, with a small share of every group's.
 
-Two devices swap places, or consecutive stages are reversed. As it is the slowest links that count, most moves take an
+A move swaps the places of two devices, or reverses consecutive stages. As the slowest links count, most moves take an
 end of a cut's slowest link, and often put a device there that is near the other end.
 """
 
@@ -19,25 +19,26 @@ from lightning_sdpipe.placement.network import Matrix
 
 POWERS = (3.0, 6.0, 12.0, 24.0)
 WATCHED = 12.0
-"""From this power on, every accepted placement is compared with the best one. Before, none is as good."""
+"""Power from which on every accepted placement is compared with the best one. At lower powers none is as good."""
 
 SHARE = 0.03
-"""Of every group's data cost, besides the largest."""
+"""Share of every group's data cost that counts besides the largest."""
 
 REVERSALS = 0.05
-"""Of all moves: they reverse stages, if these are all alike."""
+"""Share of moves that reverse stages, if these are all alike."""
 
 SLOWEST_MEMBERS = 0.05
-"""Of all moves: they take the slowest member of the slowest group."""
+"""Share of moves that take the slowest member of the slowest group."""
 
 SLOWEST_LINKS = 0.85
-"""Of all moves: they take an end of the slowest link of a cut."""
+"""Share of moves that take an end of the slowest link of a cut."""
 
 NEAR = 0.65
-"""Of these: they put a device there that is near the other end, of n others the one of rank n u³, u being uniform."""
+"""Share of these that put a device there that is near the other end: of n others the one of rank n u³, with u
+uniform."""
 
 CHUNK = 128
-"""Moves between two pauses."""
+"""Number of moves between two yields."""
 
 
 def anneal(
@@ -49,14 +50,14 @@ def anneal(
     hot: float,
     cold: float,
 ) -> Generator[None, None, Stages]:
-    """The best placement met on the way.
+    """Returns the best placement met on the way.
 
     Args:
-        stages: where to start.
-        weights: of M stages; finite.
-        near: for each device the others, the nearest first (:func:`neighbours`).
-        rng: decides everything random.
-        moves: to try.
+        stages: the placement to start from.
+        weights: finite weights of M stages.
+        near: for each device the other devices, the nearest first (:func:`neighbours`).
+        rng: source of all randomness.
+        moves: number of moves to try.
         hot: first temperature, as a share of the start's cost.
         cold: last temperature, likewise.
 
@@ -78,10 +79,10 @@ def anneal(
 
 
 class _Walk:
-    """A placement on its way, with all that a move changes kept up to date: for each cut the ``_sums`` of the powers of
-    its steps, their ``_means`` and the ``_slowest`` of them, the ``_pace`` of all periods together and the
-    ``_largest_periods``, for each device what it spends on its group (``_loads``), for each stage the most of these
-    (``_data``). Powers are taken of weights over the largest one, so that none overflows."""
+    """A placement during annealing, with all that a move changes kept up to date: for each cut the ``_sums`` of the
+    powers of its steps, their ``_means`` and the ``_slowest`` of them, the ``_pace`` of all periods together and the
+    ``_largest_periods``, for each device the seconds that it spends on its group (``_loads``), for each stage the most
+    of these (``_data``). Powers are taken of weights over the largest one, so that none overflows."""
 
     def __init__(self, stages: Stages, weights: Weights, near: Sequence[Sequence[int]], rng: random.Random) -> None:
         self._weights, self._near, self._rng = weights, near, rng
@@ -110,7 +111,7 @@ class _Walk:
         self._periods = _powers(self._weights.period, self._top_period, power, width * cuts) if self._top_period else []
 
     def wander(self, temperature: float, moves: int) -> None:
-        """Tries so many moves."""
+        """Tries ``moves`` moves."""
         self._recount()
         random, log, count = self._rng.random, math.log, len(self._home)
         cuts = len(self._stages) - 1
@@ -138,7 +139,7 @@ class _Walk:
                 self._swap(one, other, tolerance)
 
     def _recount(self) -> None:
-        """The sums anew: small differences of large numbers wear them out."""
+        """Computes the sums anew: small differences of large numbers accumulate errors in them."""
         self._sums, self._means, self._slowest, self._largest_periods, self._pace = [], [], [], [], 0.0
         for cut in range(len(self._stages) - 1):
             total = self._over(self._steps[cut], cut)
@@ -161,7 +162,7 @@ class _Walk:
                 self._largest_periods[cut] = max([period[a][b] for a, b in zip(above, below, strict=True)])
 
     def _slowest_link(self) -> tuple[int, int]:
-        """The two ends of the slowest link of any cut, in any order."""
+        """Returns the two ends of the slowest link of a random cut, in any order."""
         random = self._rng.random
         cut = int(random() * len(self._sums))
         matrix = self._weights.step[cut]
@@ -175,8 +176,8 @@ class _Walk:
         return ends if random() < 0.5 else ends[::-1]
 
     def _swap(self, one: int, other: int, tolerance: float) -> None:
-        """Lets two devices swap places, if the surrogate grows by less than ``tolerance``. Links are the same in both
-        directions, so the one between the two does not change."""
+        """Lets two devices swap places, if the surrogate grows by less than ``tolerance``. Links are equal in both
+        directions, so the link between the two does not change."""
         stages, steps, periods, last = self._stages, self._steps, self._periods, len(self._sums)
         (g, i), (h, k) = self._home[one], self._home[other]
         pace, sums = self._pace, dict[int, float]()
@@ -216,7 +217,7 @@ class _Walk:
         self._accept(sums, pace)
 
     def _loads_after(self, stage: int, leaving: int, coming: int) -> list[float]:
-        """What the members of a stage spend on it when one takes the place of another."""
+        """Returns what the members of a stage spend on it when one device takes the place of another."""
         group, exchange, loads = self._stages[stage], self._weights.exchange[stage], self._loads
         gone, new = exchange[leaving], exchange[coming]
         after = [loads[device] - gone[device] + new[device] for device in group]
@@ -224,7 +225,7 @@ class _Walk:
         return after
 
     def _growth(self, sums: dict[int, float], pace: float) -> float:
-        """By how much the pipeline's part of the surrogate grows."""
+        """Returns the growth of the pipeline's part of the surrogate."""
         growth, top, inverse, means = 0.0, self._top_step, self._inverse, self._means
         for cut, total in sums.items():
             growth += (top * total**inverse if total > 0.0 else 0.0) - means[cut]
@@ -281,7 +282,8 @@ def _largest(matrices: Sequence[Matrix]) -> float:
 
 
 def _powers(matrices: Sequence[Matrix], top: float, power: float, count: int) -> list[Matrix]:
-    """``(weight / top)^power / count``: summed over ``count`` links, the power mean to that power. Shared as given."""
+    """Returns ``(weight / top)^power / count``: summed over ``count`` links, it is the power mean to that power.
+    Matrices that are shared stay shared."""
     made = {
         id(matrix): [[(value / top) ** power / count if top else 0.0 for value in row] for row in matrix]
         for matrix in {id(matrix): matrix for matrix in matrices}.values()
@@ -290,7 +292,7 @@ def _powers(matrices: Sequence[Matrix], top: float, power: float, count: int) ->
 
 
 def neighbours(weights: Weights) -> list[list[int]]:
-    """The other devices from near to far, for each."""
+    """Returns the other devices from near to far, for each device."""
     matrices = {id(matrix): matrix for matrix in (*weights.step, *weights.period)}.values()
     near = []
     for device in range(len(weights.exchange[0])):

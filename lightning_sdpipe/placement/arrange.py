@@ -1,7 +1,7 @@
-"""The best arrangement of given groups: in which order they are stages, and which device follows which.
+"""The best arrangement of given groups: their order as stages, and the device that follows each device.
 
-Rank 0 must run a last stage: it has the logger and the progress bar, and the loss exists on last stages only. What
-that costs, and which could be rank 0 for free.
+Rank 0 must run a last stage: it has the logger and the progress bar, and the loss exists on last stages only. The
+module also computes the cost of that rule, and the hosts for which it is free.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def arrange(
     that pays.
 
     Args:
-        groups: of M stages.
-        weights: likewise.
-        limit: of the periods of links that may be used at first.
-        last: a device whose group has to be the last stage; any group may be by default.
+        groups: the groups of M stages.
+        weights: the weights of M stages.
+        limit: largest period of the links that may be used at first.
+        last: a device whose group has to be the last stage; by default any group may be.
 
     Yields:
-        arrangements; None in between, so that a caller that is short of time can stop.
+        arrangements, and None in between, so that a caller that is short of time can stop.
     """
     costs: Sequence[Matrix] = weights.step
-    if limit == math.inf:  # the slowest of all cuts counts for both, but which is it? Lower all periods then
+    if limit == math.inf:  # the slowest of all cuts counts for both, but which is unknown; all periods are lowered then
         costs = [_sum(step, period) for step, period in zip(weights.step, weights.period, strict=True)]
     found = yield from _linked(groups, costs, weights, limit * (1 + ROUNDING), last)
     least = math.inf
@@ -60,8 +60,8 @@ def arrange(
 def _linked(
     groups: Sequence[Sequence[int]], costs: Sequence[Matrix], weights: Weights, limit: float, last: int | None
 ) -> Generator[None, None, Stages | None]:
-    """The arrangement with the least sum over cuts of the largest cost, among links of a period up to ``limit``; None
-    if there is none."""
+    """Returns the arrangement with the least sum over cuts of the largest cost, among links of a period up to
+    ``limit``; None if there is none."""
     size = len(groups)
     if size == 1:
         return [list(groups[0])]
@@ -100,7 +100,7 @@ def _between(above: Sequence[int], below: Sequence[int], cost: Matrix, period: M
 
 
 def _pace(stages: Stages, weights: Weights) -> float:
-    """The largest period of a link in use."""
+    """Returns the largest period of a link in use."""
     return max(
         (
             period[a][b]
@@ -116,10 +116,11 @@ def _sum(first: Matrix, second: Matrix) -> Matrix:
 
 
 def ending_with(device: int, stages: Stages, weights: Weights) -> tuple[Stages, Cost]:
-    """The cheapest placement that was found near ``stages`` in which ``device`` runs a last stage, and its cost.
+    """Returns the cheapest placement that was found near ``stages`` in which ``device`` runs a last stage, and its
+    cost.
 
-    Pipelines may be reversed where all stages are alike. Tried are the best order of the stages that ends with the
-    device's, and letting the device swap places with each of those that run a last or a first stage.
+    Pipelines may be reversed where all stages are alike. The best order of the stages that ends with the device's stage
+    is tried, and swaps of the device with each device that runs a last or a first stage.
     """
     best, cost = stages, Cost(math.inf, math.inf)
     for candidate in _candidates(device, stages, weights):
@@ -143,7 +144,7 @@ def _candidates(device: int, stages: Stages, weights: Weights) -> Iterator[Stage
 
 
 def free_hosts(stages: Stages, weights: Weights, network: Network) -> list[str]:
-    """Hosts whose first device runs a last stage: with one of them first in the run, the rule about rank 0 costs
-    nothing."""
+    """Returns hosts whose first device runs a last stage: with one of them first in the run, the rule about rank 0
+    costs nothing."""
     ends = [*stages[-1], *(stages[0] if weights.even else ())]
     return sorted({network.devices[device].host for device in ends if network.devices[device].index == 0})

@@ -1,9 +1,9 @@
-"""Searching placements of classes of devices, as runs of equal groups.
+"""Search for placements of classes of devices, as runs of equal groups.
 
 In good placements neighbouring stages often have groups of the same composition, so that every pipeline can stay among
-near devices. A structure says how many runs there are and how long each is: a composition (m₁ … m_k) of M. A placement
-of that structure says how many members of each class the groups of each run have. Annealing moves members between runs:
-p of a class from each group of one run for q of another class from each group of the other, with m_i p = m_j q.
+near devices. A structure gives the number of runs and their lengths: a composition (m₁ … m_k) of M. A placement of that
+structure gives the number of members of each class in the groups of each run. Annealing moves members between runs: p
+of a class from each group of one run for q of another class from each group of the other, with m_i p = m_j q.
 
 Links of a period above a limit are not used; the limit is annealed along with the rest.
 """
@@ -21,7 +21,7 @@ from lightning_sdpipe.placement.device_classes import Classes
 from lightning_sdpipe.placement.matching import bottleneck
 
 Counts = tuple[int, ...]
-"""How many members of each class a group has."""
+"""Number of members of each class in a group."""
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,23 @@ class Outline:
 
 
 ALL_STRUCTURES = 8
-"""Stages up to which every structure is tried; beyond, as many are drawn as there are for so many stages."""
+"""Largest number of stages for which every structure is tried; for more stages, as many structures are drawn as exist
+for that number."""
 
 MOVES = 1500
-"""Of one annealing."""
+"""Number of moves of one annealing."""
 
 HOT, COLD = 0.06, 0.0006
 """First and last temperature, as a share of the start's cost."""
 
 SHARE = 0.03
-"""Of every group's data cost, besides the largest: as in the annealing of devices."""
+"""Share of every group's data cost that counts besides the largest, as in the annealing of devices."""
 
 CHUNK = 16
 
 
 class ClassCosts:
-    """Costs of groups and of cuts between groups of given composition, each computed once."""
+    """Costs of groups, and of cuts between groups, of given composition, each computed once."""
 
     def __init__(self, weights: Weights) -> None:
         self._exchange, self.has_cuts = weights.exchange[0], bool(weights.step)
@@ -56,12 +57,12 @@ class ClassCosts:
         self._period = weights.period[0] if weights.period else []
         periods = sorted({value for row in self._period for value in row})
         self.limits = periods if periods and periods[-1] > 0 else [math.inf]
-        """Of the periods, from which one is to be chosen; infinite if the cost has none."""
+        """Periods from which a limit is chosen; infinite if the cost has none."""
         self._data: dict[Counts, float] = {}
         self._cuts: dict[tuple[Counts, Counts, float], float] = {}
 
     def data(self, counts: Counts) -> float:
-        """What the slowest member of a group spends on it."""
+        """Returns what the slowest member of a group spends on it."""
         if counts not in self._data:
             self._data[counts] = max(
                 sum(count * cost for count, cost in zip(counts, row, strict=True)) - row[number]
@@ -71,7 +72,7 @@ class ClassCosts:
         return self._data[counts]
 
     def cut(self, one: Counts, other: Counts, limit: float) -> float:
-        """The slowest link of the best matching between two groups, among links of a period up to ``limit``."""
+        """Returns the slowest link of the best matching between two groups, among links of a period up to ``limit``."""
         key = (one, other, limit) if one <= other else (other, one, limit)
         if key not in self._cuts:
             above = [number for number, count in enumerate(one) for _ in range(count)]
@@ -81,7 +82,7 @@ class ClassCosts:
         return self._cuts[key]
 
     def floor(self, one: Counts, other: Counts) -> float:
-        """No matching between two groups has a smaller slowest link."""
+        """Returns a lower bound of the slowest link of any matching between two groups."""
         above = [number for number, count in enumerate(one) if count]
         below = [number for number, count in enumerate(other) if count]
         links = [[self._step[a][b] for b in below] for a in above]
@@ -89,7 +90,7 @@ class ClassCosts:
         return slowest
 
     def least_cut(self, limit: float) -> float:
-        """No cut costs less, among links of a period up to ``limit``."""
+        """Returns a lower bound of the cost of a cut, among links of a period up to ``limit``."""
         links = [
             step
             for steps, periods in zip(self._step, self._period, strict=True)
@@ -99,7 +100,7 @@ class ClassCosts:
         return min(links, default=0.0)
 
     def total(self, lengths: Sequence[int], runs: Sequence[Counts], limit: float) -> float:
-        """Of a placement; infinite if it needs links of a longer period."""
+        """Returns the cost of a placement; infinite if it needs links of a longer period."""
         cost = max(map(self.data, runs))
         for length, counts in zip(lengths, runs, strict=True):
             if length > 1:
@@ -110,7 +111,7 @@ class ClassCosts:
 
 
 def structures(num_stages: int, rng: random.Random) -> list[tuple[int, ...]]:
-    """Compositions of M up to reversal, those with few runs first; of many stages a sample."""
+    """Returns compositions of M up to reversal, those with few runs first; a sample if there are many stages."""
     if num_stages <= ALL_STRUCTURES:
         found = {min(parts, parts[::-1]) for parts in _compositions(num_stages)}
     else:
@@ -138,15 +139,15 @@ def anneal_runs(
     """Anneals the placements of one structure.
 
     Args:
-        lengths: of the runs; they add up to M.
-        classes: of all devices, M × N in all.
-        costs: of the classes.
+        lengths: lengths of the runs, which add up to M.
+        classes: classes of all devices, M × N in all.
+        costs: costs of the classes.
         num_pipelines: N.
-        rng: decides everything random.
+        rng: source of all randomness.
 
     Yields:
-        better and better placements of the structure; None in between, so that a caller that is short of time can stop.
-        Nothing if the structure fits no placement.
+        better and better placements of the structure, and None in between, so that a caller that is short of time can
+        stop. It yields nothing if the structure fits no placement.
     """
     runs = _filled(lengths, classes.sizes, num_pipelines, rng)
     if runs is None:
@@ -191,9 +192,10 @@ def _all_data(lengths: Sequence[int], runs: Sequence[Counts], costs: ClassCosts)
 def _filled(
     lengths: Sequence[int], sizes: Sequence[int], num_pipelines: int, rng: random.Random, attempts: int = 20
 ) -> list[Counts] | None:
-    """Groups for every run that together use up every class; None if none were found.
+    """Returns groups for every run that together use up every class; None if none were found.
 
-    Long runs first: of each class they take a multiple of their length, and the last ones get what is left.
+    Long runs come first: they take a multiple of their length of each class, and the last runs get the remaining
+    devices.
     """
     order = sorted(range(len(lengths)), key=lambda run: -lengths[run])
     for _ in range(attempts):
@@ -211,7 +213,8 @@ def _filled(
 
 
 def _draw(length: int, left: Sequence[int], num_pipelines: int, rng: random.Random) -> Counts | None:
-    """The composition of the groups of a run of this length, from what is left: some classes whole, others in part."""
+    """Returns the composition of the groups of a run of this length, from the remaining devices: some classes whole,
+    others in part."""
     counts = [0] * len(left)
     order = list(range(len(left)))
     rng.shuffle(order)
@@ -227,7 +230,7 @@ def _draw(length: int, left: Sequence[int], num_pipelines: int, rng: random.Rand
 
 
 def _moved(lengths: Sequence[int], runs: Sequence[Counts], rng: random.Random) -> list[Counts] | None:
-    """Two runs exchange members; None if the drawn ones have none to exchange."""
+    """Exchanges members of two runs; returns None if the drawn runs have none to exchange."""
     one = rng.randrange(len(runs))
     other = rng.randrange(len(runs) - 1)
     other += other >= one

@@ -1,4 +1,4 @@
-"""``sdpipe place NETWORK``: searches a placement, explains it, and writes it to a file.
+"""``sdpipe place NETWORK``: searches for a placement, explains it, and writes it to a file.
 
 Without ``--stages`` the best rectangle is compared with pipelines of unlike depths and cuts.
 """
@@ -25,7 +25,7 @@ from lightning_sdpipe.topology.mesh import depths_of
 from lightning_sdpipe.topology.placement_file import write_placement
 
 GAIN = 1.03
-"""What unlike depths must make, over the best rectangle, to be proposed; so must leaving devices out."""
+"""Least gain over the best rectangle for which unlike depths are proposed; the same holds for leaving devices out."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _placed(network: Network, options: argparse.Namespace) -> tuple[PlacementResult | RaggedResult, list[str]]:
-    """What is proposed, and in words what there would be instead."""
+    """Returns the proposed placement, and the alternatives in words."""
     if options.stages is not None and len(options.stages) > 1:
         if options.cost == "pipedream":
             raise ConfigurationError(
@@ -144,7 +144,8 @@ def _placed(network: Network, options: argparse.Namespace) -> tuple[PlacementRes
 def _proposed(
     rectangle: PlacementResult | RaggedResult | None, ragged: RaggedResult
 ) -> tuple[PlacementResult | RaggedResult, list[str]]:
-    """Unlike depths, if they gain enough over the best rectangle; and what the other would give."""
+    """Returns unlike depths if they gain enough over the best rectangle, else the rectangle; and in words what the
+    other would give."""
     if rectangle is None:
         return ragged, ["Best rectangle  none fits into these devices"]
     gain = rate(ragged) / rate(rectangle)
@@ -183,7 +184,7 @@ def _traffic(options: argparse.Namespace, stages: int) -> StageTraffic | None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """What would only be noticed after the search, or not at all."""
+    """Refuses options whose errors would only be noticed after the search, or not at all."""
     if not 0 < options.seconds < math.inf:
         raise ConfigurationError(f"--seconds {options.seconds} must be a number above 0.")
     if options.micro_batches is not None and options.micro_batches < 1:

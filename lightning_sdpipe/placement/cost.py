@@ -1,4 +1,4 @@
-"""What a placement costs: seconds of communication for one mini-batch of every pipeline.
+"""Cost of a placement: seconds of communication for one mini-batch of every pipeline.
 
 The cost has two parts. *Data*: the replicas of a stage average their parameters, each managing 1/N of them for the
 others (DT-FM §3.2, equation 2): ``max_d Σ_d' 2 (α + c_dp / (N β))``, and the slowest stage counts. *Pipeline*: over a
@@ -33,8 +33,8 @@ Stages: TypeAlias = list[list[int]]
 
 @dataclass(frozen=True)
 class Weights:
-    """What each link would cost in each place, in seconds. Matrices are symmetric, n × n, and shared where stages or
-    cuts are alike.
+    """The cost of each link in each place, in seconds. Matrices are symmetric, n × n, and shared where stages or cuts
+    are alike.
 
     ``exchange[j][a][b]``: two replicas of stage j exchange their shares. ``step[t][a][b]`` and ``period[t][a][b]``: a
     and b are on either side of cut t.
@@ -46,7 +46,7 @@ class Weights:
 
     @property
     def even(self) -> bool:
-        """All stages are alike, so that a placement may be reversed."""
+        """True if all stages are alike, so that a placement may be reversed."""
         return all(
             len({id(matrix) for matrix in matrices}) <= 1 for matrices in (self.exchange, self.step, self.period)
         )
@@ -58,7 +58,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds for one mini-batch of every pipeline, and where they go."""
+    """Seconds for one mini-batch of every pipeline, by purpose."""
 
     data: float
     pipeline: float
@@ -75,17 +75,17 @@ def weights(
     model: CostModel = "pipelined",
     num_micro_batches: int = 1,
 ) -> Weights:
-    """What each link of ``network`` costs.
+    """Returns the cost of each link of ``network``.
 
     Args:
-        network: of at least M × N devices.
+        network: a network of at least M × N devices.
         num_pipelines: N.
-        traffic: of the M stages.
-        model: see the module's text.
-        num_micro_batches: m; of ``"pipelined"`` only.
+        traffic: the traffic of the M stages.
+        model: see the module's docstring.
+        num_micro_batches: m; used by ``"pipelined"`` only.
 
     Raises:
-        ConfigurationError: an unknown model, or no micro-batch.
+        ConfigurationError: the model is unknown, or there is no micro-batch.
     """
     if model not in get_args(CostModel):
         raise ConfigurationError(f"The cost model {model!r} is not known; use one of {', '.join(get_args(CostModel))}.")
@@ -101,7 +101,7 @@ def weights(
 
 
 class _Links:
-    """Seconds to send so many bytes over each link and get as many back, with or without latency."""
+    """Seconds to send an amount of bytes over each link and get as many back, with or without latency."""
 
     def __init__(self, network: Network) -> None:
         self._latency, self._bandwidth = network.latency(), network.bandwidth()
@@ -120,11 +120,11 @@ class _Links:
 
 
 def evaluate(stages: Sequence[Sequence[int]], weights: Weights) -> Cost:
-    """The cost of a placement; infinite where it needs a link that does not exist.
+    """Returns the cost of a placement; infinite where it needs a link that does not exist.
 
     Args:
         stages: the devices of each stage, by pipeline.
-        weights: of M stages.
+        weights: weights of M stages.
     """
     data = max(group_cost(group, matrix) for group, matrix in zip(stages, weights.exchange, strict=True))
     steps, period = 0.0, 0.0
@@ -135,12 +135,12 @@ def evaluate(stages: Sequence[Sequence[int]], weights: Weights) -> Cost:
 
 
 def group_cost(group: Sequence[int], exchange: Matrix) -> float:
-    """Seconds until the slowest member has exchanged its shares with all others (DT-FM, equation 2)."""
+    """Returns the seconds until the slowest member has exchanged its shares with all others (DT-FM, equation 2)."""
     return max(sum(exchange[a][b] for b in group if b != a) for a in group)
 
 
 def least_loads(weights: Weights, num_pipelines: int) -> list[float]:
-    """What each device spends at least on exchanging with its group, whichever N − 1 others are in it."""
+    """Returns what each device spends at least on exchanging with its group, whichever N − 1 others are in it."""
     matrices = {id(matrix): matrix for matrix in weights.exchange}.values()
     least = [math.inf] * len(weights.exchange[0])
     for matrix in matrices:
@@ -151,8 +151,8 @@ def least_loads(weights: Weights, num_pipelines: int) -> list[float]:
 
 
 def lower_bound(weights: Weights, num_pipelines: int) -> float:
-    """No placement costs less: every device exchanges with N − 1 others at least what the nearest ones cost, and no cut
-    is cheaper than the cheapest link."""
+    """Returns a lower bound of the cost of all placements: every device exchanges with N − 1 others at least at the
+    cost of the nearest ones, and no cut is cheaper than the cheapest link."""
     cuts = [_least(step) for step in weights.step]
     paces = [_least(period) for period in weights.period]
     return max(least_loads(weights, num_pipelines)) + sum(cuts) + max(paces, default=0.0)
@@ -163,5 +163,5 @@ def _least(matrix: Matrix) -> float:
 
 
 def default_order(num_stages: int, num_pipelines: int) -> Stages:
-    """Device i as rank i without a placement: consecutive ranks form a pipeline, its last stage first."""
+    """Returns the placement of device i as rank i: consecutive ranks form a pipeline, its last stage first."""
     return [[i * num_stages + num_stages - 1 - j for i in range(num_pipelines)] for j in range(num_stages)]

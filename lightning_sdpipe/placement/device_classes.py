@@ -1,4 +1,4 @@
-"""Devices that are alike: a placement of classes instead of devices is a far smaller problem."""
+"""Classes of devices that are alike: a placement of classes is a far smaller problem than one of devices."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_sdpipe.placement.cost import Stages, Weights
 from lightning_sdpipe.placement.network import Matrix
 
 TOLERANCE = 0.1
-"""By how much the link costs of devices of one class may differ, as the root mean square over all other devices: a mean
-evens out noise, a square still sees the one link in fifty to a device of the same host."""
+"""Largest difference of the link costs of devices of one class, as the root mean square over all other devices: a mean
+evens out noise, and a square still sees the one link in fifty to a device of the same host."""
 
 SAME = 1e-9
-"""Differences up to here are rounding."""
+"""Largest difference that counts as rounding."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Classes:
 
     Args:
         members: devices of each class, in order.
-        of_devices: what links between devices cost.
+        of_devices: costs of links between devices.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -39,21 +39,21 @@ class Classes:
 
     @cached_property
     def weights(self) -> Weights:
-        """What links between classes cost, means over the devices; on the diagonal, links within a class."""
+        """Costs of links between classes, means over the devices; on the diagonal, links within a class."""
         return _between(self.members, self.of_devices)
 
     def devices(self, counts: Sequence[Sequence[int]]) -> Stages:
-        """Groups of devices, from the number of members of each class in each group."""
+        """Returns groups of devices, from the number of members of each class in each group."""
         taken = [iter(members) for members in self.members]
         return [[next(taken[number]) for number, count in enumerate(group) for _ in range(count)] for group in counts]
 
 
 def identical(weights: Weights) -> Classes:
-    """Classes of devices that can take each other's place without any difference."""
+    """Returns classes of devices that can replace each other without any difference."""
     matrices = _logarithms(weights)
     members: list[list[int]] = []
     for device in range(len(weights.exchange[0])):
-        for group in members:  # what is like one member is like all
+        for group in members:  # a device that equals one member equals all
             if all(_distance(matrix, device, group[0], SAME) <= SAME for matrix in matrices):
                 group.append(device)
                 break
@@ -63,8 +63,8 @@ def identical(weights: Weights) -> Classes:
 
 
 def alike(weights: Weights) -> Generator[None, None, Classes]:
-    """Classes of devices that differ by up to :data:`TOLERANCE`: complete linkage, the closest first, so that any two
-    members of a class are that close.
+    """Returns classes of devices that differ by up to :data:`TOLERANCE`: complete linkage, the closest first, so that
+    any two members of a class differ by no more.
 
     Yields:
         None in between, so that a caller that is short of time can stop.
@@ -99,7 +99,7 @@ def _logarithms(weights: Weights) -> list[Matrix]:
 
 
 def _distance(matrix: Matrix, a: int, b: int, tolerance: float) -> float:
-    """The root mean square of how far the links of two devices to all others differ, in logarithms; only up to where it
+    """Returns the root mean square difference of two devices' links to all others, in logarithms; infinite where it
     exceeds the tolerance."""
     total, count = 0.0, len(matrix) - 2
     for other, (one, two) in enumerate(zip(matrix[a], matrix[b], strict=True)):

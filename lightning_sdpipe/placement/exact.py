@@ -1,9 +1,9 @@
-"""The cheapest placement of few classes of identical devices, with a proof.
+"""The cheapest placement of a few classes of identical devices, with a proof.
 
 For every limit of the periods and every limit of the groups' data cost, from low to high, dynamic programming finds the
-path of M groups within both limits that uses up all devices at the least sum of cuts: layer by layer over what has been
-used and the last group, M/2 groups from either end, meeting in the middle. Whatever cannot become cheaper than the best
-placement known is left out, and so are limits that cannot.
+path of M groups within both limits that uses up all devices at the least sum of cuts: layer by layer over the used
+devices and the last group, M/2 groups from either end, meeting in the middle. Paths and limits that cannot become
+cheaper than the best known placement are left out.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from lightning_sdpipe.placement.class_search import ClassCosts, Counts, Outline
 
 MOST_CLASSES = 4
 MOST_GROUPS = 2000
-"""Compositions of a group beyond which nothing is tried: 8 devices of four classes have 165."""
+"""Largest number of compositions of a group with which the proof is tried: 8 devices of four classes have 165."""
 
 MOST_STATES = 200_000
-"""Of a layer, beyond which it is given up: they take about 100 MB."""
+"""Largest number of states of a layer before the proof gives up: they take about 100 MB."""
 
 CHUNK = 100
-"""Expanded states between two pauses."""
+"""Expanded states between two yields."""
 
 
 class _TooManyStates(Exception):
@@ -35,17 +35,18 @@ def prove(
     """Looks for placements that cost less than ``best``.
 
     Args:
-        costs: of the classes.
-        sizes: of the classes; M × N together.
+        costs: costs of the classes.
+        sizes: sizes of the classes; M × N together.
         num_stages: M.
         num_pipelines: N.
         best: the cost of a known placement.
 
     Yields:
-        cheaper and cheaper placements; None in between, so that a caller that is short of time can stop.
+        cheaper and cheaper placements, and None in between, so that a caller that is short of time can stop.
 
     Returns:
-        Whether the search was complete: then the last placement that it yielded is optimal, or else the known one.
+        Whether the search was complete: then the last placement that it yielded is optimal, or, if it yielded none, the
+            known one.
     """
     groups = _compositions(sizes, num_pipelines)
     if len(groups) > MOST_GROUPS:
@@ -71,7 +72,7 @@ def prove(
 
 
 def _compositions(sizes: Sequence[int], total: int) -> list[Counts]:
-    """The ways to choose ``total`` members from classes of these sizes; one too many at most."""
+    """Returns the ways to choose ``total`` members from classes of these sizes, cut off one above the limit."""
     found: list[tuple[int, ...]] = [()]
     for number, size in enumerate(sizes):
         rest = sum(sizes[number + 1 :])
@@ -84,7 +85,7 @@ def _compositions(sizes: Sequence[int], total: int) -> list[Counts]:
 
 
 State = tuple[Counts, Counts]
-"""What has been used of each class, and the last group."""
+"""The used number of each class, and the last group."""
 
 
 @dataclass
@@ -96,11 +97,11 @@ class _Layers:
     sizes: Counts
     num_stages: int
     limit: float
-    least: float  # no cut costs less
+    least: float  # lower bound of the cost of a cut
     budget: float
 
     def shortest_path(self) -> Generator[None, None, list[Counts] | None]:
-        """The cheapest path, if it costs less than the budget, which then is lowered to what it costs."""
+        """Returns the cheapest path, if it costs less than the budget, which is then lowered to that cost."""
         layers: list[dict[State, tuple[float, State | None]]] = [
             {(counts, counts): (0.0, None) for counts in self.groups}
         ]
@@ -160,7 +161,7 @@ class _Layers:
         return True
 
     def _back(self, state: State | None, layers: list[dict[State, tuple[float, State | None]]]) -> list[Counts]:
-        """The groups of a path, the last one first."""
+        """Returns the groups of a path, the last one first."""
         groups = []
         for layer in reversed(layers):
             assert state is not None, "there are as many steps as layers"
@@ -169,7 +170,7 @@ class _Layers:
         return groups
 
     def _neighbours(self, counts: Counts) -> list[tuple[float, Counts]]:
-        """Groups that may follow, the cheapest cut first."""
+        """Returns groups that may follow, the cheapest cut first."""
         most = self.budget - (self.num_stages - 2) * self.least
         near = [
             (self.costs.cut(counts, other, self.limit), other)

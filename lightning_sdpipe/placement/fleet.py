@@ -1,9 +1,9 @@
-"""What pipelines of unlike devices make: λ(c), the mini-batches per second of one pipeline of so many devices of each
-class, in their best order and with its best cut.
+"""Throughput of pipelines of unlike devices: λ(c), the mini-batches per second of one pipeline with counts c of
+devices.
 
-``λ(c) = 1 / (T + data)``: T as in :mod:`lightning_sdpipe.placement.throughput`, data what its slowest worker takes to
-average with k − 1 others, ``2 (k − 1) (α + bytes / (k β))`` over the median link. A pipeline of one stage moves the
-whole model.
+The counts are by class; the devices are in their best order, with the best cut. ``λ(c) = 1 / (T + data)``: T is as in
+:mod:`lightning_sdpipe.placement.throughput`, data is the time that the slowest worker takes to average with k − 1
+others, ``2 (k − 1) (α + bytes / (k β))`` over the median link. A pipeline of one stage moves the whole model.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from lightning_sdpipe.placement.planner import ALIKE, PlacementTask, job_of
 from lightning_sdpipe.placement.throughput import GROUP, CutJob, PlacementJob, Spans, Sync
 
 Counts: TypeAlias = tuple[int, ...]
-"""Of devices, by class."""
+"""Counts of devices, by class."""
 
 Order: TypeAlias = tuple[int, ...]
-"""The class of the device of each stage of a pipeline."""
+"""Class of the device of each stage of a pipeline."""
 
 EXACT = 2000
-"""Counts up to which all of them are looked at."""
+"""Largest number of counts for which all are examined."""
 
 MOST_ORDERS, FEW_ORDERS = 120, 6
-"""In which the devices of a pipeline are tried: all of five that differ, and beyond so many counts of three."""
+"""Largest numbers of orders in which the devices of a pipeline are tried: all of five unlike devices, and beyond
+:data:`EXACT` counts all of three."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,13 @@ class PlacedPipeline:
 
 
 class Fleet:
-    """The devices of a network by class, as far as they fall into pipelines that train a model.
+    """The devices of a network by class, for pipelines that train a model.
 
     Args:
-        network: with a model.
-        asked: how it is trained; its number of stages does not count.
-        micro_batches: of a mini-batch, of all pipelines alike.
-        deepest: the most stages of a pipeline.
+        network: a network with a model.
+        asked: the task; its number of stages is ignored.
+        micro_batches: micro-batches of a mini-batch, equal for all pipelines.
+        deepest: largest number of stages of a pipeline.
 
     Raises:
         ConfigurationError: the network has no model.
@@ -81,45 +82,45 @@ class Fleet:
         self._work = sum(block.seconds for block in self.chain)
 
     def with_cut(self, spans: Spans) -> Fleet:
-        """The same for pipelines that all have this cut."""
+        """Returns the same fleet for pipelines that all have this cut."""
         other = copy(self)
         other._common, other._rows, other._best = spans, {}, {}
         return other
 
     @property
     def least_depth(self) -> int:
-        """Of a pipeline."""
+        """Least number of stages of a pipeline."""
         return 1 if self._common is None else len(self._common)
 
     @property
     def exact(self) -> bool:
-        """Whether there are few enough counts to look at all."""
+        """True if there are few enough counts to examine all."""
         return self.num_states <= EXACT
 
     @cached_property
     def num_states(self) -> int:
-        """How many counts there are."""
+        """Number of counts."""
         return math.prod(count + 1 for count in self.counts)
 
     @cached_property
     def states(self) -> list[Counts]:
-        """All counts but none at all, small ones first."""
+        """All counts but the empty one, small ones first."""
         found = product(*(range(count + 1) for count in self.counts))
         return sorted((counts for counts in found if any(counts)), key=lambda counts: (sum(counts), counts))
 
     def members(self, num_pipelines: int) -> int:
-        """How many of so many pipelines average together (k)."""
+        """Returns how many of ``num_pipelines`` pipelines average together (k)."""
         return num_pipelines if self.sync == "all_reduce" else min(GROUP, num_pipelines)
 
     # ----------------------------------------------------------- one pipeline
 
     def rate(self, counts: Counts, members: int) -> float:
-        """λ of these devices; 0 if the model fits into them in no way."""
+        """Returns λ of these devices; 0 if the model fits into them in no way."""
         return self._best_order(counts, members)[0]
 
     def order(self, counts: Counts, members: int, last: int | None = None) -> Order | None:
-        """The class of each stage's device in the best order, with one of class ``last`` in the end; None if the model
-        fits in no such order."""
+        """Returns the class of each stage's device in the best order, with one of class ``last`` at the end; None if
+        the model fits in no such order."""
         if last is None:
             return self._best_order(counts, members)[1] or None
         rated = [(self._rate_of(order, members), order) for order in self.orders(counts, last)]
@@ -127,8 +128,8 @@ class Fleet:
         return order if rate else None
 
     def bound(self, counts: Counts) -> float:
-        """No order and no cut makes more: one micro-batch computes everything in turn, at best on the fastest device,
-        and the others follow at the pace of all devices together."""
+        """Returns an upper bound of λ for all orders and cuts: one micro-batch computes everything in turn, at best on
+        the fastest device, and the others follow at the pace of all devices together."""
         if not self.could_hold(counts):
             return 0.0
         if counts not in self._bounds:
@@ -137,7 +138,7 @@ class Fleet:
         return self._bounds[counts]
 
     def could_hold(self, counts: Counts) -> bool:
-        """Whether there are few enough devices, and what the model's states take is not too much for all of them."""
+        """Returns whether there are few enough devices, and all of them together can hold the model's states."""
         depth, memories = sum(counts), self._job(1).memories
         if depth > self._deepest or (self._common is not None and depth != len(self._common)):
             return False
@@ -146,11 +147,11 @@ class Fleet:
         )
 
     def most(self) -> float:
-        """No set of pipelines makes more mini-batches per second than this.
+        """Returns an upper bound of the mini-batches per second of all sets of pipelines.
 
-        A device of speed v adds at most ``v / (1 − 1/m + ρ/m)`` to what its pipeline makes, where ρ is the sum of the
-        speeds there over the largest: so the least ρ counts, of all sets with it that could hold the model. Where
-        there are too many sets, ρ = 1.
+        A device of speed v adds at most ``v / (1 − 1/m + ρ/m)`` to the rate of its pipeline, where ρ is the sum of the
+        speeds there over the largest: so the least ρ counts, of all sets with it that could hold the model. Where there
+        are too many sets, ρ = 1.
         """
         least = [math.inf if self.exact else 1.0 for _ in self.classes]
         for counts in self.states if self.exact else ():
@@ -167,7 +168,7 @@ class Fleet:
     # ---------------------------------------------------------------- devices
 
     def row(self, devices: tuple[int, ...]) -> PlacedPipeline | None:
-        """A pipeline of these devices by stage, with its best cut; None if the model does not fit."""
+        """Returns a pipeline of these devices by stage, with its best cut; None if the model does not fit."""
         if devices not in self._rows:
             self._rows[devices] = self._cut_row(devices)
         return self._rows[devices]
@@ -187,16 +188,16 @@ class Fleet:
         return PlacedPipeline(devices, spans, seconds) if seconds < math.inf else None
 
     def rate_of(self, row: PlacedPipeline, members: int) -> float:
-        """Mini-batches per second of one pipeline that averages with others."""
+        """Returns the mini-batches per second of one pipeline that averages with others."""
         return 1 / (row.seconds + self._averaging(row, members))
 
     def together(self, rows: Sequence[PlacedPipeline]) -> float:
-        """Mini-batches per second of all pipelines."""
+        """Returns the mini-batches per second of all pipelines."""
         rates = [self.rate_of(row, self.members(len(rows))) for row in rows]
         return len(rates) * min(rates) if self.sync == "all_reduce" else sum(rates)
 
     def devices(self, order: Sequence[int]) -> tuple[int, ...]:
-        """A device for each class of ``order``."""
+        """Returns a device for each class of ``order``."""
         taken = [iter(members) for members in self.classes]
         return tuple(next(taken[number]) for number in order)
 
@@ -204,7 +205,8 @@ class Fleet:
         return next(number for number, members in enumerate(self.classes) if device in members)
 
     def orders(self, counts: Counts, last: int | None = None) -> Iterator[Order]:
-        """In which their devices are tried; only those that end with one of class ``last``."""
+        """Yields the orders in which devices are tried; with ``last``, only those that end with a device of that
+        class."""
         found = _orders(counts) if last is None else ((*order, last) for order in _orders(_without(counts, last)))
         return islice(found, MOST_ORDERS if self.exact else FEW_ORDERS)
 
@@ -248,7 +250,7 @@ class Fleet:
         return sum(self._job(1).memory([1.0]).fixed)
 
     def _speeds(self, counts: Counts) -> list[float]:
-        """The fastest of each class stands for it."""
+        """Returns the speed of each device, taken from the fastest of its class."""
         speeds = self._job(1).speeds
         return [speeds[members[0]] for members, count in zip(self.classes, counts, strict=True) for _ in range(count)]
 
@@ -260,8 +262,8 @@ class Fleet:
 
 
 def _classes(network: Network) -> list[list[int]]:
-    """Devices of one host that have the same memory and are about equally fast, the fastest first; large memories
-    first, since the first stage keeps most micro-batches in flight."""
+    """Returns classes of devices of one host that have the same memory and about equal speed, the fastest first; large
+    memories come first, since the first stage keeps most micro-batches in flight."""
 
     def kind(device: int) -> tuple[float, float, str]:
         found = network.devices[device]
@@ -282,7 +284,7 @@ def _classes(network: Network) -> list[list[int]]:
 
 
 def _orders(counts: Counts) -> Iterator[Order]:
-    """All orders of so many of each class, each once."""
+    """Yields all orders of these numbers of devices of each class, each once."""
     if not any(counts):
         yield ()
     for number, count in enumerate(counts):
@@ -292,5 +294,5 @@ def _orders(counts: Counts) -> Iterator[Order]:
 
 
 def _without(counts: Counts, number: int) -> Counts:
-    """One device of that class fewer."""
+    """Returns the counts with one device of that class fewer."""
     return (*counts[:number], counts[number] - 1, *counts[number + 1 :])

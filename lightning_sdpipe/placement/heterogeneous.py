@@ -1,8 +1,8 @@
-"""Placing a model on devices of unlike speed and memory, which DT-FM leaves as future work (§8).
+"""Placement of a model on devices of unlike speed and memory, which DT-FM leaves as future work (§8).
 
 All-reduce wants devices of equal speed within a stage, and slow stages to have fewer blocks; pipelines that average in
-groups may as well be slow as a whole. So where the model is cut and which device runs what depend on each other:
-annealing swaps devices and moves cuts by a block, and is alternated with the exact cut for the devices of each stage
+groups may as well be slow as a whole. So the cut and the placement depend on each other: annealing swaps devices and
+moves cuts by a block, and is alternated with the exact cut for the devices of each stage
 (:func:`~lightning_sdpipe.partition.balance.balance`) until nothing changes.
 """
 
@@ -20,53 +20,54 @@ from lightning_sdpipe.placement.throughput import CutJob, PlacementJob, Spans, a
 
 ROUNDS = 12
 ALTERNATIONS = 5
-"""How often the cut and the placement are improved in turn, at most."""
+"""Largest number of times that the cut and the placement are improved in turn."""
 
 MOVES_PER_DEVICE, LEAST_MOVES = 150, 4000
-"""Of one annealing."""
+"""Number of moves of one annealing."""
 
 HOT, COLD = 2.0, 0.001
 """First and last temperature, as shares of the start's seconds per device."""
 
 POWER = 8.0
-"""Of the mean that stands for the slowest pipeline while annealing: a maximum does not change by most moves."""
+"""Power of the mean that stands for the slowest pipeline while annealing: most moves do not change a maximum."""
 
 SHARE = 0.03
-"""Of every group's data cost besides the largest, and of all stages' time besides that of the busiest."""
+"""Share of every group's data cost besides the largest, and of all stages' time besides the busiest."""
 
 MISFIT = 0.1
-"""What a device that may not run its stage adds while annealing, as a share of the start's seconds: what fits may lie
-behind what does not."""
+"""Penalty of a device that may not run its stage while annealing, as a share of the start's seconds: valid placements
+may lie behind invalid ones."""
 
 CUTS, FARTHEST = 0.2, 3
-"""Of all moves: they move a cut by up to so many blocks, since it may have to pass some that cannot travel."""
+"""Share of moves that move a cut, and largest number of blocks by which they do, since a cut may have to pass blocks
+whose output cannot travel."""
 
 CHUNK = 8
-"""Moves between two pauses."""
+"""Number of moves between two yields."""
 
 ROWS = 8
-"""Pipelines whose own best cut is tried."""
+"""Number of pipelines whose own best cut is tried."""
 
 ORDERS = 24
-"""Of stages, in which they get the largest memories."""
+"""Number of orders of stages in which these get the largest memories."""
 
 
 def place_heterogeneous(
     job: PlacementJob, starts: Sequence[Stages], rng: random.Random, rounds: int = ROUNDS
 ) -> Generator[tuple[Stages, Spans] | None, None, None]:
-    """Looks for the placement and the cut that train fastest.
+    """Searches for the placement and the cut that train fastest.
 
     Args:
-        job: what is trained, on what.
+        job: the model and the devices.
         starts: placements to begin with, besides those by speed and by memory.
-        rng: decides everything random.
-        rounds: of annealing.
+        rng: source of all randomness.
+        rounds: number of annealings.
 
     Yields:
-        better and better placements, each with its cut; None in between, so that a caller short of time can stop.
+        better and better placements, each with its cut, and None in between, so that a caller short of time can stop.
 
     Raises:
-        ConfigurationError: the model fits into the devices in no way that was tried.
+        ConfigurationError: no placement that was tried fits into the devices.
     """
     begun: list[tuple[float, Stages, Spans]] = []
     refusals: list[ConfigurationError] = []
@@ -100,8 +101,9 @@ def place_heterogeneous(
 
 
 def best_cut(job: PlacementJob, stages: Stages, known: Spans | None = None) -> Spans:
-    """The cut that trains fastest on these devices, of those that suit the slowest device of each stage, the mean or
-    one of the pipelines, with what averaging a block's parameters takes counted as its work or not, and ``known``.
+    """Returns the cut that trains fastest on these devices. Candidates are ``known`` and the cuts that suit the slowest
+    device of each stage, the mean or one of the pipelines; the time for averaging a block's parameters counts as its
+    work or not.
 
     Raises:
         ConfigurationError: no cut fits into the devices.
@@ -125,11 +127,11 @@ def best_cut(job: PlacementJob, stages: Stages, known: Spans | None = None) -> S
 
 
 def pipeline_cut(job: PlacementJob, devices: Sequence[int]) -> Spans:
-    """The cut by which the slowest stage of one pipeline is fastest.
+    """Returns the cut that makes the slowest stage of one pipeline fastest.
 
     Args:
-        job: what is trained.
-        devices: of the stages.
+        job: the model and the devices.
+        devices: the devices of the stages.
 
     Raises:
         ConfigurationError: no cut fits into the devices.
@@ -140,7 +142,7 @@ def pipeline_cut(job: PlacementJob, devices: Sequence[int]) -> Spans:
 
 
 def _crossing(job: PlacementJob) -> list[float]:
-    """Bytes over the cut after each block, both ways; infinite where its output cannot travel."""
+    """Returns the bytes over the cut after each block, both ways; infinite where its output cannot travel."""
     return [
         math.inf if block.activation_bytes is None else float(block.activation_bytes + block.gradient_bytes)
         for block in job.chain[:-1]
@@ -148,14 +150,15 @@ def _crossing(job: PlacementJob) -> list[float]:
 
 
 def _by_speed(job: PlacementJob) -> Iterator[Stages]:
-    """Stages of devices of equal speed, and pipelines of such."""
+    """Yields stages of devices of equal speed, and pipelines of these."""
     order = sorted(range(len(job.network)), key=lambda device: -job.speeds[device])
     yield _columns(order, job.num_pipelines)
     yield [list(group) for group in zip(*_columns(order, job.num_stages), strict=True)]
 
 
 def _by_memory(job: PlacementJob) -> Iterator[Stages]:
-    """Stages of devices of about equal memory, the largest for each stage in turn; the first stage keeps most."""
+    """Yields stages of devices of about equal memory, with the largest for each stage in turn; the first stage keeps
+    most."""
     order = sorted(range(len(job.network)), key=lambda device: (-job.memories[device], -job.speeds[device]))
     columns = _columns(order, job.num_pipelines)
     for stages in islice(permutations(range(job.num_stages)), ORDERS):
@@ -169,7 +172,7 @@ def _columns(order: Sequence[int], size: int) -> Stages:
 def _anneal(
     job: PlacementJob, stages: Stages, spans: Spans, rng: random.Random
 ) -> Generator[None, None, tuple[Stages, Spans]]:
-    """The best placement and cut met on the way."""
+    """Returns the best placement and cut met on the way."""
     walk = _Walk(job, stages, spans)
     moves = max(MOVES_PER_DEVICE * len(job.network), LEAST_MOVES)
     unit = walk.cost / len(job.network)
@@ -185,7 +188,7 @@ def _anneal(
 
 
 class _Walk:
-    """A placement and a cut on their way, with what each pipeline and each group's averaging takes."""
+    """A placement and a cut during annealing, with the times of each pipeline and of each group's averaging."""
 
     def __init__(self, job: PlacementJob, stages: Stages, spans: Spans) -> None:
         self._cut = CutJob(job, spans)
@@ -212,7 +215,7 @@ class _Walk:
         return float(top * mean ** (1 / POWER) + averaging + slack)
 
     def swap(self, rng: random.Random, tolerance: float) -> None:
-        """Two devices swap places, if that costs less than ``tolerance`` more."""
+        """Swaps the places of two devices, if the cost grows by less than ``tolerance``."""
         stages, cut = self._stages, self._cut
         g, h = rng.randrange(len(stages)), rng.randrange(len(stages))
         i, k = rng.randrange(len(stages[0])), rng.randrange(len(stages[0]))
@@ -228,7 +231,7 @@ class _Walk:
             stages[g][i], stages[h][k] = one, other
 
     def move_cut(self, rng: random.Random, tolerance: float) -> None:
-        """One stage gives blocks to a neighbour, if that costs less than ``tolerance`` more."""
+        """Moves blocks of one stage to a neighbour, if the cost grows by less than ``tolerance``."""
         job, spans = self._cut.job, list(self._cut.spans)
         if len(spans) == 1:
             return

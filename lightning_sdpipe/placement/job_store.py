@@ -1,4 +1,4 @@
-"""The workers of a job that measure each other: their addresses, and meeting at agreed points."""
+"""Store of a job whose workers measure each other: it shares their addresses, and lets them meet at agreed points."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class JobStore:
     """This process among the workers of its job, and a store that all of them reach.
 
     Args:
-        store: of strings.
-        rank: of this process.
-        size: how many there are.
-        local_rank: among those of the same host.
-        patience: seconds to wait for another at most.
+        store: a store of strings.
+        rank: rank of this process.
+        size: number of processes.
+        local_rank: rank among the processes of the same host.
+        patience: longest wait in seconds for another process.
     """
 
     store: Store
@@ -43,10 +43,10 @@ class JobStore:
 
     @classmethod
     def join(cls, patience: float) -> JobStore:
-        """By what torchrun or SLURM has put into the environment.
+        """Joins the job that torchrun or SLURM has described in the environment.
 
         Raises:
-            ConfigurationError: neither has, or the first rank cannot be reached.
+            ConfigurationError: the environment describes no job, or the first rank cannot be reached.
         """
         if "RANK" not in os.environ:
             _as_slurm_says()
@@ -59,10 +59,10 @@ class JobStore:
         return cls(store, rank, size, int(os.environ.get("LOCAL_RANK", "0")), patience)
 
     def share(self, name: str, value: T, kind: type[T]) -> list[T]:
-        """What every rank shares under this name, by rank; returns when all have.
+        """Shares ``value`` under this name; returns the values of all ranks when all have shared.
 
         Raises:
-            WorkerFailedError: a rank did not come in time, or gave up; names it.
+            WorkerFailedError: a rank did not come in time, or gave up; the message names it.
         """
         self._put(name, _Entry(msgspec.Raw(msgspec.json.encode(value))))
         self._await(name)
@@ -77,7 +77,7 @@ class JobStore:
         self._put(name, _Entry(msgspec.Raw(b"null"), error))
 
     def leave(self) -> None:
-        """Rank 0, whose process may hold the store, waits until none needs it any more."""
+        """Leaves the job. Rank 0, whose process may hold the store, waits until no rank needs it any more."""
         self._put("left", _Entry(msgspec.Raw(b"null")))
         if self.rank == 0:
             self._await("left")
@@ -101,14 +101,14 @@ class JobStore:
 
 
 class _Entry(msgspec.Struct):
-    """What a rank shares, or why it has given up."""
+    """The value that a rank shares, or the reason why it has given up."""
 
     value: msgspec.Raw
     error: str = ""
 
 
 def _meet(timeout: timedelta) -> tuple[Store, int, int]:
-    """Return the store, this process's rank in it, and the number of ranks."""
+    """Returns the store, this process's rank in it, and the number of ranks."""
     here = os.environ
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= here.keys():
         rank, size = int(here["RANK"]), int(here["WORLD_SIZE"])

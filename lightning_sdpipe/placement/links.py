@@ -1,4 +1,4 @@
-"""What was found of links, put together as a network and as text for people."""
+"""Measured links, combined as a network and as text for people."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_sdpipe.placement.network import Device, Network, Shared
 from lightning_sdpipe.placement.report import shown_seconds
 
 SHARING = 0.8
-"""Links that keep more than this of their bandwidth when all are busy do not share a network card."""
+"""Share of their bandwidth above which links that are all busy do not share a network card."""
 
 
 class Link(msgspec.Struct, frozen=True):
-    """What the first of two ranks found: bytes per second to the other, and from it; or why they could not connect."""
+    """Result of the first of two ranks: bytes per second to the other, and from it; or why they could not connect."""
 
     ranks: Pair
     latency: float = 0.0
@@ -29,13 +29,13 @@ class Link(msgspec.Struct, frozen=True):
 
 
 def combine(devices: Sequence[Device], links: Sequence[Link], busy: Sequence[Link], model: Model | None) -> Network:
-    """The network of these links.
+    """Returns the network of these links.
 
     Args:
         devices: by rank.
-        links: of every pair, or of some of any two hosts: then the others are like the median of these.
-        busy: of pairs that were measured at the same time, with ``outward`` only.
-        model: that the devices were measured with.
+        links: links of every pair, or of some pairs of any two hosts: then the others equal the median of these.
+        busy: links of pairs that were measured at the same time, with ``outward`` only.
+        model: the model with which the devices were measured.
     """
     count = len(devices)
     latency: list[list[float | None]] = [[0.0 if a == b else None for b in range(count)] for a in range(count)]
@@ -76,7 +76,7 @@ def _hosts(devices: Sequence[Device], a: int, b: int) -> tuple[str, str]:
 
 
 def summary(network: Network, links: Sequence[Link], file: Path) -> str:
-    """A row for every two hosts, one for each host, and the hosts that could not connect."""
+    """Returns a row for every two hosts, one for each host, and the hosts that could not connect."""
     devices = network.devices
     lines = [f"{file}: {len(devices)} devices on {len({device.host for device in devices})} hosts"]
     between: dict[tuple[str, str], list[Link]] = {}

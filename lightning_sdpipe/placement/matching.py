@@ -13,14 +13,14 @@ from itertools import pairwise
 from lightning_sdpipe.placement.network import Matrix
 
 EXACT_PATH = 12
-"""Stages up to which the shortest path is found by dynamic programming, in O(2^M M²) time."""
+"""Largest number of stages for which the shortest path is found by dynamic programming, in O(2^M M²) time."""
 
 LEAST_GAIN = 1e-12
-"""Less is rounding."""
+"""Largest gain that counts as rounding."""
 
 
 def bottleneck(costs: Sequence[Sequence[float]]) -> tuple[float, list[int]]:
-    """The perfect matching of rows and columns whose largest cost is smallest.
+    """Finds the perfect matching of rows and columns whose largest cost is smallest.
 
     Edges are admitted by increasing cost; at each threshold the rows without a column look for augmenting paths.
 
@@ -28,7 +28,8 @@ def bottleneck(costs: Sequence[Sequence[float]]) -> tuple[float, list[int]]:
         costs: n × n; infinite where two may not be matched.
 
     Returns:
-        That largest cost, and the column of each row. The cost is infinite, and the matching any, if there is none.
+        The largest cost, and the column of each row. If there is no matching, the cost is infinite, and the columns are
+        arbitrary.
     """
     size = len(costs)
     least = max(max(map(min, costs)), max(map(min, zip(*costs, strict=True))))
@@ -80,15 +81,15 @@ def _augment(start: int, admitted: Sequence[int], row_of: list[int]) -> bool:
 
 
 def shortest_path(costs: Matrix, last: int | None = None) -> tuple[float, list[int]]:
-    """The order of all nodes with the smallest sum of costs between neighbours, and that sum.
+    """Finds the order of all nodes with the smallest sum of costs between neighbours, and that sum.
 
-    Exact up to :data:`EXACT_PATH` nodes; beyond that the nearest neighbours, improved by moving and reversing parts
-    until nothing helps. Equally good orders are decided by the node numbers.
+    The result is exact up to :data:`EXACT_PATH` nodes; beyond that it is the path of nearest neighbours, improved by
+    moving and reversing parts until nothing helps. Node numbers decide between equally good orders.
 
     Args:
         costs: n × n, symmetric.
-        last: the node that has to be the last one; any by default. Beyond :data:`EXACT_PATH` nodes it is put there
-            in the end.
+        last: the node that has to be the last one; any by default. Beyond :data:`EXACT_PATH` nodes it is moved there at
+            the end.
     """
     size = len(costs)
     if size <= EXACT_PATH:
@@ -141,7 +142,7 @@ def _nearest_neighbours(costs: Matrix, start: int) -> list[int]:
 
 
 def _improved(order: list[int], costs: Matrix) -> list[int]:
-    """Reverses parts (2-opt) and moves parts of up to three nodes elsewhere (Or-opt) while that makes it shorter."""
+    """Reverses parts (2-opt) and moves parts of up to three nodes elsewhere (Or-opt) while that shortens the path."""
     improving = True
     while improving:
         improving = False
@@ -168,7 +169,7 @@ def _gain_of_reversing(order: Sequence[int], start: int, end: int, costs: Matrix
 
 
 def _moved(order: list[int], start: int, end: int, costs: Matrix) -> list[int] | None:
-    """The order with a part elsewhere, if somewhere makes it shorter."""
+    """Returns the order with a part moved elsewhere, if that shortens it; else None."""
     part, rest = order[start:end], order[:start] + order[end:]
     saved = _length(order[max(start - 1, 0) : end + 1], costs) - _length(part, costs)
     if 0 < start < len(rest):

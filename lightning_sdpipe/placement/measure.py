@@ -2,11 +2,11 @@
 
     torchrun --nproc-per-node=4 --no-python sdpipe measure network.json --model my_package.models:factory
 
-Two workers at a time connect over gloo, each pair by itself, so that a pair that cannot connect is named and the others
-go on. No host takes part in two pairs at the same time; afterwards all pairs of two hosts send at once, which shows
-whether they share a network card.
+Two workers at a time connect over gloo, each pair separately, so that a pair that cannot connect is named and the
+others go on. No host takes part in two pairs at the same time; afterwards all pairs of two hosts send at once, which
+shows whether they share a network card.
 
-How fast this worker's device is, and how much memory it has.
+Each worker also measures the speed and the memory of its device.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from lightning_sdpipe.placement.network import Device, Network, write_network
 from lightning_sdpipe.topology.hosts import device_name, this_host
 
 SAMPLES, INTERVAL = 5, 0.1
-"""Of a matrix product, where there is no model to measure with: how many, and seconds for each."""
+"""Number of samples of a matrix product, where there is no model to measure with, and seconds for each."""
 
 
 class DeviceProfile(msgspec.Struct, frozen=True):
-    """What one worker can do: ``seconds`` for the model, or for a floating-point operation; and the model's blocks, as
-    measured."""
+    """Profile of one worker's device: ``seconds`` for the model, or for a floating-point operation; and the model's
+    blocks, as measured."""
 
     host: str
     index: int
@@ -52,14 +52,14 @@ class DeviceProfile(msgspec.Struct, frozen=True):
 
 
 def abilities(host: str, index: int, local_size: int, model: str | None, names: Sequence[str] | None) -> DeviceProfile:
-    """Of this process's device: the GPU of its local rank, or the processor.
+    """Measures this process's device: the GPU of its local rank, or the processor.
 
     Args:
-        host: its name.
+        host: name of the host.
         index: the local rank.
-        local_size: how many workers share the host.
+        local_size: number of workers on the host.
         model: ``IMPORT.PATH:NAME`` of a function that returns a LightningModule and a mini-batch of one pipeline.
-        names: of its blocks, if they are not to be found.
+        names: names of its blocks, if they are not to be found.
 
     Raises:
         ConfigurationError: the model cannot be measured.
@@ -80,14 +80,14 @@ def abilities(host: str, index: int, local_size: int, model: str | None, names: 
 
 
 def relative(found: Sequence[DeviceProfile]) -> tuple[list[float], Model | None]:
-    """The speed of each worker, the fastest being 1, and the model as the fastest measured it."""
+    """Returns the speed of each worker, relative to the fastest, and the model as the fastest measured it."""
     fastest = min(found, key=lambda worker: worker.seconds)
     speeds = [fastest.seconds / worker.seconds for worker in found]
     return speeds, Model(fastest.name, tuple(fastest.blocks)) if fastest.blocks else None
 
 
 def _memory(device: torch.device, local_size: int) -> int | None:
-    """Bytes that are free now; the workers of a host share its memory."""
+    """Returns the bytes of memory that are free now; the workers of a host share its memory."""
     tells = getattr(torch.get_device_module(device), "mem_get_info", None)  # of an accelerator with memory of its own
     if tells is not None:
         free, _ = tells(device)
@@ -104,7 +104,7 @@ MAYBE: Any = Link | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, and writes the file on rank 0. The exit status is 2 if it could not, and 1 if another worker failed."""
+    """Measures, and writes the file on rank 0. The exit status is 2 if this worker failed, and 1 if another one did."""
     options = _parser().parse_args(arguments)
     try:
         meeting = JobStore.join(options.patience)
@@ -156,12 +156,12 @@ def _positive(text: str) -> float:
 def measure(
     meeting: JobStore, model: str | None, blocks: Sequence[str] | None, pair_timeout: float
 ) -> tuple[Network, list[Link]]:
-    """The network, on every rank, and what was found of every pair.
+    """Returns the network, on every rank, and the link of every pair.
 
     Args:
-        meeting: of this process with the others.
-        model: as for :func:`~lightning_sdpipe.placement.measure.abilities`.
-        blocks: likewise.
+        meeting: the store that this process shares with the others.
+        model: see :func:`~lightning_sdpipe.placement.measure.abilities`.
+        blocks: names of its blocks, likewise.
         pair_timeout: seconds that two workers have to connect, and for each transfer.
 
     Raises:
@@ -200,7 +200,7 @@ def measure(
 
 
 def _check_writable(meeting: JobStore, file: Path) -> None:
-    """Rank 0 says so before anything is measured."""
+    """Refuses a file that rank 0 cannot write, before anything is measured."""
     if meeting.rank == 0 and not os.access(file.parent, os.W_OK):
         message = f"{file} cannot be written: {file.parent.absolute()} is no directory where this user may write."
         meeting.give_up("names", message)
@@ -218,7 +218,7 @@ def _refuse_twins(names: Sequence[str]) -> None:
 
 
 def _measured(meeting: JobStore, pair: Pair, timeout: float) -> Link | None:
-    """What this rank found, if it leads the pair or could not connect."""
+    """Returns the link that this rank found, if it leads the pair or could not connect."""
     leads = meeting.rank == pair[0]
     try:
         wire = _wire(meeting, f"pair {pair}", leads, timeout)

@@ -1,4 +1,4 @@
-"""What a user's model takes on this worker's device, block by block."""
+"""Measurement of a user's model on this worker's device, block by block."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_sdpipe.placement.model import Block
 
 
 def measured_blocks(model: str, names: Sequence[str] | None, device: torch.device) -> tuple[str, list[Block]]:
-    """The model's class, and what its blocks take on ``device``.
+    """Returns the name of the model's class, and the measured blocks on ``device``.
 
     Args:
         model: ``IMPORT.PATH:NAME`` of a function that returns a LightningModule and a mini-batch of one pipeline.
-        names: of its blocks, if they are not to be found.
+        names: names of its blocks, if they are not to be found.
         device: where they run.
 
     Raises:

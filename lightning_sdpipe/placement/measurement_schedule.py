@@ -1,24 +1,24 @@
-"""The order in which pairs are measured, so that they do not disturb each other."""
+"""Schedule of the measurement of pairs, so that they do not disturb each other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 MOST_DEVICES = 64
-"""With more devices than this, only some pairs of every two hosts are measured."""
+"""Largest number of devices with which all pairs of every two hosts are measured."""
 
 SAMPLE = 4
-"""So many of them."""
+"""Number of pairs of two hosts that are measured otherwise."""
 
 Pair = tuple[int, int]
 
 
 def circle(count: int) -> list[list[Pair]]:
-    """Rounds of disjoint pairs in which each meets each other once: one sits still, the others move round the
-    table.
+    """Returns rounds of disjoint pairs in which each participant meets each other once: one sits still, the others move
+    round the table.
 
     Args:
-        count: of those that meet. With an odd one, one sits out in each round.
+        count: number of participants. If it is odd, one sits out in each round.
     """
     table: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     rounds = []
@@ -30,12 +30,12 @@ def circle(count: int) -> list[list[Pair]]:
 
 
 def schedule(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Rounds of pairs of ranks that are measured at the same time: no host takes part in two pairs of a round, since
-    these would share its network card. First ranks of the same host meet, then hosts by the circle method, each pair of
-    their ranks in a round of its own.
+    """Returns rounds of pairs of ranks that are measured at the same time: no host takes part in two pairs of a round,
+    since these would share its network card. First ranks of the same host meet, then hosts by the circle method, each
+    pair of their ranks in a separate round.
 
     Args:
-        hosts: of each rank.
+        hosts: the host of each rank.
     """
     members = by_host(hosts)
     inside = [[pair for meeting in circle(len(ranks)) for pair in meeting] for ranks in members]
@@ -56,7 +56,7 @@ def schedule(hosts: Sequence[str]) -> list[list[Pair]]:
 
 
 def by_host(hosts: Sequence[str]) -> list[list[int]]:
-    """The ranks of each host, in the order in which hosts first appear."""
+    """Returns the ranks of each host, in the order in which hosts first appear."""
     members: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         members.setdefault(host, []).append(rank)
@@ -64,7 +64,8 @@ def by_host(hosts: Sequence[str]) -> list[list[int]]:
 
 
 def sampled(one: Sequence[int], other: Sequence[int], num_devices: int) -> list[Pair]:
-    """The pairs of ranks of two hosts that are measured: all, or some that have as few ranks in common as possible."""
+    """Returns the pairs of ranks of two hosts that are measured: all, or some that have as few ranks in common as
+    possible."""
     pairs = [
         (min(a, b), max(a, b))
         for shift in range(len(other))
@@ -74,7 +75,8 @@ def sampled(one: Sequence[int], other: Sequence[int], num_devices: int) -> list[
 
 
 def together(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Rounds of the contended measurement: of two hosts, as many disjoint pairs as there can be, at the same time."""
+    """Returns rounds of the contended measurement: as many disjoint pairs of two hosts as possible, at the same
+    time."""
     members = by_host(hosts)
     rounds = []
     for meeting in circle(len(members)):

@@ -1,4 +1,4 @@
-"""What a model asks of devices and links, block by block: enough to place it on a machine that does not have it."""
+"""Demands of a model on devices and links, block by block: enough to place it on a machine that does not have it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     seconds: float  # forward and backward
     parameter_bytes: int
     activation_bytes: int | None  # over a cut after it; None if its output cannot travel
-    gradient_bytes: int  # that come back over that cut
-    trained_bytes: int | None = None  # of the parameters; None for all
+    gradient_bytes: int  # bytes that come back over that cut
+    trained_bytes: int | None = None  # part of the parameters that is trained; None for all
     saved_bytes: int = 0  # held from its forward to its backward
     count: int = 1
 
@@ -31,20 +31,21 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def chain(self) -> tuple[Block, ...]:
-        """Every block once."""
+        """All blocks, each once."""
         return tuple(block for block in self.blocks for _ in range(block.count))
 
 
 @dataclass(frozen=True)
 class StageTraffic:
-    """What M stages send, for a mini-batch of one pipeline.
+    """The traffic of M stages, for a mini-batch of one pipeline.
 
     Args:
-        stage_bytes: of the parameters that the replicas of each stage average (DT-FM's c_dp); M of them.
-        cut_bytes: of the activations over each cut (c_pp, of the whole mini-batch); M − 1 of them. As much comes back.
+        stage_bytes: M numbers of bytes: the parameters that the replicas of each stage average (DT-FM's c_dp).
+        cut_bytes: M − 1 numbers of bytes: the activations over each cut (c_pp, of the whole mini-batch). As much comes
+            back.
 
     Raises:
-        ConfigurationError: not M and M − 1 numbers of at least 0.
+        ConfigurationError: the numbers are not M and M − 1, or one is below 0.
     """
 
     stage_bytes: tuple[float, ...]
@@ -60,15 +61,15 @@ class StageTraffic:
 
     @classmethod
     def even(cls, num_stages: int, stage_bytes: float, cut_bytes: float) -> StageTraffic:
-        """The same for every stage and cut."""
+        """Makes equal traffic for every stage and cut."""
         return cls((stage_bytes,) * num_stages, (cut_bytes,) * (num_stages - 1))
 
 
 def traffic_of(chain: Sequence[Block], spans: Sequence[range]) -> StageTraffic:
-    """What the stages send when stage j runs the blocks of ``spans[j]``.
+    """Returns the traffic of the stages when stage j runs the blocks of ``spans[j]``.
 
     Raises:
-        ConfigurationError: a cut after a block whose output cannot travel.
+        ConfigurationError: a cut is after a block whose output cannot travel.
     """
     cuts = []
     for span in spans[:-1]:

@@ -1,4 +1,4 @@
-"""Devices and the links between them: what is measured or written by hand, and what every cost is computed from.
+"""Network of devices and links, measured or written by hand, from which every cost is computed.
 
 Two JSON formats hold a network. ``sdpipe-network/1`` has a row for each device, as ``sdpipe measure`` writes it.
 ``sdpipe-sites/1`` has a row for each site of devices that are all alike, to be written by hand. ``docs/placement.md``
@@ -29,7 +29,8 @@ Matrix: TypeAlias = list[list[float]]
 class Device(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
     """One worker's device.
 
-    ``speed`` is relative to the others; ``memory_bytes`` is what training may use of it, None if that is not known.
+    ``speed`` is relative to the others; ``memory_bytes`` is the part of its memory that training may use, None if
+    unknown.
     """
 
     host: str
@@ -42,8 +43,7 @@ class Device(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True
 
 
 class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Two hosts between which links get in each other's way: with all of them busy, each has ``share`` of what it has
-    alone."""
+    """Two hosts whose links share network cards: with all of them busy, each has ``share`` of its bandwidth alone."""
 
     hosts: tuple[str, str]
     share: float
@@ -56,13 +56,13 @@ class Network:
     Args:
         devices: device i is rank i of the run that measured.
         latency_seconds: n × n, from row to column; None where no connection can be made. The diagonal is ignored.
-        bandwidth_bytes_per_second: likewise.
-        source: where the figures come from, in words.
-        model: what it was measured with; None if only the links were.
+        bandwidth_bytes_per_second: n × n, in the same form.
+        source: the origin of the figures, in words.
+        model: the model that the devices were measured with; None if only the links were measured.
         shared: pairs of hosts that share network cards.
 
     Raises:
-        ConfigurationError: matrices that are not n × n, entries that cannot be, or devices that cannot be told apart.
+        ConfigurationError: a matrix is not n × n, an entry is impossible, or devices cannot be distinguished.
     """
 
     devices: tuple[Device, ...]
@@ -106,12 +106,12 @@ class Network:
         return len(self.devices)
 
     def latency(self) -> Matrix:
-        """Seconds, the mean of both directions (DT-FM §2); infinite where a direction is missing."""
+        """Returns seconds, the mean of both directions (DT-FM §2); infinite where a direction is missing."""
         return _symmetric(self.latency_seconds, math.inf)
 
     def bandwidth(self) -> Matrix:
-        """Bytes per second, the mean of both directions; 0 where a direction is missing. Of shared network cards each
-        link gets its share, since in training all links between two hosts are busy at the same time."""
+        """Returns bytes per second, the mean of both directions; 0 where a direction is missing. Each link of shared
+        network cards gets its share, since in training all links between two hosts are busy at the same time."""
         matrix = _symmetric(self.bandwidth_bytes_per_second, 0.0)
         shares = {frozenset(shared.hosts): shared.share for shared in self.shared}
         for a, row in enumerate(matrix):
@@ -120,7 +120,7 @@ class Network:
         return matrix
 
     def unconnected(self) -> list[tuple[Device, Device]]:
-        """Pairs of devices between which a direction is missing."""
+        """Returns pairs of devices between which a direction is missing."""
         rows = self.latency_seconds
         return [
             (self.devices[a], self.devices[b])
@@ -186,7 +186,7 @@ class _Header(msgspec.Struct):
 
 
 def read_network(path: Path) -> Network:
-    """A network from a file of either format.
+    """Reads a network from a file of either format.
 
     Raises:
         ConfigurationError: the file cannot be read, is of another version, or holds no network.
@@ -240,10 +240,11 @@ def network_of_sites(
     bandwidth_bytes_per_second: Sequence[Sequence[float | None]],
     source: str = "",
 ) -> Network:
-    """A network of sites, each of so many devices of speed 1, from the links between sites (the diagonal: within).
+    """Returns a network of sites, each with a number of devices of speed 1, from the links between sites (on the
+    diagonal: within).
 
     Raises:
-        ConfigurationError: as :class:`Network`.
+        ConfigurationError: see :class:`Network`.
     """
     rows, rates = [list(row) for row in latency_seconds], [list(row) for row in bandwidth_bytes_per_second]
     return _expand(_Sites(SITES, source, [_Site(name, count) for name, count in sites], rows, rates))

@@ -1,4 +1,4 @@
-"""A placement as a picture: the mesh, a box for each device, coloured by host, and how slow its links are."""
+"""Picture of a placement: the mesh, a box for each device, coloured by host, and the speed of its links."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ PALETTE = ("#8ecae6", "#ffd166", "#95d5b2", "#f4a6b7", "#cdb4db", "#ffb997", "#a
 SLOW = "#c1121f"
 QUICK_TO_SLOW = ("#a9b2bc", "#f4a261", SLOW)
 WIDTH, HEIGHT = 0.62, 0.56
-"""Of a device's box; stages are 1 apart, and so are pipelines."""
+"""Size of a device's box; stages are 1 apart, and so are pipelines."""
 
 LONGEST_NAME = 12
-"""Of a device in its box; of others only the index is written, and the colour says which host."""
+"""Longest name of a device in its box; for longer names only the index is written, and the colour says which host it
+is."""
 
 
 def draw_picture(placed: PlacementResult, path: Path) -> None:
@@ -111,7 +112,7 @@ def _devices(axes: Any, placed: PlacementResult, colours: dict[str, str]) -> Non
 
 
 def _averaging(placed: PlacementResult) -> list[float]:
-    """Seconds, of each stage."""
+    """Returns the seconds of averaging of each stage."""
     groups = zip(placed.stages, placed.weights.exchange, strict=True)
     return [group_cost(group, exchange) for group, exchange in groups]
 

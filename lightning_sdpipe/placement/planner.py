@@ -1,9 +1,8 @@
-"""Placing a model's stages on a measured network: everything that ``sdpipe place`` decides.
+"""Placement of a model's stages on a measured network: everything that ``sdpipe place`` decides.
 
-Which groups the real policy would form among pipelines of given speeds, and what averaging in them costs.
-
-DT-FM's data cost is that of an average over all. SDPipe averages in groups of those that are ready at
-about the same time, so which devices meet depends on their speeds: the policy itself decides, under a virtual clock.
+DT-FM's data cost is that of an average over all replicas. SDPipe averages in groups of pipelines that are ready at
+about the same time, so groups depend on the devices' speeds. So the real policy forms groups of pipelines of given
+speeds, under a virtual clock, and the cost of averaging in these is computed.
 """
 
 from __future__ import annotations
@@ -33,21 +32,22 @@ from lightning_sdpipe.simulate.run import simulate
 from lightning_sdpipe.topology.placement_file import FORMAT, Placement
 
 ITERATIONS, WARM_UP = 240, 40
-"""Of each pipeline, and how many do not count: until P rounds have passed, nothing is enforced."""
+"""Iterations of each pipeline, and the number of first ones that do not count: until P rounds have passed, nothing is
+enforced."""
 
 JITTER = 0.05
-"""An iteration takes up to so much more or less than usual: nothing ever takes exactly as long twice."""
+"""Largest relative deviation of an iteration's time: real times never repeat exactly."""
 
 
 @dataclass(frozen=True)
 class SimulatedStage:
-    """What one stage did.
+    """The simulated run of one stage.
 
     Args:
-        groups: pipelines that averaged together, in the order in which they did.
+        groups: the pipelines of each group, in the order of averaging.
         rate: mini-batches per second of all pipelines.
         efficiency: the rate over that of pipelines that never wait for each other and never average (η).
-        seconds: that averaging in a group took, the mean over those that took part.
+        seconds: seconds of averaging in a group, the mean over its members.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -63,14 +63,14 @@ def simulate_groups(
     micro_batches: int = 1,
     seed: int = 0,
 ) -> SimulatedStage:
-    """Lets the policy form groups in one stage.
+    """Simulates how the policy forms groups in one stage.
 
     Args:
-        policy: what forms them.
+        policy: the policy.
         times: seconds for a mini-batch of each pipeline; above 0.
         averaging: seconds that a group of these pipelines takes to average.
-        micro_batches: of a mini-batch; with the last of its backwards a pipeline is ready.
-        seed: of the jitter.
+        micro_batches: micro-batches of a mini-batch; with the last backward a pipeline is ready.
+        seed: seed of the jitter.
     """
 
     def seconds(worker: Worker, iteration: int) -> float:
@@ -97,25 +97,26 @@ def simulate_groups(
 
 
 ALIKE = 1.05
-"""Devices whose speeds differ by less are taken for equally fast: profiles are not more exact."""
+"""Ratio of speeds below which devices count as equally fast: profiles are not more exact."""
 
 FIRST_PART, SECOND_PART = 0.2, 0.6
-"""Of the time, where devices are unlike: until then communication alone is looked at, and rank 0's rule is not."""
+"""Shares of the time, where devices are unlike: until the first only communication is optimised, and until the second
+rank 0's rule is ignored."""
 
 
 @dataclass(frozen=True)
 class PlacementTask:
-    """What is to be placed, and how long that may take.
+    """A placement task: what is to be placed, and the time for it.
 
     Args:
         num_stages: M.
         cost: how cuts add up; ``"pipedream"`` for the schedule of that name.
-        num_micro_batches: of a mini-batch; M by default.
-        sync: whether all average together, or in SDPipe's groups.
+        num_micro_batches: micro-batches of a mini-batch; M by default.
+        sync: whether all pipelines average together, or in SDPipe's groups.
         first: the device that will be rank 0.
-        optimizer_state: its bytes for each byte of trained parameters.
-        seconds: of searching.
-        seed: of everything random.
+        optimizer_state: bytes of its state for each byte of trained parameters.
+        seconds: time of the search.
+        seed: seed of all randomness.
     """
 
     num_stages: int
@@ -134,8 +135,9 @@ class PlacementTask:
 
 @dataclass(frozen=True)
 class PlacementResult:
-    """The outcome. ``cost`` is of communication alone; ``seconds`` are for a whole mini-batch of every pipeline, and
-    None if the model is not known, as are ``spans`` and ``drawn``. ``price`` is what rank 0's rule costs, of either."""
+    """The result of a placement. ``cost`` is of communication alone; ``seconds`` are for a whole mini-batch of every
+    pipeline. They are None if the model is not known, as are ``spans`` and ``drawn``. ``price`` is what rank 0's rule
+    adds to either."""
 
     network: Network
     asked: PlacementTask
@@ -145,7 +147,7 @@ class PlacementResult:
     default_cost: Cost
     price: float
     free_hosts: list[str]
-    found: Found | None  # of the search for the cheapest communication, if that decided
+    found: Found | None  # result of the search for the cheapest communication, if that decided
     spans: Spans | None = None
     seconds: float | None = None
     default_seconds: float | None = None
@@ -157,12 +159,12 @@ class PlacementResult:
 
     @property
     def rows(self) -> list[list[int]]:
-        """The devices of each pipeline by stage, that of rank 0 first."""
+        """Devices of each pipeline by stage, with the pipeline of rank 0 first."""
         rows = [list(row) for row in zip(*self.stages, strict=True)]
         return sorted(rows, key=lambda row: (self.asked.first not in row, min(row)))
 
     def placement(self, source: str) -> Placement:
-        """As a file has it."""
+        """Returns the placement in the form of a file."""
         cost: dict[str, float | int | str] = {
             "model": self.asked.cost,
             "num_micro_batches": self.asked.micro_batches,
@@ -182,17 +184,17 @@ def place(
     traffic: StageTraffic | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PlacementResult:
-    """Searches a placement of ``asked.num_stages`` stages on all devices of ``network``.
+    """Searches for a placement of ``asked.num_stages`` stages on all devices of ``network``.
 
     Args:
-        network: measured, or written by hand.
-        asked: for what.
-        traffic: what the stages send, if the network has no model, or instead of that.
+        network: a network that was measured, or written by hand.
+        asked: the task.
+        traffic: the traffic of the stages, if the network has no model, or instead of it.
         clock: monotonic seconds.
 
     Raises:
-        ConfigurationError: the devices do not form such pipelines, nothing says what the stages send, the model cannot
-            be cut or fits nowhere, or every placement needs a link that does not exist.
+        ConfigurationError: the devices do not form such pipelines, the traffic of the stages is unknown, the model
+            cannot be cut or fits nowhere, or every placement needs a link that does not exist.
     """
     start = clock()
     count, stages = len(network), asked.num_stages
@@ -242,7 +244,7 @@ def _by_traffic(
 def _by_cuts(
     job: PlacementJob, asked: PlacementTask, spans: Spans, start: float, clock: Callable[[], float]
 ) -> tuple[PlacementResult, Spans]:
-    """Where devices are alike, communication decides; the cut and the placement are improved in turn."""
+    """Places on equal devices, where communication decides; the cut and the placement are improved in turn."""
     best: tuple[float, PlacementResult, Spans] | None = None
     for _ in range(ALTERNATIONS):
         left = start + asked.seconds - clock()
@@ -261,7 +263,7 @@ def _by_cuts(
 def _by_throughput(
     job: PlacementJob, asked: PlacementTask, spans: Spans, start: float, clock: Callable[[], float]
 ) -> tuple[PlacementResult, Spans]:
-    """Where devices are unlike, how long a mini-batch takes decides, and communication is a part of that."""
+    """Places on unlike devices, where the time of a mini-batch decides, of which communication is a part."""
     first = _by_traffic(job.network, asked, traffic_of(job.chain, spans), FIRST_PART * asked.seconds, clock)
     starts = [first.stages, first.stages[::-1], default_order(asked.num_stages, job.num_pipelines)]
     free = _fastest(job, starts, asked.seed, start + SECOND_PART * asked.seconds, clock)
@@ -312,7 +314,8 @@ def _swapped(stages: Stages, one: int, other: int) -> Stages:
 
 
 def job_of(network: Network, asked: PlacementTask) -> PlacementJob:
-    """What is asked, for pipelines of so many stages on devices of ``network``, which has a model."""
+    """Returns the job of the task, for pipelines of its number of stages on devices of ``network``, which has a
+    model."""
     assert network.model is not None
     ahead, flush = range(asked.num_stages, 0, -1), asked.cost != "pipedream"
     in_flight = [min(asked.micro_batches, depth) if flush else asked.micro_batches * depth for depth in ahead]
@@ -331,7 +334,7 @@ def job_of(network: Network, asked: PlacementTask) -> PlacementJob:
 
 
 def _cut_by_blocks(job: PlacementJob) -> Spans:
-    """The cut for devices that are all like the average one, linked by the median link."""
+    """Returns the cut for devices that all equal the average one, linked by the median link."""
     links = [rate for a, row in enumerate(job.network.bandwidth()) for b, rate in enumerate(row) if a != b and rate]
     rate = median(links) if links else math.inf
     crossing = [
@@ -344,7 +347,7 @@ def _cut_by_blocks(job: PlacementJob) -> Spans:
 
 
 def _timed(placed: PlacementResult, job: PlacementJob, spans: Spans) -> PlacementResult:
-    """With how long a mini-batch takes, and what SDPipe's policy would make of it."""
+    """Adds the time of a mini-batch, and the groups that SDPipe's policy would form."""
     cut = CutJob(job, spans)
     drawn = None
     if job.sync == "groups" and job.num_pipelines > 1:

@@ -1,4 +1,4 @@
-"""Measuring the link between two processes."""
+"""Measurement of the link between two processes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 PINGS, WARM_UP = 32, 4
 SMALLEST, LARGEST = 2**16, 2**27
-"""Bytes of the smaller message of the two between which the slope is taken."""
+"""Bytes of the smaller of the two messages between which the slope is taken."""
 
 LEAST_SECONDS = 0.05
-"""What a message has to take, for its time to be that of its bytes."""
+"""Least time of a message whose time is determined by its bytes."""
 
 REPEATS = 4
-"""Of which the quickest counts: whatever else happens on a machine makes messages slower only."""
+"""Number of repeats, of which the quickest counts: other load on a machine only slows messages down."""
 
 
 class Wire(Protocol):
@@ -37,10 +37,10 @@ class GlooWire:
     """A connection of this process to one other, over gloo.
 
     Args:
-        store: that both processes reach.
-        name: of the pair, known to both.
-        leads: for one of the two.
-        timeout: of making the connection, and of every transfer.
+        store: a store that both processes reach.
+        name: name of the pair, known to both.
+        leads: True on one of the two.
+        timeout: limit for making the connection, and for every transfer.
 
     Raises:
         RuntimeError: the connection cannot be made.
@@ -58,7 +58,8 @@ class GlooWire:
 
 
 def latency(wire: Wire, leads: bool, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds for 8 bytes in one direction: half the median of ping-pongs, on the side that leads; 0 on the other."""
+    """Returns the seconds for 8 bytes in one direction: half the median of ping-pongs, on the side that leads; 0 on the
+    other."""
     token = torch.zeros(1, dtype=torch.int64)
     trips = []
     for _ in range(WARM_UP + PINGS):
@@ -74,10 +75,10 @@ def latency(wire: Wire, leads: bool, clock: Callable[[], float] = time.perf_coun
 
 
 def bandwidth(wire: Wire, leads: bool, outward: bool, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Bytes per second, from the side that leads if ``outward``, else to it; 0 on the other side.
+    """Returns bytes per second, from the side that leads if ``outward``, else to it; 0 on the other side.
 
     The size is doubled until a message takes :data:`LEAST_SECONDS`; then the slope between that size and twice that
-    size counts, so that neither latency nor what a buffer takes at once matters.
+    size counts, so that neither latency nor the capacity of a buffer matters.
     """
     if not leads:
         _follow(wire, outward)
@@ -119,5 +120,5 @@ def _follow(wire: Wire, outward: bool) -> None:
 
 @lru_cache(maxsize=2)
 def _payload(size: int) -> Tensor:
-    """Of so many bytes, the same each time: fresh memory would first have to be mapped."""
+    """Returns a tensor of ``size`` bytes, the same each time: fresh memory would first have to be mapped."""
     return torch.zeros(size, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Searching the pipelines that a fleet falls into, where each may have its own depth and its own cut.
+"""Search for the pipelines of a fleet, where each may have its own depth and its own cut.
 
 The search is exact where that is quick (:mod:`lightning_sdpipe.placement.splits`); elsewhere annealing swaps and moves
 devices, splits and merges pipelines.
@@ -20,24 +20,24 @@ from lightning_sdpipe.placement.splits import free, of_depths, shared_cuts
 from lightning_sdpipe.topology.placement_file import FORMAT, Placement
 
 MOVES_PER_DEVICE = 400
-"""Of one annealing."""
+"""Number of moves of one annealing, per device."""
 
 HOT, COLD = 0.3, 0.003
-"""First and last temperature, as shares of what a pipeline makes."""
+"""First and last temperature, as shares of a pipeline's rate."""
 
 
 @dataclass(frozen=True)
 class RaggedResult:
-    """Pipelines and what they make.
+    """Pipelines and their rate.
 
     Args:
-        network: of all devices.
-        asked: for what, with the device that will be rank 0 and the number of micro-batches.
-        rows: the pipelines, that of rank 0 first.
-        rate: mini-batches per second of all.
-        bound: no pipelines make more.
+        network: the network of all devices.
+        asked: the task, with the device that will be rank 0 and the number of micro-batches.
+        rows: the pipelines, with that of rank 0 first.
+        rate: mini-batches per second of all pipelines.
+        bound: upper bound of the rate.
         price: what rank 0's rule costs, in mini-batches per second.
-        exact: all counts of devices were looked at.
+        exact: whether all counts of devices were examined.
     """
 
     network: Network
@@ -50,22 +50,22 @@ class RaggedResult:
 
     @property
     def depths(self) -> list[int]:
-        """The number of stages of each pipeline."""
+        """Number of stages of each pipeline."""
         return [len(row.devices) for row in self.rows]
 
     @property
     def blocks(self) -> list[list[int]]:
-        """Of each stage of each pipeline."""
+        """Number of blocks of each stage of each pipeline."""
         return [[len(span) for span in row.spans] for row in self.rows]
 
     @property
     def alike(self) -> bool:
-        """Whether all pipelines have one cut."""
+        """True if all pipelines have one cut."""
         return all(row.spans == self.rows[0].spans for row in self.rows)
 
     @property
     def shape(self) -> str:
-        """As ``2 × 2``, or ``1 + 2 + 2``."""
+        """Shape as text, such as ``2 × 2`` or ``1 + 2 + 2``."""
         return f"{self.depths[0]} × {len(self.rows)}" if self.alike else " + ".join(map(str, self.depths))
 
     @property
@@ -75,7 +75,7 @@ class RaggedResult:
         return [device for device in range(len(self.network)) if device not in used]
 
     def placement(self, source: str) -> Placement:
-        """As a file has it."""
+        """Returns the placement in the form of a file."""
         cost: dict[str, float | int | str] = {
             "model": self.asked.cost,
             "num_micro_batches": self.asked.micro_batches,
@@ -91,16 +91,17 @@ def place_ragged(
     depths: Sequence[int] = (),
     clock: Callable[[], float] = time.perf_counter,
 ) -> RaggedResult:
-    """The pipelines that make most mini-batches per second, of any depths, or of these; devices may be left out.
+    """Finds the pipelines with the most mini-batches per second, of any depths or of ``depths``; devices may be left
+    out.
 
     Args:
-        network: with a model.
-        asked: for what, and for how many seconds to search; its number of stages does not count.
-        depths: of all pipelines, if they are given; as many devices together as there are.
+        network: a network with a model.
+        asked: the task with the seconds to search; its number of stages is ignored.
+        depths: depths of all pipelines, if they are given; they add up to the number of devices.
         clock: monotonic seconds.
 
     Raises:
-        ConfigurationError: the model fits in no such way, or the device that will be rank 0 can run no last stage.
+        ConfigurationError: the model fits in no such way, or the device that will be rank 0 cannot run a last stage.
     """
     if depths and sum(depths) != len(network):
         raise ConfigurationError(
@@ -125,8 +126,8 @@ def place_ragged(
 def best_rectangle(
     network: Network, asked: PlacementTask, clock: Callable[[], float] = time.perf_counter
 ) -> RaggedResult | None:
-    """The pipelines of one depth and one cut that make most, where devices may be left out; None if there are none, or
-    too many counts to look at all. Arguments are those of :func:`place_ragged`."""
+    """Finds the fastest pipelines of one depth and one cut, where devices may be left out; None if there are none, or
+    too many counts to examine. For the arguments see :func:`place_ragged`."""
 
     def splits(fleet: Fleet) -> Iterator[tuple[Fleet, Sequence[Counts]]]:
         for spans in shared_cuts(fleet) if fleet.exact else ():
@@ -151,8 +152,8 @@ def _best(
     deepest: Sequence[int],
     late: Callable[[], bool],
 ) -> RaggedResult:
-    """Of all splits, by what they make, or of those that are found until it is late. If no number of micro-batches is
-    asked for, there are as many as the deepest pipeline has stages, and each such depth is tried."""
+    """Returns the fastest of all splits, or of those found until it is late. If no number of micro-batches is asked
+    for, it is the number of stages of the deepest pipeline, and each such depth is tried."""
     number = asked.num_micro_batches
     tried = [(m, m) for m in deepest] if number is None else [(number, deepest[-1])]
     best: tuple[float, Fleet, Fleet, list[Order]] | None = None
@@ -183,7 +184,7 @@ def _best(
 
 
 def _rows(fleet: Fleet, orders: Sequence[Order], first: int | None) -> list[PlacedPipeline]:
-    """With a device for each place; ``first`` for the last stage of the first one."""
+    """Returns pipelines with a device for each place; ``first`` runs the last stage of the first one."""
     left = [[device for device in members if device != first] for members in fleet.classes]
     rows = []
     for number, order in enumerate(orders):
@@ -198,8 +199,8 @@ def _rows(fleet: Fleet, orders: Sequence[Order], first: int | None) -> list[Plac
 
 
 def _ruled(fleet: Fleet, orders: Sequence[Order], first: int) -> tuple[Sequence[Order], int | None]:
-    """The orders, the first of which ends with the class of the device that will be rank 0, and that device; None, if
-    none of that class takes part."""
+    """Returns the orders, the first of which ends with the class of the device that will be rank 0, and that device;
+    the device is None if no device of its class takes part."""
     kind, members = fleet.class_of(first), fleet.members(len(orders))
     if not any(kind in order for order in orders):
         return orders, None
@@ -219,7 +220,7 @@ def _ruled(fleet: Fleet, orders: Sequence[Order], first: int) -> tuple[Sequence[
 
 
 def _anneal(fleet: Fleet, depths: Sequence[int], rng: random.Random, late: Callable[[], bool]) -> Sequence[Counts]:
-    """The best split met on the way; with ``depths``, devices are only swapped."""
+    """Returns the best split met on the way; with ``depths``, devices are only swapped."""
     members = fleet.members(len(depths) or sum(fleet.counts))
 
     def made(parts: Sequence[Order]) -> float:
@@ -245,7 +246,7 @@ def _anneal(fleet: Fleet, depths: Sequence[int], rng: random.Random, late: Calla
 
 
 def _start(fleet: Fleet, depths: Sequence[int], members: int) -> list[Order]:
-    """Devices in the order of their classes: by depth, or as many as it takes until the model fits."""
+    """Returns devices in the order of their classes: by depth, or as many as it takes until the model fits."""
     left = [kind for kind, count in enumerate(fleet.counts) for _ in range(count)]
     if depths:
         return [tuple(left.pop(0) for _ in range(depth)) for depth in depths]
@@ -258,7 +259,7 @@ def _start(fleet: Fleet, depths: Sequence[int], members: int) -> list[Order]:
 
 
 def _moved(parts: Sequence[Order], swap: bool, rng: random.Random) -> list[Order]:
-    """Two devices swap places, or one moves, to a pipeline of its own too, or a pipeline is split or merged."""
+    """Changes the parts: swaps two devices, moves one, also to a new pipeline, or splits or merges a pipeline."""
     tried = [list(part) for part in parts if part]
     kind = "swap" if swap else rng.choice(("swap", "swap", "move", "move", "split", "merge"))
     if kind in ("move", "split"):

@@ -1,7 +1,7 @@
-"""Searching the cheapest placement: which device runs which stage of which pipeline.
+"""Search for the cheapest placement: which device runs which stage of which pipeline.
 
 The search is anytime: it can be stopped at any moment and has a placement then. It is deterministic: with the same seed
-it looks at the same placements in the same order, however fast the machine is, so two searches that had the time to
+it examines the same placements in the same order, however fast the machine is, so two searches that had the time to
 finish agree. In turn it tries
 
 1. the default order, pipelines of near devices, and stages of near devices;
@@ -30,14 +30,14 @@ from lightning_sdpipe.placement.exact import prove
 
 ROUNDS = 24
 MOVES_PER_DEVICE = 700
-"""Of one annealing."""
+"""Number of moves of one annealing, per device."""
 
 HOT, WARM, COLD = 0.8, 0.25, 0.03
-"""First temperature of annealing, and when the best placement is annealed once more, and the last one: as shares of
-what the start costs per device."""
+"""First temperature of annealing, first temperature when the best placement is annealed once more, and last
+temperature: as shares of the start's cost per device."""
 
 MOST_CLASSES = 16
-"""With more classes of identical devices than this, devices that are nearly alike are put together."""
+"""Largest number of classes of identical devices; beyond, devices that are nearly alike are put together."""
 
 FEW_RUNS = 2
 STRUCTURES_PER_ROUND = 8
@@ -52,9 +52,9 @@ STARTS = ("pipelines", "stages", "random", "best", "best", "best")
 class Found:
     """The best placement so far.
 
-    ``bound``: no placement costs less. ``optimal``: nor less than this one. ``complete``: the search was not cut short,
-    so that every machine finds the same. ``improvements``: the seconds at which better placements were found, and their
-    costs.
+    ``bound`` is a lower bound of the cost. ``optimal`` says that no placement costs less than this one. ``complete``
+    says that the search was not cut short, so that every machine finds the same. ``improvements`` has the seconds at
+    which better placements were found, and their costs.
     """
 
     stages: Stages
@@ -73,14 +73,14 @@ def search(
     rounds: int = ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Found:
-    """The cheapest placement that was found.
+    """Searches for the cheapest placement.
 
     Args:
-        weights: what links cost; of M × N devices.
+        weights: costs of the links of M × N devices.
         num_pipelines: N.
-        seconds: until the search ends, if it is not done before.
-        seed: of everything random.
-        rounds: of annealing, after which the search is done.
+        seconds: limit of the search.
+        seed: seed of all randomness.
+        rounds: number of annealings, after which the search is done.
         clock: monotonic seconds.
 
     Raises:
@@ -124,8 +124,8 @@ def search(
 def _work(
     weights: Weights, num_pipelines: int, best: Found, rng: random.Random, rounds: int
 ) -> Generator[Stages | None, None, bool]:
-    """Placements to consider; None in between. ``best`` is the best one considered so far. Returns whether that is
-    optimal in the end."""
+    """Yields placements to consider, and None in between. ``best`` is the best one considered so far. Returns whether
+    that is optimal in the end."""
     finite = _without_gaps(weights)
     near = neighbours(finite)
     yield None
@@ -178,7 +178,7 @@ class _Coarse:
     def begin(
         cls, weights: Weights, num_pipelines: int, best: Found, rng: random.Random
     ) -> Generator[None, None, _Coarse | None]:
-        """None if the devices do not fall into few classes."""
+        """Makes the search; returns None if the devices do not fall into few classes."""
         classes = identical(weights)
         yield None
         are_identical = len(classes) <= MOST_CLASSES
@@ -209,7 +209,7 @@ class _Coarse:
         return arrange(self._classes.devices(outline.groups), self._weights, outline.limit)
 
     def prove(self, steps: int) -> Iterator[Stages | None]:
-        """Goes on with the proof for so many steps."""
+        """Continues the proof for ``steps`` steps."""
         if not self._provable:
             return
         if self._proof is None:
@@ -227,7 +227,7 @@ class _Coarse:
 
 
 def _start(kind: str, weights: Weights, num_pipelines: int, rng: random.Random) -> Stages:
-    """Pipelines of near devices, stages of near devices, or a random placement."""
+    """Returns pipelines of near devices, stages of near devices, or a random placement."""
     count = len(weights.exchange[0])
     if kind == "random":
         order = list(range(count))
@@ -246,7 +246,7 @@ def _start(kind: str, weights: Weights, num_pipelines: int, rng: random.Random) 
 
 
 def _without_gaps(weights: Weights) -> Weights:
-    """Links that do not exist cost as much as a thousand of the most expensive ones."""
+    """Returns weights in which missing links cost as much as a thousand of the most expensive ones."""
     matrices = {id(m): m for m in (*weights.exchange, *weights.step, *weights.period)}
     most = max((value for m in matrices.values() for row in m for value in row if value < math.inf), default=1.0)
     if not any(value == math.inf for m in matrices.values() for row in m for value in row):

@@ -1,9 +1,9 @@
-"""Which counts of devices form the pipelines, exactly.
+"""Exact split of devices into pipelines, by counts.
 
-With n the counts of classes of devices that are alike, averaging in groups makes
-``f(n) = max over c ≤ n of λ(c) + f(n − c)``, with λ of :mod:`lightning_sdpipe.placement.fleet`. What a split makes is
-known before λ of the whole, which is not looked at unless its bound is higher. With all-reduce N pipelines make N times
-what the slowest does, so the largest least λ is looked for, for each N.
+With n the counts of classes of devices that are alike, averaging in groups makes ``f(n) = max over c ≤ n of λ(c) + f(n
+− c)``, with λ of :mod:`lightning_sdpipe.placement.fleet`. The rate of a split is known before λ of the whole, which is
+not computed unless its bound is higher. With all-reduce, N pipelines make N times the rate of the slowest, so the
+largest least λ is searched for, for each N.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from lightning_sdpipe.placement.fleet import Counts, Fleet
 from lightning_sdpipe.placement.throughput import GROUP, Spans
 
 SHARED_CUTS = 300
-"""Cuts that pipelines of one depth may have in common, of which all are tried; of more, those that suit some pipeline
-best."""
+"""Number of cuts that pipelines of one depth may have in common, up to which all are tried; beyond it, those that suit
+some pipeline best are."""
 
 
 def free(fleet: Fleet) -> Iterator[Sequence[Counts]]:
-    """Splits into pipelines of any depth, one of which makes most."""
+    """Yields splits into pipelines of any depth, one of which is the fastest."""
     alone: tuple[float, Counts] = (0.0, ())
     for bound, counts in sorted(((fleet.bound(counts), counts) for counts in fleet.states), reverse=True):
         if bound <= alone[0]:
@@ -35,15 +35,15 @@ def free(fleet: Fleet) -> Iterator[Sequence[Counts]]:
 
 
 def most_of_all(fleet: Fleet, members: int) -> tuple[float, Sequence[Counts]]:
-    """f of all devices, and the split that makes it.
+    """Returns f of all devices, and the split that attains it.
 
     Args:
         fleet: the devices.
-        members: by which λ is taken (k).
+        members: number of members (k) for λ.
     """
     nothing: Counts = tuple(0 for _ in fleet.counts)
     best: dict[Counts, tuple[float, Sequence[Counts]]] = {nothing: (0.0, ())}
-    whole: list[tuple[Counts, float]] = []  # that make more than any split of them
+    whole: list[tuple[Counts, float]] = []  # counts that make more than any split of them
     for counts in fleet.states:
         found: tuple[float, Sequence[Counts]] = (0.0, ())
         for number, count in enumerate(counts):
@@ -63,7 +63,7 @@ def most_of_all(fleet: Fleet, members: int) -> tuple[float, Sequence[Counts]]:
 
 
 def _equally_fast(fleet: Fleet, made: float) -> Iterator[Sequence[Counts]]:
-    """For each N the N pipelines of which the slowest makes most, if they make more than ``made`` together."""
+    """Yields for each N the N pipelines whose slowest is fastest, if they make more than ``made`` together."""
     for number in range(2, sum(fleet.counts) + 1):
         able = {
             counts: rate
@@ -79,7 +79,7 @@ def _equally_fast(fleet: Fleet, made: float) -> Iterator[Sequence[Counts]]:
 
 
 def of_depths(fleet: Fleet, depths: Sequence[int]) -> Sequence[Counts]:
-    """The best split into pipelines of these depths; none if there is none."""
+    """Returns the best split into pipelines of these depths; empty if there is none."""
     members = fleet.members(len(depths))
     of_depth = {
         depth: {c: rate for c in fleet.states if sum(c) == depth and (rate := fleet.rate(c, members))}
@@ -94,7 +94,7 @@ def of_depths(fleet: Fleet, depths: Sequence[int]) -> Sequence[Counts]:
 def _layered(
     counts: Counts, layers: Sequence[Mapping[Counts, float]], combine: Callable[[float, float], float], start: float
 ) -> tuple[float, Sequence[Counts]]:
-    """A choice from each layer, as many devices together as there are or fewer, with the largest combined rate."""
+    """Returns a choice from each layer that uses at most the available devices, with the largest combined rate."""
     best: dict[Counts, tuple[float, tuple[Counts, ...]]] = {tuple(0 for _ in counts): (start, ())}
     for able in layers:
         following: dict[Counts, tuple[float, tuple[Counts, ...]]] = {}
@@ -110,7 +110,7 @@ def _layered(
 
 
 def shared_cuts(fleet: Fleet) -> Iterator[Spans]:
-    """What pipelines of one depth may have as their common cut."""
+    """Yields cuts that pipelines of one depth may have in common."""
     blocks = len(fleet.chain)
     for depth in range(1, min(sum(fleet.counts), blocks) + 1):
         if math.comb(blocks - 1, depth - 1) <= SHARED_CUTS:

@@ -1,4 +1,4 @@
-"""How fast a placement trains, on devices of unlike speed.
+"""Throughput of a placement on devices of unlike speed.
 
 A stage is busy for its blocks, divided by the speed of its device, and for the transfers over the cuts at both its
 ends; nothing is assumed to overlap, as in :mod:`lightning_sdpipe.partition.balance`. With a flush, a mini-batch of m
@@ -26,23 +26,23 @@ Sync = Literal["all_reduce", "groups"]
 Spans = tuple[range, ...]
 
 GROUP = 4
-"""Members of a group that is averaged, where groups have not been drawn: what large candidates are split into."""
+"""Members of a group that averages, where no groups were simulated: the size into which large candidates are split."""
 
 
 @dataclass(frozen=True)
 class PlacementJob:
-    """What is trained, on what, and how.
+    """A training job: the model, the devices and the schedule.
 
     Args:
-        network: of M × N devices.
+        network: a network of M × N devices.
         chain: the model's blocks.
         num_stages: M.
         num_micro_batches: m.
         flush: False for PipeDream's schedule.
-        sync: whether all average together, or in groups.
-        in_flight: micro-batches of which each stage keeps what its backward needs, at most.
-        copies: of the weights of each stage, for PipeDream.
-        optimizer_state: its bytes for each byte of trained parameters.
+        sync: whether all pipelines average together, or in groups.
+        in_flight: largest number of micro-batches whose backward each stage still has to run.
+        copies: copies of the weights of each stage, for PipeDream.
+        optimizer_state: bytes of its state for each byte of trained parameters.
         last: a device that has to run the last stage; None if any may.
     """
 
@@ -67,7 +67,7 @@ class PlacementJob:
 
     @cached_property
     def memories(self) -> list[float]:
-        """Bytes; infinite where they are not known."""
+        """Bytes of memory of each device; infinite where unknown."""
         return [math.inf if d.memory_bytes is None else float(d.memory_bytes) for d in self.network.devices]
 
     @cached_property
@@ -80,7 +80,7 @@ class PlacementJob:
         return [[1 / rate if rate else math.inf for rate in row] for row in self.network.bandwidth()]
 
     def memory(self, available: Sequence[float]) -> Memory:
-        """What fits into devices of so many bytes, one of each stage."""
+        """Returns the memory check for devices with these bytes, one for each stage."""
         trained = [
             block.parameter_bytes if block.trained_bytes is None else block.trained_bytes for block in self.chain
         ]
@@ -96,7 +96,7 @@ class PlacementJob:
 
 
 class CutJob:
-    """A job whose stages are known: what its devices would take in every place."""
+    """A job with a cut: the times of its devices in every place."""
 
     def __init__(self, job: PlacementJob, spans: Sequence[range]) -> None:
         self.job, self.spans = job, tuple(spans)
@@ -107,22 +107,22 @@ class CutJob:
         self._members = _members(job)
 
     def weights(self, model: CostModel) -> Weights:
-        """What links cost, computing apart."""
+        """Returns the costs of links, without computing."""
         job = self.job
         return weights(job.network, job.num_pipelines, self.traffic, model, job.num_micro_batches)
 
     def fits(self, device: int, stage: int) -> bool:
-        """Whether this device may run this stage."""
+        """Returns whether this device may run this stage."""
         if device == self.job.last and stage < self.job.num_stages - 1:
             return False
         return self._needed[stage] <= self.job.memories[device]
 
     def pipeline_seconds(self, devices: Sequence[int]) -> float:
-        """A mini-batch of a pipeline with these devices as its stages, without averaging."""
+        """Returns the seconds of a mini-batch of a pipeline with these devices as its stages, without averaging."""
         return self.pipeline(devices)[0]
 
     def pipeline(self, devices: Sequence[int]) -> tuple[float, float]:
-        """The seconds of a mini-batch, and for how long the stages are busy on average."""
+        """Returns the seconds of a mini-batch, and the mean time for which stages are busy."""
         job, busiest, once, busy, before = self.job, 0.0, 0.0, 0.0, 0.0
         for stage, device in enumerate(devices):
             compute, after = self.work[stage] / job.speeds[device], 0.0
@@ -138,23 +138,23 @@ class CutJob:
         return seconds, busy / len(devices)
 
     def group_seconds(self, stage: int, group: Sequence[int]) -> float:
-        """What averaging takes in one stage: of all replicas, or of a group of them, on average."""
+        """Returns the mean seconds of averaging in one stage: of all replicas, or of a group of them."""
         spent = self._spent(stage, group, self._members)
         if self._members == len(group):
             return max(spent)
         return sum(spent) / len(group) * (self._members - 1) / (len(group) - 1)
 
     def averaging_seconds(self, stage: int, group: Sequence[int]) -> float:
-        """What averaging takes the slowest member of this group."""
+        """Returns the seconds of averaging of this group's slowest member."""
         return max(self._spent(stage, group, len(group)))
 
     def _spent(self, stage: int, group: Sequence[int], shares: int) -> list[float]:
-        """What each member spends on exchanging a share of the stage's parameters with each other member."""
+        """Returns what each member spends on exchanging a share of the stage's parameters with each other member."""
         latency, slowness, amount = self.job.latency, self.job.slowness, self.traffic.stage_bytes[stage] / shares
         return [sum(2 * (latency[a][b] + amount * slowness[a][b]) for b in group if b != a) for a in group]
 
     def seconds(self, stages: Stages) -> float:
-        """For one mini-batch of every pipeline, on average; infinite if a device may not run its stage."""
+        """Returns the mean seconds for one mini-batch of every pipeline; infinite if a device may not run its stage."""
         if not all(self.fits(device, stage) for stage, group in enumerate(stages) for device in group):
             return math.inf
         times = [self.pipeline_seconds(devices) for devices in zip(*stages, strict=True)]
@@ -163,24 +163,25 @@ class CutJob:
 
 
 def averaging_seconds_per_byte(job: PlacementJob, group: Sequence[int]) -> float:
-    """What each byte of parameters adds to averaging among these replicas of a stage, for the slowest of them."""
+    """Returns the seconds that each byte of parameters adds to averaging among these replicas of a stage, for the
+    slowest of them."""
     others = max(len(group) - 1, 1)
     shared = 2 * (_members(job) - 1) / _members(job) / others
     return shared * max(sum(job.slowness[a][b] for b in group if b != a) for a in group)
 
 
 def _members(job: PlacementJob) -> int:
-    """Of a group that is averaged."""
+    """Returns the number of members of a group that averages."""
     return job.num_pipelines if job.sync == "all_reduce" else min(GROUP, job.num_pipelines)
 
 
 def combined(times: Sequence[float], data: float, sync: Sync) -> float:
-    """N over the mini-batches per second of N pipelines.
+    """Returns N over the mini-batches per second of N pipelines.
 
     Args:
         times: seconds for a mini-batch of each pipeline.
         data: seconds for averaging.
-        sync: what is waited for, all or groups.
+        sync: whether pipelines wait for all others, or for their groups.
     """
     if sync == "all_reduce":
         return max(times) + data

@@ -1,4 +1,4 @@
-"""Which workers average together, and when: events and the time go in, decisions come out.
+"""Policies: which workers average together, and when. Events and the time go in, decisions come out.
 
 Nothing here imports another part of the package (errors excepted), a clock, a socket, a thread or a random source.
 ``docs/policies.md`` shows how to write a policy of your own.

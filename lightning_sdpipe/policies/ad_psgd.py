@@ -1,22 +1,22 @@
 """AD-PSGD as policies: every worker averages with one neighbour at a time.
 
-:class:`ADPSGDPolicy` is the baseline of SDPipe §5: for every iteration a perfect matching of the pipelines is
-drawn, the same for all stages, and a worker waits for its partner of that iteration. With an odd number of
-pipelines one of them goes on alone. A partner that is not active, or past that iteration, is not waited for.
-Nothing deadlocks: to report iteration k a worker needs only groups of iterations before k, so among all that
-wait those of the lowest iteration have partners that come.
+:class:`ADPSGDPolicy` is the baseline of SDPipe §5: for every iteration a perfect matching of the pipelines is drawn,
+the same for all stages, and a worker waits for its partner of that iteration. With an odd number of pipelines one of
+them goes on alone. A partner that is not active, or past that iteration, is not waited for. There is no deadlock: to
+report iteration k a worker needs only groups of iterations before k, so among all waiting workers those of the lowest
+iteration have partners that come.
 
 ``staleness`` bounds how old a model may be (``versions.py``). A pair that may not begin its next step is held, with all
-others that are held, until those that are behind it are ready, which then average with it: STALENESS. Their partners of
-that iteration do not wait for them. Since the pairs are the same for all stages, the last stage can decide for all, and
-the others replay (``following_stages.py``): so the bound holds in every stage, and held workers wait for others that
+other held pairs, until the pipelines behind it are ready, which then average with it: STALENESS. Their partners of that
+iteration do not wait for them. Since the pairs are the same for all stages, the last stage can decide for all, and the
+others replay (``following_stages.py``): so the bound holds in every stage, and held workers wait for others that
 compute.
 
-:class:`AsynchronousADPSGDPolicy` is the algorithm as its authors describe it (AD-PSGD, Lian et al. 2018): a
-ready worker averages at once with a random neighbour, whatever that neighbour is doing. The group then has a
-member that did not ask for it, named in ``Group.passive``. Such a neighbour has to average in the background
-of its computation, and must never wait for another worker before it answers: then no ring of neighbours that
-have named each other can wait for ever.
+:class:`AsynchronousADPSGDPolicy` is the algorithm as its authors describe it (AD-PSGD, Lian et al. 2018): a ready
+worker averages at once with a random neighbour, whatever that neighbour is doing. The group then has a member that did
+not ask for it, listed in ``Group.passive``. Such a neighbour has to average in the background of its computation, and
+must never wait for another worker before it answers: then no cycle of neighbours that chose each other can wait for
+ever.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from lightning_sdpipe.policies.versions import Versions
 class ADPSGD(PolicyConfig, frozen=True):
     """AD-PSGD: models are averaged in pairs after every step.
 
-    As SDPipe §5.1 compares with it, pairs are drawn from ``seed``, afresh for every iteration, and the two wait for
+    As in the comparison of SDPipe §5.1, pairs are drawn from ``seed``, afresh for every iteration, and the two wait for
     each other. ``asynchronous`` is the algorithm of Lian et al. 2018: a worker averages at once with a random
     neighbour, which goes on computing.
 
-    ``staleness`` is how many steps of any pipeline a model may lack, None for no bound.
+    ``staleness`` is the number of steps of any pipeline that a model may lack; None for no bound.
     """
 
     seed: int = 0
@@ -87,7 +87,7 @@ class ADPSGDPolicy(GroupPolicy):
         return [group for waiter in waiters if waiter in waiting for group in self._settle(stage, waiter)]
 
     def _settle(self, stage: int, pipeline: int) -> list[Decision]:
-        """Answer the waiting worker if its partner has come or will not come."""
+        """Answers the waiting worker if its partner has come or will not come."""
         participants = self.participants
         iteration = participants.waiting[stage][pipeline]
         partner = self._partner(pipeline, iteration)
@@ -104,7 +104,7 @@ class ADPSGDPolicy(GroupPolicy):
         return []
 
     def _partner(self, pipeline: int, iteration: int) -> int:
-        """The worker that it averages with then; itself if it goes on alone."""
+        """Returns the pipeline's partner in ``iteration``; the pipeline itself if it goes on alone."""
         return matching(self.participants.num_pipelines, self._seed, iteration)[pipeline]
 
     def _goes_out(self, stage: int, pipelines: set[int], reason: Reason) -> list[Decision]:
@@ -112,7 +112,7 @@ class ADPSGDPolicy(GroupPolicy):
 
 
 class BoundedADPSGDPolicy(ADPSGDPolicy):
-    """Pairs, and more where a model would be too old otherwise."""
+    """Pairs, and larger groups where a model would be too old otherwise."""
 
     def __init__(self, num_stages: int, num_pipelines: int, *, seed: int = 0, staleness: int) -> None:
         super().__init__(num_stages, num_pipelines, seed=seed)
@@ -120,7 +120,7 @@ class BoundedADPSGDPolicy(ADPSGDPolicy):
         self.versions = [Versions(num_pipelines, staleness) for _ in range(num_stages)]
         self._replays = [FollowingStages(j, self.participants, self.versions[j], self._last) for j in range(self._last)]
         self._held: set[int] = set()
-        """Those that wait, on the last stage, for others that are behind them."""
+        """Pipelines that wait, on the last stage, for others that are behind them."""
 
     def widened(self, num_pipelines: int) -> None:
         for versions in self.versions:
@@ -170,7 +170,8 @@ class BoundedADPSGDPolicy(ADPSGDPolicy):
         return self._release_held() + self._replay()
 
     def _goes_out(self, stage: int, pipelines: set[int], reason: Reason) -> list[Decision]:
-        """They average now, with those that are behind them and ready too; or they wait until all of these are."""
+        """Lets the pipelines average with those that are behind them and ready too, or holds them until all of these
+        are ready."""
         versions, waiting = self.versions[stage], self.participants.waiting[stage]
         together = pipelines | self._held if pipelines & self._held else set(pipelines)
         while True:
@@ -195,7 +196,7 @@ class BoundedADPSGDPolicy(ADPSGDPolicy):
         return decisions
 
     def _release_held(self) -> list[Decision]:
-        """If those that they waited for have come."""
+        """Releases the held pipelines if those that they waited for have come."""
         return self._goes_out(self._last, set(self._held), Reason.STALENESS) if self._held else []
 
     def _replay(self) -> list[Decision]:
@@ -220,7 +221,7 @@ class AsynchronousADPSGDPolicy(GroupPolicy):
 
 @functools.lru_cache(maxsize=256)
 def matching(num_pipelines: int, seed: int, iteration: int) -> tuple[int, ...]:
-    """The partner of every pipeline in ``iteration``; one is its own partner where the number is odd."""
+    """Returns the partner of every pipeline in ``iteration``; one is its own partner where the number is odd."""
     order = sorted(range(num_pipelines), key=lambda pipeline: uniform(seed, iteration, pipeline))
     partners = list(range(num_pipelines))
     for a, b in zip(order[::2], order[1::2], strict=False):

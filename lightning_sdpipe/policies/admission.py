@@ -1,18 +1,17 @@
-"""What a parameter server does with a push, and which workers may go on: the rules, without tensors or time.
+"""Rules of parameter servers: what becomes of a push, and which workers may go on, without tensors or time.
 
-A pipeline pulls the parameters, computes on them for a *clock*, pushes what it made of them, and pulls again when it
-may go on.
+A pipeline pulls the parameters, computes on them for a *clock*, pushes the changes, and pulls again when it may go on.
 
 **Without a quorum** a push counts at once. A pipeline may begin a clock when no active pipeline is more than s clocks
 behind it. s = 0 is bulk synchronous (BSP), s > 0 stale synchronous (SSP, Ho et al. 2013; the bound of HetPipe, Park et
 al. 2020), s = None asynchronous (ASP). With weights 1/staleness (HETE, Jiang et al. 2017) a push counts the less, the
 more clocks the furthest pipeline has finished since its pull; 1 when it has finished none but this one.
 
-**With a quorum** q, pushes are collected in rounds. A round closes when q of those that have pulled since the last one
-closed have pushed; they go on together. A worker that pushes later has computed on old parameters. It counts for no
-quorum and goes on at once; its push is *dropped* (synchronous training with N − q backup workers, Chen et al. 2016) or
-*carried* into the open round (Eager-Reduce, Li et al. 2020). The mean of a round is over those that pushed in time;
-with late pushes carried it is over all N.
+**With a quorum** q, pushes are collected in rounds. A round closes when q of the pipelines that have pulled since the
+last one closed have pushed; these go on together. A worker that pushes later has computed on old parameters. It counts
+for no quorum and goes on at once; its push is *dropped* (synchronous training with N − q backup workers, Chen et al.
+2016) or *carried* into the open round (Eager-Reduce, Li et al. 2020). The mean of a round is over the pipelines that
+pushed in time; with late pushes carried it is over all N.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from lightning_sdpipe.policies.policy import check_integer, refusal
 
 @dataclass(frozen=True)
 class AdmissionRule:
-    """Values of the family, checked.
+    """Checked values of one rule.
 
     Args:
         quorum: q, the pushes that close a round; None for none.
-        late: what becomes of pushes after the quorum: ``"drop"`` or ``"carry"``.
+        late: treatment of pushes after the quorum: ``"drop"`` or ``"carry"``.
         staleness: s, in clocks; None for no limit.
-        weights: of pushes: ``"equal"`` or ``"inverse_staleness"``.
+        weights: weights of pushes: ``"equal"`` or ``"inverse_staleness"``.
         combine: pushes are added up (``"sum"``), or divided by their number too (``"mean"``).
 
     Raises:
-        ConfigurationError: a value that is not allowed, or has no effect beside the others.
+        ConfigurationError: a value is not allowed, or has no effect beside the others.
     """
 
     quorum: int | None = None
@@ -73,7 +72,7 @@ class AdmissionRule:
         """Refuses a quorum that can never come together.
 
         Raises:
-            ConfigurationError: it is above N.
+            ConfigurationError: the quorum is above N.
         """
         if self.quorum is not None and self.quorum > num_pipelines:
             raise ConfigurationError(
@@ -83,13 +82,13 @@ class AdmissionRule:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows from a push.
+    """The consequences of a push.
 
     Args:
-        weight: with which the push is added to what the round holds; 0: it is dropped.
-        closes: with which that sum is added to the parameters now, for the next round to begin with nothing; None: it
-            stays.
-        released: pipelines that may pull and go on now, which all have pushed.
+        weight: factor with which the push is added to the sum of the round; 0 drops it.
+        closes: factor with which that sum is added to the parameters now, so that the next round begins empty; None
+            keeps the sum.
+        released: pipelines that may pull and go on now; all of them have pushed.
     """
 
     weight: float
@@ -98,14 +97,14 @@ class Verdict:
 
 
 class Admission(ABC):
-    """Follows the pipelines of one stage. What may not be done now raises ValueError, and changes nothing."""
+    """Follows the pipelines of one stage. An action that is not allowed now raises ValueError, and changes nothing."""
 
     def __init__(self, rule: AdmissionRule, num_pipelines: int) -> None:
         rule.check_fits(num_pipelines)
         self._rule = rule
         self._num_pipelines = num_pipelines
         self._pulled: dict[int, int] = {}
-        """The version of the parameters that each active pipeline computes on."""
+        """Version of the parameters that each active pipeline computes on."""
         self._waiting: list[int] = []
 
     @property
@@ -113,36 +112,36 @@ class Admission(ABC):
         return frozenset(self._pulled)
 
     def join(self, pipeline: int) -> None:
-        """``pipeline`` takes part from now on, and has the parameters as they are."""
+        """Adds ``pipeline``, which takes part from now on and has the current parameters."""
         if pipeline in self._pulled:
             raise ValueError(f"pipeline {pipeline} joined twice")
         self._pulled[pipeline] = self._version()
 
     def push(self, pipeline: int) -> Verdict:
-        """``pipeline`` has finished a clock, and waits to go on."""
+        """Notes that ``pipeline`` has finished a clock, and waits to go on."""
         self._check_computes(pipeline)
         self._waiting.append(pipeline)
         return Verdict(self._count(pipeline), *self._settle())
 
     def leave(self, pipeline: int, pushes: bool) -> Verdict:
-        """``pipeline`` takes part no longer. It ``pushes`` what it has of a clock, or has nothing."""
+        """Removes ``pipeline``, which takes part no longer. It ``pushes`` its part of a clock, or has none."""
         self._check_computes(pipeline)
         weight = self._count(pipeline) if pushes else 0.0
         del self._pulled[pipeline]
         return Verdict(weight, *self._settle())
 
     def pull(self, pipeline: int) -> None:
-        """``pipeline``, which was released, takes the parameters as they are now."""
+        """Notes that ``pipeline``, which was released, takes the current parameters."""
         self._check_computes(pipeline)
         self._pulled[pipeline] = self._version()
 
     def waits(self, pipeline: int) -> bool:
-        """Whether ``pipeline`` has pushed and may not go on yet."""
+        """Returns whether ``pipeline`` has pushed and may not go on yet."""
         return pipeline in self._waiting
 
     @abstractmethod
     def awaited_by(self, pipeline: int) -> list[int]:
-        """Those that must push before ``pipeline`` may go on; some of them, if there is a quorum."""
+        """Returns the pipelines that must push before ``pipeline`` may go on; with a quorum, some of them must."""
 
     def _check_computes(self, pipeline: int) -> None:
         if pipeline not in self._pulled:
@@ -152,15 +151,15 @@ class Admission(ABC):
 
     @abstractmethod
     def _version(self) -> int:
-        """Of the parameters now."""
+        """Version of the current parameters."""
 
     @abstractmethod
     def _count(self, pipeline: int) -> float:
-        """The weight of what ``pipeline`` pushes."""
+        """Returns the weight of the push of ``pipeline``."""
 
     @abstractmethod
     def _settle(self) -> tuple[float | None, tuple[int, ...]]:
-        """Whether the round closes, as in :class:`Verdict`, and which workers go on."""
+        """Returns the factor with which the round closes, as in :class:`Verdict`, and the workers that go on."""
 
     def _release(self, pipelines: list[int]) -> tuple[int, ...]:
         self._waiting = [pipeline for pipeline in self._waiting if pipeline not in pipelines]
@@ -168,9 +167,9 @@ class Admission(ABC):
 
 
 class BoundedStaleness(Admission):
-    """Without a quorum: every push is a round of its own. Versions count the clocks of the furthest pipeline.
+    """Admission without a quorum: every push is its own round. Versions count the clocks of the furthest pipeline.
 
-    Nothing deadlocks: the worker that is furthest behind may always go on.
+    There is no deadlock: the worker that is furthest behind may always go on.
     """
 
     def __init__(self, rule: AdmissionRule, num_pipelines: int) -> None:
@@ -178,7 +177,7 @@ class BoundedStaleness(Admission):
         self._finished: dict[int, int] = {}
 
     def join(self, pipeline: int) -> None:
-        """See the base class; it starts level with the one that is furthest behind."""
+        """See the base class; the pipeline starts level with the one that is furthest behind."""
         super().join(pipeline)
         self._finished[pipeline] = min((self._finished[other] for other in self.active - {pipeline}), default=0)
 
@@ -189,7 +188,7 @@ class BoundedStaleness(Admission):
         return verdict
 
     def finished(self, pipeline: int) -> int:
-        """How many clocks ``pipeline`` has finished."""
+        """Returns how many clocks ``pipeline`` has finished."""
         return self._finished[pipeline]
 
     def awaited_by(self, pipeline: int) -> list[int]:
@@ -214,11 +213,11 @@ class BoundedStaleness(Admission):
 
 
 class Rounds(Admission):
-    """With a quorum. Versions are rounds.
+    """Admission with a quorum. Versions are rounds.
 
-    Nothing deadlocks: those that wait have pushed in time, and all others compute; when they push they have pulled
-    since the round before closed, or go on and pull now. With fewer active pipelines than the quorum all of them are
-    one.
+    There is no deadlock: waiting pipelines have pushed in time, and all others compute; when these push, they have
+    pulled since the last round closed, or go on and pull now. With fewer active pipelines than the quorum, all of them
+    are the quorum.
     """
 
     def __init__(self, rule: AdmissionRule, num_pipelines: int) -> None:
@@ -255,5 +254,5 @@ class Rounds(Admission):
 
 
 def admission(rule: AdmissionRule, num_pipelines: int) -> Admission:
-    """What keeps ``rule`` for ``num_pipelines`` pipelines, of which none has joined."""
+    """Returns the admission by ``rule`` for ``num_pipelines`` pipelines, none of which has joined."""
     return BoundedStaleness(rule, num_pipelines) if rule.quorum is None else Rounds(rule, num_pipelines)

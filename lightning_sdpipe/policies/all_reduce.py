@@ -1,4 +1,4 @@
-"""All-reduce as policies: in every iteration, all workers of a stage that take part form one group."""
+"""All-reduce as policies: in every iteration, all participating workers of a stage form one group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 
 
 class AllReduceModels(PolicyConfig, frozen=True):
-    """Models of all are averaged after every step. (:class:`lightning_sdpipe.AllReduce` averages gradients.)"""
+    """All-reduce of models: all are averaged after every step. (:class:`lightning_sdpipe.AllReduce` averages
+    gradients.)"""
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> AllReducePolicy:
         return AllReducePolicy(num_stages, num_pipelines)
@@ -24,8 +25,8 @@ class AllReducePolicy(LocalSGDPolicy):
 
 
 class AllPresent(PolicyConfig, frozen=True):
-    """Rounds of gradients of all pipelines that are there: what :class:`lightning_sdpipe.AllReduce` does in an elastic
-    run. Replicas are equal after each round, so every pipeline is in every one."""
+    """Rounds of gradients of all present pipelines: the policy of :class:`lightning_sdpipe.AllReduce` in an elastic
+    run. Replicas are equal after each round, so every pipeline is in every round."""
 
     @property
     def keeps_equal(self) -> bool:
@@ -37,7 +38,7 @@ class AllPresent(PolicyConfig, frozen=True):
 
 class AllPresentPolicy(GroupPolicy):
     """A group goes out when all active workers of its stage wait. No stage follows another: the stages of a pipeline
-    take part from the same round on, and a stage that went on alone would have a model of its own."""
+    take part from the same round on, and a stage that went on alone would have a different model."""
 
     def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
         return self._release(worker.stage, Reason.EVERYBODY_CAME)

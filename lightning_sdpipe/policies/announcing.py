@@ -1,11 +1,11 @@
-"""How much of its last backward a worker leaves behind before it says that it is ready.
+"""The share of its last backward that a worker completes before it announces that it is ready.
 
-SDPipe's workers say so before it, when no other worker can hold their update up any more (§4, "Worker Communication").
-With few micro-batches that is long before: a worker in a group with a slow device that has just begun its only backward
-waits for most of a slow iteration. So the word comes when as much is left as the backward of one of four micro-batches.
-In a simulation of four pipelines of one stage on devices 1, 1, 1 and 2 (1, 1, 2 and 4) times as slow, SDPipe reaches
-0.99 (0.91) of pipelines that never wait for each other, instead of 0.95 (0.73). Still later is worse where speeds
-differ by little: what was hidden behind the backward is waited for then.
+SDPipe's workers announce before it, when no other worker can hold their update up any more (§4, "Worker
+Communication"). With few micro-batches that is long before: a worker in a group with a slow device that has just begun
+its only backward waits for most of a slow iteration. So the worker announces when as much is left as the backward of
+one of four micro-batches. In a simulation of four pipelines of one stage on devices 1, 1, 1 and 2 (1, 1, 2 and 4) times
+as slow, SDPipe reaches 0.99 (0.91) of pipelines that never wait for each other, instead of 0.95 (0.73). Announcing
+still later is worse where speeds differ by little: waits that the backward hid become visible.
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ MICRO_BATCHES = 4
 
 
 def share_before(num_micro_batches: int) -> float:
-    """Of the last backward of a mini-batch, that is over when a worker says that it is ready: 0 for four micro-batches
-    or more."""
+    """Returns the share of a mini-batch's last backward that is over when a worker announces that it is ready: 0 for
+    four micro-batches or more."""
     return max(0.0, 1.0 - num_micro_batches / MICRO_BATCHES)

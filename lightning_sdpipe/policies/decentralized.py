@@ -1,9 +1,9 @@
 """Averaging with neighbours that are known in advance: a ring, or pairs (BAGUA §3.2, its decentralised algorithms).
 
 The partners depend on the number of the iteration alone, so all stages agree on them. A worker of a pair waits for its
-partner of that iteration, as with AD-PSGD. In a ring every worker is a neighbour of one that waits, so all of them
-make one group, in which each averages with its two neighbours only. A neighbour that has left is not replaced: the ring
-is open there, and the weights stay with those beside it.
+partner of that iteration, as with AD-PSGD. In a ring every worker is a neighbour of a waiting one, so all of them form
+one group, in which each averages with its two neighbours only. A neighbour that has left is not replaced: the ring is
+open there, and the weights stay with its neighbours.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Peers = Literal["ring", "shift_one", "random"]
 
 
 class Decentralized(PolicyConfig, frozen=True):
-    """Models are averaged with neighbours in each update that ``every`` divides.
+    """Decentralised averaging: models are averaged with neighbours in each update that ``every`` divides.
 
-    ``peers``: ``"ring"``: with the two beside it, a third each; ``"shift_one"``: in pairs of a pipeline of the first
+    ``peers``: ``"ring"``: with the two neighbours, a third each; ``"shift_one"``: in pairs of a pipeline of the first
     half and one of the second, which shift by one each time; ``"random"``: in pairs that are drawn from ``seed``.
     """
 
@@ -50,7 +50,7 @@ class Decentralized(PolicyConfig, frozen=True):
 
 
 class RingPolicy(LocalSGDPolicy):
-    """One group of all, with two neighbours for each."""
+    """One group of all workers, with two neighbours for each."""
 
     def _release(self, reason: Reason) -> list[Decision]:
         return [with_neighbours(group, self.participants.num_pipelines) for group in super()._release(reason)]
@@ -69,7 +69,7 @@ class ShiftingPairsPolicy(ADPSGDPolicy):
 
 
 def with_neighbours(group: Group, num_pipelines: int) -> Group:
-    """``group`` as a ring of ``num_pipelines``, with gaps where pipelines are not in it."""
+    """Returns ``group`` as a ring of ``num_pipelines``, with gaps where pipelines are not in it."""
     if len(group.members) == 1:
         return group
     there = {worker.pipeline for worker in group.members}

@@ -1,4 +1,4 @@
-"""What a policy decides. Carrying a decision out needs no knowledge of the policy that made it."""
+"""Decisions of a policy. Carrying one out needs no knowledge of the policy that made it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_sdpipe.policies.events import Count, Worker
 
 Weight: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 TOLERANCE = 1e-9
-"""By how much the weights of a group may miss 1."""
+"""Tolerance of the sum of a group's weights around 1."""
 
 
 class Reason(StrEnum):
-    """Why the built-in policies let a group go out when it did. A policy may have reasons of its own."""
+    """The reasons of the built-in policies for letting a group go out. A policy may have other reasons."""
 
     WINDOW_CLOSED = "window closed"
     """The window ended and the recent groups plus this one connect the stage."""
@@ -26,32 +26,32 @@ class Reason(StrEnum):
     ENFORCED = "enforced"
     """The stage waited, holding the token, until the sync-graph was connected (SDPipe §3.4)."""
     TOKEN_BUSY = "token busy"
-    """There was something to wait for, as in a sync-graph that is not connected, but another stage holds the token:
-    waiting could deadlock."""
+    """Waiting was needed, as in a sync-graph that is not connected, but another stage holds the token: waiting could
+    deadlock."""
     WORKER_LOST = "worker lost"
-    """The workers it waited for left or fell silent, and the remaining ones need wait no longer."""
+    """The workers that the group waited for left or fell silent, and the remaining ones need not wait any longer."""
     MATCHED = "matched"
     """The workers were drawn to average with each other (AD-PSGD)."""
     STALENESS = "staleness"
-    """Some of them had waited for others whose models contained too little of theirs (``staleness=``)."""
+    """Some members had waited for others whose models contained too little of theirs (``staleness=``)."""
     STALENESS_EXCEEDED = "staleness exceeded"
     """The bound asks to wait, but another stage holds the token: waiting could deadlock."""
     LOCAL_STEP = "local step"
     """The policy has the worker go on alone this time."""
     REGROUPED = "regrouped"
-    """The group that they were in broke, since a member of it was lost or could not be reached."""
+    """Their previous group broke, since a member of it was lost or could not be reached."""
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="group"):
     """Workers of one stage that average their models now.
 
     ``members`` is sorted. ``weights`` belong to the members in that order and add up to 1: each member's model becomes
-    the weighted sum of all of them. ``sequence`` is unique in the run and increasing. ``reason`` is for people.
+    the weighted sum of all members' models. ``sequence`` is unique in the run and increasing. ``reason`` is for people.
 
     ``passive`` members take part without being answered: they average while they compute (asynchronous AD-PSGD), or
-    before they wait on (PHD-PSGD under its bound). The latter are ``standing``: the models that they give contain the
-    step that they are ready with. ``neighbours``, where it is not empty, has for each member, in order, those members
-    that it averages with instead of with all.
+    before they wait on (PHD-PSGD under its bound). The latter are ``standing``: the models that they contribute contain
+    the step that they are ready with. ``neighbours``, where it is not empty, has for each member, in order, the members
+    that it averages with instead of all.
 
     ``epoch`` is for elastic runs, and not a policy's to decide: the epoch of membership whose process group holds all
     members; 0 in any other run.
@@ -68,7 +68,7 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
 
     @property
     def stage(self) -> int:
-        """The stage all members belong to."""
+        """Stage that all members belong to."""
         return self.members[0].stage
 
 
@@ -80,10 +80,10 @@ class BrokenRule(ValueError):
 
 
 def check_group(group: Group, next_sequence: int) -> None:
-    """What can be said of a group without knowing which workers wait.
+    """Checks a group as far as possible without knowing which workers wait.
 
     Raises:
-        BrokenRule: it is not what :class:`Group` says, or its sequence is below ``next_sequence``.
+        BrokenRule: the group is not as :class:`Group` requires, or its sequence is below ``next_sequence``.
     """
     members, weights = group.members, group.weights
     if len(members) == 1:  # cheap, since many policies answer workers one by one

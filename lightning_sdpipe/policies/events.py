@@ -1,4 +1,4 @@
-"""What happens in a run, in the words in which a policy is told of it.
+"""Events of a run that a policy hears of.
 
 A policy hears of every event in order, with its time. Nothing else reaches it: no clock, no socket, no message.
 """
@@ -10,11 +10,11 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""An integer that a message may hold: counting on from it stays within 64 bits."""
+"""Integer that a message may hold: counting on from it stays within 64 bits."""
 Last: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)]
-"""The number of what was last, or -1 before the first."""
+"""Number of the last item, or -1 before the first."""
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
-"""A length of time that a message may hold."""
+"""Length of time that a message may hold."""
 
 
 class Worker(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
@@ -28,16 +28,16 @@ class Worker(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False)
 
 
 class Ready(msgspec.Struct, frozen=True, gc=False, tag="ready"):
-    """``worker`` has finished the local step of ``iteration``, or needs no other for it, and waits for a group."""
+    """The local step of ``iteration`` is finished, or needs no other worker, and ``worker`` waits for a group."""
 
     worker: Worker
     iteration: int
 
 
 class Progress(msgspec.Struct, frozen=True, gc=False, tag="progress"):
-    """``worker`` goes on: ``steps`` steps since the last report, the newest being ``iteration``.
+    """A report of ``worker``: it made ``steps`` steps since the last one, the newest being ``iteration``.
 
-    ``seconds`` is the mean length of one of them, of which ``waiting`` passed in waiting for other replicas.
+    ``seconds`` is the mean length of a step, of which ``waiting`` passed in waiting for other replicas.
     """
 
     worker: Worker
@@ -48,7 +48,7 @@ class Progress(msgspec.Struct, frozen=True, gc=False, tag="progress"):
 
 
 class Joined(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="joined"):
-    """``worker`` takes part from now on; its iterations may start anywhere, or after ``answered``, which another
+    """Start of ``worker``'s participation; its iterations may start anywhere, or after ``answered``, which another
     scheduler has answered."""
 
     worker: Worker
@@ -56,40 +56,41 @@ class Joined(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="joi
 
 
 class Left(msgspec.Struct, frozen=True, gc=False, tag="left"):
-    """``worker`` pauses or has ended its epoch: none waits for it, and its unanswered ready is void."""
+    """Pause of ``worker``, or end of its epoch: no worker waits for it, and its unanswered ready is void."""
 
     worker: Worker
 
 
 class Lost(msgspec.Struct, frozen=True, gc=False, tag="lost"):
-    """``worker`` was silent for so long that it is taken to have left. It may join again."""
+    """Loss of ``worker``, which was silent for so long that it counts as having left. It may join again."""
 
     worker: Worker
 
 
 class Broken(msgspec.Struct, frozen=True, gc=False, tag="broken"):
-    """The members of group ``sequence`` did not average after all; several of them may say so."""
+    """Failure of group ``sequence``, whose members did not average after all; several of them may report it."""
 
     sequence: int
 
 
 class Restarted(msgspec.Struct, frozen=True, gc=False, tag="restarted"):
-    """The scheduler was started in the middle of a run, in which all groups below ``next_sequence`` have been."""
+    """Start of the scheduler in the middle of a run, in which all groups below ``next_sequence`` have gone out."""
 
     next_sequence: int
 
 
 class Answered(msgspec.Struct, frozen=True, gc=False, tag="answered"):
-    """``worker`` came with ``iteration``, and gets the answer that another scheduler decided before it was no more."""
+    """Answer to ``worker``'s ``iteration`` that an earlier scheduler had decided."""
 
     worker: Worker
     iteration: int
 
 
 class Regrouped(msgspec.Struct, frozen=True, gc=False, tag="regrouped"):
-    """The group ``sequence`` broke; ``members`` of it, of which each had the part ``weights`` in it, try again.
+    """Retry of the broken group ``sequence`` by ``members``, which had these ``weights`` in it.
 
-    They wait for that, but not for an answer to a ready. The one decision that follows is a group of just these.
+    They wait for that, but not for an answer to a ready. The one decision that follows is a group of exactly these
+    members.
     """
 
     sequence: int
@@ -98,13 +99,13 @@ class Regrouped(msgspec.Struct, frozen=True, gc=False, tag="regrouped"):
 
 
 class Widened(msgspec.Struct, frozen=True, gc=False, tag="widened"):
-    """From now on pipelines below ``num_pipelines`` may join: more than were planned, in an elastic run."""
+    """Growth of an elastic run: pipelines below ``num_pipelines``, more than were planned, may join from now on."""
 
     num_pipelines: int
 
 
 class Tick(msgspec.Struct, frozen=True, gc=False, tag="tick"):
-    """Time passed; due when the policy's deadline says so, harmless at any other time."""
+    """Passage of time; due when the policy's deadline says so, harmless at any other time."""
 
 
 Event: TypeAlias = Ready | Progress | Joined | Left | Lost | Broken | Restarted | Answered | Regrouped | Widened | Tick

@@ -1,17 +1,17 @@
 """A stage that averages as the last stage has decided: the same members, iterations and order.
 
 Meetings are numbered as the last stage decided them, and increase along each pipeline. A meeting goes out here when all
-that took part there have come to the same iteration, and what they had to do before has gone out. What waits here
-waits for workers that compute, or wait for a meeting of a lower number; that of the lowest number waits for none
-that waits, and nothing deadlocks.
+its members have come to the same iteration as on the last stage, and their earlier meetings have gone out. A waiting
+worker waits for workers that compute, or that wait for a meeting of a lower number; the meeting of the lowest number
+waits for no waiting worker, so there is no deadlock.
 
-The bound on staleness is this stage's own: those that a meeting lets go on wait here, too, for the models that are
-behind theirs. They need wait for meetings of lower numbers only, since on the last stage these were enough.
+The bound on staleness is this stage's own: groups that a meeting lets go on wait here, too, for the models that are
+behind theirs. They need to wait for meetings of lower numbers only, since on the last stage these were enough.
 
-A worker that was lost, or has left, is left out. What others would have had from its group by meetings that are still
-to come here, they have on the last stage only, so there everything is doubted then, and until the doubts are settled
-this stage's models may be older than the bound. (It cannot wait for that itself: its pipelines would never come to the
-boundary on the last stage.) Whose pipeline has no last stage any more goes on alone.
+A worker that was lost, or has left, is left out. Meetings that are still to come here would have passed its model on to
+others, as they did on the last stage only. So all versions are doubted on the last stage then, and until the doubts are
+settled this stage's models may be older than the bound. (This stage cannot wait for that itself: its pipelines would
+never come to the boundary on the last stage.) A worker whose pipeline no longer has a last stage goes on alone.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lightning_sdpipe.policies.versions import Versions
 
 @dataclass(frozen=True)
 class Part:
-    """One group's part in a meeting: the iterations of its pipelines, and whether it waits on after it.
+    """One group's part in a meeting: the iterations of its pipelines, and whether it waits on afterwards.
 
-    ``steps``: it is its first meeting since its last step.
+    ``steps`` says that this is the group's first meeting since its last step.
     """
 
     group: int
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A meeting that the last stage has decided. ``computing`` are the pipelines of groups that were not ready."""
+    """A meeting that the last stage has decided. ``computing`` has the pipelines of groups that were not ready."""
 
     parts: tuple[Part, ...]
     computing: Mapping[int, tuple[int, ...]]
@@ -48,7 +48,7 @@ class PlannedGroup:
 
 @dataclass
 class _Due:
-    """A meeting that has not gone out in this stage."""
+    """A meeting that has not gone out on this stage."""
 
     planned: PlannedGroup
     stepped: set[int] = field(default_factory=set)
@@ -63,23 +63,23 @@ class FollowingStages:
         self._versions = versions
         self._due: list[_Due] = []
         self._unheard: set[int] = set()
-        """Pipelines whose last stage has not reported since the scheduler was started anew."""
+        """Pipelines whose last stage has not reported since the scheduler was restarted."""
 
     def plan(self, meeting: PlannedGroup) -> None:
-        """The last stage has decided it."""
+        """Adds a meeting that the last stage has decided."""
         self._due.append(_Due(meeting))
 
     def heard_of(self, pipeline: int) -> None:
-        """Its last stage has reported."""
+        """Notes that the last stage of ``pipeline`` has reported."""
         self._unheard.discard(pipeline)
 
     def forget(self) -> None:
-        """What was decided before is not known any more."""
+        """Forgets all earlier decisions, which are not known any more."""
         self._due.clear()
         self._unheard = set(range(self._participants.num_pipelines))
 
     def expects(self, group: int) -> bool:
-        """Is there a meeting with others still to come in which ``group`` takes part?"""
+        """Returns whether a meeting with others is still to come in which ``group`` takes part."""
         return any(
             len(due.planned.parts) + len(due.planned.computing) > 1
             and (group in due.planned.computing or any(part.group == group for part in due.planned.parts))
@@ -87,7 +87,7 @@ class FollowingStages:
         )
 
     def turn(self) -> list[Decision]:
-        """What can go out now."""
+        """Returns the decisions that can go out now."""
         decisions: list[Decision] = []
         while True:
             group = self._next()
@@ -96,7 +96,7 @@ class FollowingStages:
             decisions.append(group)
 
     def _next(self) -> Decision | None:
-        """The first meeting that can go out."""
+        """Returns the first meeting that can go out."""
         waiting = self._participants.waiting[self._stage]
         busy: set[int] = set()
         """Pipelines with a meeting that cannot go out yet."""
@@ -125,14 +125,14 @@ class FollowingStages:
         return None
 
     def _comes(self, pipeline: int, iteration: int) -> bool:
-        """Does it take part, and has not come to that iteration yet?"""
+        """Returns whether ``pipeline`` takes part and has not come to ``iteration`` yet."""
         if pipeline not in self._participants.active[self._stage]:
             return False
         reported = self._participants.last_reported(self._stage, pipeline)
         return reported is None or reported < iteration
 
     def _fresh(self, due: _Due, present: Sequence[tuple[Part, Sequence[int]]], earlier: set[int]) -> bool:
-        """Whether none of those that go on would wait for a worker that has an earlier meeting to come."""
+        """Returns whether no group that goes on would wait for one that has an earlier meeting to come."""
         self._step(due, present)
         nodes = [part.group for part, _ in present]
         return not any(self._versions.behind(part.group, nodes) & earlier for part, _ in present if not part.stays)
@@ -165,7 +165,7 @@ class FollowingStages:
         return group
 
     def _strays(self) -> list[Decision]:
-        """Those go on alone whose last stage will not decide for them."""
+        """Lets workers go on alone for which their last stage will not decide."""
         planned = {(p, k) for due in self._due for part in due.planned.parts for p, k in part.iterations.items()}
         decisions: list[Decision] = []
         for pipeline, iteration in list(self._participants.waiting[self._stage].items()):
@@ -184,5 +184,5 @@ class FollowingStages:
 
 
 def mean_of_groups(groups: Sequence[Sequence[int]]) -> list[float]:
-    """The weight of each member, in order, in the mean of the groups' models."""
+    """Returns the weight of each member, in order, in the mean of the groups' models."""
     return [1 / (len(groups) * len(group)) for group in groups for _ in group]

@@ -1,4 +1,4 @@
-"""What all policies that answer ready workers with groups have in common."""
+"""Base of all policies that answer ready workers with groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from lightning_sdpipe.policies.participants import Participants
 
 
 class GroupPolicy:
-    """Keeps the rules of :mod:`lightning_sdpipe.policies.policy`: refuses what breaks them, and knows which wait.
+    """Keeps the rules of :mod:`lightning_sdpipe.policies.policy`: refuses events that break them, and knows which
+    workers wait.
 
     A policy overrides the methods below :meth:`deadline`. Each is called when its event has been checked and
     ``participants`` knows of it; it returns the decisions that follow. Groups are made by ``participants.group``.
@@ -79,45 +80,46 @@ class GroupPolicy:
         return None
 
     def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
-        """``worker`` waits for a group."""
+        """Answers ``worker``, which waits for a group."""
         raise NotImplementedError(f"{type(self).__name__} must say in worker_ready how a ready worker is answered")
 
     def worker_left(self, worker: Worker, now: float) -> list[Decision]:
-        """``worker`` has left or, without a :meth:`worker_lost`, was lost; those that wait for it must not wait for
-        ever."""
+        """Handles ``worker``, which has left or, without a :meth:`worker_lost`, was lost; workers that wait for it must
+        not wait for ever."""
         return []
 
     def worker_lost(self, worker: Worker, now: float) -> list[Decision]:
-        """``worker`` fell silent, and may come back with another model than its own."""
+        """Handles ``worker``, which fell silent and may come back with another model."""
         return self.worker_left(worker, now)
 
     def worker_joined(self, worker: Worker, now: float) -> list[Decision]:
-        """``worker`` takes part now."""
+        """Handles ``worker``, which takes part now."""
         return []
 
     def worker_progressed(self, progress: Progress, now: float) -> list[Decision]:
-        """A worker has reported how fast it is."""
+        """Handles a worker's report of its speed."""
         return []
 
     def group_broke(self, sequence: int, now: float) -> list[Decision]:
-        """The members of that group did not average; it may be told more than once."""
+        """Handles a group whose members did not average; it may be reported more than once."""
         return []
 
     def scheduler_restarted(self, now: float) -> list[Decision]:
-        """Another scheduler has decided before; what it knew is lost."""
+        """Handles a restart of the scheduler; the knowledge of the one that decided before is lost."""
         return []
 
     def worker_answered(self, worker: Worker, now: float) -> list[Decision]:
-        """``worker`` does not wait: it was answered as another scheduler had decided."""
+        """Handles ``worker``, which does not wait: it was answered as another scheduler had decided."""
         return []
 
     def widened(self, num_pipelines: int) -> None:
-        """There may be so many pipelines from now on.
+        """Allows ``num_pipelines`` pipelines from now on.
 
         Raises:
-            RefusedEvent: this policy is for the number that was planned.
+            RefusedEvent: this policy is for the planned number only.
         """
 
     def time_passed(self, now: float) -> list[Decision]:
-        """It is ``now``; due when :meth:`deadline` says so, and called before each other event too."""
+        """Handles the passage of time to ``now``; due when :meth:`deadline` says so, and called before each other event
+        too."""
         return []

@@ -11,7 +11,8 @@ from lightning_sdpipe.policies.versions import Versions
 
 
 class LocalSGD(PolicyConfig, frozen=True):
-    """Models of all pipelines are averaged in each update that ``every`` divides; in the others none waits."""
+    """Local SGD: models of all pipelines are averaged in each update that ``every`` divides; in others no pipeline
+    waits."""
 
     every: int
 
@@ -23,18 +24,19 @@ class LocalSGD(PolicyConfig, frozen=True):
 
 
 class NoSync(PolicyConfig, frozen=True):
-    """Pipelines train alone until the next pause: the bound on throughput that no method can beat."""
+    """No synchronisation: pipelines train alone until the next sync point; the bound on throughput that no method can
+    beat."""
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> LocalSGDPolicy:
         return LocalSGDPolicy(num_stages, num_pipelines, every=None)
 
 
 class LocalSGDPolicy(GroupPolicy):
-    """All active workers of a stage average in every iteration that ``every`` divides, and never else.
+    """All active workers of a stage average in every iteration that ``every`` divides, and in no other.
 
     ``every`` 1 is all-reduce; None is never. Groups are decided on the last stage, and the others replay them
-    (``following_stages.py``). Otherwise, if a pipeline joined while others average, its stages at different moments,
-    one stage might wait for it and another not, and so pipelines for each other.
+    (``following_stages.py``). Otherwise, if the stages of a pipeline joined at different moments while others average,
+    one stage might wait for it and another not, so pipelines could wait for each other.
     """
 
     def __init__(self, num_stages: int, num_pipelines: int, *, every: int | None) -> None:

@@ -1,11 +1,12 @@
-"""How fast groups spread updates: the mean mixing matrix and its ρ (P-Reduce §3.2, assumption (3)), and theorem 1.
+"""Speed at which groups spread updates: the mean mixing matrix and its ρ (P-Reduce §3.2, assumption (3)), and theorem
+1.
 
-In a group every member's model becomes the weighted sum of all of them; other workers keep theirs. W has the weights in
-the rows of the members and 1 on the diagonal of the others (SDPipe, equation 2, with weights 1/|S|). ρ is the modulus
-of the second largest eigenvalue of the mean of W. Three workers of equal speed in groups of two give 0.5; if one is
-twice as slow, 0.625.
+In a group every member's model becomes the weighted sum of all members' models; other workers keep theirs. W has the
+weights in the rows of the members and 1 on the diagonal of the others (SDPipe, equation 2, with weights 1/|S|). ρ is
+the modulus of the second largest eigenvalue of the mean of W. Three workers of equal speed in groups of two give 0.5;
+if one is twice as slow, 0.625.
 
-This is for looking at a run, not for deciding, so that the scheduler needs no numpy.
+This serves the analysis of a run, not decisions, so the scheduler needs no numpy.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ Matrix = list[list[float]]
 
 
 def mean_mixing_matrix(groups: Sequence[tuple[Sequence[int], Sequence[float]]], workers: Sequence[int]) -> Matrix:
-    """The mean of W over ``groups``, each given as members and weights; the identity when there was no group.
+    """Returns the mean of W over ``groups``, each given as members and weights; the identity when there was no group.
 
-    Only ``workers`` have rows; the weight of a member that is none of them stays with what would have taken it over.
+    Only ``workers`` have rows; the weight of a member without a row stays with the worker that would have received it.
     """
     index = {worker: row for row, worker in enumerate(workers)}
     size, share = len(workers), 1 / max(1, len(groups))
@@ -34,7 +35,8 @@ def mean_mixing_matrix(groups: Sequence[tuple[Sequence[int], Sequence[float]]], 
 
 
 def mixing_radius(matrix: Matrix) -> float:
-    """ρ of a matrix whose rows add up to 1: its largest modulus of an eigenvalue beside the 1 of the constant vector.
+    """Returns ρ of a matrix whose rows add up to 1: the largest modulus of its eigenvalues other than the 1 of the
+    constant vector.
 
     Raises:
         ImportError: numpy is not installed.
@@ -49,22 +51,22 @@ def mixing_radius(matrix: Matrix) -> float:
 
 
 def network_error(rho: float) -> float:
-    """ρ̄ = ρ/(1 − ρ) + 2√ρ/(1 − √ρ)² of P-Reduce's theorem 1, to which its bound for the network error is
+    """Returns ρ̄ = ρ/(1 − ρ) + 2√ρ/(1 − √ρ)² of P-Reduce's theorem 1, to which its bound for the network error is
     proportional; infinite at ρ = 1, where nothing mixes."""
     root = math.sqrt(rho)
     return rho / (1 - rho) + 2 * root / (1 - root) ** 2 if rho < 1.0 else math.inf
 
 
 def largest_learning_rate(lipschitz: float, num_workers: int, group_size: float, rho: float) -> float:
-    """γ of plain SGD up to which P-Reduce's theorem 1 holds (equation 7); 0 where nothing mixes.
+    """Returns the γ of plain SGD up to which P-Reduce's theorem 1 holds (equation 7); 0 where nothing mixes.
 
     It holds where ηL + 2N³η²ρ̄/P² with η = Pγ/N is at most 1. It assumes doubly stochastic mixing, so equal weights. As
     it is printed, the second term has no L², which it would need for an L other than 1 if units should agree.
 
     Args:
-        lipschitz: L, of the gradient.
+        lipschitz: L, the Lipschitz constant of the gradient.
         num_workers: N.
-        group_size: P; the mean of different ones.
+        group_size: P; the mean if sizes differ.
         rho: ρ, from 0 on.
     """
     a = 2 * num_workers**3 * network_error(rho) / group_size**2

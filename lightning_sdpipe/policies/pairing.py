@@ -1,9 +1,10 @@
-"""Which pipelines or groups average: pure functions that every worker computes alike, or by which a policy draws.
+"""Choice of the pipelines or groups that average: pure functions that every worker computes alike, or by which a policy
+draws.
 
-Rings, shifted and random pairs need no scheduler: they depend on places, which count those that take part, and on the
+Rings, shifted and random pairs need no scheduler: they depend on places, which number the participants, and on the
 number of the round.
 
-PHD-PSGD's weighted probabilistic graph: which group meets which, and how fast that mixes (paper §3.3).
+PHD-PSGD's weighted probabilistic graph says which groups meet, and how fast that mixes (paper §3.3).
 
 The paper draws groups of similar speed more often, without a formula. Here
 
@@ -23,15 +24,15 @@ from lightning_sdpipe.policies.ad_psgd import matching
 
 
 def ring(place: int, size: int) -> tuple[int, ...]:
-    """The neighbours in a ring: none, one or two."""
+    """Returns the neighbours in a ring: none, one or two."""
     return tuple(sorted({(place - 1) % size, (place + 1) % size} - {place}))
 
 
 def shift_one(place: int, size: int, number: int) -> int | None:
-    """The partner in round ``number`` if pairs shift by one: r < n/2 meets (number + r) mod (n/2) + n/2.
+    """Returns the partner in round ``number`` if pairs shift by one: r < n/2 meets (number + r) mod (n/2) + n/2.
 
-    So each of the first half has met each of the second after n/2 rounds. With an odd number one of the
-    first half stays alone (None), in turn.
+    So each place of the first half has met each of the second after n/2 rounds. With an odd number one of the first
+    half stays alone (None), in turn.
     """
     half = (size + 1) // 2
     partner = (number + place) % half + half if place < half else (place - half - number) % half
@@ -39,19 +40,20 @@ def shift_one(place: int, size: int, number: int) -> int | None:
 
 
 def random_pair(place: int, size: int, number: int, seed: int) -> int | None:
-    """The partner in round ``number`` of pairs that are drawn afresh each time; None for one that is left over."""
+    """Returns the partner in round ``number`` of pairs that are drawn afresh each time; None for a pipeline that is
+    left over."""
     partner = matching(size, seed, number)[place]
     return partner if partner != place else None
 
 
 def similarities(times: Sequence[float], group: int, gamma: float) -> list[float]:
-    """w of one group with each, 0 with itself."""
+    """Returns w of one group with each group; 0 with itself."""
     own = times[group]
     return [0.0 if j == group else (min(own, other) / max(own, other)) ** gamma for j, other in enumerate(times)]
 
 
 def draw(weights: Sequence[tuple[int, float]], number: float) -> int:
-    """The one of ``weights`` (worker, weight) that ``number`` in [0, 1) falls on."""
+    """Returns the worker in ``weights`` (worker, weight) that ``number`` in [0, 1) falls on."""
     left = number * sum(weight for _, weight in weights)
     for who, weight in weights:
         left -= weight

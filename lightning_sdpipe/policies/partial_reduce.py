@@ -8,15 +8,15 @@
    clocks: k + 1 with every ready signal, and the largest k of the group for all of its members afterwards (§3.3). See
    :func:`weights`.
 4. *Group-frozen avoidance* (§4): if the first P and the last T − 1 groups do not connect the active pipelines, the
-   group has the head of the queue and the first of each other component in it, and is filled up in order: ENFORCED.
-   As long as all in the queue are of one component, they are held.
+   group has the head of the queue and the first of each other component in it, and is filled up in order: ENFORCED. As
+   long as all in the queue are of one component, they are held.
 
-A pipeline of which only some stages take part is ready when these are. One whose stages are at different iterations,
-since a worker fell silent and came back, enters with those that are furthest behind.
+A pipeline of which only some stages take part is ready when these are. A pipeline whose stages are at different
+iterations, since a worker fell silent and came back, enters with the stages that are furthest behind.
 
-Why nothing deadlocks: a worker that waits is in the queue, or waits for stages of its own pipeline that compute and
-wait for no group. The queue is held only while an active pipeline is not in it, which therefore comes or leaves.
-When all active ones are in it, every component is, and P or all of them go.
+There is no deadlock: a worker that waits is in the queue, or waits for stages of its own pipeline that compute and wait
+for no group. The queue is held only while an active pipeline is not in it, which therefore comes or leaves. When all
+active pipelines are in it, every component is, and P or all of them go.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lightning_sdpipe.policies.policy import PolicyConfig, Unit, When, check_int
 from lightning_sdpipe.policies.sync_graph import SyncGraph
 
 QUEUED = "first in the queue"
-"""The reason of groups that were neither enforced, nor of all, nor due to one that left."""
+"""Reason of groups that were neither enforced, nor of all pipelines, nor due to one that left."""
 
 HISTORY = 4
-"""T by default, in multiples of the fewest groups that can connect all. With these alone groups that come about
-by chance seldom would: 7 pairs of 8 pipelines do so once in ten times."""
+"""Default of T, in multiples of the fewest groups that can connect all. With these alone random groups would seldom
+connect all: 7 pairs of 8 pipelines do so once in ten times."""
 
 _MISSING = ("closest", "oldest", "none")
 
@@ -45,11 +45,12 @@ _MISSING = ("closest", "oldest", "none")
 class PartialReduce(PolicyConfig, frozen=True):
     """P-Reduce: models are averaged after every step, in groups of the ``group_size`` pipelines that are ready first.
 
-    ``decay`` α weighs models by how far they have got: each step behind the furthest of the group counts α times as
-    much. It is None for equal weights, which alone keep the mean over all pipelines as it is. ``missing`` says what has
-    the weight of steps at which no member is: the member that is ``"closest"``, the ``"oldest"`` one, or ``"none"``.
+    ``decay`` α weights models by their progress: each step behind the furthest of the group counts α times as much.
+    None gives equal weights, which alone keep the mean over all pipelines unchanged. ``missing`` says which member gets
+    the weight of steps at which there is no member: the ``"closest"``, the ``"oldest"``, or ``"none"``.
 
-    ``history`` is T, the groups that must connect the pipelines; four times the fewest that can, if it is None.
+    ``history`` is T, the groups that must connect the pipelines; four times the fewest that can connect them, if it is
+    None.
     """
 
     group_size: int = 3
@@ -95,7 +96,7 @@ class PartialReduce(PolicyConfig, frozen=True):
 
 
 class PartialReducePolicy(GroupPolicy):
-    """See the module's text for the rules."""
+    """See the module's docstring for the rules."""
 
     def __init__(self, config: PartialReduce, num_stages: int, num_pipelines: int) -> None:
         super().__init__(num_stages, num_pipelines)
@@ -105,7 +106,7 @@ class PartialReducePolicy(GroupPolicy):
         self._clocks = [0] * num_pipelines
         self._graph = SyncGraph(num_pipelines, self._history(num_pipelines), "groups")
         self._recorded_as: dict[int, int] = {}
-        """For the groups of all stages in the window: the number of the one that stands for them in the graph."""
+        """Number of the group that stands for each of the window's groups of all stages in the graph."""
 
     def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
         self._enter(worker.pipeline)
@@ -131,7 +132,7 @@ class PartialReducePolicy(GroupPolicy):
         return self._release(Reason.WORKER_LOST)
 
     def group_broke(self, sequence: int, now: float) -> list[Decision]:
-        """Its members are in more components now, perhaps, so some may be held no longer."""
+        """Handles a broken group: its members may be in more components now, so some may be held no longer."""
         self._graph.forget(self._recorded_as.get(sequence, -1))
         return self._release(QUEUED)
 
@@ -140,7 +141,7 @@ class PartialReducePolicy(GroupPolicy):
         self._graph.widen(num_pipelines)
 
     def sync_graph(self, stage: int) -> SyncGraph:
-        """Which pipelines met lately: in every stage the same."""
+        """Returns the graph of recent meetings of pipelines, which is the same for every stage."""
         return self._graph
 
     def _history(self, num_active: int) -> int:
@@ -149,7 +150,7 @@ class PartialReducePolicy(GroupPolicy):
         return max(1, HISTORY * fewest_groups(num_active, self._config.group_size))
 
     def _enter(self, pipeline: int) -> None:
-        """``pipeline`` enters the queue if it is ready now and not there yet."""
+        """Puts ``pipeline`` into the queue if it is ready now and not there yet."""
         participants = self.participants
         reported = [waiting[pipeline] for waiting in participants.waiting if pipeline in waiting]
         if pipeline in self._queue or not reported:
@@ -164,13 +165,14 @@ class PartialReducePolicy(GroupPolicy):
         self._clocks[pipeline] += 1
 
     def _stages_of(self, pipeline: int) -> list[int]:
-        """Where ``pipeline``, which is in the queue, waits with what it is ready with."""
+        """Returns the stages on which ``pipeline``, which is in the queue, waits with the iteration that it is ready
+        with."""
         iteration = self._queue[pipeline]
         waiting = self.participants.waiting
         return [stage for stage, here in enumerate(waiting) if here.get(pipeline, math.inf) <= iteration]
 
     def _release(self, reason: str) -> list[Decision]:
-        """All groups that may go out."""
+        """Returns all groups that may go out."""
         decisions: list[Decision] = []
         while self._queue:
             size = min(self._config.group_size, len(self._graph.active))
@@ -199,7 +201,7 @@ class PartialReducePolicy(GroupPolicy):
         return chosen
 
     def _groups(self, chosen: Sequence[int], reason: str) -> list[Group]:
-        """One group in each stage, of the pipelines' workers that wait there."""
+        """Makes one group in each stage, of the pipelines' workers that wait there."""
         groups = []
         for stage in range(self.participants.num_stages):
             here = [pipeline for pipeline in chosen if stage in self._stages_of(pipeline)]
@@ -224,17 +226,17 @@ class PartialReducePolicy(GroupPolicy):
 
 
 def fewest_groups(num_pipelines: int, group_size: int) -> int:
-    """⌈(N − 1)/(P − 1)⌉: each group adds P − 1 links, and N − 1 connect all (§4)."""
+    """Returns ⌈(N − 1)/(P − 1)⌉: each group adds P − 1 links, and N − 1 connect all (§4)."""
     return math.ceil((num_pipelines - 1) / (min(group_size, max(2, num_pipelines)) - 1))
 
 
 def weights(clocks: Sequence[int], decay: float, missing: str) -> list[float]:
-    """What each member's model counts, by how far it has got: dynamic partial reduce (§3.3, equation 9).
+    """Returns the weight of each member's model by its progress: dynamic partial reduce (§3.3, equation 9).
 
     A member with clock k has the rank k̂ = max k − k + 1. Rank r counts β(r) = (1 − α) α^(r−1) / (1 − α^K), where K is
-    the largest rank: the freshest most. (Putting k̂ for k into the printed equation turns that round.) Members of one
-    rank share its β. Ranks without a worker go to the closest rank that has one, the fresher of two, or
-    to the oldest member, or to ``"none"``: then each member counts α^(k̂−1), over their sum.
+    the largest rank: the freshest most. (Putting k̂ for k into the printed equation reverses that.) Members of one rank
+    share its β. The weights of ranks without a worker go to the closest rank that has one, the fresher of two, or to
+    the oldest member, or to ``"none"``: then each member counts α^(k̂−1), over their sum.
 
     Args:
         clocks: k of every member; at least one.
@@ -242,7 +244,7 @@ def weights(clocks: Sequence[int], decay: float, missing: str) -> list[float]:
         missing: ``"closest"``, ``"oldest"`` or ``"none"``.
 
     Returns:
-        In the order of ``clocks``; they add up to 1.
+        The weights in the order of ``clocks``; they add up to 1.
     """
     newest = max(clocks)
     ranks = [newest - clock + 1 for clock in clocks]
@@ -252,7 +254,7 @@ def weights(clocks: Sequence[int], decay: float, missing: str) -> list[float]:
     present, log = sorted(set(ranks)), math.log(decay)
 
     def beta(first: int, last: int) -> float:
-        """Of these ranks together."""
+        """Returns the weight of these ranks together."""
         return math.exp((first - 1) * log) * math.expm1((last - first + 1) * log) / math.expm1(present[-1] * log)
 
     if missing == "closest":

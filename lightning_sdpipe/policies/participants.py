@@ -23,20 +23,21 @@ class Participants:
         self.active: list[set[int]] = [set() for _ in range(num_stages)]
         self.waiting: list[dict[int, int]] = [{} for _ in range(num_stages)]
         self.next_sequence = 0
-        """Of the next group."""
+        """Number of the next group."""
         self._answered: list[dict[int, int]] = [{} for _ in range(num_stages)]
         self._workers = [[Worker(j, i) for i in range(num_pipelines)] for j in range(num_stages)]
 
     def widen(self, num_pipelines: int) -> None:
-        """There may be so many pipelines from now on."""
+        """Allows ``num_pipelines`` pipelines from now on."""
         self.num_pipelines = max(self.num_pipelines, num_pipelines)
         self._workers = [[Worker(j, i) for i in range(self.num_pipelines)] for j in range(self.num_stages)]
 
     def regroup(self, members: Sequence[Worker], weights: Sequence[float]) -> Group:
-        """A group of ``members`` that do not wait for an answer to a ready; their parts are as before, and add up to 1.
+        """Makes a group of ``members`` that do not wait for an answer to a ready; their weights are in proportion as
+        before, and add up to 1.
 
         Raises:
-            RefusedEvent: one of them does not take part.
+            RefusedEvent: a member does not take part.
         """
         for worker in members:
             self.check_takes_part(worker, "tried again")
@@ -46,13 +47,13 @@ class Participants:
         return Group(tuple(members), tuple(weight / total for weight in weights), sequence, Reason.REGROUPED)
 
     def check_joins(self, worker: Worker) -> None:
-        """Raise :class:`RefusedEvent` when ``worker`` may not join now."""
+        """Raises :class:`RefusedEvent` when ``worker`` may not join now."""
         self._check_exists(worker)
         if worker.pipeline in self.active[worker.stage]:
             raise RefusedEvent(f"worker {worker} joined twice; it must leave before it joins again")
 
     def joins(self, worker: Worker, answered: int | None = None) -> None:
-        """``worker`` takes part from now on; its iterations may start anywhere, or after ``answered``."""
+        """Adds ``worker``, which takes part from now on; its iterations may start anywhere, or after ``answered``."""
         self.check_joins(worker)
         self.active[worker.stage].add(worker.pipeline)
         self._answered[worker.stage].pop(worker.pipeline, None)
@@ -60,19 +61,19 @@ class Participants:
             self._answered[worker.stage][worker.pipeline] = answered
 
     def check_takes_part(self, worker: Worker, what: str) -> None:
-        """Raise :class:`RefusedEvent` when ``worker``, which did ``what``, does not take part."""
+        """Raises :class:`RefusedEvent` when ``worker``, which did ``what``, does not take part."""
         if not (0 <= worker.stage < self.num_stages and worker.pipeline in self.active[worker.stage]):
             self._check_exists(worker)
             raise RefusedEvent(f"worker {worker} {what} without having joined")
 
     def leaves(self, worker: Worker) -> None:
-        """``worker`` no longer takes part; if it waits, it will not be answered."""
+        """Removes ``worker``, which no longer takes part; if it waits, it will not be answered."""
         self.check_takes_part(worker, "left")
         self.active[worker.stage].remove(worker.pipeline)
         self.waiting[worker.stage].pop(worker.pipeline, None)
 
     def check_waits(self, worker: Worker, iteration: int) -> None:
-        """Raise :class:`RefusedEvent` when ``worker`` may not report ``iteration`` now."""
+        """Raises :class:`RefusedEvent` when ``worker`` may not report ``iteration`` now."""
         stage, pipeline = worker.stage, worker.pipeline
         if not (0 <= stage < self.num_stages and pipeline in self.active[stage]):
             self.check_takes_part(worker, f"reported iteration {iteration}")
@@ -86,35 +87,35 @@ class Participants:
             raise RefusedEvent(f"worker {worker} reported iteration {iteration} after {answered}")
 
     def waits(self, worker: Worker, iteration: int) -> None:
-        """``worker`` waits for the answer to ``iteration``."""
+        """Notes that ``worker`` waits for the answer to ``iteration``."""
         self.check_waits(worker, iteration)
         self.waiting[worker.stage][worker.pipeline] = iteration
 
     def is_answered(self, worker: Worker, iteration: int) -> None:
-        """``worker`` was ready with ``iteration``, and got an answer that another scheduler had decided."""
+        """Notes that ``worker`` was ready with ``iteration``, and got an answer that another scheduler had decided."""
         self.check_takes_part(worker, f"was answered for iteration {iteration}")
         before = self._answered[worker.stage].get(worker.pipeline, iteration)
         self._answered[worker.stage][worker.pipeline] = max(before, iteration)
 
     def answer(self, worker: Worker) -> None:
-        """``worker`` waits no longer: a group has answered what it reported."""
+        """Notes that ``worker`` waits no longer: a group has answered its report."""
         self._answered[worker.stage][worker.pipeline] = self.waiting[worker.stage].pop(worker.pipeline)
 
     def last_reported(self, stage: int, pipeline: int) -> int | None:
-        """The last iteration the worker reported since it joined, answered or not."""
+        """Returns the last iteration that the worker reported since it joined, answered or not."""
         waiting = self.waiting[stage].get(pipeline)
         return self._answered[stage].get(pipeline) if waiting is None else waiting
 
     def last_answered(self, stage: int, pipeline: int) -> int | None:
-        """The last iteration of the worker that was answered since it joined."""
+        """Returns the last iteration of the worker that was answered since it joined."""
         return self._answered[stage].get(pipeline)
 
     def everybody_waits(self, stage: int) -> bool:
-        """True when every active worker of ``stage`` waits (and at least one does)."""
+        """Returns whether every active worker of ``stage`` waits (and there is at least one)."""
         return len(self.waiting[stage]) == len(self.active[stage]) > 0
 
     def check_group_was(self, sequence: int) -> None:
-        """Raise :class:`RefusedEvent` when no group of that number has gone out yet."""
+        """Raises :class:`RefusedEvent` when no group of that number has gone out yet."""
         if not 0 <= sequence < self.next_sequence:
             raise RefusedEvent(f"group {sequence} cannot have broken: the next one is {self.next_sequence}")
 
@@ -128,10 +129,10 @@ class Participants:
         passive: Sequence[int] = (),
         standing: Sequence[int] = (),
     ) -> Group:
-        """A group of the waiting ``pipelines``, which then wait no longer, and of ``passive`` ones, some of which wait
-        on (``standing``).
+        """Makes a group of the waiting ``pipelines``, which then wait no longer, and of ``passive`` ones, some of which
+        wait on (``standing``).
 
-        ``weights`` belong to ``pipelines`` and then ``passive``, in these orders; equal ones without.
+        ``weights`` belong to ``pipelines`` and then ``passive``, in this order; they are equal by default.
         """
         waiting, answered, workers = self.waiting[stage], self._answered[stage], self._workers[stage]
         for pipeline in pipelines:

@@ -1,12 +1,12 @@
-"""Decisions about whole pipelines, where the stages of one are no replicas of another's.
+"""Decisions about whole pipelines, where the stages of one pipeline are not replicas of another's.
 
 Pipelines of unlike depths or cuts share no stages that a group could be of. So a policy that was made for one stage
-decides about pipelines, each of which is one node: ``Worker(0, i)`` stands for all workers of pipeline i. It takes part
-when all of them have joined, is ready when the last of them is (as in P-Reduce), and is gone when one of them is. All
-of them are answered by its group.
+decides about pipelines, each of which is one node: ``Worker(0, i)`` stands for all workers of pipeline i. A node takes
+part when all of its workers have joined, is ready when the last of them is (as in P-Reduce), and is gone when one of
+them is. All of them are answered by its group.
 
 When a group goes out, its workers wait for no other group, so exchanges in the order of groups cannot deadlock. The one
-stage always has the token: a policy never lets workers go on since another stage waits.
+stage always has the token: a policy never lets workers go on because another stage waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_sdpipe.policies.policy import Policy, RefusedEvent
 
 
 class PerPipeline:
-    """Tells ``policy``, which is for one stage, of pipelines that have so many stages (``depths``)."""
+    """Passes events of pipelines with ``depths`` stages to ``policy``, which is for one stage."""
 
     def __init__(self, policy: Policy, depths: Sequence[int]) -> None:
         self._policy = policy
@@ -84,11 +84,11 @@ class PerPipeline:
         return self._policy.deadline()
 
     def sync_graph(self, stage: int) -> Any:
-        """Which pipelines met which, if the policy keeps account: the same for every stage."""
+        """Returns the graph of pipelines' meetings, the same for every stage; None if the policy keeps none."""
         return self._policy.sync_graph(0) if hasattr(self._policy, "sync_graph") else None
 
     def _answered(self, decisions: list[Decision]) -> list[Decision]:
-        """The workers of those that are answered do not wait any more."""
+        """Marks the workers of answered pipelines as no longer waiting."""
         for group in decisions:
             for member in group.members:
                 if not group.passive or member not in group.passive:
@@ -97,19 +97,19 @@ class PerPipeline:
         return decisions
 
     def _active(self, pipeline: int) -> int:
-        """How many of its workers have joined."""
+        """Returns how many workers of ``pipeline`` have joined."""
         return sum(pipeline in active for active in self.participants.active)
 
     def _others(self, worker: Worker) -> list[int]:
-        """The other stages of its pipeline that have joined."""
+        """Returns the other stages of the worker's pipeline that have joined."""
         active = self.participants.active
         return [j for j in range(len(active)) if j != worker.stage and worker.pipeline in active[j]]
 
     def _beside(self, worker: Worker, iteration: int) -> int:
-        """How many other workers of its pipeline wait.
+        """Returns how many other workers of its pipeline wait.
 
         Raises:
-            RefusedEvent: one of them waits with another iteration.
+            RefusedEvent: one of them waits with a different iteration.
         """
         found = 0
         for stage, waiting in enumerate(self.participants.waiting):
@@ -135,5 +135,5 @@ def _of(worker: Worker) -> Worker:
 
 
 def _of_pipeline(event: Any) -> Any:
-    """The same event of the node that stands for the pipeline."""
+    """Returns the same event for the node that stands for the pipeline."""
     return msgspec.structs.replace(event, worker=_of(event.worker))

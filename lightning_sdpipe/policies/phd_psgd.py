@@ -47,22 +47,22 @@ from lightning_sdpipe.policies.seeded_hash import uniform
 from lightning_sdpipe.policies.versions import Versions
 
 MEMORY = 16
-"""Reports over which the time of a step is averaged."""
+"""Number of reports over which the time of a step is averaged."""
 
 
 class PHDPSGD(PolicyConfig, frozen=True):
     """PHD-PSGD: gradients are averaged within groups of pipelines, and groups average their models with one another.
 
     ``groups`` lists the pipelines of each group. With ``"auto"`` they are consecutive ones, ``group_size`` at a time,
-    or if that is None too, those of a host; where hosts are not known, each pipeline is a group. They may be
-    the path of a file that ``sdpipe measure --model`` wrote, ``"network.json"``: a run takes the cheapest groups from
-    it, and ``times`` if they are None.
-    ``gamma`` is how much a group prefers others of its own speed (0: not at all). Groups meet in the steps that
-    ``every`` divides. ``staleness`` is how many steps of any group a model may lack, None for no bound.
-    ``asynchronous`` meetings do not wait for the partner's mini-batch. ``times`` are the seconds of each pipeline's
-    mini-batch, by a profile; None to go by those that workers report. ``sharded`` meetings, in which the members of
-    two groups exchange a part of the model each, need groups of one size. ``within="models"`` averages models instead
-    of gradients in a group, too, and in one piece with those of groups that it meets; elastic runs need that.
+    or if that is None too, those of a host; where hosts are not known, each pipeline is a group. ``groups`` may be the
+    path of a file that ``sdpipe measure --model`` wrote, ``"network.json"``: a run takes the cheapest groups from it,
+    and ``times`` if they are None. ``gamma`` is the strength of a group's preference for others of its own speed (0 for
+    none). Groups meet in the steps that ``every`` divides. ``staleness`` is the number of steps of any group that a
+    model may lack; None for no bound. ``asynchronous`` meetings do not wait for the partner's mini-batch. ``times`` are
+    the seconds of each pipeline's mini-batch, by a profile; None to go by those that workers report. ``sharded``
+    meetings, in which the members of two groups exchange a part of the model each, need groups of one size.
+    ``within="models"`` averages models instead of gradients in a group, too, and in one piece with those of groups that
+    it meets; elastic runs need that.
     """
 
     groups: str | tuple[tuple[int, ...], ...] = "auto"
@@ -109,7 +109,7 @@ class PHDPSGD(PolicyConfig, frozen=True):
 
     @property
     def names_a_network(self) -> bool:
-        """Are the groups still to be found, from a file?"""
+        """True if the groups are still to be read from a file."""
         return isinstance(self.groups, str) and self.groups.endswith(".json")
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> PHDPSGDPolicy:
@@ -121,10 +121,10 @@ class PHDPSGD(PolicyConfig, frozen=True):
         return PHDPSGDPolicy(self, groups, num_stages, num_pipelines)
 
     def groups_of(self, num_pipelines: int) -> tuple[tuple[int, ...], ...]:
-        """The pipelines of each group.
+        """Returns the pipelines of each group.
 
         Raises:
-            ConfigurationError: they are not every one of the run's pipelines.
+            ConfigurationError: the groups do not hold exactly the run's pipelines.
         """
         if self.names_a_network:
             raise ConfigurationError(
@@ -151,7 +151,7 @@ class PHDPSGD(PolicyConfig, frozen=True):
 
 
 class PHDPSGDPolicy(GroupPolicy):
-    """See the module's text for the rules. Groups are numbered as in ``groups``."""
+    """See the module's docstring for the rules. Groups are numbered as in ``groups``."""
 
     def __init__(self, config: PHDPSGD, groups: Sequence[Sequence[int]], num_stages: int, num_pipelines: int) -> None:
         super().__init__(num_stages, num_pipelines)
@@ -163,11 +163,11 @@ class PHDPSGDPolicy(GroupPolicy):
         self.versions = [Versions(len(groups), config.staleness) for _ in range(num_stages)]
         self._replays = [FollowingStages(j, self.participants, self.versions[j], self._last) for j in range(self._last)]
         self._wanted: dict[int, set[int]] = {}
-        """Of each group that is ready and waits: the groups that it still has to meet."""
+        """Groups that each group which is ready and waits still has to meet."""
         self._held: set[int] = set()
-        """Those of them that wait because of the bound."""
+        """Waiting groups that wait because of the bound."""
         self._counted: set[int] = set()
-        """Those of them whose newest step is in the plan already."""
+        """Waiting groups whose newest step is in the plan already."""
         self._seconds: dict[int, float] = {}
         self._reports: dict[int, int] = {}
 
@@ -205,8 +205,9 @@ class PHDPSGDPolicy(GroupPolicy):
         return []
 
     def _expect_what_follows(self, pipeline: int) -> None:
-        """Members of a group must go on alike: if it is known what a pipeline's last stage was answered by another
-        scheduler, other stages wait for what follows. A group of one goes on alone instead, which is always right."""
+        """Expects answers for other stages if it is known what another scheduler answered a pipeline's last stage:
+        members of a group must go on alike, so other stages wait for what follows. A group of one goes on alone
+        instead, which is always right."""
         alone = self._models or len(self._groups[self._group_of[pipeline]]) == 1
         if not alone and self.participants.last_answered(self._last, pipeline) is not None:
             for replay in self._replays:
@@ -240,7 +241,8 @@ class PHDPSGDPolicy(GroupPolicy):
         return self._replay()
 
     def times(self) -> list[float]:
-        """Seconds of a step of each group, which are those of its slowest member; all alike while some are unknown."""
+        """Returns the seconds of a step of each group, which are those of its slowest member; all alike while some are
+        unknown."""
         profiled = self._config.times
         of = self._seconds if profiled is None else dict(enumerate(profiled))
         times = [max((of.get(pipeline, 0.0) for pipeline in group), default=0.0) for group in self._groups]
@@ -253,7 +255,8 @@ class PHDPSGDPolicy(GroupPolicy):
         return [p for p in self._groups[group] if p in self.participants.waiting[self._last]]
 
     def _missed(self, group: int, iteration: int) -> bool:
-        """Have others of the group been answered for that iteration without the one that reports it now?"""
+        """Returns whether others of the group have been answered for that iteration without the worker that reports it
+        now."""
         if self._models:
             return False
         answered = [self.participants.last_answered(self._last, p) for p in self._active(self._last, group)]
@@ -266,7 +269,7 @@ class PHDPSGDPolicy(GroupPolicy):
         return self.participants.group(self._last, [pipeline], Reason.WORKER_LOST)
 
     def _becomes_ready(self, group: int) -> list[Decision]:
-        """If all its members are, which then is a new step of the group."""
+        """Begins a new step of ``group`` if all its members are ready."""
         members = self._active(self._last, group)
         if not members or len(self._waiting(group)) < len(members):
             return []
@@ -296,7 +299,8 @@ class PHDPSGDPolicy(GroupPolicy):
         return draw(others, uniform(self._config.seed, group, self.versions[self._last].steps(group)))
 
     def _settle(self, group: int) -> list[Decision]:
-        """The groups that are ready and wait for ``group``, or it for them, meet if that lets any of them go on."""
+        """Lets the groups meet that are ready and wait for ``group``, or that it waits for, if any of them can go on
+        then."""
         if group not in self._wanted or (self._wanted[group] and not self._neighbours(group)):
             return []
         together = self._cluster(group)
@@ -321,7 +325,7 @@ class PHDPSGDPolicy(GroupPolicy):
         return [meeting]
 
     def _neighbours(self, group: int) -> set[int]:
-        """Those that wait for ``group``, and those that it waits for and that wait too."""
+        """Returns the groups that wait for ``group``, and the waiting ones that it waits for."""
         wanted = {k for k in self._wanted[group] if k in self._wanted}
         return wanted | {k for k, theirs in self._wanted.items() if group in theirs}
 
@@ -334,7 +338,7 @@ class PHDPSGDPolicy(GroupPolicy):
         return sorted(found)
 
     def _meeting(self, go: Sequence[int], stay: Sequence[int], computing: Sequence[int], reason: Reason) -> Decision:
-        """Groups ``go`` are answered; ``stay`` are ready and wait on; ``computing`` are not ready."""
+        """Makes a meeting: groups ``go`` are answered; ``stay`` are ready and wait on; ``computing`` are not ready."""
         participants, last = self.participants, self._last
         waiting = participants.waiting[last]
         parts = [
@@ -379,7 +383,7 @@ class PHDPSGDPolicy(GroupPolicy):
         return decisions + self._replay()
 
     def _look_again(self) -> list[Decision]:
-        """Something other than a step or a meeting has changed what the waiting groups wait for."""
+        """Updates what the waiting groups wait for, after a change other than a step or a meeting."""
         versions = self.versions[self._last]
         for group, wanted in self._wanted.items():
             behind = versions.behind(group)

@@ -1,4 +1,4 @@
-"""What a policy is: events and the time go in, decisions come out.
+"""Interface of a policy: events and the time go in, decisions come out.
 
 A policy owns no clock, socket, thread or random source, so the scheduler, the simulator and the tests drive the same
 object, and a log of its events gives the same decisions again. The rules that all policies share:
@@ -32,59 +32,59 @@ class RefusedEvent(ValueError):
 
 
 class Policy(Protocol):
-    """Decides for all stages of a run at once."""
+    """A policy that decides for all stages of a run at once."""
 
     def on(self, event: Event, now: float) -> list[Decision]:
-        """``event`` happened at ``now``, in seconds of any clock that never runs backwards.
+        """Handles ``event``, which happened at ``now``, in seconds of any clock that never runs backwards.
 
         Raises:
             RefusedEvent: the event breaks a rule; nothing has changed.
         """
 
     def deadline(self) -> float | None:
-        """When a :class:`~lightning_sdpipe.policies.events.Tick` is due next; None when only another event can change
-        anything."""
+        """Returns when a :class:`~lightning_sdpipe.policies.events.Tick` is due next; None when only another event can
+        change anything."""
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The values of a policy: what a user writes, and what crosses process borders.
+    """The values of a policy, as a user writes them and as they cross process borders.
 
     A subclass has a field for each value, and checks them in ``__post_init__`` (:func:`refusal` and
-    :func:`check_integer` word the errors). It is found by its name in the registry, or by its import path.
+    :func:`check_integer` word the errors). The class is found by its name in the registry, or by its import path.
     """
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> Policy:
-        """A policy in its first state, for ``num_stages`` × ``num_pipelines`` workers."""
+        """Makes a policy in its first state, for ``num_stages`` × ``num_pipelines`` workers."""
         raise NotImplementedError(f"{type(self).__name__} must say in make_policy how its policy is made")
 
     @property
     def looks_back(self) -> tuple[int, Unit]:
-        """How far ``sdpipe status`` looks back for meetings: P rounds, or groups."""
+        """Number of rounds P, or of groups, over which ``sdpipe status`` looks back for meetings."""
         return 10, "rounds"
 
     @property
     def keeps_equal(self) -> bool:
-        """Are replicas equal after every group? Then those of a segment begin it together, and a newcomer is in the
-        first group after its state was copied."""
+        """Whether replicas are equal after every group. Then the workers of a segment begin it together, and a newcomer
+        is in the first group after its state was copied."""
         return False
 
     @property
     def announces(self) -> When:
-        """When a worker says that it is ready: before its last backward (SDPipe §4) or within it, or after the
-        optimizer's step."""
+        """Time at which a worker announces that it is ready: before its last backward (SDPipe §4) or within it, or
+        after the optimizer's step."""
         return "early"
 
 
 def refusal(name: str, value: object, allowed: str) -> ConfigurationError:
-    """The error for a value that is not allowed."""
+    """Returns the error for a value that is not allowed."""
     return ConfigurationError(f"{name}={value!r} is not allowed; give {allowed}")
 
 
 def check_integer(name: str, value: object, least: int, unit: str, *, optional: bool = False) -> None:
-    """Refuses what is no integer from ``least`` on.
+    """Refuses a value that is not an integer of at least ``least``.
 
     Raises:
-        ConfigurationError: says so.
+        ConfigurationError: the value is refused.
     """
     if value is None and optional:
         return
@@ -93,11 +93,11 @@ def check_integer(name: str, value: object, least: int, unit: str, *, optional: 
 
 
 def checked_groups(name: str, value: object, allowed: str) -> tuple[tuple[int, ...], ...]:
-    """``value`` as tuples of pipelines.
+    """Returns ``value`` as tuples of pipelines.
 
     Raises:
-        ConfigurationError: it is no list of lists of pipelines, or some are in two places; ``allowed`` precedes what it
-            should be.
+        ConfigurationError: ``value`` is not a list of lists of pipelines, or some are in two places; the message begins
+            with ``allowed``.
     """
     try:
         checked = tuple(tuple(group) for group in value)  # type: ignore[attr-defined]

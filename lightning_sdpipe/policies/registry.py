@@ -1,4 +1,4 @@
-"""Which policies there are, by name or by import path, and their values as plain data.
+"""Registry of policies, by name or by import path, and their values as plain data.
 
 A policy's values cross process borders as JSON and are checked on both sides, the built-in ones and a user's own alike.
 """
@@ -30,17 +30,17 @@ BUILT_IN: Mapping[str, str] = {
     "phd_psgd": "lightning_sdpipe.policies.phd_psgd:PHDPSGD",
     "no_sync": "lightning_sdpipe.policies.local_sgd:NoSync",
 }
-"""Name of each policy that comes with the package, and where its values are declared."""
+"""Import path of each built-in policy's values, by name."""
 
 _TYPE = "type"
 
 
 def build(config: PolicyConfig, num_stages: int, num_pipelines: int, depths: Sequence[int] = ()) -> Policy:
-    """The policy that ``config`` describes, for ``num_stages`` × ``num_pipelines`` workers; or for pipelines that have
-    ``depths`` stages and are cut unlike, about which it decides as a whole.
+    """Makes the policy of ``config`` for ``num_stages`` × ``num_pipelines`` workers, or for pipelines with ``depths``
+    stages that are cut unlike, about which it decides as a whole.
 
     Raises:
-        ConfigurationError: a number below 1, or what ``make_policy`` returns is no policy.
+        ConfigurationError: a number is below 1, or the result of ``make_policy`` is not a policy.
     """
     check_integer("num_stages", num_stages, 1, "stages of a pipeline")
     check_integer("num_pipelines", num_pipelines, 1, "pipelines")
@@ -55,10 +55,10 @@ def build(config: PolicyConfig, num_stages: int, num_pipelines: int, depths: Seq
 
 
 def find(name: str) -> type[PolicyConfig]:
-    """The values of the policy of that name, or at that import path (``package.module:Class``).
+    """Returns the class of values of the policy of that name, or at that import path (``package.module:Class``).
 
     Raises:
-        ConfigurationError: there is none, or its module cannot be imported.
+        ConfigurationError: there is no such policy, or its module cannot be imported.
     """
     path = BUILT_IN.get(name, name)
     module_name, separator, class_name = path.partition(":")
@@ -85,7 +85,7 @@ def find(name: str) -> type[PolicyConfig]:
 
 
 def name_of(config: PolicyConfig) -> str:
-    """The name by which :func:`find` finds the class of ``config``, in another process too.
+    """Returns the name by which :func:`find` finds the class of ``config``, in another process too.
 
     Raises:
         ConfigurationError: another process cannot import it.
@@ -102,10 +102,10 @@ def name_of(config: PolicyConfig) -> str:
 
 
 def make(name: str, values: Mapping[str, object]) -> PolicyConfig:
-    """The policy of that name with these values, all of them checked.
+    """Makes the values of the policy of that name; all of them are checked.
 
     Raises:
-        ConfigurationError: there is no such policy, or no such value, or it is not allowed.
+        ConfigurationError: there is no such policy, or a value is unknown or not allowed.
     """
     kind = find(name)
     for value in values:
@@ -118,10 +118,10 @@ def make(name: str, values: Mapping[str, object]) -> PolicyConfig:
 
 
 def from_text(name: str, settings: Iterable[str]) -> PolicyConfig:
-    """As on a command line: ``settings`` are NAME=VALUE with values in JSON, or else text.
+    """Makes the values of a policy from a command line: ``settings`` are NAME=VALUE with values in JSON, or else text.
 
     Raises:
-        ConfigurationError: as for :func:`make`.
+        ConfigurationError: see :func:`make`.
     """
     values: dict[str, object] = {}
     for setting in settings:
@@ -136,10 +136,10 @@ def from_text(name: str, settings: Iterable[str]) -> PolicyConfig:
 
 
 def check(config: PolicyConfig) -> None:
-    """Refuses values that the scheduler's process would refuse, or would not get as they were given.
+    """Refuses values that the scheduler's process would refuse, or would receive changed.
 
     Raises:
-        ConfigurationError: says why.
+        ConfigurationError: the values are refused; the message says why.
     """
     plain = to_plain(config)
     if from_plain(plain) != config:
@@ -147,13 +147,13 @@ def check(config: PolicyConfig) -> None:
 
 
 def to_plain(config: PolicyConfig) -> dict[str, Any]:
-    """``config`` as plain values that survive strict JSON, an infinite number included."""
+    """Returns ``config`` as plain values that survive strict JSON, an infinite number included."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
     return {_TYPE: name_of(config)} | {name: "inf" if value == math.inf else value for name, value in plain.items()}
 
 
 def from_plain(plain: object) -> PolicyConfig:
-    """The inverse of :func:`to_plain`, with every value checked again."""
+    """Reverses :func:`to_plain` and checks every value again."""
     if not (isinstance(plain, dict) and isinstance(plain.get(_TYPE), str)):
         raise ConfigurationError(f'a policy must be an object with a "{_TYPE}", but this is not: {plain!r}')
     values = dict(plain)
@@ -161,12 +161,12 @@ def from_plain(plain: object) -> PolicyConfig:
 
 
 def to_json(config: PolicyConfig) -> str:
-    """``config`` as one line of JSON."""
+    """Returns ``config`` as one line of JSON."""
     return json.dumps(to_plain(config), allow_nan=False)
 
 
 def from_json(text: str | bytes) -> PolicyConfig:
-    """The inverse of :func:`to_json`."""
+    """Reverses :func:`to_json`."""
     try:
         plain = json.loads(text)
     except ValueError as error:

@@ -55,35 +55,36 @@ from lightning_sdpipe.policies.versions import Versions
 from lightning_sdpipe.policies.window import AdaptiveWindow, Length
 
 PIPELINES_IN_ONE_GROUP = 8
-"""With more pipelines than this, candidates are split unless ``max_group`` says otherwise."""
+"""Largest number of pipelines whose candidates are not split unless ``max_group`` says otherwise."""
 
 SPLIT_SIZE = 4
-"""Into groups of at most so many. Pairs connect the stage so slowly that enforcing costs more than they save."""
+"""Largest size of a part of a split group. Pairs connect the stage so slowly that enforcing costs more than they
+save."""
 
 MIN_GROUP = 2
-"""Smaller groups widen the window of the worker that opened them, unless ``min_group`` says otherwise."""
+"""Smallest group that does not widen the window of the worker that opened it, unless ``min_group`` says otherwise."""
 
 _WINDOWS = 'seconds from 0 to inf, "auto" or "paper"'
 
 
 class SemiDecentralized(PolicyConfig, frozen=True):
-    """SDPipe: models are averaged after every step, in groups of those that are ready within a window.
+    """SDPipe: models are averaged after every step, in groups of workers that are ready within a window.
 
-    ``window`` is in seconds, inf for one group of all; ``"auto"`` waits until those came that are expected soon;
-    ``"paper"`` is §4's rule: up to 1/N of the measured iteration time. Each worker's window is doubled when the group
-    that it opened came out below ``min_group``, else it becomes 0.9 times as long; ``"auto"`` does not adapt like that,
-    and refuses a ``min_group``.
+    ``window`` is in seconds, inf for one group of all; ``"auto"`` waits until the workers that are expected soon have
+    come; ``"paper"`` is the rule of §4: up to 1/N of the measured iteration time. Each worker's window is doubled when
+    the group that it opened came out below ``min_group``, else it becomes 0.9 times as long; ``"auto"`` does not adapt
+    like that, and refuses a ``min_group``.
 
     ``connectivity`` is P, None to enforce nothing; it counts rounds of as many ready signals as the stage has active
     workers, as the artefact does, or with ``connectivity_unit="groups"`` groups, as the paper's text says. Larger
     groups than ``max_group`` are split; None is 4 beyond eight pipelines, else no limit.
 
-    ``seating`` says how: by ``"turns"``, or at every second turn such that pipelines stay with those that are near.
-    These are listed, as in ``[[0, 1], [2, 3]]``; with ``"near"`` they are those of a host. What does not connect the
-    stage is split by turns all the same.
+    ``seating`` says how: by ``"turns"``, or at every second turn so that pipelines stay with near ones. Near pipelines
+    are listed, as in ``[[0, 1], [2, 3]]``; with ``"near"`` they are those of a host. A split that does not connect the
+    stage is made by turns all the same.
 
-    ``staleness`` is how many steps of any pipeline a model may lack, None for no bound. With several stages a stage
-    keeps it while it has the token, and else as far as it can.
+    ``staleness`` is the number of steps of any pipeline that a model may lack; None for no bound. With several stages a
+    stage keeps it while it has the token, and else as far as it can.
     """
 
     window: float | str = "auto"
@@ -95,7 +96,7 @@ class SemiDecentralized(PolicyConfig, frozen=True):
     seating: str | tuple[tuple[int, ...], ...] = "turns"
 
     def __post_init__(self) -> None:
-        if self.window == "inf":  # how JSON and YAML users can write it
+        if self.window == "inf":  # JSON and YAML users can write it this way
             msgspec.structs.force_setattr(self, "window", math.inf)
         if isinstance(self.window, str):
             if self.window not in ("auto", "paper"):
@@ -151,7 +152,7 @@ class SemiDecentralized(PolicyConfig, frozen=True):
         return SemiDecentralizedPolicy(self, num_stages, num_pipelines)
 
     def largest(self, num_pipelines: int) -> int | None:
-        """The members of a group that is not split; None if none is."""
+        """Returns the largest size of a group that is not split; None if no group is split."""
         chosen = num_pipelines > PIPELINES_IN_ONE_GROUP and self.window != math.inf
         return SPLIT_SIZE if self.max_group is None and chosen else self.max_group
 
@@ -161,7 +162,7 @@ class SemiDecentralized(PolicyConfig, frozen=True):
 
 
 class _Stage:
-    """What one stage remembers besides the workers that wait."""
+    """The state of one stage besides the waiting workers."""
 
     def __init__(self, config: SemiDecentralized, num_pipelines: int) -> None:
         window: Length = config.window  # type: ignore[assignment]  # checked when the config was made
@@ -181,7 +182,7 @@ class _Stage:
 
 
 class SemiDecentralizedPolicy(GroupPolicy):
-    """See the module's text for the rules."""
+    """See the module's docstring for the rules."""
 
     def __init__(self, config: SemiDecentralized, num_stages: int, num_pipelines: int) -> None:
         super().__init__(num_stages, num_pipelines)
@@ -239,7 +240,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
         return []
 
     def group_broke(self, sequence: int, now: float) -> list[Decision]:
-        """Nothing goes out: without those edges no more workers are connected than before."""
+        """Lets no group go out: without the broken group's edges no more workers are connected than before."""
         for number, stage in enumerate(self._stages):
             if stage.versions is not None:
                 stage.versions.broke(sequence)
@@ -276,11 +277,11 @@ class SemiDecentralizedPolicy(GroupPolicy):
         return None if earliest == math.inf else earliest
 
     def sync_graph(self, stage: int) -> SyncGraph | None:
-        """The recent groups of ``stage``; None when connectivity is not tracked."""
+        """Returns the graph of recent groups of ``stage``; None when connectivity is not tracked."""
         return self._stages[stage].graph
 
     def _close(self, number: int, now: float) -> list[Decision]:
-        """The window of stage ``number`` ended: let the candidate go or enforce."""
+        """Ends the window of stage ``number``: lets the candidate go or enforces."""
         stage, waiting = self._stages[number], self.participants.waiting[number]
         connected, in_time = self._connects(stage, waiting), self._in_time(stage, waiting)
         if connected and in_time:
@@ -294,7 +295,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
         return []
 
     def _release(self, number: int, reason: Reason, now: float) -> list[Decision]:
-        """All waiting workers of stage ``number`` go out."""
+        """Lets all waiting workers of stage ``number`` go out."""
         stage, waiting = self._stages[number], list(self.participants.waiting[number])
         if not stage.enforcing:
             self._adapt(stage, len(waiting))
@@ -319,13 +320,14 @@ class SemiDecentralizedPolicy(GroupPolicy):
         return groups
 
     def _needs_nobody(self, number: int) -> bool:
-        """After a worker left: may those that wait in stage ``number`` go without waiting longer?"""
+        """Returns whether, after a worker left, the waiting workers of stage ``number`` may go without waiting
+        longer."""
         if self.participants.everybody_waits(number):
             return True
         return self._stages[number].enforcing is not None and self._is_enough(number)
 
     def _is_enough(self, number: int) -> bool:
-        """Whether those that wait in stage ``number`` connect it and no worker is behind them."""
+        """Returns whether the waiting workers of stage ``number`` connect it and no worker is behind them."""
         stage, waiting = self._stages[number], self.participants.waiting[number]
         return self._connects(stage, waiting) and self._in_time(stage, waiting)
 
@@ -335,7 +337,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
             stage.opener = None
 
     def _reset(self, number: int) -> None:
-        """No worker waits in stage ``number``: no window, no enforcement, no token."""
+        """Resets stage ``number``, where no worker waits: no window, no enforcement, no token."""
         stage = self._stages[number]
         stage.opener = None
         stage.deadline = math.inf
@@ -346,7 +348,8 @@ class SemiDecentralizedPolicy(GroupPolicy):
 
     @classmethod
     def _connects(cls, stage: _Stage, waiting: dict[int, int]) -> bool:
-        """Would one group of all that wait connect the stage? Remembers which components they join."""
+        """Returns whether one group of all waiting workers would connect the stage. Remembers which components they
+        join."""
         if stage.graph is not None:
             stage.bridged = {stage.graph.component(pipeline) for pipeline in waiting}
         return cls._bridges(stage)
@@ -357,13 +360,13 @@ class SemiDecentralizedPolicy(GroupPolicy):
 
     @staticmethod
     def _in_time(stage: _Stage, members: Collection[int]) -> bool:
-        """May all of ``members`` begin their next step once they have averaged?"""
+        """Returns whether all of ``members`` may begin their next step once they have averaged."""
         versions = stage.versions
         return versions is None or not any(versions.behind(pipeline, members) for pipeline in members)
 
     @staticmethod
     def _split_connects(stage: _Stage, parts: Sequence[Sequence[int]]) -> bool:
-        """Would these groups, all together, connect the stage?"""
+        """Returns whether these groups, all together, would connect the stage."""
         if stage.graph is None:
             return True
         joined: dict[int, int] = {}

@@ -6,17 +6,17 @@ artefact counts), and a group belongs to the round in which it goes out. An edge
 that follow. In the unit of the paper's text, ``"groups"``, each group is a round of its own; groups that go out
 together count as one. The edges of a group that broke do not count.
 
-What is promised, exactly: after any sequence of calls, two active workers are in the same component if and
-only if a chain of active workers joins them in which each met the next in the last P rounds, the current one
-included. ``record`` and ``component`` take expected O(log N) elementary steps per worker, amortised over a
-run; a worker that joins and a group that broke cost one pass over the newest groups of the window, at the next
-question. So does the first worker that leaves; those that leave after it cost little (``thinning.py``).
+Guarantee: after any sequence of calls, two active workers are in the same component if and only if a chain of active
+workers joins them in which each met the next in the last P rounds, the current one included. ``record`` and
+``component`` take expected O(log N) elementary steps per worker, amortised over a run; a worker that joins and a group
+that broke cost one pass over the newest groups of the window, at the next question. So does the first worker that
+leaves; later ones cost little (``thinning.py``).
 
-How. Workers hang in a forest whose links carry the round in which they were made, newest at the bottom; it is
-kept such that climbing the links newer than round r from any worker ends at the same root exactly for those
-that are connected by edges newer than r (a maximum spanning forest by recency, kept shallow by fixed ranks
-in no order: a parent always outranks its child). A new edge displaces the oldest link of the cycle it closes.
-Counting the links per round tells how many components are left once a round expires, without visiting them.
+Algorithm: workers hang in a forest whose links carry the round in which they were made, newest at the bottom; it is
+kept such that climbing the links newer than round r from any worker ends at the same root exactly for those that are
+connected by edges newer than r (a maximum spanning forest by recency, kept shallow by fixed ranks in no order: a parent
+always outranks its child). A new edge displaces the oldest link of the cycle it closes. Counting the links per round
+tells how many components are left once a round expires, without visiting them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class RecencyForest:
-    """Connectivity of a graph whose edges only ever expire oldest first."""
+    """Connectivity of a graph whose edges expire oldest first."""
 
     def __init__(self, size: int, expired: int = -1) -> None:
         self._parent = list(range(size))
@@ -48,20 +48,20 @@ class RecencyForest:
         self.links = 0
 
     def expire(self, round_: int) -> None:
-        """Edges made in ``round_`` or before count no longer."""
+        """Expires edges made in ``round_`` or before, which no longer count."""
         for made in range(self._expired + 1, round_ + 1):
             self.links -= self._links_made_in.pop(made, 0)
         self._expired = max(self._expired, round_)
 
     def root(self, node: int) -> int:
-        """The representative of ``node``'s component."""
+        """Returns the representative of ``node``'s component."""
         parent, made, expired = self._parent, self._round, self._expired
         while parent[node] != node and made[node] > expired:
             node = parent[node]
         return node
 
     def link(self, u: int, v: int, round_: int) -> None:
-        """Add an edge made in ``round_``."""
+        """Adds an edge made in ``round_``."""
         parent, made, rank, counts = self._parent, self._round, self._rank, self._links_made_in
         while True:
             while parent[u] != u and made[u] >= round_:
@@ -69,7 +69,7 @@ class RecencyForest:
             while parent[v] != v and made[v] >= round_:
                 v = parent[v]
             if u == v:
-                return  # connected by newer edges already: this one can never matter
+                return  # connected by newer edges already: this edge can never matter
             if rank[u] > rank[v]:
                 u, v = v, u
             grandparent, displaced = parent[u], made[u]
@@ -84,7 +84,7 @@ class RecencyForest:
 
 
 class Encounter(NamedTuple):
-    """Workers that count as having met in a round: in a group, or (None) since they entered the run together."""
+    """Workers that count as having met in a round: in a group, or (None) because they entered the run together."""
 
     round: int
     members: list[int]
@@ -92,7 +92,7 @@ class Encounter(NamedTuple):
 
 
 def components(meetings: Iterable[Encounter], active: Collection[int]) -> list[set[int]]:
-    """``active`` workers in components, each joined by chains of active ones that met, the largest first."""
+    """Returns ``active`` workers in components, each joined by chains of active ones that met, the largest first."""
     forest = RecencyForest(1 + max(active, default=0))
     for _, members, _ in meetings:
         _join(forest, members, active, 0)
@@ -103,8 +103,8 @@ def components(meetings: Iterable[Encounter], active: Collection[int]) -> list[s
 
 
 def rounds_since_connected(meetings: Sequence[Encounter], active: Collection[int], now: int) -> int | None:
-    """The least r such that ``meetings`` from round ``now`` - r on connect ``active``; None if all of them do not. They
-    are ordered by round."""
+    """Returns the least r such that ``meetings`` from round ``now`` - r on connect ``active``; None if all of them do
+    not. Meetings are ordered by round."""
     forest, needed = RecencyForest(1 + max(active, default=0)), len(active) - 1
     if needed <= 0:
         return 0
@@ -116,7 +116,8 @@ def rounds_since_connected(meetings: Sequence[Encounter], active: Collection[int
 
 
 def rounds_since_met(meetings: Iterable[Encounter], now: int) -> dict[tuple[int, int], int]:
-    """For each pair that was in one group: how many rounds before ``now`` it last was; ``meetings`` oldest first."""
+    """Returns, for each pair that was in one group, how many rounds before ``now`` it last was; ``meetings`` come
+    oldest first."""
     return {
         pair: now - made
         for made, members, group in meetings
@@ -126,7 +127,7 @@ def rounds_since_met(meetings: Iterable[Encounter], now: int) -> dict[tuple[int,
 
 
 def spectral_radius(meetings: Iterable[Encounter], active: Collection[int]) -> float:
-    """ρ of P-Reduce's theorem 1 for the groups among ``meetings``; the spectral gap is 1 - ρ. Needs numpy.
+    """Returns ρ of P-Reduce's theorem 1 for the groups among ``meetings``; the spectral gap is 1 - ρ. Needs numpy.
 
     0 when every group is of all; 1 when nothing mixes (or nothing has happened yet).
     """
@@ -151,27 +152,27 @@ class SyncGraph:
         self._num_workers = num_workers
         self._known: set[int] = set()
         self._history: deque[Encounter] = deque()
-        """Of the window, oldest first."""
+        """Meetings of the window, oldest first."""
         self._entering: list[int] | None = None
-        """Those that have joined since the last group, and the workers that they count as having met."""
+        """Workers that have joined since the last group, and the workers that they count as having met."""
         self._signals = 0
         self._forest = RecencyForest(num_workers, -rounds)
         self._forest_is_stale = False
         self._thinning: Thinning | None = None
-        """Takes the place of the forest when workers have left, until the next one joins."""
+        """Replaces the forest when workers have left, until the next one joins."""
         self._thinned = False
-        """Have workers left, and none joined, since the forest was right?"""
+        """Whether workers have left, and none joined, since the forest was right."""
         self._expired = 0
-        """The last round that no longer counts in :attr:`_thinning`."""
+        """Last round that no longer counts in :attr:`_thinning`."""
 
     def widen(self, num_workers: int) -> None:
-        """There may be so many workers from now on."""
+        """Allows ``num_workers`` workers from now on."""
         self._num_workers = max(self._num_workers, num_workers)
         self._forest = RecencyForest(self._num_workers, self.round - self.rounds)
         self._is_stale()
 
     def join(self, worker: int) -> None:
-        """``worker`` is a node from now on, with the edges it had if it was one before.
+        """Makes ``worker`` a node, with the edges it had if it was one before.
 
         Workers enter a run with equal models, as if they had just met, so a worker that was never seen counts
         as having met one active worker (all that join before the first group: each other) in the round before
@@ -187,7 +188,7 @@ class SyncGraph:
         self._is_stale()
 
     def leave(self, worker: int) -> None:
-        """``worker`` is no node any more; chains through it are broken."""
+        """Removes the node ``worker``; chains through it are broken."""
         self.active.remove(worker)
         self._signals = min(self._signals, max(0, len(self.active) - 1))
         if self._thinning is not None:
@@ -196,7 +197,7 @@ class SyncGraph:
             self._forest_is_stale = self._thinned = True
 
     def record(self, groups: Sequence[Group]) -> None:
-        """Groups of active workers went out together."""
+        """Records groups of active workers that went out together."""
         self._entering = None
         for group in groups:
             members = [worker.pipeline for worker in group.members]
@@ -218,7 +219,8 @@ class SyncGraph:
             self._history.popleft()
 
     def forget(self, sequence: int) -> bool:
-        """The group of that number broke: its members did not meet. False when the window has no such group."""
+        """Removes the group of that number, which broke: its members did not meet. Returns False when the window has no
+        such group."""
         for place, meeting in enumerate(self._history):
             if meeting.group is not None and meeting.group.sequence == sequence:
                 del self._history[place]
@@ -233,17 +235,18 @@ class SyncGraph:
         return len(self.active) - self._forest.links if self._thinning is None else self._thinning.components
 
     def component(self, worker: int) -> int:
-        """A name for the component of ``worker``, valid until the next change."""
+        """Returns a name for the component of ``worker``, valid until the next change."""
         self._refresh()
         return self._forest.root(worker) if self._thinning is None else self._thinning.component(worker)
 
     def meetings(self) -> list[Encounter]:
-        """Of the last P rounds, oldest first: what connects the stage."""
+        """Returns the meetings of the last P rounds, oldest first, which connect the stage."""
         expired = self.round - self.rounds
         return [meeting for meeting in self._history if meeting.round > expired]
 
     def to_networkx(self) -> nx.Graph:
-        """Nodes are the active workers; an edge has ``round``, when the two met last, and ``count``, how often."""
+        """Returns the graph: nodes are the active workers; an edge has ``round``, when the two met last, and ``count``,
+        how often."""
         import networkx as nx  # needed only for a look at the graph, and slow to import
 
         graph = nx.Graph(round=self.round, rounds=self.rounds)
@@ -256,7 +259,7 @@ class SyncGraph:
         return graph
 
     def _insert(self, meeting: Encounter) -> None:
-        """Put an entry into the history, which stays ordered by round."""
+        """Puts an entry into the history, which stays ordered by round."""
         place = len(self._history)
         while place > 0 and self._history[place - 1].round > meeting.round:
             place -= 1
@@ -267,7 +270,7 @@ class SyncGraph:
         self._thinning, self._thinned = None, False
 
     def _refresh(self) -> None:
-        """Rebuild the forest for the current nodes, newest groups first, until nothing can be added."""
+        """Rebuilds the forest for the current nodes, newest groups first, until nothing can be added."""
         expired = self.round - self.rounds
         if self._thinning is not None:
             if expired >= self._expired:

@@ -1,9 +1,9 @@
 """Connectivity of a graph that workers leave, one after the other, without looking at all of it each time.
 
-A spanning forest of edges between workers that met. When a worker leaves, or a meeting expires, its edges break and the
-tree falls into pieces; all but the largest are walked through, in turns so that the largest need not be, and what their
-workers met is looked at for edges that join the pieces again. In forests of this kind (a few newest groups hold most
-workers, in trees of logarithmic depth) the smaller pieces have O(log N) workers on average.
+The module keeps a spanning forest of edges between workers that met. When a worker leaves, or a meeting expires, its
+edges break and the tree falls into pieces; all but the largest are traversed, in turns so that the largest need not be,
+and the meetings of their workers are searched for edges that join the pieces again. In forests of this kind (a few
+newest groups hold most workers, in trees of logarithmic depth) the smaller pieces have O(log N) workers on average.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Thinning:
 
     def __init__(self, active: Collection[int], meetings: Sequence[tuple[int, Sequence[int]]]) -> None:
         self._tree: dict[int, dict[int, int]] = {worker: {} for worker in active}
-        """By worker: its neighbours in the forest, and the meeting that made each one."""
+        """Neighbours of each worker in the forest, and the meeting that made each edge."""
         self._met: dict[int, deque[int]] = {worker: deque() for worker in active}
-        """By worker: numbers of the meetings in which it was, the oldest first."""
+        """Numbers of the meetings in which each worker was, the oldest first."""
         self._meetings: dict[int, tuple[int, Sequence[int]]] = {}
         self._first = self._next = 0
         self._name: dict[int, int] = {}
@@ -41,20 +41,20 @@ class Thinning:
 
     @property
     def components(self) -> int:
-        """How many there are."""
+        """Number of components."""
         return len(self._members)
 
     def component(self, worker: int) -> int:
-        """A name for that of ``worker``, valid until the next change."""
+        """Returns a name for the component of ``worker``, valid until the next change."""
         return self._name[worker]
 
     def record(self, made: int, members: Sequence[int]) -> None:
-        """They have met in the round ``made``, which is the newest."""
+        """Records a meeting in the round ``made``, which is the newest."""
         self._enter(made, members)
         self._join(self._next - 1)
 
     def leave(self, worker: int) -> None:
-        """Chains through ``worker`` are broken."""
+        """Removes ``worker``; chains through it are broken."""
         ends = list(self._tree.pop(worker))
         for other in ends:
             del self._tree[other][worker]
@@ -66,7 +66,7 @@ class Thinning:
         self._mend(ends)
 
     def expire(self, round_: int) -> None:
-        """Meetings of ``round_`` and before count no longer."""
+        """Expires meetings of ``round_`` and before, which no longer count."""
         while self._first < self._next and self._meetings[self._first][0] <= round_:
             number = self._first
             self._first += 1
@@ -96,7 +96,7 @@ class Thinning:
                 self._members[b] |= self._members.pop(a)
 
     def _mend(self, ends: Sequence[int]) -> None:
-        """One tree has fallen into those that hold one of ``ends`` each: joins them where possible."""
+        """Mends a tree that has fallen into those that hold one of ``ends`` each: joins them where possible."""
         piece_of, pieces, rest = self._pieces(ends)
         parents = list(range(len(pieces)))
 
@@ -126,7 +126,8 @@ class Thinning:
             self._call(group)
 
     def _pieces(self, ends: Sequence[int]) -> tuple[dict[int, int], list[list[int]], int]:
-        """Those that hold ``ends``, walked through but for one: the piece of each worker, the pieces, which one."""
+        """Finds the pieces that hold ``ends``, all but one traversed: returns the piece of each worker, the pieces, and
+        the one that was not traversed."""
         piece_of: dict[int, int] = {}
         pieces: list[list[int]] = []
         for end in ends:
@@ -150,7 +151,8 @@ class Thinning:
         return piece_of, pieces, next(iter(walks), 0)
 
     def _edges(self, pieces: Iterable[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
-        """Between workers that met, from those of ``pieces``, the newest first for each."""
+        """Yields edges between workers that met, starting from workers of ``pieces``, the newest first for each
+        worker."""
         for piece in pieces:
             for worker in piece:
                 for number in reversed(self._met[worker]):
@@ -159,7 +161,7 @@ class Thinning:
                             yield worker, other, number
 
     def _call(self, workers: Sequence[int]) -> None:
-        """They are a component of their own."""
+        """Makes ``workers`` a component."""
         self._names += 1
         self._members[self._names] = set(workers)
         self._name |= dict.fromkeys(workers, self._names)

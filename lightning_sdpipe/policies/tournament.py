@@ -1,4 +1,4 @@
-"""The places of many workers that are divided into groups."""
+"""Division of many workers into groups by a tournament table."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from itertools import pairwise
 def splits_of(
     workers: Sequence[int], size: int, turn: int, near: Sequence[Sequence[int]] | None
 ) -> Iterator[list[list[int]]]:
-    """Ways to divide ``workers`` into groups of at most ``size`` at this turn, the preferred one first.
+    """Yields ways to divide ``workers`` into groups of at most ``size`` at this turn, the preferred one first.
 
     Args:
-        near: pipelines that are near each other and stay together at odd turns; None if none is nearer than others.
+        near: pipelines that are near each other and stay together at odd turns; None if all are equally near.
     """
     if near is None:
         yield by_turns(workers, size, turn)
@@ -24,7 +24,7 @@ def splits_of(
 
 
 def by_turns(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:
-    """Cut ``workers`` into as few groups of at most ``size`` as possible, about equal, differently every ``turn``.
+    """Cuts ``workers`` into as few groups of at most ``size`` as possible, about equal, differently every ``turn``.
 
     For pairs this is the circle method of tournaments: one worker stays, the others move round a table, and
     those that sit opposite each other meet, so that in turns of the same workers all pairs meet.
@@ -42,8 +42,8 @@ def by_turns(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:
 
 
 def by_nearness(workers: Sequence[int], size: int, turn: int, near: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Cut ``workers`` into groups of at most ``size`` among those that are ``near`` each other; one that would be alone
-    sits with others that would."""
+    """Cuts ``workers`` into groups of at most ``size`` among pipelines that are ``near`` each other; workers that would
+    be alone form groups together."""
     together = [[worker for worker in workers if worker in neighbours] for neighbours in near]
     parts = [part for here in together if len(here) > 1 for part in by_turns(here, size, turn)]
     seated = {worker for part in parts for worker in part}

@@ -1,8 +1,8 @@
-"""How old may what a model contains be? The vectors of versions behind ``staleness=``.
+"""Vectors of versions behind ``staleness=``: a bound on the age of what a model contains.
 
-Nodes are what takes steps and averages: the pipelines of a stage, or groups of them. ``V_k[i]`` is the newest step of
-node i that k's model contains, ``n_i = V_i[i]`` how many it has finished. When nodes meet, each has the element-wise
-maximum of all their vectors. Node i may begin its next step if
+Nodes take steps and average: they are the pipelines of a stage, or groups of them. ``V_k[i]`` is the newest step of
+node i that k's model contains, ``n_i = V_i[i]`` the number of steps that it has finished. When nodes meet, each has the
+element-wise maximum of all their vectors. Node i may begin its next step if
 
     n_i + 1 - V_k[i] ≤ s    for every other node k that takes part;
 
@@ -16,11 +16,11 @@ instead of on how far apart two workers are. It follows that
     all are ready, they can all meet, after which V_k[i] = n_i and no worker is behind another.
 (c) It waits no longer than until each node behind it has finished the step that it was in.
 
-What is *promised* of V is a lower bound: the model contains at least that. A node that leaves keeps its vector, for it
-returns with its model or a newer one; one that was lost may have another's by then, so it gets the minimum of its own
-and of those that take part. A meeting that broke counts as never having been, with all that followed from it. A
-scheduler that was started anew takes every vector to be as old as the bound allowed. After any of this the bound may be
-exceeded until the next boundary of the node that is ahead, where it waits.
+V is a lower bound: the model contains at least that. A node that leaves keeps its vector, for it returns with its model
+or a newer one. A node that was lost may have another's model by then, so it gets the minimum of its own vector and
+those of the participants. A meeting that broke counts as never having been, with all that followed from it. A scheduler
+that was started anew takes every vector to be as old as the bound allowed. After any of this the bound may be exceeded
+until the next boundary of the node that is ahead, where it waits.
 
 The scheduler hears of every step anyway, so this costs O(nodes) per signal and no message.
 """
@@ -32,7 +32,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 REMEMBERED = 64
-"""Changes per node that can still be taken back, should a meeting among them turn out to have broken."""
+"""Number of changes per node that can still be taken back if a meeting among them turns out to have broken."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class _State:
         self.active: set[int] = set()
         self.steps = [0] * size
         self.rows: list[list[int] | None] = [None] * size
-        """Of those that were ever seen."""
+        """Rows of the nodes that were ever seen."""
         self.arriving: dict[int, list[int]] = {}
-        """What a node that computes will contain when it has finished its step."""
+        """The contents of the model of a computing node when it has finished its step."""
         self.lost: set[int] = set()
         self.doubt = 0
-        """How old those may be that are seen for the first time."""
+        """Largest age of nodes that are seen for the first time."""
         self._least: list[int] | None = None
-        """The minimum of the active rows, while it is known: many join one after the other."""
+        """Minimum of the active rows, while it is known: many nodes join one after the other."""
 
     def copy(self) -> _State:
         other = _State(0)
@@ -108,7 +108,7 @@ class _State:
     def apply(self, change: _Change) -> None:
         match change:
             case _Stepped(node) if node not in self.arriving and len(self.active) > 1:
-                pass  # another one's entry is the least in this column
+                pass  # another node's entry is the least in this column
             case _Joined(_):
                 pass
             case _:
@@ -169,32 +169,33 @@ class Versions:
         self.bound = bound
         self._now, self._then = _State(size), _State(size)
         self._history: deque[_Change] = deque()
-        """From ``_then`` to ``_now``."""
+        """Changes from ``_then`` to ``_now``."""
         self._remembered = REMEMBERED * size
 
     def widen(self, size: int) -> None:
-        """There may be so many nodes from now on."""
+        """Allows ``size`` nodes from now on."""
         self._now.widen(size)
         self._then.widen(size)
 
     def joins(self, node: int) -> None:
-        """``node`` takes part from now on."""
+        """Adds ``node``, which takes part from now on."""
         self._change(_Joined(node))
 
     def leaves(self, node: int, lost: bool = False) -> None:
-        """No worker waits for ``node`` any more; ``lost`` if it may come back with another model than its own."""
+        """Removes ``node``, for which no worker waits any more; ``lost`` if it may come back with another model."""
         self._change(_Left(node, lost))
 
     def stepped(self, node: int) -> None:
-        """``node`` has finished a step."""
+        """Notes that ``node`` has finished a step."""
         self._change(_Stepped(node))
 
     def met(self, sequence: int, nodes: Collection[int], computing: Collection[int] = ()) -> None:
-        """All of these averaged; those that were ``computing`` contain it from the end of their step on."""
+        """Notes that all of these averaged; nodes that were ``computing`` contain the average from the end of their
+        step on."""
         self._change(_Met(sequence, tuple(nodes), tuple(computing)))
 
     def broke(self, sequence: int) -> bool:
-        """That meeting was none. False if it is not among those that are remembered."""
+        """Takes back a meeting. Returns False if it is not among those that are remembered."""
         for place, change in enumerate(self._history):
             if isinstance(change, _Met) and change.sequence == sequence:
                 del self._history[place]
@@ -205,12 +206,12 @@ class Versions:
         return False
 
     def doubted(self) -> None:
-        """What has been before is not known: every model may be as old as the bound allows."""
+        """Doubts all versions, since the past is not known: every model may be as old as the bound allows."""
         if self.bound is not None:
             self._change(_Doubted(self.bound))
 
     def behind(self, node: int, after: Collection[int] = ()) -> set[int]:
-        """The nodes that ``node`` has to meet before its next step, once it has met all of ``after``."""
+        """Returns the nodes that ``node`` has to meet before its next step, once it has met all of ``after``."""
         if self.bound is None:
             return set()
         state, oldest = self._now, self._now.steps[node] + 1 - self.bound
@@ -219,16 +220,16 @@ class Versions:
         }
 
     def contained(self, node: int, of: int) -> int:
-        """``V_node[of]``."""
+        """Returns ``V_node[of]``."""
         return self._now.row(node)[of]
 
     def steps(self, node: int) -> int:
-        """How many ``node`` has finished."""
+        """Returns how many steps ``node`` has finished."""
         return self._now.steps[node]
 
     @property
     def lag(self) -> int:
-        """The largest n_i - V_k[i] among those that take part."""
+        """Largest n_i - V_k[i] among the nodes that take part."""
         state = self._now
         return max((state.steps[i] - state.row(k)[i] for i in state.active for k in state.active), default=0)
 

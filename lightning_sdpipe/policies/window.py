@@ -29,29 +29,30 @@ GROW = 2.0
 SHRINK = 0.9
 
 HORIZON = 0.25
-"""How far an automatic window looks ahead at most, in iterations. Less than half of one, so that of two workers out of
-step only one waits."""
+"""Largest distance, in iterations, that an automatic window looks ahead. It is less than half of one, so that of two
+workers out of step only one waits."""
 
 SLACK = 1 / 6
-"""How late an expected worker may be, as a part of the horizon."""
+"""Largest delay of an expected worker, as a part of the horizon."""
 
 UNMEASURED = 0.05
-"""Seconds to wait at most while no iteration has been measured; finite, so that no stage can wait for workers that
+"""Largest wait in seconds while no iteration has been measured; finite, so that no stage can wait for workers that
 depend on it."""
 
 Length = float | Literal["auto", "paper"]
-"""Seconds, or a rule."""
+"""Length of a window: seconds, or a rule."""
 
 MEMORY = 31
-"""How many iteration times of the stage are remembered; their median is the pattern, which stragglers do not move."""
+"""Number of iteration times of the stage that are remembered; their median is the pattern, which stragglers do not
+move."""
 
 
 class AdaptiveWindow:
-    """How long the group that a worker opens may wait for company.
+    """The time that the group which a worker opens may wait for more members.
 
     Args:
         maximum: in seconds, or "auto", or "paper".
-        num_workers: N, of the stage.
+        num_workers: N, the workers of the stage.
     """
 
     def __init__(self, maximum: Length, num_workers: int) -> None:
@@ -64,14 +65,14 @@ class AdaptiveWindow:
         self._sorted: list[float] = []
         self._released_at: dict[int, float] = {}
         self._expected: dict[int, float] = {}
-        """Those of ``_released_at`` who are not late, in the order of their release and so of their arrival."""
+        """Workers of ``_released_at`` that are not late, in the order of their release and so of their arrival."""
 
     def widen(self, num_workers: int) -> None:
-        """There may be so many workers from now on. The horizon stays: it depends on the number by plan."""
+        """Allows ``num_workers`` workers from now on. The horizon stays: it depends on the planned number."""
         self._fractions += [1.0] * (num_workers - len(self._fractions))
 
     def length(self, worker: int, now: float) -> float:
-        """The window that ``worker`` opens by arriving now, in seconds."""
+        """Returns the length in seconds of the window that ``worker`` opens by arriving now."""
         if self._maximum == "auto":
             return self._until_the_expected_came(now)
         if self._maximum == "paper":
@@ -99,7 +100,7 @@ class AdaptiveWindow:
         return length
 
     def adapt(self, worker: int, came_out_small: bool) -> None:
-        """The group that ``worker`` opened has closed."""
+        """Adapts the window of ``worker``, whose group has closed."""
         fraction = self._fractions[worker] * (GROW if came_out_small else SHRINK)
         if fraction > 1.0:
             fraction = 1.0
@@ -108,13 +109,13 @@ class AdaptiveWindow:
         self._fractions[worker] = fraction
 
     def answered(self, worker: int, now: float) -> None:
-        """``worker`` got a group and computes from now on."""
+        """Notes that ``worker`` got a group and computes from now on."""
         self._released_at[worker] = now
         self._expected.pop(worker, None)
         self._expected[worker] = now
 
     def arrived(self, worker: int, now: float) -> None:
-        """``worker`` is ready again: the time since its last group is one iteration without the waiting."""
+        """Notes that ``worker`` is ready again: the time since its last group is one iteration without the waiting."""
         since = self._released_at.pop(worker, None)
         self._expected.pop(worker, None)
         if since is not None:
@@ -126,6 +127,6 @@ class AdaptiveWindow:
             self._iteration_time = self._sorted[(len(self._sorted) - 1) // 2]
 
     def paused(self, worker: int) -> None:
-        """``worker`` left: the time until it returns is no iteration."""
+        """Notes that ``worker`` left: the time until it returns is no iteration."""
         self._released_at.pop(worker, None)
         self._expected.pop(worker, None)

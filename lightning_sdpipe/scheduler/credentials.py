@@ -1,4 +1,5 @@
-"""CURVE keys of a run: who may talk to the scheduler, and how a worker knows the right one.
+"""CURVE keys of a run: they decide which programs may talk to the scheduler, and prove to a worker that it is the right
+one.
 
 A run has one pair for the scheduler and one for its workers. Keys live in memory or in files that only their
 owner may read; they never appear in logs, in ``repr``, or on a command line.
@@ -27,7 +28,7 @@ _CHARACTERS, _BYTES = 40, 32
 
 
 class SchedulerKeys(msgspec.Struct, frozen=True, tag="sdpipe scheduler keys"):
-    """What the scheduler holds: its own pair, and the public key of the workers it lets in."""
+    """Keys that the scheduler holds: its own pair, and the public key of the workers it lets in."""
 
     public: str
     secret: str
@@ -41,7 +42,7 @@ class SchedulerKeys(msgspec.Struct, frozen=True, tag="sdpipe scheduler keys"):
 
 
 class WorkerKeys(msgspec.Struct, frozen=True, tag="sdpipe worker keys"):
-    """What a worker (and ``sdpipe status``) holds: its own pair, and the public key of the scheduler."""
+    """Keys that a worker (and ``sdpipe status``) holds: its own pair, and the public key of the scheduler."""
 
     public: str
     secret: str
@@ -55,7 +56,7 @@ class WorkerKeys(msgspec.Struct, frozen=True, tag="sdpipe worker keys"):
 
 
 def make_keys() -> tuple[SchedulerKeys, WorkerKeys]:
-    """Fresh keys for one run."""
+    """Draw new keys for one run."""
     if not zmq.has("curve"):
         raise ConfigurationError(
             "this build of libzmq has no CURVE, which connections beyond this machine need; "
@@ -81,10 +82,10 @@ def write_keys(directory: Path) -> tuple[Path, Path]:
 
 
 def own_keys() -> tuple[Path, Path]:
-    """The two key files of this account on this machine, made when they are asked for the first time.
+    """Return the two key files of this account on this machine, made when first asked for.
 
-    A scheduler on loopback that is started by hand without ``--key-file`` takes them, and so do its workers and
-    ``sdpipe status`` without one: other accounts of the machine can read neither.
+    Without ``--key-file``, a scheduler on loopback that is started by hand uses them, and so do its workers and
+    ``sdpipe status``. Other accounts of the machine can read neither file.
 
     Raises:
         ConfigurationError: the files cannot be made.
@@ -111,8 +112,8 @@ def own_keys() -> tuple[Path, Path]:
 
 
 def worker_keys(address: str, key_file: str | Path | None) -> WorkerKeys | None:
-    """A worker's keys for the scheduler at ``address``: those of ``key_file``; without one, on loopback, those of
-    :func:`own_keys`.
+    """Return a worker's keys for the scheduler at ``address``: those of ``key_file``; without one, on loopback, those
+    of :func:`own_keys`.
 
     Raises:
         ConfigurationError: the file cannot be read, or others can read it.
@@ -128,7 +129,7 @@ def _own_directory() -> Path:
 
 
 def read_scheduler_keys(path: Path) -> SchedulerKeys:
-    """The scheduler's keys from the file that :func:`write_keys` made."""
+    """Read the scheduler's keys from the file that :func:`write_keys` made."""
     keys = _read(path)
     if not isinstance(keys, SchedulerKeys):
         raise ConfigurationError(f"{path} holds a worker's keys; the scheduler needs {SCHEDULER_KEY_FILE}")
@@ -136,7 +137,7 @@ def read_scheduler_keys(path: Path) -> SchedulerKeys:
 
 
 def read_worker_keys(path: Path) -> WorkerKeys:
-    """A worker's keys from the file that :func:`write_keys` made."""
+    """Read a worker's keys from the file that :func:`write_keys` made."""
     keys = _read(path)
     if not isinstance(keys, WorkerKeys):
         raise ConfigurationError(f"{path} holds the scheduler's keys; a worker needs {WORKER_KEY_FILE}")
@@ -144,7 +145,7 @@ def read_worker_keys(path: Path) -> WorkerKeys:
 
 
 def worker_keys_beside(scheduler_key_file: Path) -> WorkerKeys | None:
-    """The workers' keys that were made with those of ``scheduler_key_file``, if they still lie beside it."""
+    """Return the workers' keys that were made with those of ``scheduler_key_file``, if they still lie beside it."""
     scheduler = read_scheduler_keys(scheduler_key_file)
     try:
         keys = read_worker_keys(scheduler_key_file.with_name(WORKER_KEY_FILE))
@@ -154,7 +155,7 @@ def worker_keys_beside(scheduler_key_file: Path) -> WorkerKeys | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Does this ZeroMQ address stay on this machine?"""
+    """Return whether this ZeroMQ address stays on this machine."""
     if address.startswith(("ipc://", "inproc://")):
         return True
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
@@ -162,7 +163,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _check_keys(*keys: str) -> None:
-    """Raises ConfigurationError, without a word of the key: it may be the secret one."""
+    """Raise ConfigurationError for a malformed key, without quoting it, as it may be secret."""
     for key in keys:
         try:
             whole = len(key) == _CHARACTERS and len(zmq.utils.z85.decode(key)) == _BYTES

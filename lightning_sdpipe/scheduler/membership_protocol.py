@@ -1,11 +1,11 @@
-"""What travels between a worker's process and the scheduler about the members of the run, and what each believes.
+"""Messages between a worker's process and the scheduler about the members of the run, and what each side believes.
 
-Requests carry the incarnation of the worker's job, and a number that grows. Every one may be repeated: it is answered
-again, or changes nothing. Replies without a number are sent unasked, or answer what is decided later; these name what
-they belong to. All travel in the frames of :mod:`lightning_sdpipe.scheduler.protocol`.
+Requests carry the incarnation of the worker's job, and a number that grows. Every request may be repeated: it is
+answered again, or changes nothing. Replies without a number are sent unasked, or answer what is decided later; these
+name what they belong to. All travel in the frames of :mod:`lightning_sdpipe.scheduler.protocol`.
 
-:class:`Beat` and :class:`Now` are levels: what a worker believes, and what is true for it. They are said when something
-changes, and again when the other side has not heard, so it does not matter that one is lost or overtaken.
+:class:`Beat` and :class:`Now` carry levels: what a worker believes, and what is true for it. They are sent when
+something changes, and again until the other side has heard, so losing or reordering them does no harm.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Amount: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
 
 
 class FromWorker(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
-    """Of a worker of the start ``incarnation`` of its pipeline's job."""
+    """A message of a worker in the start ``incarnation`` of its pipeline's job."""
 
     worker: Worker
     incarnation: Count
@@ -32,12 +32,12 @@ class FromWorker(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_
 
 
 class MemberRequest(FromWorker, frozen=True, gc=False):
-    """Said by the thread that beats, and not by the one that trains."""
+    """A request of the heartbeat thread, never of the thread that trains."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer"):
-    """A group and, in the order of its members, the iterations whose ready it answers (passive: None), and how often
-    each was invited before; empty if none was."""
+    """A group and, in the order of its members, the iterations whose ready it answers (None for a passive member) and
+    how often each member had been invited before (empty if none had)."""
 
     group: Group
     iterations: tuple[Count | None, ...]
@@ -45,7 +45,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer
 
 
 class Book(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """All leases in ``segment`` that a worker heard of; ``over`` if it heard that too."""
+    """All leases in ``segment`` that a worker has heard of; ``over`` says that it also heard of the segment's end."""
 
     segment: Segment
     leases: tuple[Lease, ...]
@@ -54,13 +54,13 @@ class Book(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Resumes(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a worker knows of a run that it takes part in, for all it knows.
+    """A worker's knowledge of the run in which it already takes part.
 
-    ``holds`` are epochs that it has a process group of. ``regrouped`` are broken groups, and those in which it was to
-    try them again, of which another member may not have heard; ``heard`` is the highest number of a group that it heard
-    of, -1 if of none. ``book`` is what it was dealt, if anything was. If it has ``joined``, then ``answered`` is the
-    iteration whose group it has heard of last, and ``answers`` are those that another member could still ask for.
-    ``about`` is for people. For the rest see :class:`~lightning_sdpipe.membership.members.Resumed`.
+    ``holds`` are the epochs whose process group it has. ``regrouped`` pairs broken groups with the groups that retry
+    them, of which another member may not have heard; ``heard`` is the highest sequence of a group that it heard of, -1
+    if of none. ``book`` holds the batches that it was dealt, if any. If it has ``joined``, then ``answered`` is the
+    iteration whose group it heard of last, and ``answers`` are those that another member may still ask for. ``about``
+    describes it to people. For the other fields see :class:`~lightning_sdpipe.membership.members.Resumed`.
     """
 
     epoch: Epoch
@@ -77,19 +77,20 @@ class Resumes(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Enrol(MemberRequest, frozen=True, gc=False, tag="enrol"):
-    """The worker wants to take part, or takes part and ``resumes``."""
+    """The worker wants to take part, or takes part already and ``resumes``."""
 
     fingerprint: dict[str, str]
     resumes: Resumes | None = None
 
 
 class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
-    """The worker lives, and believes this. ``epoch`` is the newest that it heard of (0: none); ``enrolled`` says that
-    it wants to take part, and ``seen`` is the version of the newest :class:`Now` that it heard (0: none). It is in
-    ``exchange``, if any; those of groups and of meetings that it left last are numbered ``left``. In ``epoch`` it
-    cannot reach the pipelines ``misses``. It has made ``update`` updates (-1: it does not say). ``joined`` says whether
-    it believes that it takes part in groups, ``rows`` what it did since the last beat, and ``dealt`` how far it is with
-    what was dealt. ``spans`` are there when the scheduler has wanted them."""
+    """The worker lives, and believes what the fields say. ``epoch`` is the newest that it heard of (0: none);
+    ``enrolled`` says that it wants to take part, and ``seen`` is the version of the newest :class:`Now` that it heard
+    (0: none). It is in ``exchange``, if any; ``left`` numbers the exchanges of groups and of barriers that it left
+    last. In ``epoch`` it cannot reach the pipelines ``misses``. It has made ``update`` updates (-1: unknown).
+    ``joined`` says whether it believes that it takes part in groups, ``rows`` what it did since the last beat, and
+    ``dealt`` how far it is with the batches that it was dealt. ``spans`` are there when the scheduler has asked for
+    them."""
 
     holds: tuple[Count, ...]
     epoch: Count
@@ -106,14 +107,14 @@ class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
 
 
 class TellSnapshot(MemberRequest, frozen=True, gc=False, tag="snapshot"):
-    """See :class:`~lightning_sdpipe.membership.members.Snapshot`."""
+    """The worker's copy of its state; see :class:`~lightning_sdpipe.membership.members.Snapshot`."""
 
     transfer: str
     update: Count
 
 
 class TellReceived(MemberRequest, frozen=True, gc=False, tag="received"):
-    """The worker has the state of ``transfer``, that after ``update`` updates; or it was ``missed``, and why."""
+    """The worker has the state of ``transfer`` after ``update`` updates; or ``missed`` says why it does not."""
 
     transfer: str
     update: Last
@@ -121,14 +122,15 @@ class TellReceived(MemberRequest, frozen=True, gc=False, tag="received"):
 
 
 class Meet(MemberRequest, frozen=True, gc=False, tag="meet"):
-    """The worker is at ``key``, and waits."""
+    """The worker waits at the barrier ``key``."""
 
     key: str
     value: bytes
 
 
 class AskRegroup(MemberRequest, frozen=True, gc=False, tag="regroup"):
-    """The worker did not get the result of ``group``; ``together``: all members take it over, or none (gradients)."""
+    """The worker did not get the result of ``group``. With ``together`` (gradients), all members take it over, or
+    none."""
 
     group: Group
     holds: tuple[Count, ...]
@@ -142,7 +144,7 @@ class TellCompleted(MemberRequest, frozen=True, gc=False, tag="completed"):
 
 
 class Publish(MemberRequest, frozen=True, gc=False, tag="publish"):
-    """The worker wants to put a checkpoint, of the state after ``update`` updates, at ``path``, or has ``done`` so."""
+    """The worker asks to put a checkpoint of the state after ``update`` updates at ``path``, or has ``done`` so."""
 
     path: str
     update: Last
@@ -150,15 +152,15 @@ class Publish(MemberRequest, frozen=True, gc=False, tag="publish"):
 
 
 class Depart(MemberRequest, frozen=True, gc=False, tag="depart"):
-    """The worker ends: ``failed`` says by which exception; else it has ``finished``, or was told to."""
+    """The process ends: ``failed`` names its exception; without one it has ``finished``, or was told to end."""
 
     finished: bool
     failed: str = ""
 
 
 class Store(MemberRequest, frozen=True, gc=False, tag="store"):
-    """To the key-value store: ``put`` the ``value`` at the key; ``fetch`` the values of all ``keys``, as they are, or
-    ``wait`` until all are there; ``add`` the ``amount`` to the number at the key, 0 at first; ``remove`` the key."""
+    """A request to the key-value store: ``put`` the ``value`` at the key; ``fetch`` the present values of all ``keys``,
+    or ``wait`` until all have one; ``add`` the ``amount`` to the number at the key, 0 at first; ``remove`` the key."""
 
     verb: Literal["put", "fetch", "wait", "add", "remove"]
     keys: tuple[str, ...]
@@ -170,13 +172,13 @@ class Store(MemberRequest, frozen=True, gc=False, tag="store"):
 
 
 class MemberReply(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the scheduler says."""
+    """A message of the scheduler."""
 
 
 class Noted(MemberReply, frozen=True, gc=False, tag="noted"):
-    """The request ``number`` was carried out; so far the worker was invited ``invitations`` times. In answer to a
-    beat, the scheduler ``wants`` the spans of so many updates, of those that had ended at a time of its clock, which
-    shows another time now."""
+    """The request ``number`` was carried out; so far the worker was invited ``invitations`` times. In answer to a beat,
+    ``wants`` asks for spans: of how many updates, ended by which time of the scheduler's clock, and the clock's time
+    now."""
 
     number: int
     invitations: int = 0
@@ -184,15 +186,15 @@ class Noted(MemberReply, frozen=True, gc=False, tag="noted"):
 
 
 class Waits(MemberReply, frozen=True, gc=False, tag="waits"):
-    """What request ``number`` asks for is still to come; ``reason`` says what is missing."""
+    """The answer to request ``number`` is still to come; ``reason`` says what is missing."""
 
     number: int
     reason: str
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Connect to ``port`` of the scheduler's machine (0: it has none), say ``nonce``, and keep that connection; beat
-    every ``beat`` seconds. A transfer that has not moved for ``limit`` seconds is given up."""
+    """The lifeline: connect to ``port`` of the scheduler's machine (0: it has none), say ``nonce``, and keep that
+    connection; beat every ``beat`` seconds. A transfer that has not moved for ``limit`` seconds is given up."""
 
     port: int
     nonce: bytes
@@ -202,7 +204,7 @@ class Line(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class End(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """All processes of the worker's pipeline must end; or the ``run`` is over: it has ``failed``, through ``worker`` if
-    that is one's, or all have finished."""
+    one caused it, or all have finished."""
 
     reason: str
     run: bool
@@ -211,19 +213,19 @@ class End(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 LIFE = 20
-"""Bits of a version that count; those above are drawn by each scheduler."""
+"""Low bits of a version, which count; each scheduler draws the bits above."""
 
 
 class Now(MemberReply, frozen=True, gc=False, tag="now"):
-    """What is true for the worker's process, by ``version``, of which an older one, or one of an earlier scheduler,
-    says nothing; but an ``over`` holds in any version. An ``epoch`` counts by its own number; it and the ``line`` are
-    left out where the worker knows them.
+    """The truth about the worker's process, as of ``version``. An older version, or one of an earlier scheduler, says
+    nothing; but an ``over`` holds in any version. An ``epoch`` counts by its own number; it and the ``line`` are left
+    out where the worker knows them.
 
-    While there is a reason to ``hold``, no pipeline begins a turn: there are too few pipelines. What was begun goes
-    on, and is answered, since a worker within a turn cannot give its state to those that are to come. (None: that is
-    not decided yet.) Stage 0 still has to have the state copied for the transfers ``donate``. Of the groups ``broken``
-    another member did not get the result, and this worker has not said whether it has. The workers ``lost`` are silent,
-    for these reasons, and the others go on without them.
+    While ``hold`` gives a reason (too few pipelines), no pipeline begins a turn. A turn that has begun goes on and is
+    answered, since a worker within a turn cannot give its state to the pipelines that are to come. None: not decided
+    yet. Stage 0 still has to have the state copied for the transfers ``donate``. Another member did not get the result
+    of the groups ``broken``, and this worker has not said whether it has. The workers ``lost`` are silent, for these
+    reasons, and the others go on without them.
     """
 
     version: int
@@ -237,7 +239,7 @@ class Now(MemberReply, frozen=True, gc=False, tag="now"):
 
 
 class Start(MemberReply, frozen=True, gc=False, tag="start"):
-    """See :class:`~lightning_sdpipe.membership.members.Started`."""
+    """The worker's pipeline may begin; see :class:`~lightning_sdpipe.membership.members.Started`."""
 
     epoch: Epoch
     fresh: bool
@@ -257,8 +259,8 @@ class HasMet(MemberReply, frozen=True, gc=False, tag="met"):
 
 
 class Again(MemberReply, frozen=True, gc=False, tag="again"):
-    """Try the group ``sequence`` again in ``group``. Or, with a ``source``, do not: that pipeline has its result, and
-    gives it to the other members of ``group`` in the process group of its epoch; the source is told the same."""
+    """Try the group ``sequence`` again in ``group``. With a ``source``, do not: that pipeline has the result, and gives
+    it to the other members of ``group`` in the process group of its epoch; the source is told the same."""
 
     sequence: int
     group: Group
@@ -266,8 +268,8 @@ class Again(MemberReply, frozen=True, gc=False, tag="again"):
 
 
 class Stored(MemberReply, frozen=True, gc=False, tag="stored"):
-    """Answers a :class:`Store`: the values of its keys, None for one that is not there; or the number at its key, of an
-    ``add`` the sum, and of a ``remove`` how many there were."""
+    """Answers a :class:`Store`: the values of its keys, None where there is none; ``count`` is the number at the key
+    after an ``add``, or how many keys a ``remove`` took away."""
 
     number: int
     values: tuple[bytes | None, ...] = ()
@@ -275,16 +277,16 @@ class Stored(MemberReply, frozen=True, gc=False, tag="stored"):
 
 
 class Refused(MemberReply, frozen=True, gc=False, tag="refused"):
-    """The request ``number`` changed nothing, since what it asks for cannot be; 0: whatever the worker waits for from
-    the others."""
+    """The request ``number`` changed nothing, since it cannot be carried out; 0 refuses whatever the worker waits for
+    from the others."""
 
     number: int
     reason: str
 
 
 class Stranger(MemberReply, frozen=True, gc=False, tag="stranger"):
-    """The scheduler does not know the process, or, if that is ``known``, not that it takes part in groups (it may have
-    been restarted): enrol again, with what is known."""
+    """The scheduler does not know the process; or it is ``known``, but not as taking part in groups (the scheduler may
+    have restarted). The process must enrol again, with what it knows."""
 
     known: bool = False
 
@@ -296,10 +298,10 @@ Reply: TypeAlias = Noted | Now | Waits | Start | Get | HasMet | Again | Stored |
 
 
 def must_end(reason: str) -> Now:
-    """To a process whose pipeline is not in the run any more."""
+    """Return the message for a process whose pipeline is no longer in the run."""
     return Now(0, over=End(reason, run=False))
 
 
 def peer_of(worker: Worker, incarnation: int) -> bytes:
-    """The ZeroMQ identity of the socket on which a worker's process beats."""
+    """Return the ZeroMQ identity of the socket for a process's heartbeats."""
     return b"%d.%d.member.%x" % (worker.stage, worker.pipeline, incarnation)

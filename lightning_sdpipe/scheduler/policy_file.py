@@ -1,7 +1,8 @@
-"""What a scheduler decides by, in a file: the first worker of a run writes it, for a scheduler that is started then.
+"""File with the policy of a run: the run's first worker writes it, for a scheduler that is started then.
 
-Who starts a run on one machine starts its scheduler, but the policy is in the user's script, as ``sync=``. The file
-stays for a scheduler that is started again. It names where the worker finds its modules: the policy may be the user's.
+The user's command on one machine starts the scheduler, but the policy is in the user's script, as ``sync=``. The file
+stays for a scheduler that is started again. It also names where the worker finds its modules, since the policy may be
+the user's own.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 
 
 def offer(path: Path, policy: PolicyConfig) -> None:
-    """Writes the file, whole, unless it is there: then nothing is written, as the disk may be full by now.
+    """Write the whole file, unless it exists: then write nothing, as the disk may be full by now.
 
     Raises:
-        ConfigurationError: it is there and names another policy, or it cannot be written.
+        ConfigurationError: the file exists and names another policy, or it cannot be written.
     """
-    plain = json.loads(registry.to_json(policy))  # as it is read: lists, where the policy has tuples
+    plain = json.loads(registry.to_json(policy))  # as read back: lists where the policy has tuples
     folders = [os.path.abspath(folder) for folder in sys.path]  # "" is the working directory
     if not path.exists():
         draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -47,7 +48,7 @@ def offer(path: Path, policy: PolicyConfig) -> None:
 
 
 def read(path: Path) -> PolicyConfig:
-    """The policy that :func:`offer` wrote; its modules are found from now on.
+    """Return the policy that :func:`offer` wrote, and make its modules importable.
 
     Raises:
         ConfigurationError: there is no such file, or it is another one, or there is no such policy here.

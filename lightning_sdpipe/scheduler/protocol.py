@@ -1,11 +1,11 @@
-"""What travels between a worker and the scheduler: typed, versioned, bounded in size.
+"""Messages between a worker and the scheduler: typed, versioned, bounded in size.
 
-A frame is one byte of protocol version followed by one msgpack-encoded struct; the struct's tag says which. That much
-holds for all versions, so that either side can say which one the other speaks. Workers speak in :data:`Request`, the
-scheduler in :data:`Reply`. A worker has two sockets: the one that its training uses, and one for the heartbeats of a
-thread. Every request names its worker, the ``incarnation`` of the worker's job (drawn at random when that starts) and a
-``number`` that grows with every request over both sockets, so that a repeated or replayed frame can be told from a new
-one.
+A frame is one byte of protocol version followed by one msgpack-encoded struct; the struct's tag names its type. This
+framing is the same in all versions, so each side can name the version that the other one speaks. Workers speak in
+:data:`Request`, the scheduler in :data:`Reply`. A worker has two sockets: one for the thread that trains, and one for
+the thread that sends heartbeats. Every request names its worker, the ``incarnation`` of the worker's job (drawn at
+random when the job starts) and a ``number`` that grows with every request over both sockets, so that a repeated or
+replayed frame can be told from a new one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_REASON_CHARACTERS = 800
 
 
 class MalformedFrame(ValueError):
-    """Not a message of this protocol: too long, or not what the types allow."""
+    """A frame that is not a message of this protocol: too long, or not what the types allow."""
 
 
 class WrongVersion(MalformedFrame):
@@ -44,7 +44,8 @@ Answer: TypeAlias = e.Answer
 
 
 def iteration_of(worker: Worker, answer: Answer) -> int | None:
-    """Which ready of ``worker``, or of its whole pipeline, it answers."""
+    """Return the iteration whose ready of ``worker``, or of another stage's worker in its pipeline, ``answer``
+    answers."""
     for member, iteration in zip(answer.group.members, answer.iterations, strict=False):
         if member.pipeline == worker.pipeline:
             return iteration
@@ -52,7 +53,7 @@ def iteration_of(worker: Worker, answer: Answer) -> int | None:
 
 
 def invitations_of(worker: Worker, answer: Answer) -> int:
-    """How many groups ``worker`` had been invited to before it was answered so."""
+    """Return how many groups ``worker`` had been invited to before ``answer``."""
     invited = zip(answer.group.members, answer.invitations, strict=False)
     return next((count for member, count in invited if member.pipeline == worker.pipeline), 0)
 
@@ -68,7 +69,7 @@ class Failure(msgspec.Struct, frozen=True):
         return f"{who} failed first: {self.reason}"
 
     def said(self) -> e.Now:
-        """To the workers."""
+        """Return the message that tells workers of this failure."""
         return e.Now(0, over=e.End(self.reason, True, True, self.worker))
 
 
@@ -77,36 +78,36 @@ Shape: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(min_length=2)]
 
 
 class TrainingRequest(e.FromWorker, frozen=True, gc=False):
-    """Said by the thread that trains; by the other one only to a scheduler that was started again."""
+    """A request of the thread that trains; the heartbeat thread repeats it only to a restarted scheduler."""
 
 
 class Hello(TrainingRequest, frozen=True, gc=False, tag="hello"):
-    """Is this the scheduler of a run of that shape? (Not checked without.)"""
+    """Asks whether this is the scheduler of a run of shape ``mesh``; None checks nothing."""
 
     mesh: Shape | None
 
 
 class Join(TrainingRequest, frozen=True, gc=False, tag="join"):
-    """The worker takes part from now on; ``about`` is for people."""
+    """The worker takes part from now on; ``about`` describes it to people."""
 
     mesh: Shape | None
     about: About | None = None
 
 
 class Ready(TrainingRequest, frozen=True, gc=False, tag="ready"):
-    """The worker needs nobody any more to finish the local step of ``iteration``, and waits for a group."""
+    """The worker needs no other worker to finish the local step of ``iteration``, and waits for a group."""
 
     iteration: Count
 
 
 class Leave(TrainingRequest, frozen=True, gc=False, tag="leave"):
-    """The worker pauses or has finished its epoch; ``rows`` are those that no beat has told."""
+    """The worker pauses or has finished its epoch; ``rows`` are those that no heartbeat has carried."""
 
     rows: NewRows | None = None
 
 
 class AskLease(TrainingRequest, frozen=True, gc=False, tag="ask_lease"):
-    """Which batches does my pipeline train after those of its lease before ``ordinal``?"""
+    """Asks for the lease of the worker's pipeline that follows its ``ordinal`` earlier ones."""
 
     segment: Segment
     ordinal: Count
@@ -114,26 +115,26 @@ class AskLease(TrainingRequest, frozen=True, gc=False, tag="ask_lease"):
 
 
 class AskStatus(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_status"):
-    """How is the run? Anybody who may connect may ask."""
+    """Asks for the state of the run; any program that may connect may ask."""
 
 
 class AskRows(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_rows"):
-    """What did workers do? Chunks from number ``since`` on, or so many of the newest if it is negative. Anybody who may
-    connect may ask."""
+    """Asks for chunks of rows from number ``since`` on, or for that many of the newest if it is negative. Any program
+    that may connect may ask."""
 
     since: int
 
 
 class AskSpans(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_spans"):
-    """What did workers do in their newest ``updates``, span by span? The answer comes when all have told, or seconds
-    later. Any program that may connect may ask."""
+    """Asks for the spans of each worker's newest ``updates``. The reply comes when all workers have told theirs, or
+    some seconds later. Any program that may connect may ask."""
 
     updates: Annotated[int, msgspec.Meta(ge=1, le=MOST_UPDATES)]
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="welcome"):
-    """The scheduler is the right one; ``policy`` are the values of what it decides by, as JSON, and ``mesh`` the shape
-    of the run that it serves."""
+    """Confirms that the scheduler serves the shape that :class:`Hello` named. ``policy`` holds the policy's values as
+    JSON, ``mesh`` the shape of the run."""
 
     number: int
     policy: str
@@ -141,28 +142,29 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="welco
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="invitation"):
-    """Take part in ``group`` as a passive member. It was decided when the last ready of the worker that had been
-    answered, since it joined, was that of iteration ``after``; None if there was none."""
+    """Take part in ``group`` as a passive member. When it was decided, the worker's last answered ready since it joined
+    was that of iteration ``after``; None if there was none."""
 
     group: Group
     after: int | None = None
 
 
 class Dealt(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="dealt"):
-    """The answer to an :class:`AskLease`, when it is decided."""
+    """The answer to an :class:`AskLease`, sent when the lease is decided."""
 
     lease: Lease
 
 
 class StatusReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="status"):
-    """How the run is."""
+    """The state of the run."""
 
     status: Status
 
 
 class RowsReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="rows"):
-    """Chunks from number ``first`` on, each a :class:`~lightning_sdpipe.scheduler.rows.Chunk` in msgpack; ``next`` is
-    to be asked for next, and ``now`` the time of the scheduler's clock. ``workers`` have said who they are."""
+    """Chunks from number ``first`` on, each a :class:`~lightning_sdpipe.scheduler.rows.Chunk` in msgpack. ``next`` is
+    the number to ask for next, ``now`` the time of the scheduler's clock, and ``workers`` those that have described
+    themselves."""
 
     now: float
     workers: tuple[tuple[Worker, About], ...]
@@ -173,7 +175,7 @@ class RowsReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="row
 
 class SpansReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="spans"):
     """Each of ``chunks`` is a :class:`~lightning_sdpipe.scheduler.rows.SpanChunk` in msgpack. Workers that are
-    ``missing`` did not tell in time; those ``left_out`` did, and the reply had no room for them."""
+    ``missing`` did not tell theirs in time; the reply had no room for those of ``left_out``."""
 
     workers: tuple[tuple[Worker, About], ...]
     chunks: tuple[bytes, ...]
@@ -184,7 +186,7 @@ class SpansReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="sp
 Request: TypeAlias = Hello | Join | Ready | Leave | AskLease
 Reply: TypeAlias = Welcome | Answer | Invitation | Dealt | StatusReply | RowsReply | SpansReply
 Question: TypeAlias = AskStatus | AskRows | AskSpans
-"""Of a program that is no worker."""
+"""A request of a program that is no worker."""
 
 _PREFIX = bytes([VERSION])
 _encoder = msgspec.msgpack.Encoder()
@@ -195,12 +197,12 @@ _reply_decoder: msgspec.msgpack.Decoder[Reply | e.Reply] = msgspec.msgpack.Decod
 
 
 def encode(message: Request | Question | Reply | e.Request | e.Reply) -> bytes:
-    """One frame."""
+    """Return the frame of ``message``."""
     return _PREFIX + _encoder.encode(message)
 
 
 def decode_request(frame: bytes) -> Request | Question | e.Request:
-    """The inverse of :func:`encode`, for the scheduler."""
+    """Return the message of a frame that a worker or a command has sent; the inverse of :func:`encode`."""
     _check(frame, MAX_REQUEST_BYTES)
     try:
         return _request_decoder.decode(frame[1:])
@@ -209,7 +211,7 @@ def decode_request(frame: bytes) -> Request | Question | e.Request:
 
 
 def decode_reply(frame: bytes) -> Reply | e.Reply:
-    """The inverse of :func:`encode`, for a worker."""
+    """Return the message of a frame that the scheduler has sent; the inverse of :func:`encode`."""
     _check(frame, MAX_REPLY_BYTES)
     try:
         return _reply_decoder.decode(frame[1:])
@@ -227,6 +229,6 @@ def _check(frame: bytes, limit: int) -> None:
 
 
 def routing_id(worker: Worker, incarnation: int) -> bytes:
-    """The ZeroMQ identity of the socket that the worker's training uses; each start of its job has its own, since the
-    one before may still be connected."""
+    """Return the ZeroMQ identity of the socket of the thread that trains. Each start of the worker's job has its own,
+    since the socket of the start before may still be connected."""
     return b"%d.%d.%x" % (worker.stage, worker.pipeline, incarnation)

@@ -11,18 +11,20 @@ from lightning_sdpipe import meter
 from lightning_sdpipe.policies.events import Count, Progress, Worker
 
 MOST = 32
-"""Rows of one heartbeat; so many that wait are sent at once."""
+"""Most rows in one heartbeat; as soon as that many wait, they are sent."""
 MOST_UPDATES = 64
-"""Of which spans may be asked for."""
+"""Most updates whose spans one question may ask for."""
 _LARGEST = 1 << 53
-"""Microseconds that are taken for meant; above, JSON would lose digits."""
+"""Most microseconds that a row may hold; above, JSON would lose digits."""
 
 
 class UpdateRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The last ``count`` updates of a worker, up to ``update``: microseconds of each of
-    :data:`~lightning_sdpipe.meter.PHASES`, and those without a core; the sequence of the group that it waited for, -1
-    if it waited for none, or for several; and how far it was from that group's mean, in millionths of the mean, 0 if
-    that is not known."""
+    """The last ``count`` updates of a worker, up to ``update``.
+
+    ``us`` has the microseconds of each of :data:`~lightning_sdpipe.meter.PHASES`, and ``core`` those without a core.
+    ``group`` is the sequence of the group that the worker waited for, -1 if it waited for none, or for several.
+    ``apart`` is its distance from that group's mean, in millionths of the mean, 0 if that is not known.
+    """
 
     update: int
     count: int
@@ -33,15 +35,15 @@ class UpdateRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class NewRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Rows of updates without a pause in between, the last of which ended ``ago`` microseconds ago; ``dropped`` others
-    are in none."""
+    """Rows of updates without a pause in between, the last of which ended ``ago`` microseconds ago; the meter
+    ``dropped`` so many others."""
 
     rows: tuple[UpdateRow, ...]
     ago: int
     dropped: int = 0
 
     def progress(self, worker: Worker) -> Progress:
-        """What a policy hears of them."""
+        """Return what a policy is told of these rows."""
         count = sum(row.count for row in self.rows)
         seconds, waiting = (
             sum(map(of, self.rows)) / count / 1e6
@@ -50,7 +52,7 @@ class NewRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return Progress(worker, self.rows[-1].update, count, seconds, waiting)
 
     def fault(self) -> str | None:
-        """What no client would say, if anything."""
+        """Return what no correct client would have sent, if anything."""
         if not 0 < len(self.rows) <= MOST:
             return f"{len(self.rows)} rows"
         if min(self.ago, self.dropped) < 0 or any(later.update <= row.update for row, later in pairwise(self.rows)):
@@ -63,11 +65,11 @@ class NewRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Spans(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a worker's :attr:`~lightning_sdpipe.meter.Meter.kept` has of its newest updates, with times in whole
-    microseconds before ``said``.
+    """The newest updates in a worker's :attr:`~lightning_sdpipe.meter.Meter.kept`, with times in whole microseconds
+    before ``said``.
 
-    The scheduler has ``asked`` for those of so many ``updates``, in seconds of its clock. By the worker's, in
-    microseconds, that was ``heard``, and then this was ``said``.
+    The scheduler ``asked`` for so many ``updates``, at a time in seconds of its clock. ``heard`` and ``said`` are when
+    the worker heard of that and when it replied, in microseconds of the worker's clock.
     """
 
     updates: Count
@@ -77,7 +79,7 @@ class Spans(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kept: tuple[tuple[int, int, int], ...]
 
     def fault(self) -> str | None:
-        """What no client would say, if anything."""
+        """Return what no correct client would have sent, if anything."""
         times = -_LARGEST <= self.heard <= self.said <= _LARGEST and abs(self.asked) <= _LARGEST
         if len(self.kept) > meter.SPANS or not times:
             return f"{len(self.kept)} spans, asked for at {self.asked}, heard at {self.heard} and said at {self.said}"
@@ -89,7 +91,7 @@ class Spans(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SpanChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Spans of ``worker`` in one session, its ``life``; they came ``at``, in seconds of the scheduler's clock."""
+    """Spans of one session of ``worker``, its ``life``; they came ``at`` a time in seconds of the scheduler's clock."""
 
     worker: Worker
     life: int
@@ -101,8 +103,8 @@ Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=255)]
 
 
 class About(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What people know a worker by, and how many samples one of its updates has, if that is known; and how its pipeline
-    is run."""
+    """Description of a worker for people, with the samples of one of its updates, if known, and how its pipeline is
+    run."""
 
     host: Text
     device: Text
@@ -117,7 +119,8 @@ class About(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Rows of ``worker`` in one session, its ``life``; the last ended ``at``, in seconds of the scheduler's clock."""
+    """Rows of one session of ``worker``, its ``life``; the last ended ``at`` a time in seconds of the scheduler's
+    clock."""
 
     worker: Worker
     life: int

@@ -1,4 +1,4 @@
-"""How commands of the same account find a scheduler: a file that it writes, and locks while it lives.
+"""Lets commands of the same account find a scheduler, by a file that it writes, and locks while it lives.
 
 ``HOST-PID.json`` has the scheduler's address, the workers' keys and the path of its log. It lies in
 ``$XDG_RUNTIME_DIR/sdpipe``, or in ``~/.cache/sdpipe`` where that cannot be written, and only its owner may read it. The
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 
 class RunFile(msgspec.Struct, frozen=True):
-    """What a command must know of a running scheduler."""
+    """Facts that a command must know of a running scheduler."""
 
     address: str
     keys: WorkerKeys | None
-    """None if the scheduler was not given the workers' half."""
+    """Keys of the workers; None if the scheduler was not given them."""
     log: str | None
     num_stages: int
     num_pipelines: int
     time: str
-    """When it was started."""
+    """Time at which the scheduler was started."""
 
     def __str__(self) -> str:
         log = "" if self.log is None else f", log {self.log}"
@@ -43,7 +43,7 @@ class RunFile(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def published(run: RunFile) -> Iterator[None]:
-    """Within, this process can be found as the scheduler of ``run``; the log says so if it cannot."""
+    """Let commands find this process as the scheduler of ``run`` inside the block; log a warning if they cannot."""
     descriptor, path = _write(run)
     try:
         yield
@@ -54,8 +54,8 @@ def published(run: RunFile) -> Iterator[None]:
 
 
 def running(answers: Callable[[RunFile], bool]) -> list[RunFile]:
-    """The schedulers of this account that live on this host, and those of other hosts, whose processes cannot be seen
-    from here, of which ``answers`` says that they do."""
+    """Return the schedulers of this account: those that live on this host, and those of other hosts, whose processes
+    cannot be seen from here, for which ``answers`` is true."""
     paths = [path for folder in _folders() for path in sorted(folder.glob("*.json"))]
     found = [run for path in paths if (run := _read(path, answers)) is not None]
     return list({run.address: run for run in found}.values())
@@ -72,7 +72,7 @@ def _write(run: RunFile) -> tuple[int | None, Path | None]:
     for folder in _folders():
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor, made = tempfile.mkstemp(dir=folder)  # mode 0600, and not a name that is looked at
+            descriptor, made = tempfile.mkstemp(dir=folder)  # mode 0600, and a name that no command looks for
         except OSError as error:
             reason = error.strerror
             continue
@@ -91,10 +91,10 @@ def _write(run: RunFile) -> tuple[int | None, Path | None]:
 
 
 def _read(path: Path, answers: Callable[[RunFile], bool]) -> RunFile | None:
-    """None if no scheduler is behind it."""
+    """Return the run in the file at ``path``; None if no scheduler is behind it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:  # it has just ended, or the file is not ours
+    except OSError:  # the scheduler has just ended, or another account owns the file
         return None
     try:
         status = os.fstat(descriptor)
@@ -108,7 +108,7 @@ def _read(path: Path, answers: Callable[[RunFile], bool]) -> RunFile | None:
             return None
         run = msgspec.json.decode(os.read(descriptor, status.st_size), type=RunFile)
         return run if local or (not is_loopback(run.address) and answers(run)) else None
-    except (msgspec.DecodeError, OSError):  # of another version of this package; or the disk fails
+    except (msgspec.DecodeError, OSError):  # a file of another version of this package, or a failing disk
         return None
     finally:
         os.close(descriptor)

@@ -1,2 +1,2 @@
-"""Seeing a run: what its workers did, and which of them is slow. Nothing here changes a decision, and nothing but
+"""Observation of a run: what its workers did, and which of them is slow. No module here changes a decision, and only
 ``callback`` imports torch."""

@@ -1,7 +1,8 @@
-"""What holds a run up, where no worker is slow: stalls, links, loading, a bad cut, enforced groups, and models that
-drift apart. Pure.
+"""Bottlenecks of a run where no worker is slow: stalls, links, loading, a bad cut, enforced groups, and models that
+drift apart.
 
-All look at the newest :data:`RECENT` updates of each worker, and say nothing of fewer than :data:`LEAST`.
+The functions are pure. All examine the newest :data:`RECENT` updates of each worker, and say nothing of fewer than
+:data:`LEAST`.
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ from lightning_sdpipe.seeing.recording import Recording, Series
 
 RECENT, LEAST = 192, 64
 STALLS, MANY_STALLS = 0.10, 0.30
-"""Of own time: from which on stalls are said, and from which on they are more than what a shared machine does."""
+"""Shares of own time: from the first one on stalls are reported, and from the second on they exceed what a shared
+machine causes."""
 MEETINGS = 16
-"""That a link is judged by, at least."""
+"""Least number of meetings by which a link is judged."""
 SLOW_LINK, OF_ITS_UPDATE = 1.5, 0.05
 EXCHANGE_BOUND, DATA_BOUND, UNBALANCED = 0.10, 0.05, 1.03
 ENFORCED, FOR_ENFORCED = 0.30, 0.05
 DRIFTING, CERTAINTY, LOOKS = 1.5, 4.0, 8
-"""By which factor a model is further from means than others, how many standard errors its logarithm is above 0, and in
-how many groups at least."""
+"""Factor by which a model is further from means than others, number of standard errors that its logarithm is above 0,
+and least number of groups."""
 FLUSHES = ("1f1b", "gpipe")
-"""Schedules of which it is known how long an update takes by the times of the stages."""
+"""Schedules for which the time of an update follows from the times of the stages."""
 NOT_HELD = {"", Reason.EVERYBODY_CAME, Reason.MATCHED}
 """Reasons of groups that the scheduler did not hold back: the last member waits for nothing but the exchange."""
 
 
 def bottlenecks(recording: Recording, slow: bool) -> list[Finding]:
-    """All of them; ``slow``: a worker has been found to be slow, so that stalls may be its."""
+    """Return all bottlenecks; ``slow`` says that a worker has been found to be slow, so that stalls may be its own."""
     seen = recent(recording)
     if not seen.series:
         return []
@@ -48,14 +50,15 @@ def bottlenecks(recording: Recording, slow: bool) -> list[Finding]:
 
 
 def recent(recording: Recording) -> Recording:
-    """The newest updates of workers that have told of enough."""
+    """Return the newest updates of workers that have reported enough."""
     enough = {worker: series.newest(RECENT) for worker, series in recording.series.items() if len(series) >= LEAST}
     return replace(recording, series=enough)
 
 
 def stalling(seen: Recording) -> list[Finding]:
-    """Workers whose updates are now and then much longer than usual, at different times: medians hide it. On a shared
-    machine all do that; below 30 % it is a note, unless the threads are known to have had their cores."""
+    """Find workers whose updates are now and then much longer than usual, at different times: medians hide it. On a
+    shared machine all workers do that; below 30 % it is a note, unless the threads are known to have had their
+    cores."""
     stalls = {worker: _Stalls(series) for worker, series in seen.series.items()}
     excess = {worker: each.excess for worker, each in stalls.items()}
     total, own = sum(excess.values()), sum(each.own for each in stalls.values())
@@ -108,7 +111,8 @@ def _wait_less(seen: Recording) -> tuple[Advice, ...]:
 
 
 class _Stalls:
-    """Of one worker: its own time beyond the median, in all and by phase, and without a core, in microseconds."""
+    """Stalls of one worker: its own time beyond the median, in all and by phase, and without a core, in
+    microseconds."""
 
     def __init__(self, series: Series) -> None:
         own = series.own()
@@ -124,8 +128,8 @@ class _Stalls:
 
 
 def slow_link(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
-    """A worker whose groups take longer to exchange than those without it; or one that waits until its neighbours have
-    taken what it sends."""
+    """Find a worker whose groups take longer to exchange than groups without it, or one that waits until its neighbours
+    have taken what it sends."""
     of_stage = defaultdict(list)
     for meeting in met:
         of_stage[meeting[0][0].stage].append(meeting)
@@ -168,7 +172,7 @@ def _link(seen: Recording, worker: Worker, text: str, evidence: dict[str, float]
 
 
 def exchange_bound(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
-    """Stages that spend much of their time on moving tensors between replicas, whether or not a member is late."""
+    """Find stages that spend much of their time on moving tensors between replicas, whether or not a member is late."""
     found = []
     times = transfers(seen, met)
     for stage, (spent, members, total) in sorted(times.items()):
@@ -187,8 +191,9 @@ def exchange_bound(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
 
 
 def transfers(seen: Recording, met: Sequence[Meeting]) -> dict[int, tuple[float, int, float]]:
-    """Of each stage: microseconds that members of groups spent on exchanges, in how many updates, and in all. Where
-    the scheduler holds groups back, their members wait for it, too; these are left out."""
+    """Return for each stage the microseconds that members of groups spent on exchanges, the number of their updates,
+    and the microseconds in all. Where the scheduler holds groups back, their members wait for it, too; these groups are
+    left out."""
     found = dict[int, tuple[float, int, float]]()
     for meeting in met:
         worker, at = meeting[0]
@@ -200,7 +205,7 @@ def transfers(seen: Recording, met: Sequence[Meeting]) -> dict[int, tuple[float,
 
 
 def data_bound(seen: Recording) -> list[Finding]:
-    """Workers that wait for their batches."""
+    """Find workers that wait for their batches."""
     loading = {worker: sum(us[DATA] for us in series.us) for worker, series in sorted(seen.series.items())}
     shares = {worker: us / _total([seen.series[worker]]) for worker, us in loading.items()}
     bound = [worker for worker, share in shares.items() if share >= DATA_BOUND]
@@ -215,7 +220,7 @@ def data_bound(seen: Recording) -> list[Finding]:
 
 
 def unbalanced_cut(seen: Recording) -> list[Finding]:
-    """Stages of different length: how much shorter would an update be, if they were equal?"""
+    """Find stages of different length, and how much shorter an update would be if they were equal."""
     schedules = {(about.schedule, about.micro_batches) for about in seen.about.values()}
     stages = stage_times(seen)
     if len(schedules) != 1 or len(stages) != seen.num_stages or len(stages) < 2 or not seen.of_one_depth:
@@ -237,7 +242,7 @@ def unbalanced_cut(seen: Recording) -> list[Finding]:
 
 
 def stage_times(seen: Recording) -> list[float]:
-    """What a usual replica of each stage computes in an update, in microseconds."""
+    """Return what a usual replica of each stage computes in an update, in microseconds."""
     own = defaultdict(list)
     for worker, series in seen.series.items():
         own[worker.stage].append(statistics.median(series.own()))
@@ -245,14 +250,14 @@ def stage_times(seen: Recording) -> list[float]:
 
 
 def update_time(stages: Sequence[float], micro_batches: int, schedule: str) -> float:
-    """Of a pipeline whose stages compute so long in an update."""
+    """Return the time of an update of a pipeline whose stages compute this long."""
     if schedule == "pipedream":
         return max(stages)
     return (sum(stages) + (micro_batches - 1) * max(stages)) / micro_batches
 
 
 def enforced_often(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
-    """Groups are often held until they connect the stage, and that takes long."""
+    """Find out whether groups are often held until they connect the stage, and that takes long."""
     known = [(meeting, seen.reasons[group]) for meeting in met if (group := _sequence(seen, meeting)) in seen.reasons]
     enforced = [meeting for meeting, reason in known if reason == Reason.ENFORCED]
     if len(known) < MEETINGS or len(enforced) < ENFORCED * len(known):
@@ -272,8 +277,8 @@ def enforced_often(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
 
 
 def drifting(seen: Recording) -> list[Finding]:
-    """Workers whose models are further from the means of their groups than those of their replicas at about the same
-    time, by far and again and again."""
+    """Find workers whose models are, repeatedly and by far, further from the means of their groups than those of their
+    replicas at about the same time."""
     looked: dict[Worker, list[tuple[float, float]]] = {}
     for worker, series in sorted(seen.series.items()):
         looked[worker] = [(end, math.log(far)) for end, far in zip(series.ends, series.apart, strict=True) if far]
@@ -299,12 +304,12 @@ def drifting(seen: Recording) -> list[Finding]:
 
 
 def _nearest(end: float, looked: Sequence[tuple[float, float]]) -> float:
-    """What was seen at about that time."""
+    """Return what was seen at about that time."""
     return min(looked, key=lambda each: abs(each[0] - end))[1]
 
 
 def _transfer(seen: Recording, meeting: Meeting) -> float:
-    """What the member that came last spent on it."""
+    """Return what the member that came last spent on the meeting."""
     return min(stood_still(seen, worker, at) for worker, at in meeting)
 
 
@@ -318,7 +323,7 @@ def _averages_gradients(seen: Recording) -> bool:
 
 
 def _total(series: Iterable[Series]) -> float:
-    """Microseconds of all their updates."""
+    """Return the microseconds of all their updates."""
     return 1e6 * sum(each.seconds() for each in series)
 
 

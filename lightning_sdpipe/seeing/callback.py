@@ -1,4 +1,4 @@
-"""What the workers of a run do, for the loggers of its Trainer."""
+"""Callback that logs what the workers of a run do to the loggers of its Trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_sdpipe.seeing.recording import Recording
 
 _ANSWER_WITHIN = 5.0
 _KEPT = 128
-"""Newest updates that findings are looked for in, beside rank 0's training."""
+"""Number of newest updates in which findings are looked for, beside rank 0's training."""
 _LAST_WITHIN = 1.0
 """Seconds for which the end of training waits for an answer."""
 _SHARES = {
@@ -33,19 +33,20 @@ class _Connected(Protocol):
 
 
 class RunMetrics(Callback):
-    """Logs what all workers do: ``trainer.logger`` gets ``sdpipe/samples_per_second``, ``sdpipe/findings``,
+    """Logs the activity of all workers: ``trainer.logger`` gets ``sdpipe/samples_per_second``, ``sdpipe/findings``,
     ``sdpipe/blind`` and, as shares of the time of each stage's workers since it was logged last,
     ``sdpipe/stage_0/own``, ``…/waits_for_pipeline``, ``…/waits_for_replicas`` and ``…/exchange``.
 
     Rank 0 asks the scheduler in a thread, and logs the answer, for the step in which it asked, at the end of the first
-    batch after that came: no step waits for it, no logger is called by two threads, and nothing is reduced among
+    batch after the answer came: no step waits for it, no logger is called by two threads, and nothing is reduced among
     workers. A question is left out while the one before is not answered.
 
     Args:
         every: optimizer steps between questions.
 
     Raises:
-        ConfigurationError: ``every`` is no number from 1 on; or, when training begins, the strategy has no scheduler.
+        ConfigurationError: ``every`` is not a number of at least 1; or, when training begins, the strategy has no
+            scheduler.
     """
 
     def __init__(self, every: int = 50) -> None:
@@ -95,7 +96,7 @@ class RunMetrics(Callback):
 
 
 class _Asking:
-    """A thread that looks at a run when it is asked to."""
+    """A thread that examines a run on request."""
 
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
@@ -108,7 +109,7 @@ class _Asking:
         self._thread.start()
 
     def ask(self, step: int) -> bool:
-        """For what is to be logged at ``step``; False while it looks."""
+        """Request what is to be logged at ``step``; returns False while the thread is busy."""
         with self._changed:
             if self._step is not None:
                 return False
@@ -117,13 +118,13 @@ class _Asking:
             return True
 
     def answer(self) -> tuple[int, dict[str, float]] | None:
-        """The step, and what is to be logged there, if that is known and was not taken."""
+        """Return the step and its metrics, if they are known and were not taken."""
         with self._changed:
             answer, self._answer = self._answer, None
             return answer
 
     def end(self, seconds: float) -> None:
-        """Wait so long for an answer that is to come."""
+        """Wait ``seconds`` for an answer that is to come."""
         with self._changed:
             self._over = True
             self._changed.notify()
@@ -138,7 +139,7 @@ class _Asking:
                 return
             try:
                 metrics = self._metrics(self._follower.look(_ANSWER_WITHIN)[0])
-            except SchedulerError:  # which training itself finds out; what is not known is not logged
+            except SchedulerError:  # training itself finds this out; unknown metrics are not logged
                 metrics = {}
             with self._changed:
                 self._step = None

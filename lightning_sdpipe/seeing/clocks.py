@@ -1,11 +1,11 @@
-"""By how much the clocks of workers differ, as far as what they have told each other says so. Pure.
+"""Differences of the workers' clocks, as far as their messages to each other determine them.
 
-Nothing arrives before it was sent. A message from a to b that was sent when a's clock showed s, and had come when b's
-showed r, says x_a + s ≤ x_b + r, where x is what must be added to a clock to get the scheduler's. So activations, which
-go down, bound the difference of two stages' clocks from one side, and gradients from the other; between a worker and
-the scheduler, a beat and what was said before it do. The shortest ways through all such bounds are the narrowest that
-follow from them (systems of difference constraints: Cormen et al., Introduction to Algorithms, §24.4). The middle of
-them is taken: it keeps every single bound, so that no arrow of a trace points back in time.
+The functions are pure. No message arrives before it was sent. A message from a to b that was sent when a's clock showed
+s, and had come when b's showed r, says x_a + s ≤ x_b + r, where x is what must be added to a clock to get the
+scheduler's. So activations, which go down, bound the difference of two stages' clocks from one side, and gradients from
+the other; between a worker and the scheduler, a heartbeat and its previous answer do. The shortest paths through all
+such bounds are the narrowest that follow from them (systems of difference constraints: Cormen et al., Introduction to
+Algorithms, §24.4). Their middle is taken: it keeps every single bound, so that no arrow of a trace points back in time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.seeing.stories import Story, paired
 
 Node: TypeAlias = Worker | None
-"""None is the scheduler."""
+"""A worker, or None for the scheduler."""
 
 
 class Delivery(NamedTuple):
-    """What ``sender`` sent when its clock showed ``sent`` had come to ``receiver`` when its showed ``came``; in
-    microseconds."""
+    """A message that ``sender`` sent when its clock showed ``sent``, and that had come to ``receiver`` when its clock
+    showed ``came``, in microseconds."""
 
     sender: Node
     sent: int
@@ -34,7 +34,7 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True)
 class Clock:
-    """``ahead`` is what must be added to a worker's clock to get the scheduler's, give or take ``error``; in
+    """A worker's clock: ``ahead``, give or take ``error``, must be added to it to get the scheduler's; in
     microseconds."""
 
     ahead: float
@@ -43,9 +43,9 @@ class Clock:
 
 @dataclass(frozen=True)
 class Clocks:
-    """Those of workers that the bounds connect with the scheduler, by both directions.
+    """Clocks of the workers that the bounds connect with the scheduler, in both directions.
 
-    ``slack``, in microseconds, is what was allowed to every message so that the bounds do not contradict each other:
+    ``slack``, in microseconds, is the tolerance of every message that keeps the bounds from contradicting each other:
     clocks do not run equally fast.
     """
 
@@ -54,7 +54,7 @@ class Clocks:
 
 
 def deliveries(stories: Sequence[Story]) -> Iterator[Delivery]:
-    """What came to a worker or the scheduler after it was sent."""
+    """Yield the messages between workers, and with the scheduler, whose send and arrival are known."""
     for story in stories:
         worker, spans = story.worker, story.chunk.spans
         yield Delivery(None, math.floor(spans.asked * 1e6), worker, spans.heard)
@@ -64,7 +64,7 @@ def deliveries(stories: Sequence[Story]) -> Iterator[Delivery]:
 
 
 def settle(messages: Iterable[Delivery]) -> Clocks:
-    """What ``messages`` say of clocks."""
+    """Determine the clocks from ``messages``."""
     tightest: dict[tuple[Node, Node], int] = {}
     for sender, sent, receiver, came in messages:
         way = receiver, sender
@@ -86,7 +86,8 @@ def settle(messages: Iterable[Delivery]) -> Clocks:
 
 
 def _shortest(edges: Sequence[tuple[Node, Node, int]]) -> dict[Node, int] | None:
-    """The lengths of the shortest ways from the scheduler (Bellman and Ford); None if a circle is shorter than 0."""
+    """Return the lengths of the shortest paths from the scheduler (Bellman and Ford); None if a cycle is shorter than
+    0."""
     nodes = {node for start, stop, _ in edges for node in (start, stop)}
     lengths: dict[Node, int] = {None: 0}
     for _ in range(len(nodes) + 1):

@@ -1,4 +1,4 @@
-"""``sdpipe status``: how a run goes, by its scheduler or by the log of one."""
+"""The command ``sdpipe status``: the state of a run, from its scheduler or from a log."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ from lightning_sdpipe.seeing.what_if import advised
 _ELSEWHERE = 1.0
 """Seconds in which a scheduler of another host must answer to be shown."""
 _OF_A_CORE, _WATCHED = 0.05, 256
-"""What ``--watch`` may take, beside a refresh a second; and updates of each worker that it looks at."""
+"""Largest share of a core that ``--watch`` may take, beside a refresh a second; and number of updates of each worker
+that it examines."""
 
 Look = Callable[[], tuple[Recording, Status | None]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status is 2 when it cannot be carried out; with ``--once`` it says how the run is."""
+    """Run the command; the exit status is 2 when it cannot be carried out; with ``--once`` it tells the state of the
+    run."""
     options = _parser().parse_args(arguments)
     return carried_out(lambda: _show(_look(options), options))
 
 
 def carried_out(command: Callable[[], int]) -> int:
-    """Its exit status; 2, with a message, if it cannot be carried out."""
+    """Return the exit status of ``command``; 2, with a message, if it cannot be carried out."""
     try:
         return command()
     except (ConfigurationError, SchedulerError) as error:
@@ -46,12 +48,12 @@ def carried_out(command: Callable[[], int]) -> int:
 
 
 def add_key_file(parser: argparse.ArgumentParser) -> None:
-    """The option that :func:`scheduler_of` takes."""
+    """Add the option that :func:`scheduler_of` takes."""
     parser.add_argument("--key-file", type=Path, help="worker.key (default: what the scheduler left for this account)")
 
 
 def add_scheduler(parser: argparse.ArgumentParser) -> None:
-    """The arguments that :func:`scheduler_of` takes."""
+    """Add the arguments that :func:`scheduler_of` takes."""
     parser.add_argument(
         "address",
         nargs="?",
@@ -119,16 +121,16 @@ def _watch(look: Look, seconds: float) -> None:
 
 
 def _newest(recording: Recording, status: Status | None) -> str:
-    """A page about the last updates, which takes tens of milliseconds to find."""
+    """Return a page about the last updates, which takes tens of milliseconds to find."""
     series = {worker: series.newest(_WATCHED) for worker, series in recording.series.items()}
     return render(replace(recording, series=series), status)
 
 
 def scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, WorkerKeys | None]:
-    """The address, and the keys that open it.
+    """Return the scheduler's address, and the keys that open it.
 
     Raises:
-        ConfigurationError: none is given, and not just one scheduler runs.
+        ConfigurationError: no address is given, and there is not exactly one scheduler.
     """
     runs = [run for run in running(_answers) if address in (None, run.address)]
     if address is None and len(runs) != 1:
@@ -145,7 +147,7 @@ def scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, Worke
 
 
 def _answers(run: RunFile) -> bool:
-    """Does the scheduler of another host answer from here?"""
+    """Return whether the scheduler of another host answers from here."""
     try:
         ask_status(run.address, credentials=run.keys, timeout=_ELSEWHERE)
     except (ConfigurationError, SchedulerError):

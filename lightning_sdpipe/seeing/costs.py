@@ -1,11 +1,12 @@
-"""What slow pipelines cost the others, from the rows of all. Pure.
+"""Costs of slow pipelines for the others, from the rows of all workers.
 
-The members of a group wait until the last one has come. Which stood still least came last, and is charged what each of
-the others stood still beyond that. If it had been held up itself, in its last group, it passes the charge on to those
-that it waited for there, up to how long; else a chain of pairs would hide half of what its slowest member costs.
+The functions are pure. The members of a group wait until the last one has come. The member that stood still least came
+last, and is charged what each of the others stood still beyond that. If it had been held up itself, in its last group,
+it passes the charge on to the members that it waited for there, up to the length of that wait; else a chain of pairs
+would hide half of what its slowest member costs.
 
-Within a pipeline, a stage waits for a slow one whatever the groups: what a pipeline's workers wait for its stages
-beyond what those of others do is charged to it, too.
+Within a pipeline, a stage waits for a slow one whatever the groups: the time for which a pipeline's workers wait for
+its stages, beyond that of other pipelines, is charged to it, too.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ Meeting = Sequence[tuple[Worker, int]]
 
 
 def meetings(recording: Recording) -> list[Meeting]:
-    """Groups of at least two whose rows are there, in the order in which they were decided. Where no worker has waited
-    for a group, gradients are averaged, and all replicas meet in each update."""
+    """Return groups of at least two members with known rows, in the order in which they were decided. Where no worker
+    has waited for a group, gradients are averaged, and all replicas meet in each update."""
     by_sequence = any(group >= 0 for series in recording.series.values() for group in series.groups)
     met: defaultdict[tuple[int, int], list[tuple[Worker, int]]] = defaultdict(list)
     for worker, series in sorted(recording.series.items()):
@@ -38,13 +39,13 @@ def meetings(recording: Recording) -> list[Meeting]:
 
 
 def stood_still(recording: Recording, worker: Worker, at: int) -> float:
-    """Microseconds in this update, for its group, the exchange included."""
+    """Return the microseconds for which the worker stood still in this update for its group, the exchange included."""
     us = recording.series[worker].us[at]
     return us[WAIT_GROUP] + us[EXCHANGE]
 
 
 def costs(recording: Recording, begun: float = -math.inf) -> dict[int, Charge]:
-    """What each pipeline cost, from a moment of the scheduler's clock on."""
+    """Return what each pipeline cost, from a moment of the scheduler's clock on."""
     seen = {w: [at for at, end in enumerate(s.ends) if end > begun] for w, s in recording.series.items()}
     seen = {worker: places for worker, places in seen.items() if places}
     total = sum(sum(recording.series[worker].us[at]) for worker, places in seen.items() for at in places)
@@ -67,10 +68,10 @@ def costs(recording: Recording, begun: float = -math.inf) -> dict[int, Charge]:
 
 
 def _charges(recording: Recording, begun: float) -> defaultdict[int, float]:
-    """Microseconds that others stood still in their groups for each pipeline."""
+    """Return the microseconds for which others stood still in their groups for each pipeline."""
     charged: defaultdict[int, float] = defaultdict(float)
     held_up: dict[Worker, dict[int, float]] = {}
-    """By which pipelines, and how long, each was in its last group."""
+    """Pipelines that held each worker up in its last group, and for how long."""
     for members in meetings(recording):
         still = {worker: stood_still(recording, worker, at) for worker, at in members}
         last = min(still, key=still.__getitem__)

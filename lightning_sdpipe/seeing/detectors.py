@@ -1,9 +1,9 @@
-"""Which worker of a recording is slow, and whether the recording says enough to tell. Pure.
+"""Detectors of slow workers in a recording, and whether the recording says enough to tell.
 
-A worker's own time contains no wait for another one, so that in an all-reduce, where all updates are equally long, the
-slow worker's own time is long and that of the others is not. It is compared with that of its replicas *in the same
-stretch of time*, as what slows a whole machine slows them alike. Eight blocks of eight updates give eight such ratios;
-their median must be large, and large against their scatter, in three looks one after the other.
+The functions are pure. A worker's own time contains no wait for another one, so that in an all-reduce, where all
+updates are equally long, the slow worker's own time is long and that of the others is not. It is compared with that of
+its replicas *in the same stretch of time*, as what slows a whole machine slows them alike. Eight blocks of eight
+updates give eight such ratios; their median must be large, and large against their scatter, in three successive looks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from lightning_sdpipe.seeing.recording import Recording, Series
 
 @dataclass(frozen=True)
 class SlowRule:
-    """When a worker is slow.
+    """The rule by which a worker counts as slow.
 
     Args:
-        block: updates of a block.
-        blocks: of one look.
-        step: updates from look to look.
-        looks: in a row that must say so.
-        named: by which factor its own time exceeds that of its replicas.
-        cleared: below which it is slow no more.
-        certainty: how many standard errors the mean must be above 0.
+        block: number of updates of a block.
+        blocks: number of blocks of one look.
+        step: number of updates from look to look.
+        looks: number of successive looks that must agree.
+        named: factor by which its own time exceeds that of its replicas.
+        cleared: factor below which it is no longer slow.
+        certainty: number of standard errors by which the mean must be above 0.
     """
 
     block: int = 8
@@ -47,16 +47,16 @@ class SlowRule:
 
     @property
     def needs(self) -> int:
-        """Updates until a worker can be named."""
+        """Number of updates until a worker can be named."""
         return self.block * self.blocks + self.step * (self.looks - 1)
 
 
 RULE = SlowRule()
 _MOST_OF_IT = 0.8
-"""Of the excess, for one phase to be its cause."""
+"""Share of the excess from which on one phase is its cause."""
 _HALF = 0.5
 _ENOUGH_SEEN = 0.8
-"""Of the active workers."""
+"""Share of the active workers whose state must be known."""
 _INTERVALS = 3
 _SHORTEST_INTERVAL = 1.0
 """Seconds between heartbeats."""
@@ -72,8 +72,8 @@ _FOR_CAUSE = {
 
 @dataclass(frozen=True)
 class _Slow:
-    """``worker`` is slow by ``ratio``, in its updates ``start`` to ``stop``; the looks that say so began at ``begun``,
-    and it was ``since`` that they could."""
+    """A worker that is slow by ``ratio``, in its updates ``start`` to ``stop``; the looks that say so began at
+    ``begun``, and ended at ``since``."""
 
     worker: Worker
     ratio: float
@@ -84,7 +84,7 @@ class _Slow:
 
 
 def findings(recording: Recording, rule: SlowRule = RULE) -> list[Finding]:
-    """All, the gravest first."""
+    """Return all findings, the gravest first."""
     failed = recording.failure
     found = [] if failed is None else [Finding("failed", "critical", (), recording.now, failed)]
     slow = compute_straggler(recording, rule)
@@ -92,7 +92,7 @@ def findings(recording: Recording, rule: SlowRule = RULE) -> list[Finding]:
 
 
 def abstains(recording: Recording, rule: SlowRule = RULE) -> str | None:
-    """Why it cannot be told whether a worker is slow; None if it can."""
+    """Return why slow workers cannot be detected; None if they can."""
     compared = [worker for worker in recording.series if recording.replicas(worker)]
     if not recording.series:
         return f"too short to tell (0 of {rule.needs} updates)"
@@ -103,8 +103,8 @@ def abstains(recording: Recording, rule: SlowRule = RULE) -> str | None:
 
 
 def compute_straggler(recording: Recording, rule: SlowRule = RULE) -> list[Finding]:
-    """The workers whose own time is longer than that of their replicas; one finding for all of a host, where all of at
-    least two are."""
+    """Find the workers whose own time is longer than that of their replicas; where all of at least two workers of a
+    host are slow, one finding covers the host."""
     slow = {worker: each for worker in sorted(recording.series) if (each := _slow(recording, worker, rule))}
     by_host = defaultdict(list)
     for worker in recording.series:
@@ -118,7 +118,7 @@ def compute_straggler(recording: Recording, rule: SlowRule = RULE) -> list[Findi
 
 
 def blind(recording: Recording) -> list[Finding]:
-    """Whether so little is known of the active workers that it may not be taken for health."""
+    """Find out whether so little is known of the active workers that the run may not be taken for healthy."""
     series, active, now = recording.series, recording.active, recording.now
     found = []
     lengths = [sum(us) / 1e6 for worker in active if worker in series for us in series[worker].us[-8:]]
@@ -140,7 +140,7 @@ def blind(recording: Recording) -> list[Finding]:
 
 
 def _slow(recording: Recording, worker: Worker, rule: SlowRule) -> _Slow | None:
-    """At the end of the recording."""
+    """Return the state of ``worker`` at the end of the recording if it is slow, else None."""
     mine, others = recording.series[worker], [recording.series[other] for other in recording.replicas(worker)]
     ratios = _log_ratios(mine, others, rule.block)
     found: _Slow | None = None
@@ -167,13 +167,13 @@ def _slow(recording: Recording, worker: Worker, rule: SlowRule) -> _Slow | None:
 
 
 def _begun(series: Series, at: int) -> float:
-    """When that update began."""
+    """Return when that update began."""
     return series.ends[at] - sum(series.us[at]) / 1e6
 
 
 def _log_ratios(mine: Series, others: Sequence[Series], block: int) -> list[float | None]:
-    """Of each block of updates: the logarithm of their median own time over that of other workers' updates that ended
-    meanwhile; None where none did."""
+    """Return for each block of updates the logarithm of their median own time over that of other workers' updates that
+    ended meanwhile; None where none did."""
     own, theirs = mine.own(), [(other.ends, other.own()) for other in others]
     ratios: list[float | None] = []
     for start in range(0, len(mine) - block + 1, block):
@@ -191,7 +191,7 @@ def _log_ratios(mine: Series, others: Sequence[Series], block: int) -> list[floa
 
 
 def _cost(recording: Recording, slow: Sequence[_Slow]) -> Charge:
-    """Of their pipelines, since they are slow."""
+    """Return the cost of these workers' pipelines, since they are slow."""
     found = costs(recording, min(each.begun for each in slow))
     return sum((found[pipeline] for pipeline in {each.worker.pipeline for each in slow}), Charge())
 
@@ -213,7 +213,7 @@ def _of_host(recording: Recording, host: str, slow: Sequence[_Slow]) -> Finding:
 
 
 def _for_slow_ones(recording: Recording) -> tuple[Advice, ...]:
-    """What makes a run bear with devices of different speed."""
+    """Return advice for a run with devices of different speed."""
     if recording.policy.get("type") in ("no_sync", "all_reduce", "local_sgd"):
         return (
             Advice("let the others go on without it", "sync=semi_decentralized"),
@@ -246,7 +246,8 @@ def _of_worker(recording: Recording, slow: _Slow) -> Finding:
 
 
 def _means(series: Series, start: int, stop: int) -> list[float]:
-    """Of these updates: microseconds of each own phase, and those without a core; empty if there are none."""
+    """Return the means of these updates: microseconds of each own phase, and those without a core; empty if there are
+    none."""
     if start >= stop:
         return []
     own = [statistics.fmean(us[phase] for us in series.us[start:stop]) for phase in range(OWN)]

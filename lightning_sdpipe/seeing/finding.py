@@ -1,4 +1,4 @@
-"""What a detector says: its finding, what that costs, and what to do about it."""
+"""Results of a detector: a finding, its cost, and advice."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from lightning_sdpipe.policies.events import Worker
 
 WARNING, CRITICAL = 0.03, 0.10
-"""Of all workers' time: as much stood still because of what was found."""
+"""Shares of all workers' time for which they stood still because of a finding, from which on it is a warning, or
+critical."""
 
 
 @dataclass(frozen=True)
 class Charge:
-    """Shares of all workers' time: what other workers ``stood`` still, and what the slow one ``lacks``, which it
-    computed longer than others of its stage. Without both, the run would be 1/(1 − stood − lacks) times as fast."""
+    """Shares of all workers' time: the time for which other workers ``stood`` still, and the time that the slow one
+    ``lacks``, which it computed longer than others of its stage. Without both, the run would be 1/(1 − stood − lacks)
+    times as fast."""
 
     stood: float = 0.0
     lacks: float = 0.0
@@ -23,14 +25,15 @@ class Charge:
 
     @property
     def gain(self) -> float:
-        """How many times as fast the run would be."""
+        """Factor by which the run would be faster."""
         return 1 / max(1e-3, 1 - self.stood - self.lacks)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do. ``override`` says it on the command line of recipes/, and names the strategy's argument; empty where
-    no argument does it. ``gain`` is how many times as fast the run would have been; None where it cannot be told."""
+    """Advice on a finding. ``override`` is its form on the command line of recipes/, and names the strategy's argument;
+    empty where no argument does it. ``gain`` is the factor by which the run would have been faster; None where it is
+    unknown."""
 
     text: str
     override: str = ""
@@ -39,10 +42,10 @@ class Advice:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about ``workers`` that is worth knowing, since a moment of the scheduler's clock.
+    """An observation about ``workers``, from a moment of the scheduler's clock on.
 
-    ``severity`` is ``"note"``, ``"warning"``, ``"critical"`` or ``"blind"``; ``evidence`` are the numbers that it rests
-    on. ``cost`` is None where it cannot be told.
+    ``severity`` is ``"note"``, ``"warning"``, ``"critical"`` or ``"blind"``; ``evidence`` are the numbers behind it.
+    ``cost`` is None where it is unknown.
     """
 
     kind: str
@@ -56,7 +59,7 @@ class Finding:
 
 
 def severity(cost: Charge | None) -> str:
-    """By what others stood still; a warning where that is not known."""
+    """Return the severity by the time for which others stood still; a warning where that is not known."""
     if cost is None or WARNING <= cost.stood < CRITICAL:
         return "warning"
     return "note" if cost.stood < WARNING else "critical"

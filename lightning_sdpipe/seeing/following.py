@@ -1,4 +1,4 @@
-"""A run that is looked at again and again: the scheduler is asked for each heartbeat's rows once."""
+"""Repeated observation of a run: the scheduler is asked for each heartbeat's rows once."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ KEPT = 1024
 
 
 class Totals:
-    """Of a worker, all its lives together: how many updates it has told of, and microseconds of each phase."""
+    """Totals of a worker over all its lives: the number of updates that it has reported, and the microseconds of each
+    phase."""
 
     def __init__(self) -> None:
         self.updates = 0
         self.us = [0] * len(PHASES)
 
     def add(self, chunk: Chunk) -> None:
-        """More of them."""
+        """Add the rows of ``chunk``."""
         for row in chunk.rows:
             self.updates += row.count
             for phase, us in enumerate(row.us):
@@ -38,9 +39,9 @@ class Follower:
     """Follows the run of the scheduler at ``address``, from the oldest rows that this still has.
 
     Args:
-        address: of the scheduler.
-        keys: that open it.
-        kept: newest updates of each worker that findings are looked for in, or up to twice as many.
+        address: address of the scheduler.
+        keys: keys that open it.
+        kept: number of newest updates of each worker in which findings are looked for; up to twice as many are kept.
     """
 
     def __init__(self, address: str, keys: WorkerKeys | None, kept: int = KEPT) -> None:
@@ -51,10 +52,10 @@ class Follower:
         self._lost = 0
 
     def look(self, timeout: float) -> tuple[Recording, Status]:
-        """How the run is now.
+        """Return the present state of the run.
 
         Raises:
-            SchedulerError: the scheduler does not answer in time, or what answers is none of this version.
+            SchedulerError: the scheduler does not answer in time, or is of another version.
         """
         until = time.monotonic() + timeout
         status = ask(m.AskStatus(), m.StatusReply, self.address, credentials=self._keys, timeout=timeout).status
@@ -65,7 +66,7 @@ class Follower:
             if reply.next < self._next:  # the scheduler was started again
                 self._next = 0
                 continue
-            if self._next:  # else what came before it was looked at is no loss
+            if self._next:  # rows from before the first look are no loss
                 self._lost += reply.first - self._next
             for data in reply.chunks:
                 self._add(msgspec.msgpack.decode(data, type=Chunk))

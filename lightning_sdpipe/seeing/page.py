@@ -1,4 +1,4 @@
-"""What people and machines are shown of a recording: findings, a bar of phases for each worker, and the last line."""
+"""Forms of a recording for people and machines: findings, a bar of phases for each worker, and the last line."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lightning_sdpipe.seeing.finding import Advice, Finding
 from lightning_sdpipe.seeing.recording import Recording, of_scheduler
 
 SCHEMA = 1
-"""Of what :func:`to_plain` gives; a larger number where a key has gone, or means something else."""
+"""Version of the result of :func:`to_plain`; it grows where a key has gone, or has another meaning."""
 LAST_LINE_WITHIN = 1.0
-"""Seconds in which a run says its last line, or none."""
+"""Seconds in which a run prints its last line, or none."""
 HEALTHY, NOT_CARRIED_OUT = 0, 2
 EXIT = {"blind": 12, "critical": 11, "warning": 10}
 """Exit statuses of ``sdpipe status --once``, the gravest first; a traceback's is 1."""
 IN_ONE_LINE = ("failed", "blind", "compute_straggler", "slow_host")
-"""Findings that the last line of a run words; others are counted there."""
+"""Kinds of findings that the last line of a run words; others are counted there."""
 
 _WIDTH = 40
 RECENT = 64
-"""Updates that a bar is of."""
+"""Number of updates of a bar."""
 _LETTERS = dict(zip(PHASES, "-dfboig^v>|.x", strict=True))
 MEANINGS = {
     "other": "anything else",
@@ -46,13 +46,13 @@ _CELL = (
 
 
 def exit_status(found: Sequence[Finding]) -> int:
-    """Of ``sdpipe status --once``."""
+    """Return the exit status of ``sdpipe status --once``."""
     severities = {finding.severity for finding in found}
     return next((status for severity, status in EXIT.items() if severity in severities), HEALTHY)
 
 
 def render(recording: Recording, status: Status | None, found: Sequence[Finding] | None = None) -> str:
-    """A page of text, with what was ``found``, which is looked for if it is not given."""
+    """Return a page of text with the findings, which are looked for if ``found`` is not given."""
     found, why = findings(recording) if found is None else found, abstains(recording)
     lines = [line for finding in found if finding.severity != "note" for line in _lines(finding)]
     if why is not None:
@@ -67,7 +67,7 @@ def render(recording: Recording, status: Status | None, found: Sequence[Finding]
 
 
 def said(finding: Finding) -> str:
-    """For people: what was found, and what it costs."""
+    """Return a finding and its cost as text for people."""
     if finding.cost is None:
         return finding.text
     blamed = finding.kind in (*IN_ONE_LINE, "stalling")
@@ -75,13 +75,13 @@ def said(finding: Finding) -> str:
 
 
 def recommended(advice: Advice) -> str:
-    """For people."""
+    """Return an advice as text for people."""
     gain = "" if advice.gain is None else f" ({advice.gain:.2f} × as fast)"
     return advice.text + (f": {advice.override}" if advice.override else "") + gain
 
 
 def to_plain(recording: Recording, status: Status | None, found: Sequence[Finding] | None = None) -> dict[str, object]:
-    """Plain values, for JSON; see :func:`render`."""
+    """Return plain values for JSON; see :func:`render`."""
     rate = recording.samples_per_second()
     plain: dict[str, object] = {} if status is None else status_page.to_plain(status)
     return plain | {
@@ -106,16 +106,16 @@ def to_plain(recording: Recording, status: Status | None, found: Sequence[Findin
 
 
 def last_line(address: str, keys: WorkerKeys | None) -> str | None:
-    """What rank 0 says at the end of a run; None if the scheduler does not answer soon."""
+    """Return rank 0's line at the end of a run; None if the scheduler does not answer soon."""
     try:
         recording, _ = of_scheduler(address, keys, LAST_LINE_WITHIN)
-    except SchedulerError:  # what is trained is trained
+    except SchedulerError:  # training has succeeded in any case
         return None
     return in_one_line(recording)
 
 
 def in_one_line(recording: Recording) -> str:
-    """How fast the run was, and which worker was slow; what cost little besides is left out."""
+    """Return the run's speed, and which worker was slow; further findings of little cost are left out."""
     found = findings(recording)
     named = [finding for finding in found if finding.kind in IN_ONE_LINE]
     more = [finding for finding in found if finding.severity != "note" and finding not in named[:1]]
@@ -129,7 +129,7 @@ def in_one_line(recording: Recording) -> str:
 
 
 def bar(shares: Sequence[float], width: int = _WIDTH) -> str:
-    """Letters of phases, as many of each as its share; the largest remainders get what is left over."""
+    """Return letters of phases, as many of each as its share; the largest remainders get the remaining places."""
     total = sum(shares)
     if total <= 0:
         return ""

@@ -1,4 +1,4 @@
-"""What is known of a run's updates: from a scheduler that serves it, or from the log of one."""
+"""Recording of a run's updates: from a scheduler that serves it, or from a log."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.rows import About, Chunk
 
 LOOKED_AT = 256
-"""Newest chunks of each worker that a scheduler is asked for: some minutes, or more where updates are slow."""
+"""Number of newest chunks of each worker that a scheduler is asked for: some minutes, or more where updates are
+slow."""
 
 
 @dataclass
 class Series:
     """The updates of one worker since it last joined as a new client, oldest first. A row of several updates counts as
-    so many equal ones.
+    that number of equal ones.
 
     ``numbers`` are those of the updates, ``ends`` seconds of the scheduler's clock, ``us`` microseconds of each phase,
-    ``core`` those without a core, ``groups`` the sequence of the group that was waited for, -1 for none, and ``apart``
-    how far from its mean the model was, in millionths of the mean, 0 where that is not known.
+    ``core`` those without a core, ``groups`` the sequence of the awaited group, -1 for none, and ``apart`` the distance
+    of the model from its mean, in millionths of the mean, 0 where unknown.
     """
 
     life: int
@@ -46,7 +47,7 @@ class Series:
         return len(self.ends)
 
     def add(self, chunk: Chunk) -> None:
-        """The next rows, of the same life."""
+        """Add the next rows, of the same life."""
         self.dropped += chunk.dropped
         end = chunk.at - sum(sum(row.us) for row in chunk.rows) / 1e6
         for row in chunk.rows:
@@ -65,11 +66,11 @@ class Series:
                 self.core.append(core)
 
     def newest(self, updates: int) -> Series:
-        """The last ones."""
+        """Return the last ``updates`` updates."""
         return self._part(slice(-updates, None))
 
     def oldest(self, updates: int) -> Series:
-        """The first ones."""
+        """Return the first ``updates`` updates."""
         return self._part(slice(updates))
 
     def _part(self, of: slice) -> Series:
@@ -77,11 +78,11 @@ class Series:
         return Series(self.life, *columns, self.dropped)
 
     def own(self) -> list[float]:
-        """Of each update, the microseconds that were no wait for another worker."""
+        """Return the microseconds of each update that were no wait for another worker."""
         return [sum(us[:OWN]) for us in self.us]
 
     def seconds(self) -> float:
-        """Of all updates."""
+        """Return the seconds of all updates."""
         return sum(map(sum, self.us)) / 1e6
 
 
@@ -89,8 +90,8 @@ class Series:
 class Recording:
     """A run up to ``now``, in seconds of the scheduler's clock.
 
-    ``active`` are the workers that take part, and since when, or, if none does any more, all that have. ``lost`` says
-    what is missing of the run, if anything is; ``failure``, why it is over.
+    ``active`` has the workers that take part, and since when; if none does any more, all that have. ``lost`` says which
+    part of the run is missing, if any; ``failure``, why the run is over.
     """
 
     num_stages: int
@@ -101,19 +102,19 @@ class Recording:
     lost: str = ""
     failure: str | None = None
     over: bool = False
-    """Is this all that will ever be known?"""
+    """Whether the recording is final."""
     policy: dict[str, Any] = field(default_factory=dict)
-    """What the scheduler decides by, as plain values."""
+    """Policy of the scheduler, as plain values."""
     reasons: dict[int, str] = field(default_factory=dict)
-    """Why groups went out, by their sequence, as far as that is known."""
+    """Reasons of groups, by their sequence, as far as known."""
 
     @property
     def num_pipelines(self) -> int:
-        """That have told of updates."""
+        """Number of pipelines that have reported updates."""
         return len({worker.pipeline for worker in self.series})
 
     def replicas(self, worker: Worker) -> list[Worker]:
-        """Others of its stage that have told of updates, in pipelines of as many stages."""
+        """Return other workers of the same stage that have reported updates, in pipelines of as many stages."""
         depths = self._depths()
         return [
             other
@@ -129,19 +130,20 @@ class Recording:
         return len({*self._depths().values()}) <= 1
 
     def _depths(self) -> dict[int, int]:
-        """The number of stages of each pipeline, as far as they have told of updates."""
+        """Return the number of stages of each pipeline, as far as they have reported updates."""
         depths: dict[int, int] = {}
         for worker in self.series:
             depths[worker.pipeline] = max(depths.get(worker.pipeline, 0), worker.stage + 1)
         return depths
 
     def name(self, worker: Worker) -> str:
-        """For people."""
+        """Return the name of ``worker`` for people."""
         about = self.about.get(worker)
         return f"stage {worker.stage} of pipeline {worker.pipeline}" + ("" if about is None else f" ({about})")
 
     def samples_per_second(self) -> float | None:
-        """Of all pipelines together while they trained, pauses left out; None if the size of a batch is not known."""
+        """Return the samples per second of all pipelines together while they trained, without sync points; None if the
+        size of a batch is not known."""
         rate, depths = 0.0, self._depths()
         for worker, series in self.series.items():
             about = self.about.get(worker)
@@ -153,10 +155,10 @@ class Recording:
 
 
 def of_scheduler(address: str, keys: WorkerKeys | None, timeout: float) -> tuple[Recording, Status]:
-    """What the scheduler at ``address`` says within ``timeout`` seconds.
+    """Return the recording of the scheduler at ``address``, within ``timeout`` seconds.
 
     Raises:
-        SchedulerError: it does not answer in time, or what answers is no scheduler of this version.
+        SchedulerError: the scheduler does not answer in time, or is of another version.
     """
     until = time.monotonic() + timeout
     status = ask(m.AskStatus(), m.StatusReply, address, credentials=keys, timeout=timeout).status
@@ -175,7 +177,7 @@ def of_scheduler(address: str, keys: WorkerKeys | None, timeout: float) -> tuple
 
 
 def of_answers(status: Status, reply: m.RowsReply, series: dict[Worker, Series], lost: str) -> Recording:
-    """What a scheduler has said of its run, and of the workers' updates ``series``."""
+    """Return the recording from a scheduler's answers, with the workers' updates ``series``."""
     active = {
         Worker(j, i): reply.now - (stage.joined[i] or 0.0)
         for j, stage in enumerate(status.stages)
@@ -195,16 +197,16 @@ def of_answers(status: Status, reply: m.RowsReply, series: dict[Worker, Series],
 
 
 def of_log(path: Path) -> Recording:
-    """What the last scheduler that wrote the log at ``path`` knew in the end.
+    """Return the final recording of the last scheduler that wrote the log at ``path``.
 
     Raises:
-        ConfigurationError: it cannot be read, or is no log.
+        ConfigurationError: the file cannot be read, or is no log.
     """
     return of_record(read_log(path)[-1])
 
 
 def of_record(record: Record) -> Recording:
-    """What a scheduler knew in the end."""
+    """Return the final recording of a scheduler."""
     ever: set[Worker] = set()
     left: set[Worker] = set()
     for entry in record.entries:
@@ -233,7 +235,7 @@ def of_record(record: Record) -> Recording:
 
 
 def series_of(chunks: Iterable[Chunk]) -> dict[Worker, Series]:
-    """What they tell of each worker's newest life, since a restarted worker is another one."""
+    """Return the updates of each worker's newest life, since a restarted worker is a new one."""
     found: dict[Worker, Series] = {}
     for chunk in chunks:
         if not any(len(row.us) != len(PHASES) for row in chunk.rows):

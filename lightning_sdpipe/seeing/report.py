@@ -1,6 +1,6 @@
-"""``sdpipe report``: one file about a run that is over, to keep or to send: findings, phases, speed, groups and lag.
+"""``sdpipe report``: one file about a finished run, to keep or to send: findings, phases, speed, groups and lag.
 
-A page has no script, and nothing in it is loaded from elsewhere.
+A page has no script, and loads nothing from elsewhere.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from lightning_sdpipe.simulate.run import lags
 
 KINDS = (".html", ".png")
 MOST_WORKERS = 64
-"""Of which phases are shown."""
+"""Largest number of workers whose phases are shown."""
 MOST_LAGS = 10_000_000
-"""Comparisons of models that lags may take: more take many seconds."""
+"""Largest number of comparisons of models for lags: more take many seconds."""
 STRETCHES, OF_UPDATES = 60, 8
-"""Parts of the run whose speed is shown, at most, and updates of each."""
+"""Largest number of parts of the run whose speed is shown, and least number of updates of each."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status is 2 when it cannot be carried out."""
+    """Run the command; the exit status is 2 when it cannot be carried out."""
     parser = argparse.ArgumentParser(prog="sdpipe report", description="Writes one file about a run that is over.")
     parser.add_argument("log", type=Path, help="of its scheduler: log_dir= or sdpipe scheduler --log keeps it")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help=".html or .png")
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def missing() -> list[str]:
-    """What a report needs and is not installed."""
+    """Return the names of missing packages that a report needs."""
     return [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
 
 
@@ -61,7 +61,7 @@ def write(log: Path, output: Path) -> None:
     """Writes a report about the last scheduler of ``log``.
 
     Raises:
-        ConfigurationError: the log cannot be read, the file cannot be written, or something is not installed.
+        ConfigurationError: the log cannot be read, the file cannot be written, or a package is not installed.
     """
     if output.suffix not in KINDS:
         raise ConfigurationError(f"{output} is none of the kinds of a report; end it with {' or '.join(KINDS)}")
@@ -110,7 +110,7 @@ def _page(log: str, record: Record, recording: Recording, found: Sequence[Findin
 
 
 def _slowest(recording: Recording) -> dict[Worker, Series]:
-    """The workers that are shown."""
+    """Return the workers that are shown."""
     own = {worker: statistics.fmean(series.own()) for worker, series in recording.series.items()}
     return {worker: recording.series[worker] for worker in sorted(own, key=lambda each: -own[each])[:MOST_WORKERS]}
 
@@ -124,7 +124,7 @@ def _cells(recording: Recording, worker: Worker, phases: Sequence[str]) -> list[
 
 
 def _picture(record: Record, recording: Recording, title: str) -> bytes:
-    """PNG."""
+    """Return the picture as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -144,13 +144,13 @@ def _picture(record: Record, recording: Recording, title: str) -> bytes:
 
 
 def _method(record: Record, recording: Recording) -> str:
-    """As workers say; else, of an older log, what the scheduler decides by."""
+    """Return the method as workers say it; for an older log, the scheduler's policy."""
     said = sorted({about.sync for about in recording.about.values()} - {""})
     return ", ".join(said or [f"{name}={value}" for name, value in record.beginning.policy.items()])
 
 
 def _in_groups(record: Record) -> bool:
-    """Else all meet in each update, or none does."""
+    """Return whether workers averaged in groups; else all meet in each update, or none does."""
     return any(entry.decisions for entry in record.entries)
 
 
@@ -207,7 +207,7 @@ def _draw_groups(axis: Any, record: Record) -> None:
 
 
 def _draw_lag(axis: Any, record: Record) -> None:
-    """Between two pauses, at each of which all models become equal."""
+    """Draw the lag between two sync points, at each of which all models become equal."""
     joined = [entry.event.worker.pipeline for entry in record.entries if isinstance(entry.event, Joined)]
     pipelines = 1 + max(joined, default=0)
     axis.set_xlabel("s")
@@ -225,7 +225,7 @@ def _draw_lag(axis: Any, record: Record) -> None:
 
 
 def _between_pauses(record: Record) -> Iterator[list[tuple[float, Event, list[Group]]]]:
-    """Events of policies while any worker takes part, in seconds since the beginning."""
+    """Yield events of policies while any worker takes part, in seconds since the beginning."""
     active: set[Worker] = set()
     part: list[tuple[float, Event, list[Group]]] = []
     for entry in record.entries:

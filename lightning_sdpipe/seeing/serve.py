@@ -1,4 +1,4 @@
-"""``sdpipe serve``: a run as a web page, and as metrics for Prometheus; in a process of its own."""
+"""``sdpipe serve``: a run as a web page, and as metrics for Prometheus, in a separate process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHORTEST_TOKEN = 16
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status is 2 when it cannot be carried out."""
+    """Run the command; the exit status is 2 when it cannot be carried out."""
     options = _parser().parse_args(arguments)
     return carried_out(lambda: _serve(options))
 
@@ -62,7 +62,7 @@ def _serve(options: argparse.Namespace) -> int:
         ) from error
     address, keys = scheduler_of(options.address, options.key_file)
     follower = Follower(address, keys)
-    follower.look(options.timeout)  # what cannot be reached at all is said at once
+    follower.look(options.timeout)  # an unreachable scheduler is reported at once
     names = {"localhost", "127.0.0.1", "::1", options.host, socket.gethostname(), *options.allow_host}
     hosts = frozenset(name.lower() for name in names)
 

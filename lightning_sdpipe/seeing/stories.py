@@ -1,4 +1,5 @@
-"""What workers have told of their newest updates, span by span, and which messages of theirs belong together. Pure."""
+"""Spans of the workers' newest updates, and the messages between workers that belong together. The functions are
+pure."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from lightning_sdpipe.scheduler.rows import SpanChunk
 
 
 class Piece(NamedTuple):
-    """``phase`` was on top, in microseconds of the worker's clock."""
+    """A span in which ``phase`` was on top, in microseconds of the worker's clock."""
 
     phase: int
     begin: int
@@ -20,7 +21,8 @@ class Piece(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The message of a ``lane`` was sent or had come ``at``; ``piece`` is the span that it followed from, or ended."""
+    """A message of a ``lane``, sent or received ``at`` that time; ``piece`` is the span that it followed from, or
+    ended."""
 
     lane: int
     number: int
@@ -30,7 +32,7 @@ class Mark(NamedTuple):
 
 @dataclass
 class Update:
-    """One of a worker, from the end of the one before."""
+    """An update of a worker, from the end of the one before."""
 
     number: int
     begin: int
@@ -40,7 +42,7 @@ class Update:
 
 @dataclass
 class Story:
-    """What a worker has told."""
+    """The record of a worker's newest updates."""
 
     chunk: SpanChunk
     updates: list[Update] = field(default_factory=list)
@@ -51,12 +53,12 @@ class Story:
 
     @property
     def worker(self) -> Worker:
-        """It."""
+        """Worker of the story."""
         return self.chunk.worker
 
 
 def read(chunk: SpanChunk) -> Story:
-    """What is told in ``chunk``, by update; what belongs to no whole update is left out."""
+    """Read ``chunk`` by update; spans that belong to no whole update are left out."""
     story, said = Story(chunk), chunk.spans.said
     begun: int | None = None
     pieces: list[Piece] = []
@@ -90,7 +92,7 @@ def read(chunk: SpanChunk) -> Story:
 
 
 def paired(stories: Sequence[Story]) -> Iterator[tuple[Story, Mark, Story, Mark]]:
-    """Messages of which both ends are known; both count those of a lane of their pipeline."""
+    """Yield messages whose both ends are known; both ends count the messages of a lane of their pipeline."""
     ends = {
         (story.worker.pipeline, story.chunk.life, message.lane, message.number): (story, message)
         for story in stories

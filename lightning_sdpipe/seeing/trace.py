@@ -1,8 +1,8 @@
-"""``sdpipe trace``: what the workers of a living run did in their newest updates, for a viewer of traces.
+"""``sdpipe trace``: the newest updates of a live run's workers, for a trace viewer.
 
 The file is JSON in the Trace Event Format, which ui.perfetto.dev and chrome://tracing show. A process is a pipeline and
-a thread a stage; in it are an ``X`` for each update, those of its spans within, arrows from a forward to where the next
-stage waited for its result, and from a backward to where the stage before did. Exchanges beside the training overlap
+a thread a stage; it has an ``X`` for each update, with those of its spans within, arrows from a forward to the wait of
+the next stage for its result, and from a backward to that of the previous stage. Exchanges beside the training overlap
 with spans, so they are ``b`` and ``e``.
 """
 
@@ -36,7 +36,7 @@ _BEFORE_ITS_END = 0.001
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status is 2 when it cannot be carried out."""
+    """Run the command; the exit status is 2 when it cannot be carried out."""
     options = _parser().parse_args(arguments)
     return carried_out(lambda: _trace(options))
 
@@ -86,7 +86,7 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def to_trace(chunks: Sequence[SpanChunk], about: dict[Worker, About]) -> dict[str, Any]:
-    """The file's object."""
+    """Return the object of the trace file."""
     stories = [story for story in map(read, chunks) if story.updates]
     clocks = settle(deliveries(stories))
     begun = min(
@@ -109,7 +109,7 @@ def _begins(story: Story) -> Iterator[int]:
 
 
 def _named(worker: Worker, about: About | None) -> list[Event]:
-    """What a viewer calls it, and where it is drawn."""
+    """Return the events that give a viewer the worker's name and place."""
     pid, tid = worker.pipeline, worker.stage
     stage = f"stage {tid}" + ("" if about is None else f" (rank {about.rank}, {about})")
     return [

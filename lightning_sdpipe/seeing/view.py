@@ -1,4 +1,4 @@
-"""What ``sdpipe serve`` shows of a run: a page, plain values, and metrics for Prometheus."""
+"""Views of a run that ``sdpipe serve`` shows: a page, plain values, and metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_sdpipe.seeing.page import MEANINGS, RECENT, recommended, said, to
 from lightning_sdpipe.seeing.recording import Recording
 
 MOST_WORKERS = 256
-"""Up to which each has metrics of its own; above, those of a stage are added up."""
+"""Largest number of workers that each have metrics; above, those of a stage are added up."""
 ALL = "all"
 
 _COLOURS = (
@@ -36,11 +36,11 @@ _COLOURS = (
 
 
 class View:
-    """The run that ``follower`` follows, for any thread. Each form of it is made once for all that look.
+    """The run that ``follower`` follows, for any thread. Each form is made once for all requests.
 
     Args:
         follower: asks the scheduler.
-        timeout: seconds in which that must answer.
+        timeout: seconds in which the scheduler must answer.
     """
 
     def __init__(self, follower: Follower, timeout: float) -> None:
@@ -50,27 +50,27 @@ class View:
         self._found: list[Finding] | None = None
         self._made: dict[str, bytes] = {}
         self.silence = "it was not asked yet"
-        """Why nothing new is known, if so."""
+        """Reason why nothing new is known, if so."""
 
     def refresh(self) -> None:
         """Ask the scheduler."""
         with self._lock:
             try:
                 self._seen, self._found, self.silence = self._follower.look(self._timeout), None, ""
-            except SchedulerError as error:  # it may be started again
+            except SchedulerError as error:  # the scheduler may be restarted
                 self.silence = str(error)
             self._made = {}
 
     def page(self) -> bytes:
-        """For people."""
+        """Return the page for people."""
         return self._form("page", self._page)
 
     def plain(self) -> bytes:
-        """JSON, as ``sdpipe status --json`` has it; ``silence`` says why it is not new."""
+        """Return JSON, as of ``sdpipe status --json``; ``silence`` says why it is not new."""
         return self._form("plain", self._plain)
 
     def metrics(self) -> bytes:
-        """What Prometheus reads."""
+        """Return the metrics for Prometheus."""
         return self._form("metrics", self._metrics)
 
     def _form(self, name: str, make: Callable[[], bytes]) -> bytes:
@@ -114,7 +114,7 @@ class View:
 def exposition(
     totals: Mapping[Worker, Totals], status: Status | None, found: Iterable[Finding], answers: bool
 ) -> bytes:
-    """The text that Prometheus reads. A run whose scheduler does not answer is ``blind``."""
+    """Return the text for Prometheus. A run whose scheduler does not answer is ``blind``."""
     registry = CollectorRegistry()
     registry.register(_Run(totals, status, list(found), answers))
     return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""The web server of ``sdpipe serve``: it answers GET, and changes nothing."""
+"""Web server of ``sdpipe serve``: it answers GET, and changes nothing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lightning_sdpipe.seeing.view import View
 EVERY = 1.0
 """Seconds between questions to the scheduler."""
 MOST_CONNECTIONS = 64
-"""For one more, the oldest is cut."""
+"""Largest number of connections; for one more, the oldest is closed."""
 _SOON = 0.01
-"""Seconds until a connection that was accepted counts."""
+"""Seconds until an accepted connection counts."""
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
@@ -31,7 +31,8 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def application(view: View, hosts: Collection[str], token: str | None) -> web.Application:
-    """Shows ``view`` to requests that name one of ``hosts``, and the ``token`` if there is one.
+    """Makes the application that shows ``view`` to requests that name one of ``hosts``, and the ``token`` if there is
+    one.
 
     A page of another site that a browser is at cannot read this: its requests name the other site's host, even where
     that has been made to point here.
@@ -72,10 +73,10 @@ def application(view: View, hosts: Collection[str], token: str | None) -> web.Ap
 async def serve(
     view: View, host: str, port: int, hosts: Collection[str], token: str | None, opened: Callable[[str], None]
 ) -> None:
-    """Until it is cancelled; ``opened`` is told where it listens.
+    """Serves until it is cancelled; ``opened`` is called with the address.
 
     Raises:
-        OSError: it cannot listen there.
+        OSError: the server cannot listen there.
     """
     runner = web.AppRunner(application(view, hosts, token), access_log=None, keepalive_timeout=15.0)
     await runner.setup()
@@ -107,14 +108,15 @@ async def serve(
 
 
 def _name(host: str) -> str:
-    """Without a port."""
+    """Return a host's name without its port."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
 
 
 def _knows(authorization: str, token: str) -> bool:
-    """As ``Bearer`` has it, or as the password of ``Basic``, which browsers ask for."""
+    """Return whether the request has the token, as ``Bearer`` or as the password of ``Basic``, which browsers ask
+    for."""
     scheme, _, given = authorization.partition(" ")
     if scheme.lower() == "basic":
         try:

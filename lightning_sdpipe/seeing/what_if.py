@@ -1,7 +1,7 @@
-"""What an advice would gain: the recorded own times through the real policy under a virtual clock, edited over
-unedited.
+"""Gains of advice: the recorded own times run through the real policy under a virtual clock, edited over unedited.
 
-Where the unedited simulation does not tell what was measured, it would not tell a gain either, and none is given.
+Where the unedited simulation does not reproduce the measured rate, it would not predict a gain either, and none is
+given.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from lightning_sdpipe.seeing.recording import Recording
 from lightning_sdpipe.simulate import Run, Schedule, Work, simulate
 
 OFF = 0.10
-"""By which the unedited simulation may miss the measured rate."""
+"""Largest relative error of the unedited simulation's rate."""
 UPDATES = 128
-"""Of each worker that are simulated, at most."""
+"""Largest number of updates of each worker that are simulated."""
 SKIPPED = 8
-"""Updates of a simulation that do not count."""
+"""Number of first updates of a simulation that do not count."""
 MOST_WORKERS = 64
-"""Of a run of more, nothing is simulated: it would take longer than people wait."""
+"""Largest number of workers of a simulated run: more would take longer than people wait."""
 WORTH_SAYING = 1.03
 SHARES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
-"""Windows that are tried, over the length of an update; and "auto"."""
+"""Windows that are tried, over the length of an update, beside "auto"."""
 
 OwnTimes = Mapping[Worker, Sequence[float]]
 """Seconds of each update."""
@@ -53,13 +53,13 @@ class WhatIf:
     unedited: Run
 
     def gain(self, own: OwnTimes | None = None, policy: PolicyConfig | None = None, exchange: bool = True) -> float:
-        """How many times as fast the run would have been: with these own times, or that policy, or where exchanges
-        take no time."""
+        """Return how many times as fast the run would have been with these own times, or that policy, or where
+        exchanges take no time."""
         run = self.run(own, policy, exchange)
         return _rate(run) / _rate(self.unedited)
 
     def run(self, own: OwnTimes | None = None, policy: PolicyConfig | None = None, exchange: bool = True) -> Run:
-        """The simulation of it."""
+        """Simulate the run."""
         work = replace(self.work, seconds=_times(self.own if own is None else own))
         if not exchange:
             work = replace(work, exchange=lambda group: 0.0)
@@ -67,7 +67,7 @@ class WhatIf:
 
 
 def what_if(recording: Recording) -> WhatIf | None:
-    """None where the run cannot be simulated, or not within 10 % of what was measured."""
+    """Return the run's model; None where the run cannot be simulated, or not within 10 % of what was measured."""
     seen = recent(recording)
     policy, about = _policy(seen), list(seen.about.values())
     stages, pipelines = seen.num_stages, {worker.pipeline for worker in seen.series}
@@ -99,7 +99,7 @@ def what_if(recording: Recording) -> WhatIf | None:
 
 
 def advised(recording: Recording, found: Sequence[Finding]) -> list[Finding]:
-    """What was found, with what each advice would gain, and besides, windows that would have been better."""
+    """Return the findings with the gain of each advice, and windows that would have been better."""
     model = what_if(recording)
     if model is None:
         return list(found)
@@ -111,8 +111,8 @@ def advised(recording: Recording, found: Sequence[Finding]) -> list[Finding]:
 
 
 def windows(recording: Recording, model: WhatIf) -> list[Finding]:
-    """Is another window of SDPipe's faster, and does it still mix models within the rounds that it looks back? Without
-    numpy that cannot be told."""
+    """Find another window of SDPipe's that is faster, and still mixes models within the rounds that it looks back.
+    Without numpy that is unknown."""
     policy = model.policy
     if not isinstance(policy, SemiDecentralized) or find_spec("numpy") is None:
         return []
@@ -146,7 +146,7 @@ def windows(recording: Recording, model: WhatIf) -> list[Finding]:
 
 
 def _mixes_within(run: Run) -> float:
-    """Rounds in which models come closer by a factor of e, in the stage where that takes longest."""
+    """Return the rounds in which models come closer by a factor of e, in the slowest stage."""
     found = []
     for stage in range(run.work.num_stages):
         rho = run.rho(stage)
@@ -160,7 +160,7 @@ def _mixes_within(run: Run) -> float:
 
 
 def _gain(recording: Recording, model: WhatIf, finding: Finding, override: str) -> float | None:
-    """Of what an advice says, where that can be simulated."""
+    """Return the gain of an advice, where it can be simulated."""
     name, _, value = override.rpartition(" ")[2].partition("=")
     own: OwnTimes | None = None
     policy: PolicyConfig | None = None
@@ -179,7 +179,7 @@ def _gain(recording: Recording, model: WhatIf, finding: Finding, override: str) 
 
 
 def _balanced(model: WhatIf) -> Iterator[tuple[Worker, list[float]]]:
-    """Own times of pipelines whose stages take equally long."""
+    """Yield own times of pipelines whose stages take equally long."""
     for pipeline in range(model.work.num_pipelines):
         stages = [model.own[Worker(stage, pipeline)] for stage in range(model.work.num_stages)]
         means = [statistics.fmean(together) for together in zip(*stages, strict=True)]
@@ -189,7 +189,7 @@ def _balanced(model: WhatIf) -> Iterator[tuple[Worker, list[float]]]:
 def _without_data(
     recording: Recording, model: WhatIf, workers: Sequence[Worker]
 ) -> Iterator[tuple[Worker, Sequence[float]]]:
-    """Own times of workers that do not wait for their batches, as far as that concerns ``workers``."""
+    """Yield own times of workers that do not wait for their batches, as far as that concerns ``workers``."""
     for worker, own in model.own.items():
         if worker in workers:
             loading = [us[DATA] / 1e6 for us in recording.series[worker].us[-len(own) :]]
@@ -198,7 +198,7 @@ def _without_data(
 
 
 def _policy(recording: Recording) -> PolicyConfig | None:
-    """What decides in the run; of the built-in ones, since a log must not choose what is imported."""
+    """Return the run's policy, if it is a built-in one, since a log must not choose what is imported."""
     name = recording.policy.get("type")
     if name == "no_sync":
         sync = {about.sync for about in recording.about.values()}
@@ -207,7 +207,7 @@ def _policy(recording: Recording) -> PolicyConfig | None:
 
 
 def _with(policy: PolicyConfig, **values: object) -> PolicyConfig | None:
-    """None where such values do not go together."""
+    """Return the policy with other values; None where these do not go together."""
     try:
         return registry.from_plain(registry.to_plain(policy) | values)
     except ConfigurationError:
@@ -219,7 +219,7 @@ def _times(own: OwnTimes) -> Callable[[Worker, int], float]:
 
 
 def _rate(run: Run) -> float:
-    """Mini-batches per second of all pipelines."""
+    """Return the mini-batches per second of all pipelines."""
     return max(sum(run.rates(min(SKIPPED, run.work.iterations - 1))), 1e-9)
 
 

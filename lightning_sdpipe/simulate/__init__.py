@@ -1,4 +1,4 @@
-"""Pipelines under a virtual clock around the real policies: a policy is tried in seconds, and the same way each time.
+"""Simulation of pipelines under a virtual clock around the real policies: a policy is tried in seconds, reproducibly.
 
 ``simulate(SemiDecentralized(), Work(num_stages=4, num_pipelines=16, iterations=1000))`` runs in this process, without
 torch, tensors or sockets.

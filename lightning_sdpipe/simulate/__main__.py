@@ -1,4 +1,4 @@
-"""``sdpipe simulate``: how a policy would do under stragglers, in virtual time."""
+"""The command ``sdpipe simulate``: the behaviour of a policy under stragglers, in virtual time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_sdpipe.simulate.run import Run, dealt_epoch, jittered, simulate
 from lightning_sdpipe.topology.mesh import depths_of, shape_of, speeds_of
 
 NOMINAL_ITERATION_SECONDS = 0.1
-"""The length of a mini-batch that the delays of conditions A and B are meant for: our choice, the paper has none."""
+"""Length of a mini-batch that the delays of conditions A and B are meant for: our choice, the paper has none."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(run: Run, alone: Run) -> str:
-    """A page of text about ``run``, beside ``alone``, the same work without any synchronisation."""
+    """Returns a page of text about ``run``, beside ``alone``, the same work without any synchronisation."""
     if run.stuck:
         return f"stuck for ever: {', '.join(map(str, run.stuck[:8]))}{', …' if len(run.stuck) > 8 else ''}"
     sizes = sorted({len(group.members) for _, group in run.groups})
@@ -72,7 +72,7 @@ def report(run: Run, alone: Run) -> str:
 
 
 def compared(dealt: float, in_step: float) -> str:
-    """What the first epoch of a user's own would show: seconds of one whose batches are dealt, and of all-reduce's."""
+    """Compares first epochs as a user would see them: seconds of one whose batches are dealt, and of all-reduce's."""
     return (
         f"an epoch         {dealt:.4g} s if batches are dealt by speed; all-reduce on equal shards takes "
         f"{in_step:.4g} s, {in_step / dealt:.2f} times as long (exchanges not counted)"
@@ -80,11 +80,11 @@ def compared(dealt: float, in_step: float) -> str:
 
 
 def _seconds(options: argparse.Namespace, depths: Sequence[int]) -> Callable[[Worker, int], float]:
-    """Each pipeline is cut as its devices are fast, so that its stages take equally long; a shallow one, or a slow one,
-    takes longer.
+    """Returns the compute times of pipelines that are cut by the speeds of their devices, so that their stages take
+    equally long; a shallow pipeline, or a slow one, takes longer.
 
     Raises:
-        ConfigurationError: the speeds are not of such pipelines.
+        ConfigurationError: the speeds do not fit these pipelines.
     """
     of_deepest = jittered(options.seconds, options.jitter, options.seed)
     given = options.speeds or [[1.0] * depth for depth in depths]

@@ -1,9 +1,10 @@
-"""Whole epochs of pipelines that are dealt their batches, under a virtual clock around the real dealer and policies.
+"""Simulation of whole epochs of pipelines with dealt batches, under a virtual clock around the real dealer and
+policies.
 
-A pipeline trains what it was dealt, batch by batch, and asks for more when it holds no more than ``prefetch`` of them,
-as a DataLoader with workers does. After each batch its workers are ready, and go on when the policy has answered all of
+A pipeline trains its dealt batches one by one, and asks for more when it holds no more than ``prefetch`` of them, as a
+DataLoader with workers does. After each batch its workers are ready, and go on when the policy has answered all of
 them; a pipeline that was dealt nothing leaves the policy's groups, and joins again with its next batch. When the
-segment is over, all pause, and the next one begins. Stages are not simulated one by one: they begin and end a
+segment is over, all come together, and the next one begins. Stages are not simulated one by one: they begin and end a
 batch together.
 """
 
@@ -22,23 +23,23 @@ from lightning_sdpipe.policies.events import Event, Joined, Left, Ready, Tick, W
 from lightning_sdpipe.policies.policy import Policy
 
 RECENT = 32
-"""Batches over whose mean a worker reports its speed."""
+"""Number of batches over whose mean a worker reports its speed."""
 BEAT = 1.0
 """Seconds between heartbeats."""
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """What the pipelines do.
+    """The work of the pipelines.
 
     Args:
         num_stages: M.
         num_pipelines: N.
         pauses: batch numbers at which the segments end; the last is the length of an epoch.
-        epochs: how many.
-        seconds: that a pipeline takes for its k-th batch in the run, which it begins at that time.
-        prefetch: batches that it holds beside the one that it trains.
-        gone: pipelines that leave for good, at that time: they say what they have trained, and others train the rest.
+        epochs: number of epochs.
+        seconds: gives the seconds that a pipeline takes for its k-th batch in the run, which it begins at a given time.
+        prefetch: number of batches that a pipeline holds beside the one that it trains.
+        gone: times at which pipelines leave for good: they report what they have trained, and others train the rest.
         depths: the stages of each pipeline, where these are cut unlike.
     """
 
@@ -52,7 +53,7 @@ class Epochs:
     depths: Sequence[int] = ()
 
     def stages(self, pipeline: int) -> range:
-        """Of a pipeline."""
+        """Returns the stages of a pipeline."""
         return range(self.depths[pipeline] if self.depths else self.num_stages)
 
     def __post_init__(self) -> None:
@@ -83,7 +84,7 @@ class _Pipeline:
         self.trained = 0
         self.last = 0.0
         self.drains = False
-        """Was told to train what it holds before it asks again."""
+        """Whether the pipeline was told to train what it holds before it asks again."""
         self.asks = False
         self.computes = False
         self.unanswered: set[int] = set()
@@ -98,7 +99,7 @@ class _Pipeline:
 
 
 class DealtEpochs:
-    """Runs ``work`` with ``policy``, which must be new; :attr:`trained` and :attr:`finished` say what came out."""
+    """Runs ``work`` with ``policy``, which must be new; :attr:`trained` and :attr:`finished` have the results."""
 
     def __init__(self, policy: Policy, work: Epochs) -> None:
         self.work, self.policy, self.now = work, policy, 0.0
@@ -106,12 +107,12 @@ class DealtEpochs:
         self.entries: list[tuple[float, LeaseEvent, list[Lease]]] = []
         self.trained: list[TrainedBatch] = []
         self.finished: list[tuple[Segment, float, list[float]]] = []
-        """Of each segment: when it was over, and when each pipeline had trained its last batch of it."""
+        """End of each segment, and for each pipeline the end of its last batch in it."""
         self._pipelines = [_Pipeline(i) for i in range(work.num_pipelines)]
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._pushed = 0
         self._idle = 0
-        """Heartbeats in a row while no pipeline computed."""
+        """Number of successive heartbeats while no pipeline computed."""
         self._segments = iter(
             Segment(1, epoch, start, stop)
             for epoch in range(work.epochs)
@@ -120,7 +121,7 @@ class DealtEpochs:
         self.segment = next(self._segments)
 
     def run(self) -> None:
-        """Until the last epoch is over, or nothing can happen any more."""
+        """Runs until the last epoch is over, or nothing can happen any more."""
         for number, at in self.work.gone.items():
             self._push(at, partial(self._leaves_for_good, self._pipelines[number]))
         for pipeline in self._pipelines:
@@ -138,7 +139,7 @@ class DealtEpochs:
 
     @property
     def stuck(self) -> bool:
-        """Did it end before the last epoch was over?"""
+        """True if the run ended before the last epoch was over."""
         return not self.finished or self.finished[-1][0].epoch + 1 < self.work.epochs
 
     def _push(self, at: float, happens: Callable[[], None]) -> None:

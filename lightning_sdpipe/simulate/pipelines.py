@@ -1,4 +1,4 @@
-"""M × N workers under a virtual clock, around a real policy.
+"""Simulation of M × N workers under a virtual clock, around a real policy.
 
 Workers compute the passes of their schedule. A forward needs that of the stage before, a backward that of the stage
 after it; both take their share of the worker's own time, its delays and the speed of its device at that moment. Before
@@ -6,8 +6,8 @@ its last backward or within it, when it needs no other worker any more, a worker
 once its group is known, all members have finished that backward, and the exchange is over. A passive member is waited
 for only if it is ready. Transfers between stages take no time.
 
-Only readies, leaves and the policy's deadlines meet each other, so only they go through the queue of events: between
-two groups the times of a worker's passes follow from each other. So thousands of iterations of a hundred workers take
+Only readies, leaves and the policy's deadlines interact, so only they go through the queue of events: between two
+groups the times of a worker's passes follow from each other. So thousands of iterations of a hundred workers take
 seconds. The same arguments give the same run, to the bit.
 """
 
@@ -28,35 +28,35 @@ from lightning_sdpipe.simulate.schedules import Schedule, passes
 from lightning_sdpipe.topology.mesh import Mesh
 
 FORWARD_SHARE = 1 / 3
-"""Of the time of a mini-batch: a backward takes about twice as long as its forward."""
+"""Share of a forward in the time of a mini-batch: a backward takes about twice as long as its forward."""
 
 
 class Slowness(Protocol):
-    """What :mod:`lightning_sdpipe.heterogeneity` has to offer."""
+    """Interface of :mod:`lightning_sdpipe.heterogeneity` for the simulation."""
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Literal["forward", "backward"]) -> float:
-        """Seconds that the worker sleeps before this pass of this iteration."""
+        """Returns the seconds for which the worker sleeps before this pass of this iteration."""
 
     def track(self, rank: int) -> Track | None:
-        """How fast the device of this rank is over time; None for full speed."""
+        """Returns the speed of this rank's device over time; None for full speed."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the workers do, apart from the policy.
+    """The work of the workers, apart from the policy.
 
     Args:
-        num_stages: M; of the deepest pipeline.
+        num_stages: M, the stages of the deepest pipeline.
         num_pipelines: N.
         iterations: mini-batches of each pipeline; a worker leaves after its last one.
-        seconds: that a worker computes for a mini-batch on a device at full speed, as a number or for each worker and
-            iteration.
+        seconds: time that a worker computes for a mini-batch on a device at full speed, as a number or for each worker
+            and iteration.
         schedule: ``"1f1b"``, ``"gpipe"`` or ``"pipedream"``.
-        num_micro_batches: of a mini-batch; M by default, and 1 under ``"pipedream"``.
+        num_micro_batches: micro-batches of a mini-batch; M by default, and 1 under ``"pipedream"``.
         heterogeneity: delays and slow devices, from :mod:`lightning_sdpipe.heterogeneity`.
-        exchange: seconds that a group takes to average, once all its members are there.
+        exchange: gives the seconds that a group takes to average, once all its members are there.
         announce: ``"early"``, before the last backward or within it (``policies/announcing.py``), or ``"late"``, after
-            the optimizer has stepped; as the policy's values say, or else early, if it is None.
+            the optimizer has stepped; None follows the policy's values, or else is early.
         depths: the stages of each pipeline, where these are cut unlike: the policy decides about whole pipelines then.
     """
 
@@ -72,11 +72,11 @@ class Work:
     depths: Sequence[int] = ()
 
     def depth(self, pipeline: int) -> int:
-        """The number of its stages."""
+        """Returns the number of stages of a pipeline."""
         return self.depths[pipeline] if self.depths else self.num_stages
 
     def workers(self) -> list[Worker]:
-        """By stage, and by pipeline."""
+        """Returns the workers by stage, and by pipeline."""
         stages, pipelines = range(self.num_stages), range(self.num_pipelines)
         return [Worker(j, i) for j in stages for i in pipelines if j < self.depth(i)]
 
@@ -94,7 +94,7 @@ class Work:
 
 
 class _Replica:
-    """What a worker has done so far."""
+    """Progress of a worker."""
 
     __slots__ = (
         "began",
@@ -115,26 +115,26 @@ class _Replica:
         self.worker = worker
         self.track = track
         self.next = 0
-        """The pass that comes next."""
+        """Index of the next pass."""
         self.free = 0.0
-        """When the last pass, or the exchange after it, ended."""
+        """Time when the last pass, or the exchange after it, ended."""
         self.began = 0.0
-        """The current mini-batch."""
+        """Number of the current mini-batch."""
         self.computed_at: float | None = None
-        """When it first computed: tracks begin then."""
+        """Time of its first computation, when tracks begin."""
         self.ends: dict[bool, list[float]] = {True: [], False: []}
-        """Of its forwards and its backwards."""
+        """Ends of its forwards and its backwards."""
         self.waits = False
-        """Nothing is left to compute before its group is known."""
+        """Whether nothing is left to compute before its group is known."""
         self.ready = False
-        """It has told so and was not answered."""
+        """Whether it has reported that it is ready and was not answered."""
         self.reported = -1
         self.waited = 0.0
         self.finished: float | None = None
 
 
 class Pipelines:
-    """Runs ``work`` under ``policy``; :attr:`entries` has what happened, as a scheduler's log would.
+    """Runs ``work`` under ``policy``; :attr:`entries` has the events, as in a scheduler's log.
 
     Every decision is checked as a scheduler checks it.
     """
@@ -165,10 +165,10 @@ class Pipelines:
         self._next_sequence = 0
 
     def run(self) -> None:
-        """Until nothing can happen any more; a worker that has not finished then is stuck for ever.
+        """Runs until nothing can happen any more; a worker that has not finished then is stuck for ever.
 
         Raises:
-            BrokenRule: the policy decided what cannot be carried out.
+            BrokenRule: a decision of the policy cannot be carried out.
         """
         everybody = [*self.replicas.values()]
         for replica in everybody:
@@ -199,7 +199,7 @@ class Pipelines:
         heapq.heappush(self._queue, (at, self._pushed, event))
 
     def _advance(self, replica: _Replica) -> None:
-        """``replica`` computes, and so do those that it held up, as far as nobody's group is needed."""
+        """Computes passes of ``replica``, and of those that it held up, until their groups are needed."""
         work, todo = self.work, [replica]
         while todo:
             replica = todo.pop()
@@ -271,7 +271,8 @@ class Pipelines:
             replica.free = end
 
     def _stands_for(self, member: Worker) -> list[Worker]:
-        """The workers that are in a group by ``member``: all of its pipeline, where groups are of whole ones."""
+        """Returns the workers that ``member`` stands for in a group: all of its pipeline, where groups are of whole
+        pipelines."""
         if not self.work.depths:
             return [member]
         return [Worker(j, member.pipeline) for j in range(self.work.depth(member.pipeline))]

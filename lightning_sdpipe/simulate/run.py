@@ -1,6 +1,6 @@
-"""What came out of a simulation, and how to start one.
+"""Results of a simulation, and the functions that start one.
 
-How old what models contain became in a run, by any policy: counted from its events alone.
+The age of what models contain is counted from the events of a run alone, for any policy.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from lightning_sdpipe.simulate.pipelines import Pipelines, Work
 
 
 def lags(entries: Iterable[tuple[float, Event, Sequence[Decision]]], stage: int, size: int) -> list[tuple[float, int]]:
-    """The largest number of steps of any pipeline that a model of ``stage`` does not contain, whenever it changes.
+    """Returns the largest number of steps of any pipeline that a model of ``stage`` does not contain, whenever it
+    changes.
 
-    That is n_i - V_k[i] of ``policies/versions.py`` over those that take part, with pipelines as nodes. A member of a
-    group that neither waits nor is answered contains what it got from the end of its step on.
+    That is n_i - V_k[i] of ``policies/versions.py`` over the participants, with pipelines as nodes. The model of a
+    group's member that neither waits nor is answered contains the average from the end of its step on.
 
     Args:
         entries: times, events and decisions, as in a scheduler's log.
-        size: N, the pipelines.
+        size: N, the number of pipelines.
     """
     versions = [[0] * size for _ in range(size)]
     active: set[int] = set()
@@ -70,17 +71,17 @@ def _largest(versions: Sequence[Sequence[int]], active: set[int]) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """What happened; times in virtual seconds."""
+    """The events of a run; times are in virtual seconds."""
 
     work: Work
     groups: list[tuple[float, Group]]
-    """When each group went out."""
+    """Time when each group went out."""
     entries: list[tuple[float, Event, list[Decision]]]
     """Every event with its time and the decisions that followed, as in a scheduler's log."""
     finished: dict[Worker, float]
-    """When each worker was done; those that are stuck are missing."""
+    """Time when each worker finished; workers that are stuck are missing."""
     waited: dict[Worker, float]
-    """How long each worker stood still for its groups, after its own backwards."""
+    """Time for which each worker waited for its groups, after its own backwards."""
 
     @property
     def stuck(self) -> list[Worker]:
@@ -91,12 +92,13 @@ class Run:
     def throughput(self) -> float:
         """Mini-batches per second of all pipelines, each over its own time; 0 if some are stuck.
 
-        Which is what endless training would reach. A real epoch ends with its slowest pipeline: see :attr:`seconds`.
+        Endless training would reach this rate. A real epoch ends with its slowest pipeline: see :attr:`seconds`.
         """
         return sum(self.rates())
 
     def rates(self, first: int = 0) -> list[float]:
-        """Mini-batches per second of each pipeline, from its mini-batch ``first`` on; 0 for all if some are stuck."""
+        """Returns the mini-batches per second of each pipeline, from its mini-batch ``first`` on; 0 for all if some are
+        stuck."""
         pipelines = range(self.work.num_pipelines)
         if self.stuck:
             return [0.0 for _ in pipelines]
@@ -109,36 +111,37 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Until all workers were done."""
+        """Seconds until all workers were done."""
         return max(self.finished.values(), default=0.0)
 
     @property
     def mean_group_size(self) -> float:
-        """Over the groups."""
+        """Mean number of members over all groups."""
         return sum(len(group.members) for _, group in self.groups) / max(1, len(self.groups))
 
     @property
     def reasons(self) -> Counter[str]:
-        """How many groups went out for each reason."""
+        """Number of groups by reason."""
         return Counter(group.reason for _, group in self.groups)
 
     @property
     def waiting_share(self) -> float:
-        """Of the workers' time, what they stood still for their groups."""
+        """Share of the workers' time for which they waited for their groups."""
         return sum(self.waited.values()) / max(1e-12, sum(self.finished.values()))
 
     def lags(self, stage: int = 0) -> list[tuple[float, int]]:
-        """How many steps of any pipeline models of ``stage`` lacked at most, by time; see ``simulate/run.py``."""
+        """Returns the largest number of steps of any pipeline that models of ``stage`` lacked, by time; see
+        :func:`lags`."""
         return lags(self.entries, stage, self.work.num_pipelines)
 
     def rho(self, stage: int = 0) -> float:
-        """ρ of P-Reduce's theorem 1 over all groups of ``stage``; needs numpy."""
+        """Returns ρ of P-Reduce's theorem 1 over all groups of ``stage``; needs numpy."""
         groups = [([w.pipeline for w in g.members], g.weights) for _, g in self.groups if g.stage == stage]
         return mixing_radius(mean_mixing_matrix(groups, range(self.work.num_pipelines)))
 
 
 def jittered(seconds: float, by: float, seed: int = 0) -> Callable[[Worker, int], float]:
-    """Compute times for :class:`Work`: ``seconds``, and up to the share ``by`` of it more or less."""
+    """Returns compute times for :class:`Work`: ``seconds``, varied by up to the share ``by``."""
 
     def of(worker: Worker, iteration: int) -> float:
         return seconds * (1 + by * (2 * uniform(seed, worker.stage, worker.pipeline, iteration) - 1))
@@ -147,7 +150,7 @@ def jittered(seconds: float, by: float, seed: int = 0) -> Callable[[Worker, int]
 
 
 def dealt_epoch(config: PolicyConfig, alone: Run) -> float:
-    """Seconds of an epoch of the same work where batches are dealt by speed, once speeds are known.
+    """Returns the seconds of an epoch of the same work where batches are dealt by speed, once speeds are known.
 
     Args:
         config: the policy's values.
@@ -178,7 +181,7 @@ def simulate(policy: Policy | PolicyConfig, work: Work) -> Run:
     """Runs ``work`` under ``policy``, which must be new, or is made from its values.
 
     Raises:
-        BrokenRule: the policy decided what cannot be carried out.
+        BrokenRule: a decision of the policy cannot be carried out.
     """
     if isinstance(policy, PolicyConfig):
         work = replace(work, announce=work.announce or policy.announces)

@@ -1,4 +1,4 @@
-"""The order in which a stage computes: forwards and backwards of micro-batches, for a whole run."""
+"""Order of a stage's computation: forwards and backwards of micro-batches, for a whole run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Pass(NamedTuple):
     forward: bool
     iteration: int
     first: bool
-    """Of its kind in the mini-batch."""
+    """Whether it is the first of its kind in the mini-batch."""
     last: bool
-    """Of its kind in the mini-batch; after the last backward the optimizer steps."""
+    """Whether it is the last of its kind in the mini-batch; after the last backward the optimizer steps."""
 
 
 def passes(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: int, iterations: int) -> list[Pass]:
-    """What ``stage`` does, in order. ``"pipedream"`` has no micro-batches and no flush until the end.
+    """Returns the passes of ``stage``, in order. ``"pipedream"`` has no micro-batches and no flush until the end.
 
     Raises:
-        ConfigurationError: there is no such schedule here.
+        ConfigurationError: the schedule is not simulated.
     """
     if schedule not in get_args(Schedule):
         raise ConfigurationError(f"schedule={schedule!r} is not simulated; use one of {', '.join(get_args(Schedule))}")

@@ -1,3 +1,3 @@
-"""The Lightning strategy: :class:`SDPipeStrategy`, its options, and what it adds to Lightning's hooks."""
+"""The Lightning strategy :class:`SDPipeStrategy`: its options, and its additions to Lightning's hooks."""
 
 from lightning_sdpipe.strategy.strategy import SDPipeStrategy as SDPipeStrategy

@@ -1,7 +1,7 @@
-"""Lightning's hooks for checkpoints: what is in them, and which rank writes and reads it.
+"""Lightning's hooks for checkpoints: their contents, and which rank writes and reads them.
 
-States of parameters that are not the optimizer's, as entries of its own: so they are gathered, cut and loaded as its
-own are, on any number of stages.
+States of parameters that are not the optimizer's are added as entries of the optimizer's state. So they are gathered,
+cut and loaded as its own are, on any number of stages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ PREFIX = "sdpipe_"
 
 @contextmanager
 def added_to(optimizer: Optimizer, states: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[None]:
-    """While a checkpoint is made: an optimizer may take a state that is not empty for one that it has begun."""
+    """Add ``states`` to the optimizer while a checkpoint is made; it may take a non-empty state for one that it has
+    begun."""
     known = {parameter for parameter in states if parameter in optimizer.state}
     for parameter, state in states.items():
         optimizer.state[parameter].update({PREFIX + name: value for name, value in state.items()})
@@ -49,7 +50,7 @@ def added_to(optimizer: Optimizer, states: Mapping[nn.Parameter, Mapping[str, Te
 
 
 def taken_from(optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Tensor]]:
-    """What was added, out of the states that were loaded."""
+    """Remove and return the added states from those that were loaded."""
     found: dict[nn.Parameter, dict[str, Tensor]] = {}
     for parameter in [parameter for parameter in optimizer.state if isinstance(parameter, nn.Parameter)]:
         state = optimizer.state[parameter]
@@ -64,13 +65,13 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointHooks(Collectives):
-    """A checkpoint is gathered into one file, or each rank writes its part of a directory."""
+    """Hooks that gather a checkpoint into one file, or have each rank write its part of a directory."""
 
     _checkpoints: Checkpoints
     _split: Split | None = None
     _loaded_split: Split | None = None
     _lacks_checkpoint = False
-    """Was the last one not written?"""
+    """True if the last checkpoint was not written."""
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -87,7 +88,7 @@ class CheckpointHooks(Collectives):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._assembled is None:  # other processes have run, and this one has the whole module
+        if self._assembled is None:  # other processes have run; this one has the whole module
             return self.module.state_dict()
         alone = self._checkpoints.only_held or self._run.membership is None  # else the run is over, nothing under way
         if not alone:
@@ -109,7 +110,7 @@ class CheckpointHooks(Collectives):
         states = {} if self._training is None else self._training.sync.parameter_states()
         with added_to(own, states):
             gathered = self._checkpoints.optimizer_state(own)
-            if "state" in gathered:  # of its own: what is added goes again
+            if "state" in gathered:  # a copy, since the added states are removed again
                 gathered["state"] = {place: dict(state) for place, state in gathered["state"].items()}
             return gathered
 
@@ -146,21 +147,22 @@ class CheckpointHooks(Collectives):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self._lacks_checkpoint:  # what is to be removed may be the last one
+        if self._lacks_checkpoint:  # the checkpoint to be removed may be the last one
             return
         if self.is_global_zero:
             self._checkpoints.wait()
         super().remove_checkpoint(filepath)
 
     def _random_states(self) -> dict[str, Any]:
-        """And what else a resumed run goes on from: rounds are due by the number of the update."""
+        """Return all from which a resumed run goes on, counts of updates and rounds included: rounds are due by
+        updates."""
         counted = {"data_seed": self._data_seed, "split": self._split, "updates": self.training.updates}
         if self.training.sync.rounds is not None:
             counted["rounds"] = self._rounds_by_stage()
         return {**counted, **self._run.random_states()}
 
     def _rounds_by_stage(self) -> list[int]:
-        """Every rank must call it."""
+        """Gather the number of rounds of each stage; every rank must call it."""
         stage, _ = self.groups.mesh.locate(self.groups.rank)
         rounds = torch.zeros(self.groups.mesh.num_stages, dtype=torch.int64, device=self.root_device)
         rounds[stage] = self.training.sync.rounds or 0
@@ -169,7 +171,7 @@ class CheckpointHooks(Collectives):
         return rounds.tolist()
 
     def _take_over_rounds(self, saved: list[int] | None) -> None:
-        """Of this stage; of the one with the fewest, if the model was cut otherwise."""
+        """Take over the number of rounds of this stage; the lowest, if the model was cut otherwise."""
         if saved and self.training.sync.rounds is not None:
             stage, _ = self.groups.mesh.locate(self.groups.rank)
             self.training.sync.rounds = saved[stage] if len(saved) == self.groups.mesh.num_stages else min(saved)

@@ -1,4 +1,4 @@
-"""One worker of a run among the others: what it has of the run, and what it does with all of them."""
+"""One worker of a run among the others: its parts of the run, and its collectives."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Collectives(DDPStrategy):
     _assembled: Assembled | None = None
     _training: Training | None = None
     _source: BatchSource | None = None
-    """Of the batches that this worker trains; None in runs that do not fit."""
+    """Source of the batches that this worker trains; None in runs that do not fit."""
     _data_seed: int
     brought_home: Mapping[str, Any] = {}
-    """What the worker of rank 0 has said in the end, in a process that is none."""
+    """Results that the worker of rank 0 sent at the end, in a process that is no worker."""
 
     # ------------------------------------------------ how it gets among the others
 
@@ -99,7 +99,7 @@ class Collectives(DDPStrategy):
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks of all workers. Where devices are placed, they are known once the ranks have met."""
+        """Mesh of all workers' ranks. Where devices are placed, it is known once the ranks have gathered."""
         return self._run.mesh
 
     @property
@@ -113,7 +113,7 @@ class Collectives(DDPStrategy):
 
     @property
     def training(self) -> Training:
-        """What this worker does in each turn of the loop."""
+        """Training of this worker in each turn of the loop."""
         assert self._training is not None, "setup makes it"
         return self._training
 
@@ -130,19 +130,19 @@ class Collectives(DDPStrategy):
 
     @property
     def statistics(self) -> SyncStatistics:
-        """How this worker's synchronisation went: group sizes and seconds spent. In a process that has started all
+        """Statistics of this worker's synchronisation: group sizes and seconds spent. In a process that has started all
         workers (``start_method="fork"`` and the like), rank 0's."""
         found: SyncStatistics = self._cost("statistics")
         return found
 
     @property
     def seconds_waiting_for_pipeline(self) -> float:
-        """What this worker stood still for the neighbouring stages of its pipeline, validation included; else as
-        :attr:`statistics`."""
+        """Seconds that this worker stood still for the neighbouring stages of its pipeline, validation included. In a
+        process that has started all workers, rank 0's, as with :attr:`statistics`."""
         return float(self._cost("seconds_waiting_for_pipeline"))
 
     def costs(self) -> Mapping[str, Any]:
-        """What this worker knows of the two; in a process that has started all workers, what came home."""
+        """Return this worker's values of the two; in a process that has started all workers, those that came home."""
         if self._training is None:
             return self.brought_home
         training = self.training
@@ -174,7 +174,7 @@ class Collectives(DDPStrategy):
     # ------------------------------------------------ what it does with others
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Reduces over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another
+        """Reduce over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another
         there, and logged values are reduced at the end of the epoch."""
         if self._whereabouts.in_step or (self._training is not None and self._training.updating):
             return tensor
@@ -194,9 +194,9 @@ class Collectives(DDPStrategy):
             return self._run.vote(decision, all)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers one tensor from each pipeline, of the replicas of this stage.
+        """Gather one tensor from each pipeline, from the replicas of this stage.
 
-        ``LightningModule.all_gather`` asks for all ranks by default; other stages may not come to where this one asks.
+        ``LightningModule.all_gather`` asks for all ranks by default; other stages may never reach the call.
         """
         group = self.groups.stage if group in (None, dist.group.WORLD) else group
         # torch.distributed.nn scatters by global rank
@@ -220,8 +220,8 @@ class Collectives(DDPStrategy):
 
     @contextmanager
     def _together(self, purpose: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Around what this worker does with others, all of them by default, wherever they are when it begins. Before
-        others have been started there is no rank to wait for."""
+        """Bring this worker together with others, all of them by default, for the block; they may be anywhere when it
+        begins. Before others have been started there is no rank to wait for."""
         if self._training is not None:
             self._training.come_together()
         if not self._run.opened:
@@ -232,7 +232,7 @@ class Collectives(DDPStrategy):
 
     @contextmanager
     def _first_failure(self) -> Iterator[None]:
-        """Around what waits for other workers: if one of them has failed before, the error says which and why."""
+        """Let an error of the block, which waits for other workers, say which worker failed first, and why."""
         membership = self._run.membership
         try:
             yield

@@ -1,4 +1,4 @@
-"""Checks of the strategy's options: their names, types and values, before anything is made of them."""
+"""Checks of the strategy's options: their names, types and values, before anything is built from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from lightning_sdpipe.errors import ConfigurationError, nearest
 from lightning_sdpipe.worker.options import LOOPED
 
-# How to write what is easily written otherwise.
+# Examples for options that are easily written wrongly.
 _FOR_EXAMPLE = {
     "sync": "AllReduce()",
     "exchange": '"eight_bit", or Exchange(EightBit(), overlap="step")',
@@ -25,7 +25,7 @@ _FOR_EXAMPLE = {
     "timeout": "timedelta(minutes=10)",
 }
 
-# Of Lightning's DDPStrategy and torch's DistributedDataParallel, which its further options go to.
+# Options of Lightning's DDPStrategy and torch's DistributedDataParallel, which its further options go to.
 _OF_DDP = {
     **dict.fromkeys(
         ["ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"],
@@ -53,11 +53,11 @@ _SAID_ELSEWHERE = {
 
 
 def check(given: Mapping[str, Any], unknown: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError for options that cannot be meant so.
+    """Raise ConfigurationError for options that cannot be meant so.
 
     Args:
         given: all options by name.
-        unknown: those that are none.
+        unknown: those that are no options.
         hints: the types of ``given``.
     """
     for name in unknown:

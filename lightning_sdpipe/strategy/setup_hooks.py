@@ -1,4 +1,4 @@
-"""Lightning's hooks before a run: how its processes start, and how each of them keeps its stage of the module."""
+"""Lightning's hooks before a run: starting the processes, and keeping each one's stage of the module."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from lightning_sdpipe.worker.assembly import assemble
 from lightning_sdpipe.worker.launching.environment import naming_the_port
 from lightning_sdpipe.worker.launching.launcher import launcher_for
 
-_SHOWN = 4  # of a stage's ranks, when the run begins
+_SHOWN = 4  # ranks of a stage that are shown when the run begins
 
 
 class SetupHooks(TrainingSetup):
-    """Starts the processes, and cuts the model."""
+    """Hooks that start the processes, and cut the model."""
 
     _plans: tuple[nn.Module, Sequence[plan.Plan]] | None = None
-    """Of each pipeline, or one that all have."""
+    """Plan of each pipeline, or one that all have."""
     _failed = _gathers = False
 
     @cached_property
@@ -82,7 +82,7 @@ class SetupHooks(TrainingSetup):
         self._data_seed = shared_seed()
 
     def _get_process_group_backend(self) -> str:
-        """Both kinds of tensors travel: headers and metrics are on the CPU."""
+        """Return backends for both kinds of tensors that travel: headers and metrics are on the CPU."""
         device, default = self.root_device, super()._get_process_group_backend()
         return backends(device, self.parallel_devices or [], self.process_group_backend, default)
 
@@ -107,7 +107,7 @@ class SetupHooks(TrainingSetup):
             rank_zero_info(self._what_runs())
 
     def _what_runs(self) -> str:
-        """What a user looks at when a run is not what was meant: what each rank runs, and how."""
+        """Describe what each rank runs, and how: what a user looks at when a run is not what was meant."""
         options, ranks = self.options, self.mesh.ranks
         assert self._plans is not None
         devices = self.parallel_devices or [self.root_device]
@@ -155,12 +155,13 @@ class SetupHooks(TrainingSetup):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around ``configure_model``: what it builds on ``meta`` gets its initial values when it is cut."""
+        """Record what ``configure_model`` builds on ``meta``, so that it gets its initial values when it is cut."""
         with self._initialisation.recording():
             yield
 
     def _plan_stages(self, trainer: Trainer) -> Sequence[plan.Plan]:
-        """A module is cut once: each rank has let go of the other stages when it runs again."""
+        """Return the plans of a module, which is cut once: each rank has let go of the other stages when it runs
+        again."""
         if self._plans is None or self._plans[0] is not self.module:
             options = self.options
             planning = Planning(
@@ -176,7 +177,7 @@ class SetupHooks(TrainingSetup):
         return self._plans[1]
 
     def _cut(self, trainer: Trainer) -> None:
-        """Cuts the module: this rank keeps its stage, in flat buckets, equal on all pipelines."""
+        """Cut the module: this rank keeps its stage, in flat buckets, equal on all pipelines."""
         refuse_uninitialised(self.module)
         memory = same_memory(self.module)
         stages = self._plan_stages(trainer)
@@ -190,4 +191,4 @@ class SetupHooks(TrainingSetup):
             self._checkpoints.check()
 
     def model_to_device(self) -> None:
-        """Nothing: :func:`keep_only` has moved this stage's part, and the rest stays on ``meta``."""
+        """No-op: :func:`keep_only` has moved this stage's part, and the rest stays on ``meta``."""

@@ -1,4 +1,4 @@
-"""The Lightning strategy: its options, and its hooks during a run, each a few calls into the packages beside it."""
+"""The Lightning strategy: its options, and its hooks during a run, each a few calls into neighbouring packages."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class SDPipeStrategy(SetupHooks):
     """Pipeline and data parallel training on unequal workers (SDPipe, VLDB 2023).
 
     ``devices × num_nodes`` workers form N pipelines of ``num_stages`` stages. Each stage runs its part of the user's
-    own steps; the replicas of a stage keep together as ``sync`` says, by default by averaging parameters in groups.
-    ``options`` is what the arguments below came to, as :class:`~lightning_sdpipe.worker.options.Options`.
+    own steps; the replicas of a stage stay synchronised by the method ``sync``, by default by averaging parameters in
+    groups. ``options`` holds the resolved arguments, as :class:`~lightning_sdpipe.worker.options.Options`.
 
     Args:
         num_stages: M, the stages of a pipeline; must divide the number of workers. Or a list: those of each pipeline,
@@ -162,14 +162,14 @@ class SDPipeStrategy(SetupHooks):
         )
 
     def __repr__(self) -> str:
-        """What other Trainers print when they refuse it."""
+        """Return what other Trainers print when they refuse the strategy."""
         return f"<SDPipeStrategy of {self.num_stages} stages. {ONLY_LIGHTNING}>"
 
     # ----------------------------------------------------------------- options
 
     @property
     def num_stages(self) -> int:
-        """M, the stages of a pipeline; of the deepest one, where they differ."""
+        """The number M of stages of a pipeline; of the deepest one, where they differ."""
         return self.options.num_stages
 
     @property
@@ -184,17 +184,17 @@ class SDPipeStrategy(SetupHooks):
 
     @property
     def exchange(self) -> Exchange:
-        """How tensors move between the replicas of a stage."""
+        """The exchange of tensors between the replicas of a stage."""
         return self.options.exchange
 
     @property
     def delays(self) -> Heterogeneity:
-        """What slows workers down while they train."""
+        """The delays that slow workers down while they train."""
         return self.options.delays
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """Of this machine: those of the Trainer, or of them those of an elastic job."""
+        """Devices of this machine: those of the Trainer, or among them those of an elastic job."""
         return super().parallel_devices
 
     @parallel_devices.setter
@@ -210,14 +210,15 @@ class SDPipeStrategy(SetupHooks):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every stage of a pipeline sees the same batches. For prediction, whole batches are dealt out later."""
+        """Arguments with which every stage of a pipeline sees the same batches. For prediction, whole batches are dealt
+        out later."""
         if self.module.trainer.predicting:
             return {"num_replicas": 1, "rank": 0}
         return self._run.sampler if self.module.trainer.training else self._run.evaluation_sampler
 
     @property
     def reads_inputs(self) -> bool:
-        """Whether this worker runs the first blocks. A data module whose inputs go to those alone may leave them unread
+        """True if this worker runs the first blocks. A data module whose inputs go to those alone may leave them unread
         elsewhere, and give :func:`~lightning_sdpipe.pipeline.data.stand_in` of their shape."""
         return self.mesh.locate(self.global_rank)[0] == 0
 
@@ -292,7 +293,7 @@ class SDPipeStrategy(SetupHooks):
 
     @property
     def has_results(self) -> bool:
-        """Whether this worker's stage is the last one, where steps come to their end and what they return exists."""
+        """True if this worker's stage is the last one, where steps end and their results exist."""
         return self.groups.mesh.is_last(self.groups.rank)
 
     # ---------------------------------------------------------------- the end
@@ -305,7 +306,7 @@ class SDPipeStrategy(SetupHooks):
 
     @property
     def injector(self) -> DelayInjector:
-        """How long this worker computed, and how long it was made to sleep by ``delays``."""
+        """Injector of ``delays``: seconds that this worker computed, and that it was made to sleep."""
         return self._parts.delays
 
     def on_exception(self, exception: BaseException) -> None:
@@ -336,7 +337,7 @@ class SDPipeStrategy(SetupHooks):
             super().teardown()  # moves the whole module to the CPU if it finds one; meta tensors cannot be moved
 
     def _make_whole(self, parts: Assembled) -> None:
-        """As other strategies leave the module: whole, in all processes that go on."""
+        """Make the module whole in all processes that go on, as other strategies leave it."""
         ends_here = self.options.start_method != "popen"  # all but one process of each machine
         keepers = [rank for rank in range(self.world_size) if not ends_here or rank % self.num_processes == 0]
         if set(keepers) & set(self.mesh.pipeline_ranks(self._worker.pipeline)):
@@ -345,4 +346,4 @@ class SDPipeStrategy(SetupHooks):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: the package registers ``"sdpipe"`` when it is imported, not this class's parents' names."""
+        """No-op: the package registers ``"sdpipe"`` when it is imported, not this class's parents' names."""

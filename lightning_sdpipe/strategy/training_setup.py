@@ -1,4 +1,4 @@
-"""What each worker makes once it has its stage: what the hooks of a run call, its optimizer and its batches."""
+"""Setup of a worker that has its stage: the objects that a run's hooks call, its optimizer and its batches."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from lightning_sdpipe.worker.training import Training
 
 
 class TrainingSetup(CheckpointHooks):
-    """Makes a worker ready for a run."""
+    """Hooks that make a worker ready for a run."""
 
     _undo: Sequence[Callable[[], None]] = ()
 
     def _prepare_training(self, trainer: Trainer) -> None:
-        """Makes what the strategy's hooks call, and Lightning's loop and callbacks fit for it."""
+        """Make the objects that the strategy's hooks call, and adapt Lightning's loop and callbacks to them."""
         parts = self._parts
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         watch = self.options.on_nonfinite == "stop"
@@ -88,7 +88,7 @@ class TrainingSetup(CheckpointHooks):
             ),
         ]
         self._undo = [*self._undo, refuse_own_values(trainer, self._why_alike)]
-        checks = ClockChecks(loop.clocks(trainer), self.broadcast)
+        checks = ClockChecks(loop.clocks(trainer), self._from_leader)
         self._source = self._make_source(trainer, checks) if trainer.state.fn == TrainerFn.FITTING else None
         if self._source is not None:
             self._undo = [*self._undo, self._source.close]
@@ -98,14 +98,19 @@ class TrainingSetup(CheckpointHooks):
 
     @property
     def _why_alike(self) -> str | None:
-        """Why no worker may have a learning rate of its own; None if pipelines may."""
+        """Reason why no worker may have a learning rate of its own; None if pipelines may."""
         if self.training.sync.gradients is not None and self.mesh.num_pipelines > 1:
             return f"replicas stay equal under sync={self.options.sync!r}"
         return "stages other than the last have none" if self.options.num_stages > 1 else None
 
     def _scale_of_gradients(self) -> float:
-        """When they are exchanged: without a flush they are divided by the loss scale before."""
+        """Return the scale of gradients during an exchange: without a flush they are divided by the loss scale
+        before."""
         return current_scale(self.precision_plugin) if self._parts.pipeline.flushes else 1.0
+
+    def _from_leader(self, numbers: list[float]) -> list[float]:
+        with self._together("the leader's clock"):
+            return self._run.from_leader(numbers)
 
     def _make_source(self, trainer: Trainer, checks: ClockChecks) -> BatchSource:
         def origin() -> Split | None:

@@ -27,13 +27,13 @@ class Keeper:
         )
 
     def knows(self, group: int, lives: bool) -> None:
-        """``group`` is to be killed, if it ``lives``."""
+        """Tell the keeper of a ``group`` that is to be killed, or, if it no longer ``lives``, is to be forgotten."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # something has killed it; the kernel does the most part then
+        with contextlib.suppress(BrokenPipeError):  # another program has killed it; the kernel does the most part then
             self._process.stdin.write(f"{'+' if lives else '-'}{group}\n".encode())
 
     def close(self) -> None:
-        """Kills what it has not been told to forget."""
+        """End the keeper, which kills the groups that it was not told to forget."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -42,9 +42,9 @@ class Keeper:
 class Child:
     """A running program, in a session of its own: Ctrl-C in a terminal does not reach it, and it leads a process group.
 
-    It is killed when this process ends, even by SIGKILL, so it must be started by the main thread; with a ``keeper``,
-    so is what it has started, in its process group. ``outputs`` are the descriptors that it writes to, and ``more``
-    others that it gets by the same numbers; all are closed here.
+    It is killed when this process ends, even by SIGKILL, so it must be started by the main thread. With a ``keeper``,
+    so are the programs that it has started, in its process group. ``outputs`` are the descriptors that it writes to,
+    and ``more`` others that it gets by the same numbers; all are closed here.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Child:
         return self._process.pid
 
     def has_ended(self) -> bool:
-        """Whether it has. Its number is not given to another process before :meth:`bury`."""
+        """Return whether the program has ended. Its number is not given to another process before :meth:`bury`."""
         if self._process.returncode is not None:
             return True
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def signal(self, number: int) -> None:
-        """To it alone; SIGKILL also to what it has started."""
+        """Send a signal to the program alone; SIGKILL also to all that it has started."""
         if self._process.returncode is not None:
             return
         if number == signal.SIGKILL:
@@ -92,7 +92,7 @@ class Child:
             os.kill(self.pid, number)
 
     def bury(self) -> int:
-        """Once it has ended: kills what it has left, and returns its exit code, or −1 times the signal."""
+        """Kill what the program, which has ended, has left; return its exit code, or −1 times the signal."""
         if self._process.returncode is None:
             self._kill_group()
             if self._keeper is not None:

@@ -25,11 +25,11 @@ from lightning_sdpipe.supervision.state import Settings
 from lightning_sdpipe.supervision.status_poller import seen
 from lightning_sdpipe.supervision.supervisor import Supervisor
 
-_ANSWER = 2.0  # seconds in which the scheduler says how the run is
+_ANSWER = 2.0  # seconds in which the scheduler answers for its status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: that of the run, or 2 when it cannot be started as it was asked for."""
+    """Run the command; return the exit status of the run, or 2 when it cannot be started as it was asked for."""
     options = _parser().parse_args(arguments)
     try:
         return _run(options)
@@ -123,7 +123,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> Settings:
-    """Raises ConfigurationError before anything is started."""
+    """Return the settings, or raise ConfigurationError before anything is started."""
     if not sys.platform.startswith("linux"):
         raise ConfigurationError(
             f"it needs Linux, which lets processes die with their supervisor, and this is {sys.platform}; start a "
@@ -162,8 +162,8 @@ def _make_directory(asked: Path | None) -> Path:
 
 
 def _environment(settings: Settings, bind: str) -> dict[str, str]:
-    """Of all ranks. The processors are shared by all pipelines, of which a rank does not know. Where no other machine
-    can send pipelines, tensors travel over loopback."""
+    """Return the environment of all ranks. All pipelines share the processors, which a rank does not know. Where no
+    other machine can send pipelines, tensors travel over loopback."""
     processes = settings.num_pipelines * settings.num_stages
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     network = {"GLOO_SOCKET_IFNAME": "lo"} if bind.startswith("tcp://127.") else {}

@@ -1,8 +1,8 @@
-"""``python die_with_parent.py PARENT COMMAND …``: becomes COMMAND, and is killed when the process PARENT ends, however
-it does.
+"""``python die_with_parent.py PARENT COMMAND …``: becomes COMMAND, and is killed when the process PARENT ends, for any
+reason.
 
-Runs by its path, in an interpreter that imports nothing else, so that it costs some milliseconds. What is asked of
-Linux here holds for the program that takes this process's place too.
+It runs by its path, in an interpreter that imports nothing else, so that it costs some milliseconds. The request to
+Linux also holds for the program that takes this process's place.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Does not return."""
+    """Become ``command``; does not return."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before that was asked
+    if os.getppid() != parent:  # the parent ended before the request
         os.kill(os.getpid(), signal.SIGKILL)
     os.execvp(command[0], command)
 

@@ -1,6 +1,6 @@
-"""What a supervisor hears of, and what it decides: the two sides of :mod:`~lightning_sdpipe.supervision.rules`.
+"""Events and decisions of a supervisor: the two sides of :mod:`~lightning_sdpipe.supervision.rules`.
 
-How processes end, in words.
+The module also describes in words how processes end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Begin:
 
 @dataclass(frozen=True)
 class ProcessEnded:
-    """A process has ended: with ``code``, or by the signal −``code``; ``raised`` left its script before."""
+    """A process has ended: with ``code``, or by the signal −``code``; the exception ``raised`` had left its script
+    before."""
 
     pipeline: int
     rank: int
@@ -41,12 +42,12 @@ class Raising:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the scheduler answered to a question that was asked at ``asked``.
+    """The scheduler's answer to a question that was asked at ``asked``.
 
-    ``lives`` has the pipelines that train, each with what tells this life of it from others; ``leader`` leads them.
-    ``update`` is how far the furthest is, ``ever`` are those that ever trained; ``gone`` has lives that it has given
-    up, and why. ``failure`` is what ended the run, if anything; ``resumed`` the checkpoint from which it went on when
-    none was left.
+    ``lives`` maps the pipelines that train to a name of their present life; ``leader`` leads them. ``update`` is the
+    update of the furthest pipeline, ``ever`` are the pipelines that ever trained; ``gone`` has lives that the scheduler
+    has given up, and why. ``failure`` is what ended the run, if anything; ``resumed`` is the checkpoint from which it
+    went on when no pipeline was left.
     """
 
     asked: float
@@ -85,7 +86,7 @@ Event: TypeAlias = Begin | ProcessEnded | Raising | Seen | SchedulerEnded | Sign
 
 @dataclass(frozen=True)
 class Launch:
-    """Start the processes of a pipeline; ``again`` counts how often that was done before."""
+    """Start the processes of a pipeline; ``again`` counts its earlier starts."""
 
     pipeline: int
     again: int
@@ -98,7 +99,7 @@ class LaunchScheduler:
 
 @dataclass(frozen=True)
 class Stop:
-    """Send a signal to those processes of the pipeline that live."""
+    """Send a signal to the live processes of the pipeline."""
 
     pipeline: int
     signal: int
@@ -106,21 +107,21 @@ class Stop:
 
 @dataclass(frozen=True)
 class Show:
-    """The terminal is this pipeline's."""
+    """Show this pipeline's output on the terminal."""
 
     pipeline: int
 
 
 @dataclass(frozen=True)
 class Say:
-    """A line for the user."""
+    """Print a line for the user."""
 
     line: str
 
 
 @dataclass(frozen=True)
 class Finish:
-    """Nothing runs any more; ``code`` is the exit code of the run."""
+    """All processes have ended; ``code`` is the exit code of the run."""
 
     code: int
 
@@ -129,11 +130,11 @@ Decision: TypeAlias = Launch | LaunchScheduler | Stop | Show | Say | Finish
 
 
 INTERRUPTED = 128
-"""Plus the number of a signal: the exit code of what it ended."""
+"""Base of the exit code of what a signal ended; the number of the signal is added to it."""
 
 
 def how(end: ProcessEnded) -> str:
-    """What goes on a sentence that begins with the process."""
+    """Return the continuation of a sentence that begins with the process."""
     if end.code == -signal.SIGKILL:
         return " killed"
     if end.code == -signal.SIGTERM or end.code == INTERRUPTED + signal.SIGTERM:
@@ -146,7 +147,7 @@ def how(end: ProcessEnded) -> str:
 
 
 def signal_name(number: int) -> str:
-    """As the system calls it."""
+    """Return the system's name of the signal."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the processes print: all of it into a log per pipeline, and one process's on to the terminal."""
+"""Output of the processes: all of it goes into a log per pipeline, and that of one process on to the terminal."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ _LONGEST_LINE = 1 << 16
 
 
 class Terminal:
-    """The user's: lines of the supervisor, between what a process prints. Nothing waits for it, or fails because of it.
+    """The user's terminal: lines of the supervisor, between the output of a process. No other part waits for it, or
+    fails because of it.
 
     Lines of the supervisor go into the file ``log`` as well, once it is set.
     """
 
     def __init__(self) -> None:
         writer = Writer(1)
-        self._writers = {1: writer, 2: writer if os.path.sameopenfile(1, 2) else Writer(2)}  # one keeps the order
+        self._writers = {1: writer, 2: writer if os.path.sameopenfile(1, 2) else Writer(2)}  # only one keeps order
         self._in_line = False
         self.log: Log | None = None
 
     def say(self, line: str) -> None:
-        """A line of its own."""
+        """Print ``line`` as a line of its own."""
         before = b"\n" if self._in_line else b""
         self._in_line = False
         self._writers[2].put(before + f"sdpipe: {line}\n".encode(), important=True)
@@ -43,12 +44,12 @@ class Terminal:
             self.log.write("", time.strftime("%Y-%m-%d %H:%M:%S ").encode() + line.encode())
 
     def pass_on(self, descriptor: int, data: bytes) -> None:
-        """What a process has written to 1 or 2."""
+        """Print what a process has written to 1 or 2."""
         self._in_line = not data.endswith(b"\n")
         self._writers[descriptor].put(data)
 
     def close(self) -> None:
-        """Waits for a reader that reads."""
+        """Write what is left, waiting for a reader that reads."""
         for writer in self._writers.values():
             writer.close()
         if self.log is not None:
@@ -58,7 +59,7 @@ class Terminal:
         return os.isatty(descriptor)
 
     def size(self) -> bytes | None:
-        """Rows and columns as the system writes them; None if it is no terminal, or gone."""
+        """Return rows and columns as the system writes them; None if the terminal is none, or gone."""
         for descriptor in self._writers:
             if os.isatty(descriptor):
                 with contextlib.suppress(OSError):
@@ -67,9 +68,9 @@ class Terminal:
 
 
 class Log:
-    """The file of one pipeline; lines of its stages, each with the stage's number.
+    """The log file of one pipeline: lines of its stages, each with the stage's number.
 
-    What cannot be written is counted, and the count is written when there is space again.
+    Lines that cannot be written are counted, and the count is written when there is space again.
     """
 
     def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
@@ -79,7 +80,8 @@ class Log:
         self._missing = 0
 
     def write(self, prefix: str, line: bytes) -> None:
-        """A line without its end. Of a progress bar that was drawn again and again, its last state."""
+        """Write a line, given without its end. Of a progress bar that was redrawn many times, only the last state is
+        written."""
         shown = line.rstrip(b"\r").rpartition(b"\r")[2]
         if self._file is None or (line and not shown):
             return
@@ -100,7 +102,8 @@ class Log:
 
 
 class OutputStream:
-    """One of the two outputs of a process, or both where they are one terminal. ``shown`` says whether they pass on."""
+    """One of the two outputs of a process, or both where they are one terminal. ``shown`` says whether the terminal
+    shows it."""
 
     def __init__(
         self, source: int, descriptor: int, log: Log, prefix: str, terminal: Terminal, shown: Callable[[], bool]
@@ -115,7 +118,7 @@ class OutputStream:
         os.set_blocking(source, False)
 
     def read(self) -> bool:
-        """What is there now, up to some amount; False at the end."""
+        """Read what is there now, up to some amount; return False at the end."""
         return self._read() != b""
 
     def _read(self) -> bytes | None:
@@ -123,14 +126,15 @@ class OutputStream:
             data = os.read(self.source, _AT_ONCE)
         except BlockingIOError:
             return None
-        except OSError:  # how a pseudo-terminal says that its last writer is gone
+        except OSError:  # a pseudo-terminal reports so that its last writer is gone
             data = b""
         if data:
             self._take(data)
         return data
 
     def close(self) -> None:
-        """After what can still be read at once. Something else may hold the other end, so its end is not awaited."""
+        """Close the stream after what can still be read at once. Another program may hold the other end, so its end is
+        not awaited."""
         while self._read():
             pass
         if self._line:
@@ -139,7 +143,7 @@ class OutputStream:
         os.close(self.source)
 
     def resize(self, size: bytes) -> None:
-        """Where it is a terminal."""
+        """Set the size, if the stream is a terminal."""
         if os.isatty(self.source):
             fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
 
@@ -153,9 +157,10 @@ class OutputStream:
 
 
 def open_outputs(terminal: Terminal | None) -> tuple[dict[int, int], tuple[int, int]]:
-    """Where a process's output is read, by what it is to the process (1 or 2), and the two ends that it gets.
+    """Return where a process's output is read, by descriptor of the process (1 or 2), and the two ends that it gets.
 
-    With a ``terminal``, what is one there is one for the process as well, so that progress bars look as they should.
+    An output that is a terminal in ``terminal`` is one for the process as well, so that progress bars look as they
+    should.
     """
     if terminal is not None and terminal.is_terminal(1) and terminal.is_terminal(2):
         ours, theirs = _pseudo_terminal(terminal)
@@ -172,7 +177,7 @@ def open_outputs(terminal: Terminal | None) -> tuple[dict[int, int], tuple[int, 
 
 
 def own_terminal() -> Terminal:
-    """Of this process, which is not stopped for writing to it from the background.
+    """Return the terminal of this process, which is then not stopped for writing to it from the background.
 
     Call it before other files are opened: one of them could get the number of an output that was closed.
     """

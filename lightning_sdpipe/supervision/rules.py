@@ -1,21 +1,22 @@
-"""What the supervisor of a machine's pipelines does about what happens to them: events in, decisions out.
+"""The rules of a supervisor of one machine's pipelines: events in, decisions out.
 
 A pipeline is M processes that live and die together::
 
     WAITING ── its time comes ──▶ RUNNING ── a process fails ──▶ ENDING ── the last one has ended ──▶ WAITING | GIVEN_UP
                                      └────── all end with exit code 0 ──▶ FINISHED
 
-- A process that fails takes its pipeline with it: the others of the pipeline get ``grace`` seconds to notice and say
-  what they know, then they are killed. So the pipeline's own reason is told, and not that of one that waited for it.
-- It starts again at once; if it fails again before it has trained, after twice as long each time, up to
-  ``longest_delay``. Each start again takes one from the pipeline's budget.
-- The run ends by name when restarts are in vain: before any pipeline trains, two raise the same exception (a bug of
-  the script would kill one after another; later, the scheduler finds it), fewer than ``min_pipelines`` are left, a
-  script ends without having trained, or the scheduler says that the run is over.
+- A process that fails takes its pipeline with it: the others of the pipeline get ``grace`` seconds to notice and report
+  what they know, then they are killed. So the pipeline's own reason is reported, and not that of a pipeline that waited
+  for it.
+- The pipeline restarts at once; if it fails again before it has trained, after twice as long each time, up to
+  ``longest_delay``. Each restart takes one from the pipeline's budget.
+- The run ends by name when restarts are in vain: before any pipeline trains, two raise the same exception (a bug of the
+  script would kill one after another; later, the scheduler finds it), fewer than ``min_pipelines`` are left, a script
+  ends without having trained, or the scheduler says that the run is over.
 - Once a pipeline has finished, the training is over: those that still train come to its end too, and one that does not
   train is not started again, since it would begin a run of its own.
 
-It knows of training what the scheduler knows (:class:`Seen`). No processes, clocks or sockets are in here.
+All that the rules know of training comes from the scheduler (:class:`Seen`). They have no processes, clocks or sockets.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ FAILED = 1
 
 
 class Rules:
-    """One run of a machine's pipelines. ``on`` must be called with times that do not decrease, and at ``deadline``."""
+    """The rules for one run of a machine's pipelines. ``on`` must be called with times that do not decrease, and at
+    ``deadline``."""
 
     def __init__(self, settings: Settings, stage_of: Mapping[int, int]) -> None:
-        """``stage_of`` says which stage a rank of a pipeline runs."""
+        """Store the settings; ``stage_of`` gives the stage that a rank of a pipeline runs."""
         self._settings = settings
         self._stage_of = stage_of
         self._pipelines = [PipelineState(number) for number in range(settings.num_pipelines)]
@@ -62,19 +64,19 @@ class Rules:
         self._shown: int | None = None
         self._leader: int | None = None
         self._lives: frozenset[str] = frozenset()
-        """The lives that trained when that was seen last."""
+        """Lives that trained when the scheduler last answered."""
         self._scheduler_again = 0
         self._all_came = self._anybody_came = self._blemished = False
         self._over_since = math.inf
-        """When the first pipeline had finished, and the training with it."""
+        """Time at which the first pipeline had finished, and the training with it."""
         self._ends_with: int | None = None
-        """The run's exit code, once its end has begun."""
+        """Exit code of the run, once its end has begun."""
         self._kill_at = math.inf
         self._finished = False
         self._out: list[Decision] = []
 
     def on(self, event: Event, now: float) -> list[Decision]:
-        """What is to be done, in this order."""
+        """Return the decisions that follow from ``event``, to be carried out in this order."""
         match event:
             case Begin():
                 for pipeline in self._pipelines:
@@ -98,7 +100,7 @@ class Rules:
         return decided
 
     def deadline(self) -> float:
-        """When time alone changes something; infinite if never."""
+        """Time at which the passing of time changes something; infinite if never."""
         if self._finished or self._ends_with is not None:
             return math.inf if self._finished else self._kill_at
         waits = [pipeline.due for pipeline in self._pipelines if pipeline.phase not in GONE]
@@ -107,7 +109,7 @@ class Rules:
 
     @property
     def asks(self) -> bool:
-        """Whether it matters what the scheduler knows."""
+        """True if it matters what the scheduler knows."""
         return self._ends_with is None and not self._finished
 
     # --------------------------------------------------------------- pipelines
@@ -140,11 +142,12 @@ class Rules:
             self._lost(pipeline, now)
         elif pipeline.trained or self._ends_with is not None:
             self._finished_training(pipeline, now)
-        else:  # the scheduler knows whether it has trained; perhaps that was too short to be seen
+        else:  # the scheduler knows whether it has trained; perhaps for too short a time to be seen
             pipeline.due = now + self._settings.silence
 
     def _raising(self, event: Raising, now: float) -> None:
-        """Its process will end, and perhaps not soon; that another one failed first, it may say better itself."""
+        """Note an exception in a process that will end, perhaps not soon. If another process failed first, that one's
+        own report is better."""
         pipeline = self._pipelines[event.pipeline]
         if (
             event.raised.follows_another
@@ -159,7 +162,7 @@ class Rules:
         self._say_why(pipeline, end)
 
     def _lost(self, pipeline: PipelineState, now: float) -> None:
-        """All of its processes have ended, and not as they should."""
+        """Deal with a pipeline all of whose processes have ended, and not as they should."""
         if self._ends_with is not None or self._over_since < math.inf:
             pipeline.phase = PipelinePhase.GIVEN_UP
             return
@@ -186,7 +189,7 @@ class Rules:
                 self._out.append(Say(f"pipeline {other.number} does not start again: the training is over"))
 
     def _turn_away(self, pipeline: PipelineState, now: float) -> None:
-        """It does not train yet, and the others have finished."""
+        """End a pipeline that does not train yet while the others have finished."""
         pipeline.phase, pipeline.due, pipeline.told = PipelinePhase.ENDING, now + self._settings.farewell, True
         late = f"pipeline {pipeline.number} comes too late: the training is over"
         self._out += [Say(late), Stop(pipeline.number, signal.SIGTERM)]
@@ -194,7 +197,8 @@ class Rules:
     # ----------------------------------------------------------------- reasons
 
     def _say_why(self, pipeline: PipelineState, event: ProcessEnded) -> None:
-        """At once, unless this process failed because of another one of its pipeline, whose reason may yet come."""
+        """Report the reason at once, unless this process failed because of another one of its pipeline, whose reason
+        may yet come."""
         follows = event.code == 0 or (event.raised is not None and event.raised.follows_another)
         if pipeline.told or self._ends_with is not None or (follows and pipeline.alive):
             return
@@ -248,7 +252,8 @@ class Rules:
             self._out.append(Say(f"all {self._settings.num_pipelines} pipelines train"))
 
     def _is_given_up(self, pipeline: PipelineState, reason: str, now: float) -> None:
-        """The scheduler goes on without it. Its processes are told so, perhaps when they wake, and have to end."""
+        """Note that the scheduler goes on without the pipeline. Its processes are told so, perhaps when they wake, and
+        have to end."""
         if not pipeline.doubted:  # a process may have ended in this moment, which is the better reason
             pipeline.doubted = True
             return
@@ -282,11 +287,11 @@ class Rules:
     # --------------------------------------------------------------------- end
 
     def _is_a_bug(self, pipeline: PipelineState) -> bool:
-        """Whether another pipeline has failed with the same exception; then the run ends. Of those that have trained,
-        the scheduler knows."""
+        """End the run and return True if another pipeline has failed with the same exception. The scheduler judges
+        those that have trained."""
         raised = pipeline.reason.raised
         killed = any(end.code < 0 for end in pipeline.ends)
-        # and others train on
+        # another pipeline trains on
         joins = any(other.trained and other.phase is PipelinePhase.RUNNING for other in self._pipelines)
         if raised is None or not raised.may_be_a_bug or killed or joins or pipeline.trained:
             return False
@@ -312,7 +317,7 @@ class Rules:
 
     def _told(self, event: SignalReceived, now: float) -> None:
         if self._ends_with is not None and self._kill_at > now:
-            self._kill_at = now  # told twice
+            self._kill_at = now  # a second signal kills at once
             return
         name = "Ctrl-C" if event.signal == signal.SIGINT else signal_name(event.signal)
         self._end(name, INTERRUPTED + event.signal, event.signal)
@@ -320,7 +325,7 @@ class Rules:
     def _end(self, reason: str, code: int, by: int = signal.SIGTERM) -> None:
         if self._ends_with is not None:
             return
-        self._ends_with, self._kill_at = code, -math.inf  # its time is set when time passes
+        self._ends_with, self._kill_at = code, -math.inf  # the time is set when time passes
         self._out.append(Say(f"the run ends: {reason}"))
         for pipeline in self._pipelines:
             if pipeline.alive:
@@ -348,7 +353,7 @@ class Rules:
             elif pipeline.phase is PipelinePhase.ENDING:
                 pipeline.due, pipeline.pressed = math.inf, True
                 self._out.append(Stop(pipeline.number, signal.SIGKILL))
-            elif pipeline.phase is PipelinePhase.RUNNING:  # it has ended, and whether it has trained is not known
+            elif pipeline.phase is PipelinePhase.RUNNING:  # it has ended; whether it has trained is unknown
                 self._finished_training(pipeline, now)
 
     def _press(self, now: float) -> None:
@@ -370,7 +375,7 @@ class Rules:
     # ---------------------------------------------------------------- terminal
 
     def _choose_whom_to_show(self) -> None:
-        """The leader's progress is that of all; until it is known, that of the first pipeline that lives."""
+        """Show the leader, whose progress is that of all; until it is known, the first pipeline that lives."""
         alive = [pipeline.number for pipeline in self._pipelines if pipeline.alive]
         chosen = next((one for one in (self._leader, self._shown) if one in alive), min(alive, default=None))
         if chosen is not None and chosen != self._shown:

@@ -1,8 +1,9 @@
-"""Runs a script as ``python SCRIPT`` or ``python -m MODULE`` would, and tells the supervisor what exception ends it.
+"""Runs a script as ``python SCRIPT`` or ``python -m MODULE`` would, and reports to the supervisor the exception that
+ends it.
 
-What a process prints says that only sometimes: torch writes ``[rank0]:`` before each line, Hydra a traceback of its
-own, and a pattern finds what was merely printed. So the exception is written to a descriptor that the supervisor reads,
-when it leaves the script: the process may take long to end after that.
+The output of a process shows the exception only sometimes: torch writes ``[rank0]:`` before each line, Hydra prints a
+traceback of its own, and a pattern finds what was merely printed. So the exception is written to a descriptor that the
+supervisor reads, when it leaves the script: the process may take long to end after that.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from types import TracebackType
 from lightning_sdpipe.supervision.uncaught_exception import describe
 
 REPORT = "SDPIPE_REPORT"
-"""The descriptor, in the environment; the script does not see it."""
+"""Environment variable with the descriptor; the script does not see it."""
 
 
 def command(script: Sequence[str]) -> list[str]:
-    """What runs ``script``: its path, or ``-m`` and a module's name, and its arguments."""
+    """Return the command that runs ``script``: its path, or ``-m`` and a module's name, and its arguments."""
     return [sys.executable, "-c", f"from {__name__} import main; main()", *script]
 
 
 def main() -> None:
-    """Runs what is on the command line."""
+    """Run the script on the command line."""
     _, *arguments = sys.argv
     process, report = os.getpid(), os.environ.pop(REPORT, None)
     if report is not None:
@@ -70,7 +71,7 @@ def _run_module(name: str, *arguments: str) -> None:
 
 
 def _tell(report: int, error: BaseException) -> None:
-    if type(error) is SystemExit:  # perhaps what Hydra makes of an exception that it has printed
+    if type(error) is SystemExit:  # Hydra may raise it for an exception that it has printed
         if not error.code or error.__context__ is None:
             return
         error = error.__context__
@@ -79,7 +80,7 @@ def _tell(report: int, error: BaseException) -> None:
 
 
 def _of_script(error: BaseException) -> TracebackType | None:
-    """Its frames, without those that run the script."""
+    """Return the frames of ``error``, without those that run the script."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         frames = frames.tb_next

@@ -1,6 +1,6 @@
-"""Asking the scheduler again and again, in a thread: an answer may take seconds, and nothing else waits for it.
+"""Polls the scheduler in a thread: an answer may take seconds, and nothing else waits for it.
 
-What a supervisor reads in the status of an elastic run.
+The module also reads what a supervisor needs from the status of an elastic run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_sdpipe.supervision.events import Seen
 
 
 def seen(status: Status, asked: float) -> Seen:
-    """``asked`` is when the question was asked."""
+    """Return what ``status`` says of the run; ``asked`` is when the question was asked."""
     members = status.members
     if members is None:
         return Seen(asked, {}, failure=status.failure)
@@ -44,7 +44,7 @@ PERIOD = 0.25
 class StatusPoller:
     """Calls ``look`` with the time every ``PERIOD`` seconds, and writes to the descriptor ``wake`` when it answers.
 
-    What ``look`` raises ends the supervisor, but for a scheduler that does not answer: it may be starting again.
+    An exception of ``look`` ends the supervisor, unless the scheduler did not answer: it may be starting again.
     """
 
     def __init__(self, look: Callable[[float], Seen], wake: int) -> None:
@@ -56,7 +56,7 @@ class StatusPoller:
         self._thread.start()
 
     def answer(self) -> Seen | None:
-        """The newest, if it has not been taken yet."""
+        """Return the newest answer, if it has not been taken yet."""
         try:
             answer = self._answers.pop()
         except IndexError:
@@ -66,7 +66,7 @@ class StatusPoller:
         return answer
 
     def close(self) -> None:
-        """Returns when the thread has ended."""
+        """End the thread, and wait for it."""
         self._stop.set()
         self._thread.join()
 
@@ -80,5 +80,5 @@ class StatusPoller:
                 self._answers.append(error)
                 return
             finally:
-                with contextlib.suppress(BlockingIOError):  # it has not yet been read of the last one
+                with contextlib.suppress(BlockingIOError):  # the last wake was not read yet
                     os.write(self._wake, b"\0")

@@ -1,8 +1,7 @@
-"""``python stay_with_child.py``: kills process groups when its standard input ends, as it does when the supervisor is
-killed.
+"""``python stay_with_child.py``: kills process groups when its standard input ends, as when the supervisor is killed.
 
-The kernel kills what the supervisor has started then, but not what that has started. A line ``+N`` says that process
-group N is to be killed, ``-N`` that it is no longer. Runs by its path, in an interpreter that imports nothing else.
+The kernel then kills the supervisor's children, but not theirs. A line ``+N`` says that process group N is to be
+killed, ``-N`` that it no longer is. The program runs by its path, in an interpreter that imports nothing else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shell around the rules: starts and buries processes, and moves what they print."""
+"""The shell around the rules: starts and buries processes, and forwards their output."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ from lightning_sdpipe.topology.mesh import Mesh
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LONGEST_WAIT = 60.0
 _LONGEST_REPORT = 1 << 16
-_GLANCE = 0.05  # seconds between looks whether a worker has said what the scheduler shall decide by
+_GLANCE = 0.05  # seconds between checks whether a worker has written the policy
 
 
 @dataclass
 class _Rank:
-    """A process of a pipeline, and what it writes to."""
+    """A process of a pipeline, and the streams that it writes to."""
 
     pipeline: int
     rank: int
     child: Child
     streams: dict[int, OutputStream]
     report: int
-    """Where it says which exception has left its script."""
+    """Descriptor on which it reports the exception that has left its script."""
     raised: UncaughtException | None = None
 
 
 @dataclass
 class _Job:
-    """A pipeline: its log, its port, and its processes that run."""
+    """A pipeline: its log, its port, and its running processes."""
 
     log: Log
     port: socket.socket | None = None
@@ -70,7 +70,8 @@ class _Job:
 
 
 def _heeded() -> list[signal.Signals]:
-    """But not the end of a terminal that it was started to outlive, with `nohup` for instance."""
+    """Return the signals that end the supervisor, without SIGHUP if it was started to outlive its terminal
+    (`nohup`)."""
     return [number for number in _STOPS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -78,12 +79,12 @@ class Supervisor:
     """One run of ``sdpipe run``.
 
     Args:
-        settings: of the rules.
-        command: what every rank runs.
-        environment: of every rank, without what tells it its rank.
-        scheduler: not started yet.
-        look: asks it how the run is; called in a thread with the time, which goes into the answer.
-        logs: a directory that is there.
+        settings: settings of the rules.
+        command: the command that every rank runs.
+        environment: environment of every rank, without what tells it its rank.
+        scheduler: the scheduler's process, not started yet.
+        look: asks the scheduler for the state of the run; called in a thread with the time, which goes into the answer.
+        logs: a directory that exists.
         terminal: gets the lines of the supervisor, and the leader's output.
     """
 
@@ -116,7 +117,7 @@ class Supervisor:
         self._code: int | None = None
 
     def run(self) -> int:
-        """Until everything has ended; the exit code. Whatever is raised here, no process stays.
+        """Run until all processes have ended; return the exit code. Whatever is raised here, no process stays.
 
         Raises:
             SchedulerError: the scheduler does not start.
@@ -298,11 +299,11 @@ class Supervisor:
             self._scheduler_failed(error)
 
     def _check_scheduler(self) -> None:
-        """Does it listen by now? Meanwhile the rest goes on."""
+        """Check whether the scheduler listens by now; meanwhile the rest goes on."""
         try:
             self._scheduler.check()
         except SchedulerError as error:
-            if not self._scheduler.started:  # it never did
+            if not self._scheduler.started:  # it has never listened
                 raise
             self._scheduler_failed(error)
 
@@ -311,7 +312,8 @@ class Supervisor:
         self._events.append(SchedulerEnded(FAILED))
 
     def _end_everything(self) -> None:
-        """After the last decision only the scheduler runs; after an exception here, perhaps everything."""
+        """End all that still runs: after the last decision only the scheduler, after an exception here perhaps
+        everything."""
         for job in self._jobs.values():
             for process in job.ranks.values():
                 process.child.signal(signal.SIGKILL)

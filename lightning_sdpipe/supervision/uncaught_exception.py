@@ -1,4 +1,4 @@
-"""Which exception ended a process of a script, as the process itself says."""
+"""The exception that ended a process of a script, as the process itself reports it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OF_OTHERS = (
     *("SIGTERMException", "KeyboardInterrupt"),
 )
 _NO_BUG = SchedulerError.__name__
-"""One pipeline or scheduler that is lost may cause it in several others; what is refused is another class."""
+"""Exception that one lost pipeline or scheduler may cause in several others; a refusal is of another class."""
 
 
 @dataclass(frozen=True)
@@ -24,24 +24,25 @@ class UncaughtException:
     """An exception that was not caught."""
 
     kind: str
-    """Its class, with its module where that is not built in."""
+    """Class of the exception, with its module where it is not built in."""
     message: str
-    """Its first line."""
+    """First line of its message."""
     place: str
-    """The innermost frame, as in ``train.py:41 in training_step``; empty if there is none."""
+    """Innermost frame, as in ``train.py:41 in training_step``; empty if there is none."""
 
     @property
     def follows_another(self) -> bool:
-        """Whether another process failed first, and this one because of it."""
+        """True if another process failed first, and this one because of it."""
         return self.kind.rpartition(".")[2] in _OF_OTHERS or LOST_CONNECTION in self.message
 
     @property
     def may_be_a_bug(self) -> bool:
-        """Whether another pipeline that raises the same says that the script is to blame."""
+        """True if the script is to blame when another pipeline raises the same."""
         return not self.follows_another and self.kind.rpartition(".")[2] != _NO_BUG
 
     def is_like(self, other: UncaughtException) -> bool:
-        """The same exception, up to the numbers in its message: a wrong index, a rank, an address."""
+        """Return whether the exceptions are the same, up to the numbers in their messages: an index, a rank, an
+        address."""
         return self._key() == other._key()
 
     def __str__(self) -> str:
@@ -52,12 +53,12 @@ class UncaughtException:
         return self.kind, self.place, _NUMBER.sub("#", self.message)
 
     def encode(self) -> bytes:
-        """For :func:`decode`, in another process; short enough for a pipe to take it at once."""
+        """Encode the exception for :func:`decode` in another process; short enough for a pipe to take it at once."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
 def decode(said: bytes) -> UncaughtException | None:
-    """What :meth:`UncaughtException.encode` made; None if it is not whole."""
+    """Decode what :meth:`UncaughtException.encode` made; None if it is not whole."""
     try:
         return UncaughtException(**json.loads(said)) if said.endswith(b"\n") else None
     except (ValueError, TypeError):
@@ -65,11 +66,11 @@ def decode(said: bytes) -> UncaughtException | None:
 
 
 def describe(error: BaseException) -> UncaughtException:
-    """``error`` as it left the script."""
+    """Describe ``error`` as it left the script."""
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     try:
         message = str(error).partition("\n")[0]
-    except Exception as own:  # which must not hide the one that is told
+    except Exception as own:  # it must not hide the exception that is reported
         message = f"its text raised {type(own).__name__}"
     return UncaughtException(f"{module}{kind.__qualname__}", message[: 2 * _LONGEST], place_of(error))

@@ -1,7 +1,7 @@
 """Output that never makes the supervisor wait, and never ends it.
 
-What it prints may go to a pipe that is not read, a terminal that is stopped (Ctrl-S) or gone, or a full disk. A thread
-writes it, and as much as a buffer holds waits for that. What does not fit, or cannot be written, is dropped and
+The output may go to a pipe that is not read, a terminal that is stopped (Ctrl-S) or gone, or a full disk. A thread
+writes it, and as much as a buffer holds waits for that. Output that does not fit, or cannot be written, is dropped and
 counted, and the count is written as soon as something can be.
 """
 
@@ -14,17 +14,17 @@ import time
 from collections import deque
 
 BUFFERED = 1 << 20
-"""Bytes that wait to be written; as many again may be important ones."""
+"""Most bytes that wait to be written; as many again may be important ones."""
 _AT_ONCE = 1 << 12
-_PATIENCE = 1.0  # seconds at the end in which a reader must take something
+_PATIENCE = 1.0  # seconds at the end within which a reader must take something
 
 
 class Writer:
-    """Writes to one descriptor."""
+    """Writes to one descriptor, in a thread."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._waiting: deque[bytes | int] = deque()  # what to write, and how many bytes were dropped in between
+        self._waiting: deque[bytes | int] = deque()  # data to write, and how many bytes were dropped in between
         self._size = 0
         self._taken = 0
         self._closing = False
@@ -32,7 +32,7 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def put(self, data: bytes, important: bool = False) -> None:
-        """Has ``data`` written. Never waits, never raises."""
+        """Queue ``data`` to be written. Never waits, never raises."""
         with self._changed:
             if self._closing:
                 return
@@ -49,7 +49,7 @@ class Writer:
             self._changed.notify()
 
     def close(self) -> None:
-        """Waits for what is left, as long as some of it is taken every second."""
+        """Wait for what is left, as long as some of it is taken every second."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -86,7 +86,7 @@ class Writer:
         while data:
             try:
                 written = os.write(self._descriptor, data[:_AT_ONCE])
-            except BlockingIOError:  # as another program has set it, which shares the pipe
+            except BlockingIOError:  # another program that shares the pipe has set it so
                 select.select([], [self._descriptor], [])
                 continue
             data = data[written:]

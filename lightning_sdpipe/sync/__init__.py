@@ -1,4 +1,4 @@
-"""How the replicas of a stage stay together: one object chooses the method, and each worker runs its half of it."""
+"""Synchronisation of the replicas of a stage: one object chooses the method, and each worker runs its half of it."""
 
 from lightning_sdpipe.policies.ad_psgd import ADPSGD as ADPSGD
 from lightning_sdpipe.policies.decentralized import Decentralized as Decentralized
@@ -25,7 +25,7 @@ NAMES = {
     "phd_psgd": PHDPSGD,
     "semi_decentralized": SemiDecentralized,
 }
-"""By which a user names a method, with its defaults: as in ``conf/sync``."""
+"""Methods with their defaults by the names that users give, as in ``conf/sync``."""
 
 __all__ = [
     "ADPSGD",

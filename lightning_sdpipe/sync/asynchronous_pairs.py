@@ -1,8 +1,8 @@
-"""A worker's half of asynchronous AD-PSGD: it averages with a neighbour that goes on computing.
+"""Worker's half of asynchronous AD-PSGD: it averages with a neighbour that goes on computing.
 
-Every worker publishes its model: a copy that others may average with at any time (``exchange/pairs.py``). None holds
-a lock while it waits for another worker, which excludes deadlock without the bipartite graph of the paper (Lian et al.
-2018). A gradient is computed on one unchanged model; its update is added to what is published when it is ready.
+Every worker publishes its model: a copy that others may average with at any time (``exchange/pairs.py``). No worker
+holds a lock while it waits for another one, which excludes deadlock without the bipartite graph of the paper (Lian et
+al. 2018). A gradient is computed on one unchanged model; its update is added to the published copy when it is ready.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
 class AsynchronousPairs(Synchronizer):
-    """After each step, averages with the neighbour that the scheduler names; a thread serves those that name it."""
+    """After each step, averages with the neighbour that the scheduler names; a thread serves the neighbours that name
+    it."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
         self._published: list[Tensor] = []
         self._computed_on: list[Tensor] = []
-        self._lock = threading.Lock()  # of what is published
+        self._lock = threading.Lock()  # guards the published copy
         self._asks, self._serves = self._mover(), self._mover()
         seconds = replica.timeout.total_seconds()
         self._background = Background("averaging with a neighbour", 2 * seconds)
@@ -56,10 +57,10 @@ class AsynchronousPairs(Synchronizer):
         return True
 
     def synchronise(self) -> None:
-        """Publishes the update, averages with the neighbour, and takes over what is published by then.
+        """Publishes the update, averages with the neighbour, and takes over the published model.
 
         Raises:
-            WorkerFailedError: a neighbour broke off, now or while it averaged with this worker.
+            WorkerFailedError: a neighbour failed, now or while it averaged with this worker.
         """
         start = time.perf_counter()
         self._settle()
@@ -87,7 +88,8 @@ class AsynchronousPairs(Synchronizer):
             job.wait()
 
     def _mover(self) -> Mover:
-        """One for those that this worker asks and one for those that ask it, which may be at the same time."""
+        """Returns a mover. One serves exchanges that this worker asks for and another those that neighbours ask for,
+        which may go on at the same time."""
         replicas = self.replica.groups.replicas(self.replica.groups.side_channel(self.replica.timeout))
         if self.replica.exchange.is_full:
             return PairMean(replicas, self._lock)

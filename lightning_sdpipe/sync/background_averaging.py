@@ -1,12 +1,12 @@
-"""A worker's half of averaging at its own pace, beside training: ``overlap="free"`` (BAGUA §3.2, asynchronous).
+"""Worker's half of averaging at its own pace, beside training: ``overlap="free"`` (BAGUA §3.2, asynchronous).
 
 A thread of each worker takes part in one average after the other, with an interval between them, whatever the training
 does. It works on what the worker publishes: a copy of its model, to which each update is added when it is ready, and to
-which the thread adds what the mean differs by from what it has sent. So a gradient is computed on one unchanged model,
-no worker stands still, and no update is lost. A lock is held for the copy and the sums only.
+which the thread adds the difference between the mean and the sent model. So a gradient is computed on one unchanged
+model, no worker stands still, and no update is lost. A lock is held for the copy and the sums only.
 
-All threads average the same number of times: each begins an average by saying whether its worker has arrived at a
-pause, and they end together when all have.
+All threads average the same number of times: each begins an average by saying whether its worker has arrived at a sync
+point, and they end together when all have.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from lightning_sdpipe.topology.groups import Replicas
 
 
 class BackgroundAveraging(Synchronizer):
-    """Averages beside training. Memory: three models besides.
+    """Averages beside training. Memory: three further models.
 
     Args:
         replica: this worker.
-        mover: moves what is published.
+        mover: moves the published models.
         meet: the members that this worker averages with in a round; asked with a group of all, whose sequence is the
             round.
-        begin: is told of the models whenever training begins; then they are equal on all replicas.
+        begin: called with the models whenever training begins; then they are equal on all replicas.
     """
 
     def __init__(self, replica: Replica, mover: Mover, meet: Callable[[Group], Group], begin: Begin | None) -> None:
@@ -47,14 +47,14 @@ class BackgroundAveraging(Synchronizer):
         self._meet = meet
         self._begin = begin
         self._channel = replica.groups.side_channel(replica.timeout)
-        self._lock = threading.Lock()  # of what is published
+        self._lock = threading.Lock()  # guards the published copy
         self._published: list[Tensor] = []
         self._computed_on: list[Tensor] = []
         self._thread: threading.Thread | None = None
         self._arrived = threading.Event()
         self._failure: BaseException | None = None
-        self._number = 0  # of the next round, equal on all workers
-        self._members = 1  # of the last average, which has not been counted yet
+        self._number = 0  # number of the next round, equal on all workers
+        self._members = 1  # members of the last average, which has not been counted yet
 
     @property
     def models_averaged(self) -> int:
@@ -72,10 +72,10 @@ class BackgroundAveraging(Synchronizer):
         return True
 
     def synchronise(self) -> None:
-        """Publishes the update, and takes over what averages have added.
+        """Publishes the update, and takes over the changes that averages have made.
 
         Raises:
-            WorkerFailedError: another worker broke off while it averaged with this one.
+            WorkerFailedError: another worker failed while it averaged with this one.
         """
         if self._failure is not None:
             raise self._failure
@@ -98,7 +98,7 @@ class BackgroundAveraging(Synchronizer):
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when all workers have arrived."""
+        """Waits until all workers have arrived."""
         assert self._thread is not None
         self._arrived.set()
         self._thread.join(2 * self.replica.timeout.total_seconds())
@@ -142,7 +142,7 @@ class BackgroundAveraging(Synchronizer):
             self._arrived.wait(self.replica.exchange.interval)
 
     def _all_have_arrived(self) -> bool:
-        """Waits for the threads of all workers."""
+        """Waits for the threads of all workers; returns whether all workers have arrived."""
         training = torch.tensor([0 if self._arrived.is_set() else 1])
         with waiting_for(self._channel, "averaging freely"):
             dist.all_reduce(training, group=self._channel)

@@ -1,7 +1,7 @@
-"""What goes with which method of synchronisation: a row for each, and the one check that reads them.
+"""Capabilities of the synchronisation methods: a row for each, and the one check that reads them.
 
-Every cell is None, where the two go together, or an :class:`Incompatible`. What does not go together is refused before
-any process has started, with the reason and with what to do instead.
+Every cell is None, where the two go together, or an :class:`Incompatible`. A combination that does not go together is
+refused before any process has started, with the reason and with an alternative.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 
 Needs = Literal["momentum", "half", "eight_bit", "feedback", "differences", "few_bits"]
-"""What a payload asks of a method: that it sends gradients, takes 16 or 8 bits, has a common reference to feed errors
+"""Demands of a payload on a method: that it sends gradients, takes 16 or 8 bits, has a common reference to feed errors
 back to, or one that messages are differences from, of so few bits."""
 
 
 @dataclass(frozen=True)
 class Incompatible:
-    """Why two things do not go together, as half a sentence, and what to do ``instead``, as a sentence."""
+    """The reason why two things do not go together, as half a sentence, and what to do ``instead``, as a sentence."""
 
     why: str
     instead: str
@@ -151,22 +151,24 @@ def _own_way(*values: str) -> Callable[[], dict[str, Incompatible]]:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What goes with a method: None, or a value that is missing from a mapping, does. By default only what a method
-    needs to know nothing of does, so that one of the user's own names what it has been made for.
+    """The capabilities of a method. None means that it allows something, and so does a value that is missing from a
+    mapping. By default it allows only what works without its knowledge, so a user's own method names what it has been
+    made for.
 
     Args:
-        payloads: what a payload may not ask of it.
+        payloads: demands of a payload that the method refuses.
         overlaps: values of ``Exchange(overlap=...)``.
         hierarchies: values of ``Exchange(hierarchy=...)``.
-        schedules: with more than one stage. Of a policy that announces late ``"pipedream"`` is refused in any case.
+        schedules: schedules with more than one stage. ``"pipedream"`` is always refused for a policy that announces
+            late.
         deals: ``data="dealt"``.
-        deals_by_itself: ``data="auto"`` deals, where ``deals`` allows it; its reason goes to the log.
+        deals_by_itself: whether ``data="auto"`` deals, where ``deals`` allows it; the reason goes to the log.
         divides: ``batch_by_speed=True``.
         elastic: a job in which pipelines come and go.
-        elastic_payloads: any but ``Full`` in such a job.
+        elastic_payloads: payloads other than ``Full`` in such a job.
         ragged: pipelines of unlike depths or cuts.
-        ragged_exchange: any but ``Exchange()`` there; else only ``overlap="free"`` and ``hierarchy="hosts"`` are
-            refused.
+        ragged_exchange: exchanges other than ``Exchange()`` there; else only ``overlap="free"`` and
+            ``hierarchy="hosts"`` are refused.
     """
 
     payloads: Mapping[str, Incompatible] = field(default_factory=_own_way(*get_args(Needs)))
@@ -218,7 +220,7 @@ _MEETINGS = replace(
 
 
 def of_policy(policy: PolicyConfig) -> Capabilities:
-    """The row of what the scheduler decides by ``policy``."""
+    """Returns the row of a policy by which the scheduler decides."""
     match policy:
         case NoSync():
             return Capabilities(deals=None, elastic=None, ragged=None)
@@ -247,7 +249,7 @@ def of_policy(policy: PolicyConfig) -> Capabilities:
 
 @dataclass(frozen=True)
 class Combination:
-    """What a run asks of its method: the options that not every method goes with, and ``sync`` as it was given."""
+    """The options of a run that not every method goes with, and ``sync`` as it was given."""
 
     sync: object
     exchange: Exchange = field(default_factory=Exchange)
@@ -257,14 +259,15 @@ class Combination:
     batch_by_speed: bool = False
     elastic: bool = False
     unlike: Sequence[int] = ()
-    """The depths of the pipelines, if these are cut unlike."""
+    """Depths of the pipelines, if these are cut unlike."""
 
 
 def check(method: SyncMethod, asked: Combination) -> None:
-    """Refuses what does not go with ``method``.
+    """Refuses a combination that does not go with ``method``.
 
     Raises:
-        ConfigurationError: says what was asked, why it does not go, and what to do instead.
+        ConfigurationError: the combination is not allowed; the message says what was asked, why it is refused, and what
+            to do instead.
     """
     for said, cell in _cells(capabilities_of(method), asked):
         if cell is not None:
@@ -272,14 +275,14 @@ def check(method: SyncMethod, asked: Combination) -> None:
 
 
 def capabilities_of(method: SyncMethod) -> Capabilities:
-    """The row of ``method``: its attribute ``capabilities``, which a method of the user's own may have, too."""
+    """Returns the row of ``method``: its attribute ``capabilities``, which a user's own method may have, too."""
     row: Capabilities = getattr(method, "capabilities", Capabilities())
     late = {"pipedream": _LATE} if method.policy.announces == "late" else {}
     return replace(row, schedules={**late, **row.schedules})
 
 
 def _cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompatible | None]]:
-    """What was asked, and the cell of the row that answers it."""
+    """Yields what was asked, and the cell of the row that answers it."""
     exchange, elastic = asked.exchange, f"sync={asked.sync!r} does not work in an elastic job (SDPIPE_PIPELINE is set)"
 
     def with_method(asks: str) -> str:

@@ -1,4 +1,4 @@
-"""How replicas that are to be equal become so when some have trained longer than others: they take over everything."""
+"""Make replicas equal after uneven training: all copy the most advanced one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lightning_sdpipe.topology.groups import Replicas
 
 
 def copy_most_advanced(replica: Replica, among: Replicas, reached: int) -> None:
-    """All of ``among`` get the parameters of the first of those that have ``reached`` furthest, and their averages over
-    time; the state of its optimizer and its loss scale too where some differ: otherwise equal gradients would be
-    unequal steps from then on. (They do if some had no more data, or have drained their pipelines earlier, and clipped
-    by other norms.)
+    """Gives all of ``among`` the parameters, and their averages over time, of the first replica that has ``reached``
+    furthest. Its optimizer's state and its loss scale are copied too where they differ: otherwise equal gradients would
+    make unequal steps from then on. (They differ if some replicas had no more data, or drained their pipelines earlier
+    and clipped by other norms.)
 
     Raises:
         WorkerFailedError: a member is gone, or the group's timeout passed.
@@ -32,10 +32,11 @@ def copy_most_advanced(replica: Replica, among: Replicas, reached: int) -> None:
 
 
 def copy_most_advanced_parts(replica: Replica, reached: int) -> None:
-    """The same among all replicas, for each part that has replicas of its own; copies on other stages follow.
+    """Does the same as :func:`copy_most_advanced` among all replicas, for each part that has its own replicas; copies
+    on other stages follow.
 
     Raises:
-        WorkerFailedError: as there.
+        WorkerFailedError: a member is gone, or the group's timeout passed.
     """
     if replica.shared is None:
         copy_most_advanced(replica, replica.groups.replicas(), reached)
@@ -75,7 +76,7 @@ def _copy(
 
 
 def _follow(progress: TrainingState, group: dist.ProcessGroup, first: int, device: torch.device) -> None:
-    """The members of ``group`` take over what rank ``first`` has, if they differ."""
+    """Copies the state of rank ``first`` to the members of ``group``, if they differ."""
     digest = progress.digest()
     digests = torch.tensor([digest, ~digest], device=device)
     with waiting_for(group, "comparing the optimizer's state of shared parameters"):

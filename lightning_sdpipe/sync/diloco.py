@@ -1,6 +1,6 @@
-"""DiLoCo (Douillard et al. 2023) and Streaming DiLoCo (2025): local training, and an optimizer for what it amounts to.
+"""DiLoCo (Douillard et al. 2023) and Streaming DiLoCo (2025): local training, with an outer optimizer for its result.
 
-A pause, such as a validation, is an early round of all fragments, so that replicas are equal there.
+A sync point, such as a validation, is an early round of all fragments, so that replicas are equal there.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _MIXES = Incompatible(
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """Pipelines train alone for ``every`` updates. What their mean has moved by since the last round is then taken for
-    a gradient, by SGD with Nesterov's momentum: ``lr`` and ``momentum``; 1 and 0 make it ``LocalSGD``.
+    """Pipelines train alone for ``every`` updates. The mean movement of their models since the last round is then taken
+    as a gradient by SGD with Nesterov's momentum: ``lr`` and ``momentum``; 1 and 0 make it ``LocalSGD``.
 
-    Streaming DiLoCo: the model in so many ``fragments``, whose rounds follow each other at even distances; during
+    Streaming DiLoCo divides the model into ``fragments``, whose rounds follow each other at even distances; during
     ``delay`` updates their means may travel. Then a worker takes over the new base, and keeps the share ``mix`` of its
-    own fragment; what it has trained meanwhile is lost otherwise. With ``overlap="step"`` it keeps all of that: what is
-    added is the new base minus what it has sent.
+    own fragment; the rest of what it has trained meanwhile is lost. With ``overlap="step"`` it keeps all of it: the new
+    base minus the sent fragment is added.
     """
 
     every: int = 500
@@ -75,19 +75,19 @@ class DiLoCo:
 
 
 class _Fragment:
-    """Part of a stage's model, and its round under way."""
+    """A part of a stage's model, and its round under way."""
 
     def __init__(self, common: OuterModel, mover: EncodedMean, keeps: bool) -> None:
         self.common = common
         self.mover = mover
-        self.keeps = keeps  # what was trained meanwhile
+        self.keeps = keeps  # whether updates that were made meanwhile are kept
         self.tensors: list[Tensor] = []
         self.copies: list[Tensor] = []
         self.job: Job | None = None
-        self.since = 0  # updates since its last round began
+        self.since = 0  # number of updates since its last round began
 
     def take_over(self) -> float:
-        """Waits for the round that is under way, and takes over the base; seconds that were waited."""
+        """Waits for the round that is under way, and takes over the base; returns the seconds waited."""
         if self.job is None:
             return 0.0
         job, self.job = self.job, None
@@ -99,11 +99,11 @@ class _Fragment:
             for number, piece in enumerate(pieces_of(self.tensors)):
                 self.common.take_over(piece, number)
             if not self.common.mix:
-                self.since = 0  # what was trained since is lost
+                self.since = 0  # training since then is lost
         return waited
 
     def exchange(self, group: Group) -> None:
-        """Beside training; on copies."""
+        """Exchanges copies of the fragment, beside training."""
         if self.keeps:
             turn_into_changes(self.mover, self.copies, group)
         else:
@@ -111,12 +111,13 @@ class _Fragment:
 
 
 class OuterAveraging(Synchronizer):
-    """Rounds over all replicas. Memory: twice the model, once without momentum; and a fragment while its mean travels.
+    """Averages in rounds over all replicas. Memory: twice the model, once without momentum; and a fragment while its
+    mean travels.
 
     Args:
         replica: this worker.
-        nesterov: the outer optimizer's values.
-        schedule: of the rounds.
+        nesterov: options of the outer optimizer.
+        schedule: schedule of the rounds.
         keeps: whether updates that were made while a mean travelled are kept.
     """
 
@@ -134,8 +135,8 @@ class OuterAveraging(Synchronizer):
         self._background = Background("averaging what models have moved by", 2 * replica.timeout.total_seconds())
         self._update = 0
         self._rounds = 0
-        self._laid_out: list[Sequence[nn.Parameter]] = []  # of each bucket whose momentum the fragments have
-        self._kept: dict[nn.Parameter, Tensor] = {}  # momenta that they have not: of frozen layers, or loaded
+        self._laid_out: list[Sequence[nn.Parameter]] = []  # parameters of each bucket whose momentum the fragments have
+        self._kept: dict[nn.Parameter, Tensor] = {}  # momenta that the fragments lack: of frozen layers, or loaded
 
     def announce(self, iteration: int) -> None:
         """Tells the scheduler that this worker is ready if a round begins after this update."""
@@ -155,7 +156,7 @@ class OuterAveraging(Synchronizer):
         return self.announced
 
     def synchronise(self) -> None:
-        """Takes over the bases that are due, and begins the rounds that are."""
+        """Takes over the bases that are due, and begins the rounds that are due."""
         start = time.perf_counter()
         for fragment in self._fragments:
             fragment.since += 1
@@ -174,10 +175,10 @@ class OuterAveraging(Synchronizer):
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
 
     def start(self) -> None:
-        """All replicas are equal."""
+        """Sets the common model, since all replicas are equal."""
         self._rounds = 0
         laid_out = [bucket.parameters for bucket in self.replica.exchanged]
-        if _ids(laid_out) != _ids(self._laid_out):  # layers were frozen or unfrozen: what lies where is another's
+        if _ids(laid_out) != _ids(self._laid_out):  # layers were frozen or unfrozen: the layout changed
             self._kept = self._momenta()
         trained = tensors_of(self.replica.exchanged)
         parts = [torch.tensor_split(tensor, len(self._fragments)) for tensor in trained]
@@ -197,7 +198,7 @@ class OuterAveraging(Synchronizer):
         self.make_parameters_equal()
 
     def make_parameters_equal(self) -> None:
-        """An early round of all fragments, unless no pipeline has trained since the last one."""
+        """Runs an early round of all fragments, unless no pipeline has trained since the last one."""
         size = len(self.replica.ranks)
         counts = torch.tensor([0] * size + [fragment.since for fragment in self._fragments], device=self.replica.device)
         counts[self.replica.pipeline] = self._rounds
@@ -210,7 +211,7 @@ class OuterAveraging(Synchronizer):
             pieces = list(pieces_of(fragment.tensors))
             moved = [piece - base for piece, base in zip(pieces, bases, strict=True)]
             finish(FullMean(self.replica.groups.replicas()).start(moved, self.replica.everybody()))
-            if len(set(rounds)) > 1:  # a pipeline that was out of data has missed some
+            if len(set(rounds)) > 1:  # a pipeline that was out of data has missed rounds
                 state = [tensor for outer in fragment.common.outer for tensor in outer.state_dict().values()]
                 weights = [float(pipeline == furthest) for pipeline in range(len(rounds))]
                 finish(TakeOver(self.replica.groups.replicas()).start(state, self.replica.everybody(weights)))
@@ -221,7 +222,7 @@ class OuterAveraging(Synchronizer):
         self._average([b for b in self.replica.parameters if not b.trains and torch.is_floating_point(b.buffer)])
 
     def parameter_states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """The outer momentum."""
+        """Returns the outer momentum."""
         return {parameter: {MOMENTUM: momentum} for parameter, momentum in self._momenta().items()}
 
     def load_parameter_states(self, states: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
@@ -229,7 +230,7 @@ class OuterAveraging(Synchronizer):
         self._kept = {parameter: state[MOMENTUM] for parameter, state in states.items() if MOMENTUM in state}
 
     def _momenta(self) -> dict[nn.Parameter, Tensor]:
-        """Of each parameter that has any, frozen ones too."""
+        """Returns the momentum of each parameter that has one, frozen ones too."""
         zeros = [[torch.zeros_like(p).view(-1) for p in parameters] for parameters in self._laid_out]
         flats = [as_real(torch.cat(each)) for each in zeros]
         for number, fragment in enumerate(self._fragments):
@@ -246,7 +247,7 @@ class OuterAveraging(Synchronizer):
         return found
 
     def _lay_out_momenta(self) -> None:
-        """Gives fragments the momenta of their parameters; those of frozen ones stay kept."""
+        """Gives fragments the momenta of their parameters; momenta of frozen parameters stay kept."""
         kept = self._kept
         flats = [
             as_real(torch.cat([kept.pop(p, torch.zeros_like(p)).to(p).reshape(-1) for p in parameters]))
@@ -257,7 +258,7 @@ class OuterAveraging(Synchronizer):
             fragment.common.load_momentum(parts)
 
     def _begin(self, fragment: _Fragment, group: Group) -> float:
-        """One round; seconds that were waited for the others."""
+        """Begins or runs one round; returns the seconds waited for the others."""
         fragment.since = 0
         if not self._schedule.delay:
             return finish(fragment.mover.start(fragment.tensors, group))

@@ -1,7 +1,7 @@
-"""Methods that go on from a model that all replicas have find out, when training begins or goes on, whether they have.
+"""Check that all replicas have equal parameters when training starts or resumes, for methods with a common model.
 
-Hooks of the user's have run since the replicas were made equal. What differs by rounding only, as on unlike devices, is
-taken over from the first pipeline; what differs by more is refused, with the names of the parameters.
+Hooks of the user's have run since the replicas were made equal. Differences by rounding only, as on unlike devices, are
+overwritten by the first pipeline's values; larger differences are refused, with the names of the parameters.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import Replicas
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SHOWN = 5  # names in a message
+_SHOWN = 5  # number of names in a message
 
 
 def begin_equal(replica: Replica, among: Replicas) -> None:
-    """All of ``among``, which are together, must have the same parameters; where they are known by section, all
-    replicas of each. Costs a pass over them, and a message with eight bytes for each.
+    """Makes sure that all of ``among``, which are together, have the same parameters; where replicas are known by
+    section, all replicas of each section. Costs a pass over the parameters, and a message with eight bytes for each.
 
     Raises:
-        ConfigurationError: they differ by more than rounding.
+        ConfigurationError: parameters differ by more than rounding.
         WorkerFailedError: a replica is gone, or the group's timeout passed.
     """
     if replica.shared is None:
@@ -77,7 +77,7 @@ def _begin_equal(replica: Replica, among: Replicas, buckets: Sequence[FlatBucket
 
 
 def _digests(buckets: Sequence[FlatBucket]) -> Tensor:
-    """Of each parameter the sum of its bits, as integers of its width."""
+    """Returns the sum of the bits of each parameter, as integers of its width."""
     digests = []
     for bucket in buckets:
         width = min(bucket.buffer.element_size(), 8)
@@ -87,7 +87,7 @@ def _digests(buckets: Sequence[FlatBucket]) -> Tensor:
 
 
 def _gathered(mine: Tensor, among: Replicas) -> Tensor:
-    """By pipeline, in order."""
+    """Returns the tensors of all pipelines, in order."""
     by_rank = [torch.empty_like(mine) for _ in among.pipelines]
     with waiting_for(among.group, "comparing parameters before training goes on"):
         dist.all_gather(by_rank, mine, group=among.group)

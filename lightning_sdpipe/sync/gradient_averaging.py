@@ -1,5 +1,6 @@
-"""A worker's half of all-reduce data parallelism: gradients are averaged before the optimizer steps, over all replicas
-or, where pipelines come and go, over those that are there."""
+"""Worker's half of all-reduce data parallelism: gradients are averaged before the optimizer steps.
+
+The average is over all replicas or, where pipelines come and go, over the replicas that are present."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ from lightning_sdpipe.topology.groups import Replicas
 class GradientAveraging(Synchronizer):
     """Averages every gradient over the replicas of the stage that train in the same round.
 
-    A pipeline whose data ends earlier than that of others keeps taking part until they have finished too, with nothing
-    to add. The mean is over those that still train, and at the end it takes over what they have come to.
+    A pipeline whose data ends earlier than that of others keeps taking part, without gradients, until they have
+    finished too. The mean is over the pipelines that still train, and at the end it takes over their model.
     """
 
     def __init__(self, replica: Replica, bucket_bytes: int, by_samples: bool) -> None:
@@ -59,7 +60,7 @@ class GradientAveraging(Synchronizer):
         self._buckets.weight = samples
 
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next two."""
+        """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next two methods."""
         self._buckets.gradient_ready(number, gradient)
 
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
@@ -78,18 +79,18 @@ class GradientAveraging(Synchronizer):
             by_parameter = dict(zip(self.replica.trained, gradients, strict=True))
             self.replica.shared.hand_on(by_parameter)
             gradients = list(by_parameter.values())
-        if not isinstance(self._buckets, EncodedRounds):  # torch sends them
+        if not isinstance(self._buckets, EncodedRounds):  # torch sends the messages
             replicas = self.replica.count
             self.statistics.traffic.add(2 * (replicas - 1) * self._buckets.nbytes // replicas)
         self.statistics.count(outcome.members, outcome.seconds_waiting, outcome.seconds_averaging)
         return gradients
 
     def synchronise(self) -> None:
-        """Nothing to do: equal parameters took an equal step."""
+        """Counts the update. Parameters stay equal, since all took an equal step."""
         self._update += 1
 
     def start(self) -> None:
-        self._buckets.arrange()  # what trains may have changed
+        self._buckets.arrange()  # the trained parameters may have changed
         self._rounds = 0
 
     def stop(self) -> None:
@@ -106,30 +107,30 @@ class GradientAveraging(Synchronizer):
         copy_most_advanced_parts(self.replica, self._rounds)
 
     def average_buffers(self) -> None:
-        """See the base class; the averages of the weights were taken over with them."""
+        """See the base class; averages of the weights were copied with them."""
         self.replica.average_buffers()
 
 
 class PresentAveraging(Synchronizer):
-    """Averages every gradient over the replicas of the stage that are there. All of them step alike, those without a
-    batch too, so they stay equal, bit for bit.
+    """Averages every gradient over the replicas of the stage that are present. All of them make equal steps, even
+    without a batch, so they stay equal, bit for bit.
 
     Args:
         replica: this worker, in a run whose pipelines come and go.
-        rounds: of its stage.
+        rounds: rounds of its stage.
         bucket_bytes: see :class:`~lightning_sdpipe.exchange.gradient_rounds.GradientRounds`.
-        by_samples: weigh gradients by the samples of their mini-batch; else all count the same.
+        by_samples: whether gradients are weighted by the samples of their mini-batch; else all count the same.
     """
 
     def __init__(self, replica: Replica, rounds: RoundsOfPresent, bucket_bytes: int, by_samples: bool) -> None:
         super().__init__(replica)
         self._rounds, self._cap, self.by_samples = rounds, bucket_bytes, by_samples
         self._came: Round | None = None
-        """The outcome of a round that is not in place yet."""
+        """Outcome of a round that is not in place yet."""
         self.gradients = self
 
     def begin(self, update: int) -> None:
-        """See the base class, as for the next two."""
+        """See the base class, as for the next two methods."""
         self._rounds.begin(update, weight=1.0)
 
     def begin_without_batch(self, update: int) -> bool:
@@ -144,7 +145,7 @@ class PresentAveraging(Synchronizer):
         self._rounds.rounds.weight = samples
 
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next two."""
+        """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next two methods."""
         self._rounds.rounds.gradient_ready(number, gradient)
 
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
@@ -156,7 +157,7 @@ class PresentAveraging(Synchronizer):
         return outcome.gradients
 
     def start(self) -> None:
-        """See the base class, as for the next two."""
+        """See the base class, as for the next two methods."""
         self._rounds.arrange(self.replica.trained, self._cap, self.replica.watch)
 
     def make_parameters_equal(self) -> None:

@@ -1,6 +1,6 @@
-"""A worker's half of PHD-PSGD: gradients are averaged within a group, models between groups.
+"""Worker's half of PHD-PSGD: gradients are averaged within a group, models between groups.
 
-What a worker lets others average with: its model itself, or a copy that it has published.
+Other workers average with a worker's model itself, or with a copy that it has published.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from lightning_sdpipe.topology.groups import Replicas
 
 
 class SharedModel(Protocol):
-    """A model that meetings change. Nothing here may run at the same time as anything else of the same object."""
+    """A model that meetings change. Methods of one object may not run at the same time."""
 
     def tensors(self, with_step: bool) -> list[Tensor]:
-        """What a meeting averages, in place; with what the optimizer has changed since the last boundary, or not yet if
-        the worker computes."""
+        """Returns the tensors that a meeting averages in place; with the optimizer's changes since the last boundary,
+        or without them if the worker computes."""
 
     def take(self) -> None:
-        """A boundary is over: the model is what meetings have made of it, and the next step begins."""
+        """Ends a boundary: the model becomes the result of the meetings, and the next step begins."""
 
 
 class InPlace:
-    """The model itself, for meetings of those that stand still."""
+    """The model itself, for meetings of workers that do not compute meanwhile."""
 
     def __init__(self, buckets: Sequence[FlatBucket]) -> None:
         self._buckets = buckets
@@ -56,8 +56,8 @@ class InPlace:
 
 
 class PublishedModel:
-    """A copy of the model without the step that is being computed, which is added to it when it is ready. It costs the
-    memory of the parameters twice."""
+    """A copy of the model without the step that is being computed; the step is added when it is ready. The copy costs
+    the memory of the parameters twice."""
 
     def __init__(self, buckets: Sequence[FlatBucket]) -> None:
         self._buckets = buckets
@@ -88,12 +88,12 @@ _MARKS = 2**24
 
 
 class HybridGroups(Synchronizer):
-    """Averages gradients over the members of this worker's group, which are to keep equal models, and takes part in the
+    """Averages gradients over the members of this worker's group, whose models stay equal, and takes part in the
     group's meetings.
 
-    A member whose data ends earlier than that of others takes part in their rounds with nothing to add, and in no
-    meeting; when it comes back it takes over their model. The members tell each other in every round which meeting was
-    their last, since one that the scheduler lost may have missed some: then the run ends.
+    A member whose data ends earlier than that of others takes part in their rounds without gradients, and in no
+    meeting; when it comes back it takes over their model. In every round the members compare their last meetings, since
+    a member that the scheduler lost may have missed some: then the run ends.
 
     Args:
         replica: this worker.
@@ -112,10 +112,10 @@ class HybridGroups(Synchronizer):
             self.gradients = self
         self._averaged: Averaged | None = None
         self._trained = 0
-        """Rounds since all took part."""
+        """Rounds since all members took part."""
         self._iteration = 0
         self._met = self._last_meeting = 0
-        """The last meeting with others that was carried out, and as of the last boundary; from 1."""
+        """Number of the last meeting with others that was carried out, and the same at the last boundary; from 1."""
         self._meets = len(self._groups) > 1
         if self._meets:
             own_links = replica.groups.side_channel(replica.timeout) if policy.asynchronous else None
@@ -138,7 +138,7 @@ class HybridGroups(Synchronizer):
     # ------------------------------------------------------------- gradients
 
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        """See :class:`~lightning_sdpipe.exchange.gradients.GradientExchange`, as for the next two."""
+        """See :class:`~lightning_sdpipe.exchange.gradients.GradientExchange`, as for the next two methods."""
         assert self._rounds is not None
         self._rounds.gradient_ready(number, gradient)
 
@@ -170,8 +170,8 @@ class HybridGroups(Synchronizer):
     # -------------------------------------------------------------- meetings
 
     def announce(self, iteration: int) -> None:
-        """Tells the scheduler that this worker is ready, unless meetings are asynchronous: then those that serve others
-        while they compute would wait for the backward that remains."""
+        """Tells the scheduler that this worker is ready, unless meetings are asynchronous: then workers that serve
+        others while they compute would wait for the backward that remains."""
         self._iteration = iteration
         if self._meets and not self._policy.asynchronous:
             self.replica.client.ready(iteration)
@@ -186,7 +186,7 @@ class HybridGroups(Synchronizer):
         """Learns which groups this worker's group meets after its step, and averages models with them.
 
         Raises:
-            WorkerFailedError: another one broke off, now or while this one was invited.
+            WorkerFailedError: another worker failed, now or while this one was invited.
         """
         members, waited, averaging = 1, 0.0, 0.0
         if self._averaged is not None:
@@ -222,7 +222,7 @@ class HybridGroups(Synchronizer):
         self._trained = self._met = self._last_meeting = 0
         self._averaged = None
         if self._rounds is not None:
-            self._rounds.arrange()  # what trains may have changed
+            self._rounds.arrange()  # the trained parameters may have changed
         if self._meets:
             self._refuse_other_groups()
             trained = self.replica.exchanged
@@ -242,12 +242,12 @@ class HybridGroups(Synchronizer):
                 break
 
     def resynchronise(self) -> None:
-        """The group's members take over the model of the one that has trained longest, and met others last."""
+        """Copies the model of the group's member that has trained longest, and met others last, to all members."""
         if self._mates is not None:
             copy_most_advanced(self.replica, self._mates, self._trained * 2**40 + self._met)
 
     def make_parameters_equal(self) -> None:
-        """All get the mean of the groups' models."""
+        """Gives all replicas the mean of the groups' models."""
         self.resynchronise()
         if self._meets:
             weights = dict(zip((p for group in self._groups for p in group), mean_of_groups(self._groups), strict=True))
@@ -256,7 +256,7 @@ class HybridGroups(Synchronizer):
             finish(FullMean(self.replica.groups.replicas()).start(tensors_of(buckets), everybody))
 
     def _refuse_other_groups(self) -> None:
-        """Where another scheduler than the run's own decides."""
+        """Refuses a scheduler with other groups than the run's own, where a standing scheduler decides."""
         theirs = registry.from_json(self.replica.client.policy or "")
         ours, size = self._policy, len(self.replica.ranks)
         if not isinstance(theirs, PHDPSGD) or theirs.groups_of(size) != self._groups:

@@ -1,4 +1,4 @@
-"""Groups of pipelines that follow the network: by hosts, or as it was measured (profiler → group generator → graph)."""
+"""Groups of pipelines that follow the network: by hosts, or by measurement (profiler → group generator → graph)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_sdpipe.topology.group_generator import generate_groups, hosts_as_
 
 
 def with_measured_groups(method: SyncMethod, num_stages: int, placed: bool) -> SyncMethod:
-    """``method``, with PHD-PSGD's groups and times from the network file that ``groups`` names, if it names one.
+    """Returns ``method`` with PHD-PSGD's groups and times from the network file that ``groups`` names, if it names one.
 
     Stages count as equal parts of the model; a pipeline is as fast as its slowest device, and two pipelines are as near
     as the slowest link between replicas of a stage.
@@ -65,8 +65,8 @@ def with_measured_groups(method: SyncMethod, num_stages: int, placed: bool) -> S
 
 
 def on_hosts(method: SyncMethod, hosts: Sequence[str]) -> SyncMethod:
-    """``method`` for pipelines that run on these ``hosts``, by number: PHD-PSGD's groups are those of a host where it
-    was not told any; near are those that share a host.
+    """Returns ``method`` for pipelines that run on these ``hosts``, by number. PHD-PSGD's groups are the pipelines of
+    each host, unless groups are given; pipelines that share a host are near each other.
 
     Raises:
         ConfigurationError: hosts have different numbers of pipelines, and meetings are sharded.

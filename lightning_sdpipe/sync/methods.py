@@ -1,7 +1,7 @@
-"""The synchronisation methods that a user chooses from: values, checked when they are made.
+"""Synchronisation methods that a user chooses from: values, checked when they are made.
 
-Those that average models are the values of a policy; :func:`method_of` gives each the worker's half that carries its
-decisions out, any policy of the user's own included.
+Methods that average models are the values of a policy; :func:`method_of` gives each policy, also a user's own, the
+worker's half that carries its decisions out.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Gradients are averaged over all replicas before every step, as DistributedDataParallel does it.
+    """All-reduce: gradients are averaged over all replicas before every step, as in DistributedDataParallel.
 
     They travel in flat buckets of about ``bucket_mib`` MiB, or a quarter of the model if that is less and more than one
     MiB, each as soon as the backward has filled it.
 
-    ``weights`` says how much the gradient of each pipeline counts: as many as its mini-batch has ``"samples"`` (or what
-    the module's ``weigh_batch`` counts), or all the same (``"equal"``), as with DistributedDataParallel. By default all
-    count the same, but in elastic runs by samples.
+    ``weights`` gives the weight of each pipeline's gradient: the ``"samples"`` of its mini-batch (or the count of the
+    module's ``weigh_batch``), or ``"equal"`` for all, as with DistributedDataParallel. The default is equal weights,
+    but samples in elastic runs.
     """
 
     bucket_mib: float = 25.0
@@ -66,11 +66,11 @@ class AllReduce:
 
     @property
     def policy(self) -> PolicyConfig:
-        return NoSync()  # all meet: there is nothing to decide
+        return NoSync()  # all meet, so there is nothing to decide
 
     @property
     def elastic_policy(self) -> PolicyConfig:
-        """Where pipelines come and go, the scheduler says which are in a round."""
+        """Policy for pipelines that come and go: the scheduler says which are in a round."""
         return AllPresent()
 
     @property
@@ -86,10 +86,10 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class ParameterServer(AdmissionRule):
-    """Each pipeline pushes its updates to a parameter server and pulls the parameters with those of others.
+    """Parameter server: each pipeline pushes its updates to it and pulls the parameters with all updates.
 
-    What the optimizer changed in ``every`` updates is pushed, so that any optimizer will do: its state stays with the
-    pipeline. The other values say which pushes count, and how much, and which workers may go on when:
+    The changes of the optimizer in ``every`` updates are pushed, so any optimizer can be used: its state stays with the
+    pipeline. The other values say which pushes count, with which weight, and when workers may go on:
     :mod:`lightning_sdpipe.policies.admission`.
 
     ==========================  ===================================================================
@@ -123,7 +123,7 @@ class HetPipe:
     Every ``sync_every`` updates, its clock, it pushes the sum of its updates and pulls the parameters with those of
     all. No pipeline works more than ``staleness`` clocks ahead of another; M, the number of stages, if it is None.
     ``combine="mean"`` divides updates by the number of pipelines, so that a learning rate chosen for averaged gradients
-    fits; ``"sum"`` is what HetPipe does.
+    fits; ``"sum"`` follows HetPipe.
     """
 
     staleness: int | None = None
@@ -135,7 +135,7 @@ class HetPipe:
         self.server(1)
 
     def server(self, num_stages: int) -> ParameterServer:
-        """The parameter server that this is."""
+        """Returns the equivalent parameter server."""
         staleness = num_stages if self.staleness is None else self.staleness
         return ParameterServer(staleness=staleness, combine=self.combine, every=self.sync_every)
 
@@ -149,7 +149,7 @@ class HetPipe:
 
 @dataclass(frozen=True)
 class ByPolicy:
-    """What the scheduler decides by ``policy``, and the worker's half that carries it out."""
+    """A method whose groups the scheduler decides by ``policy``, with the worker's half that carries them out."""
 
     policy: PolicyConfig
 
@@ -191,7 +191,7 @@ def _averaging(
 
 
 def _pair(peers: Decentralized, pipeline: int, everybody: Group) -> Group:
-    """The members that a pipeline averages with in the round that is the sequence of ``everybody``."""
+    """Returns the members that a pipeline averages with in the round whose number is the sequence of ``everybody``."""
     size, number = len(everybody.members), everybody.sequence
     if peers.peers == "shift_one":
         partner = shift_one(pipeline, size, number)
@@ -202,13 +202,13 @@ def _pair(peers: Decentralized, pipeline: int, everybody: Group) -> Group:
 
 
 def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pipelines: int, held: str | None) -> bool:
-    """Do batches go to the pipelines by their speed, if the loader allows it?
+    """Returns whether batches go to the pipelines by their speed, if the loader allows it.
 
     Args:
         data: the strategy's option.
-        method: of synchronisation.
+        method: the synchronisation method.
         num_pipelines: N.
-        held: what the scheduler decides by, as JSON; a standing one may hold another policy than the method's.
+        held: the scheduler's policy as JSON; a standing scheduler may hold another policy than the method's.
     """
     if data != "auto":
         return data == "dealt"
@@ -230,11 +230,11 @@ def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pip
 
 
 def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:
-    """How ``sync`` is carried out: a method, the values of a policy, or the import path of a user's own.
+    """Returns the method for ``sync``: a method, the values of a policy, or the import path of a user's own.
 
     Raises:
-        ConfigurationError: it is none of these, the scheduler's process could not make the policy, or workers cannot
-            carry it out.
+        ConfigurationError: ``sync`` is none of these, the scheduler's process could not make the policy, or workers
+            cannot carry it out.
     """
     if isinstance(sync, str) and ":" in sync:
         sync = registry.make(sync, {})

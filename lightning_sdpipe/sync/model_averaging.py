@@ -1,6 +1,7 @@
-"""A worker's half of the rules that average models in groups: SDPipe §3.1, Algorithm 1, step B.
+"""Worker's halves of the rules that average models in groups.
 
-A worker's half of policies that hear of a worker when it has stepped: P-Reduce, Algorithm 2.
+They are those of SDPipe §3.1, Algorithm 1, step B, and of policies that hear of a worker when it has stepped: P-Reduce,
+Algorithm 2.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
 
 _COORDINATES = 2**16
-"""That models are compared by, at least where there are so many."""
+"""Number of coordinates by which models are compared, at least where there are so many."""
 _FARTHEST = 1e12
 _REMEMBERED = 100
-"""Groups over which the inequality of weights is averaged."""
+"""Number of groups over which the inequality of weights is averaged."""
 
 
 class ModelAveraging(Synchronizer):
@@ -35,9 +36,9 @@ class ModelAveraging(Synchronizer):
 
     Args:
         replica: this worker.
-        every: the scheduler is asked in the updates that this number divides; the others are local.
-        mover: moves the parameters; as the replica's exchange says by default.
-        begin: is told of the models whenever training begins; then they are equal on all replicas.
+        every: the scheduler is asked in the updates that this number divides; all others are local.
+        mover: moves the parameters; by default the replica's exchange chooses it.
+        begin: called with the models whenever training begins; then they are equal on all replicas.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class ModelAveraging(Synchronizer):
                 self._mover, replica.timeout.total_seconds(), begins_again=replica.mover() is not None
             )
         self._inequality = 1.0
-        """k Σ w², averaged over the last groups."""
+        """Inequality k Σ w² of weights, averaged over the last groups."""
         self._groups = 0
 
     @property
@@ -81,7 +82,7 @@ class ModelAveraging(Synchronizer):
 
     def synchronise(self) -> None:
         """Learns the group that answers :meth:`announce` and averages the parameters with its members, whose last
-        backwards may still be under way. If that goes on beside the next mini-batch, what comes of the last one is
+        backwards may still be under way. If that goes on beside the next mini-batch, the result of the last average is
         added first."""
         start = time.perf_counter()
         waited = self._end_late()
@@ -111,16 +112,16 @@ class ModelAveraging(Synchronizer):
             self._begin(tensors_of(self.replica.exchanged))
 
     def stop(self) -> None:
-        """Finishes what is under way: others wait for it."""
+        """Finishes the average that is under way, since others wait for it."""
         self._end_late()
 
     def resynchronise(self) -> None:
-        """Without a pause replicas would have nothing in common."""
+        """Makes parameters equal: without a sync point replicas would have nothing in common."""
         if self._begin is not None:
             self.make_parameters_equal()
 
     def _end_late(self) -> float:
-        """Seconds that were waited for what was under way beside the last mini-batch."""
+        """Ends the average beside the last mini-batch, if there is one; returns the seconds waited for it."""
         if self._late is None:
             return 0.0
         members, waited = self._late.members, self._late.end()
@@ -128,7 +129,7 @@ class ModelAveraging(Synchronizer):
         return waited
 
     def _let_copies_follow(self, members: int) -> None:
-        """Other stages of this pipeline hold copies of what a group of so many has averaged."""
+        """Updates the copies that other stages of this pipeline hold, if a group of several members has averaged."""
         if members > 1 and self.replica.shared is not None:
             self.replica.shared.make_equal()
 
@@ -139,26 +140,27 @@ class ModelAveraging(Synchronizer):
 
 
 def apart(own: Tensor, mean: Tensor) -> int:
-    """How far they are apart, in millionths of the mean's norm; 0 if that is no number."""
+    """Returns the distance of ``own`` from ``mean`` in millionths of the mean's norm; 0 if that is not a number."""
     norms = torch.stack([(own - mean).norm(), mean.norm()]).tolist()
     share = norms[0] / norms[1] if norms[1] else 0.0
     return round(min(1e6 * share, _FARTHEST)) if math.isfinite(share) else 0
 
 
 def _is_looked_at(group: Group) -> bool:
-    """Of one group in eight, which may not be every eighth: turns repeat themselves."""
+    """Returns whether models are compared in this group: in one of eight, but not in every eighth, since turns repeat
+    themselves."""
     return group.sequence * 2654435761 % 2**32 < 2**29  # Knuth's multiplicative hash
 
 
 def _sample(tensors: Sequence[Tensor]) -> Tensor:
-    """A copy of coordinates that are spread over ``tensors``."""
+    """Returns a copy of coordinates that are spread over ``tensors``."""
     flat = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
     step = max(1, sum(map(len, flat)) // _COORDINATES)
     return torch.cat([tensor[::step].float() for tensor in flat]) if flat else torch.zeros(1)
 
 
 class LateAveraging(ModelAveraging):
-    """Says that it is ready after the optimizer's step, when its model can be averaged at once."""
+    """Announces after the optimizer's step, when the worker's model can be averaged at once."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
@@ -174,7 +176,7 @@ class LateAveraging(ModelAveraging):
         return self._due is not None
 
     def synchronise(self) -> None:
-        """Tells the scheduler that this worker is ready, and averages with the group that it is told."""
+        """Tells the scheduler that this worker is ready, and averages with the group that it names."""
         if self._due is not None:
             super().announce(self._due)
             self._due = None

@@ -1,4 +1,4 @@
-"""What moves the tensors of a method, by the exchange that :mod:`lightning_sdpipe.sync.capabilities` allows it."""
+"""Choice of a method's mover, by the exchange that :mod:`lightning_sdpipe.sync.capabilities` allows it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Begin = Callable[[Sequence[Tensor]], None]
 
 
 def hosts_of(replica: Replica) -> list[str] | None:
-    """The machine of each of the stage's replicas, if the exchange makes a difference between machines.
+    """Returns the machine of each of the stage's replicas, if the exchange distinguishes machines; else None.
 
     Raises:
-        ConfigurationError: machines cannot be told from each other.
+        ConfigurationError: machines cannot be distinguished.
     """
     return hosts_of_replicas(replica.groups, replica.device) if replica.exchange.hierarchy == "hosts" else None
 
 
 def replicas_for(replica: Replica) -> list[Replicas]:
-    """The replicas of the stage, or of each section of this worker, over groups of their own where a thread exchanges
-    beside training."""
+    """Returns the replicas of the stage, or of each section of this worker, over separate process groups where a thread
+    exchanges beside training."""
     exchange, sections = replica.exchange, replica.sections
     beside = exchange.overlap != "none" or exchange.hierarchy == "hosts"
     if sections is not None:
@@ -43,7 +43,7 @@ def replicas_for(replica: Replica) -> list[Replicas]:
 
 
 def by_part(replica: Replica, movers: Sequence[Mover]) -> Mover:
-    """The mover of each of :func:`replicas_for`, as one."""
+    """Combines the movers of all :func:`replicas_for` in one."""
     if replica.sections is None:
         (mover,) = movers
         return mover
@@ -59,12 +59,12 @@ def _begin_by_part(replica: Replica, begins: Sequence[Begin]) -> Begin:
 
 
 def _counts(replica: Replica) -> list[int]:
-    """Of tensors that are exchanged, in each part."""
+    """Returns the number of exchanged tensors in each part."""
     return [len(part.exchanged) for part in replica.parts]
 
 
 def mover_among_groups(replica: Replica) -> Mover:
-    """What moves models among groups that change; in an elastic job, among the pipelines that are there."""
+    """Returns the mover of models among groups that change; in an elastic job, among the pipelines that are present."""
     if (surviving := replica.mover()) is not None:
         return surviving
     exchange = replica.exchange
@@ -80,8 +80,8 @@ def mover_among_groups(replica: Replica) -> Mover:
 
 
 def among_groups(exchange: Exchange) -> Callable[[Replicas], Mover]:
-    """What moves models among groups that change, over one process group after the other, between any two workers
-    alike. How far apart models are is remembered."""
+    """Returns a factory of movers among groups that change, for one process group after the other, which treat any two
+    workers alike. The distance of models is remembered."""
     if exchange.is_full:
         return GroupMean
     coding = OwnReference(exchange.payload)
@@ -89,8 +89,8 @@ def among_groups(exchange: Exchange) -> Callable[[Replicas], Mover]:
 
 
 def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:
-    """What moves models among replicas that all meet; and what is to be told of the models when these are equal, if
-    that has to be known."""
+    """Returns the mover of models among replicas that all meet, and the function to call with the models when these are
+    equal, or None if it is not needed."""
     exchange = replica.exchange
     if exchange.is_full:
         return mover_among_groups(replica), None
@@ -100,7 +100,7 @@ def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:
 
 
 def mover_in_a_ring(replica: Replica) -> tuple[Mover, Begin | None]:
-    """What moves models between neighbours of a ring; and as for :func:`mover_among_all`."""
+    """Returns the mover of models between neighbours of a ring, and a function as that of :func:`mover_among_all`."""
     payload = None if replica.exchange.is_full else replica.exchange.payload
     movers = [RingMean(replicas, payload) for replicas in replicas_for(replica)]
     neighbours = ring(replica.pipeline, replica.count)

@@ -1,16 +1,17 @@
-"""One worker's meetings with other groups, one at a time, in the order in which the scheduler decided them.
+"""Ordered execution of one worker's meetings with other groups, one at a time, as the scheduler decided them.
 
-A worker learns of the meeting that answers it from its training's connection, and of those that it is invited to from
-that of its heartbeats, so they can arrive in another order. All members of a group have the same meetings, and keep
-equal models only if each takes them, and its steps, in the same order. So an invitation waits
+A worker learns of the meeting that answers it from its training's connection, and of invitations from its heartbeats'
+connection, so they can arrive in another order. All members of a group have the same meetings, and keep equal models
+only if each carries them out, with its steps, in the same order. So an invitation waits
 
-- for the boundary that had been decided before it: where the worker stood, it has met all it was to, and goes on;
-- if the worker is standing in it, for the step to end: the others get a model that contains it.
+- for the boundary that was decided before it: where the worker waited, it has carried out all its meetings, and goes
+  on;
+- if the worker waits in that boundary, for the step to end: the others get a model that contains the step.
 
-And a worker goes on from its boundary when it has carried out all invitations that were decided before.
+A worker goes on from its boundary when it has carried out all invitations that were decided before.
 
-Nothing deadlocks: a worker that carries a meeting out waits for members that still have meetings of lower numbers, or
-end a step for which they need none that waits for this one (``policies/phd_psgd.py``,
+There is no deadlock: a worker that carries a meeting out waits for members that still have meetings of lower numbers,
+or end a step for which they need no worker that waits for this one (``policies/phd_psgd.py``,
 ``policies/following_stages.py``).
 """
 
@@ -27,13 +28,13 @@ from lightning_sdpipe.policies.events import Worker
 
 
 class OrderedInvitations:
-    """Those of ``worker``.
+    """Meetings and invitations of ``worker``, in order.
 
     Args:
-        worker: this one.
-        carry_out: takes part in a meeting, with the newest step if the second argument says so; gives the seconds that
-            were waited for others. It is called by one thread at a time.
-        timeout: of every wait.
+        worker: this worker.
+        carry_out: takes part in a meeting, with the newest step if the second argument says so; returns the seconds
+            waited for others. It is called by one thread at a time.
+        timeout: limit of every wait.
     """
 
     def __init__(self, worker: Worker, carry_out: Callable[[Group, bool], float], timeout: timedelta) -> None:
@@ -44,37 +45,37 @@ class OrderedInvitations:
         self._invited: deque[tuple[Group, int | None]] = deque()
         self._standing = self._busy = self._closing = False
         self._passed: int | None = None
-        """The iteration of the last boundary that this worker has gone on from since it joined."""
+        """Iteration of the last boundary that this worker has gone on from since it joined."""
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
     def invite(self, group: Group, after: int | None) -> None:
-        """The scheduler has decided ``group``, of which this worker is a passive member, after it had answered that
-        iteration; called in the order of decisions, by any thread."""
+        """Queues ``group``, of which this worker is a passive member. The scheduler decided it after it had answered
+        iteration ``after``; called in the order of decisions, by any thread."""
         with self._changed:
             self._invited.append((group, after))
             self._changed.notify_all()
 
     def begin(self) -> None:
-        """This worker takes part from now on. Invitations that came before are carried out, too."""
+        """Starts taking part. Invitations that came before are carried out, too."""
         self._closing, self._passed = False, None
         self._thread = threading.Thread(target=self._serve, name="meetings of groups", daemon=True)
         self._thread.start()
 
     def stand(self) -> None:
-        """The step is over: invitations may have it, until :meth:`go_on`."""
+        """Marks the step as over: invitations may use its result, until :meth:`go_on`."""
         with self._changed:
             self._standing = True
             self._changed.notify_all()
 
     def go_on(self, iteration: int, group: Group) -> float:
-        """Carries out ``group``, which answers ``iteration``, when all that was decided before it is done.
+        """Carries out ``group``, which answers ``iteration``, when all earlier decisions are carried out.
 
         Returns:
-            Seconds that were waited for others in it.
+            Seconds waited for others in it.
 
         Raises:
-            WorkerFailedError: another one broke off or does not come, now or in an invitation.
+            WorkerFailedError: another worker failed or does not come, now or in an invitation.
         """
         with self._changed:
             self._wait(lambda: self._done_before(group), "earlier meetings")
@@ -85,10 +86,10 @@ class OrderedInvitations:
         return waited
 
     def end(self) -> None:
-        """This worker takes no part any more, and has heard of all invitations: carries out what is left.
+        """Stops taking part, when all invitations have arrived: carries out the remaining ones.
 
         Raises:
-            WorkerFailedError: another one broke off or does not come.
+            WorkerFailedError: another worker failed or does not come.
         """
         if self._thread is None:
             return
@@ -110,7 +111,7 @@ class OrderedInvitations:
         return not behind and (self._standing or self._worker not in group.standing)
 
     def _wait(self, there: Callable[[], bool], what: str) -> None:
-        """With the lock held."""
+        """Waits for a condition, with the lock held."""
         arrived = self._changed.wait_for(lambda: self._failure is not None or there(), self._seconds)
         if self._failure is not None:
             raise self._failure

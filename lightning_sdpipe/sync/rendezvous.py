@@ -1,4 +1,4 @@
-"""Where a worker is beside the replicas of its stage, and how they find each other when one cannot go on alone.
+"""Synchronisation state of a worker beside the replicas of its stage, and how they meet when one cannot go on alone.
 
 place      the scheduler counts on this worker   the others                 it gets elsewhere by
 TOGETHER   no                                    are at the same batch      join
@@ -7,10 +7,10 @@ AWAY       no: it is out of data                 train, or are AWAY too     come
                                                                             if it rests; or all are out of data,
                                                                             and TRAINING again
 
-Between two meetings no worker knows how far the others are. Most meetings are known in advance, since every worker
-counts the same batches: validation after 100 of them, a checkpoint after 500, the end of the epoch. But a worker that
-runs out of data earlier does not know which meeting comes next. So each meeting begins with one small all-reduce, in
-which those that have arrived say where they are, and those that are out of data learn it.
+Between two sync points no worker knows how far the others are. Most sync points are known in advance, since every
+worker counts the same batches: validation after 100 of them, a checkpoint after 500, the end of the epoch. But a worker
+that runs out of data earlier does not know which sync point comes next. So each begins with one small all-reduce, in
+which the workers that have arrived say where they are, and those that are out of data learn it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_sdpipe.sync.synchronizer import Synchronizer
 
 
 class SyncState(Enum):
-    """See the table above."""
+    """State of a worker beside the replicas of its stage; see the table above."""
 
     TOGETHER = auto()
     TRAINING = auto()
@@ -37,16 +37,17 @@ class SyncState(Enum):
 
 @dataclass(frozen=True)
 class SyncPoint:
-    """``position``: after how many batches of the epoch the workers meet. ``closing``: it is the end of the epoch,
-    which the last batch of all remains to be trained for."""
+    """A point where all workers meet. ``position`` is the number of batches of the epoch before it. ``closing`` says
+    that it is the end of the epoch, for which the last batch of all remains to be trained."""
 
     position: int
     closing: bool
 
 
 class Rendezvous:
-    """One worker's. All workers of a stage meet at the same points of training, which are told by ``position``, the
-    batches that were begun in this epoch; the numbers of updates in between may differ.
+    """The rendezvous of one worker with the replicas of its stage. All workers of a stage meet at the same points of
+    training, which are known by ``position``, the number of batches begun in this epoch; the numbers of updates in
+    between may differ.
 
     Args:
         sync: this worker's half of the synchronisation method.
@@ -56,24 +57,25 @@ class Rendezvous:
         self.place = SyncState.TOGETHER
         self._sync = sync
         self._replica = sync.replica
-        self._unequal = False  # some worker has trained since the last pause
+        self._unequal = False  # whether some worker has trained since the last sync point
         self._agreed: int | None = None  # where this worker, which is out of data, will be together with the others
 
     def join(self) -> None:
-        """Takes part from now on; returns when every worker of the stage does. Nothing happens if it does already."""
+        """Joins; returns when every worker of the stage takes part. Does nothing if this worker takes part already."""
         if self.place is not SyncState.TOGETHER:
             return
         self.tell_freezing(False)
-        if self._unequal:  # all came together, but not for a pause
+        if self._unequal:  # all came together, but not for a sync point
             self._sync.resynchronise()
         self._set_out()
         self._unequal = True
 
     def tell_freezing(self, changed: bool) -> None:
-        """Whether layers were frozen or unfrozen in this pipeline since the workers of the stage came together.
+        """Compares with the others whether layers were frozen or unfrozen in this pipeline since the workers came
+        together.
 
         Raises:
-            ConfigurationError: they were in some pipelines only.
+            ConfigurationError: layers were frozen or unfrozen in some pipelines only.
         """
         groups, group = self._replica.groups, self._replica.groups.meeting
         if group.size() == 1:
@@ -90,8 +92,8 @@ class Rendezvous:
             )
 
     def wait_for_others(self, position: int) -> SyncPoint:
-        """This worker is out of data. Waits, without holding up any other, until the others meet somewhere or are all
-        out of data themselves. In the latter case each takes part again for its last batch."""
+        """Waits, since this worker is out of data, until the others meet somewhere or are all out of data themselves;
+        holds up no other worker. In the latter case each takes part again for its last batch."""
         self.join()
         self._leave()
         meeting = _meet(position, True, self._replica.groups.meeting, self._replica.device)
@@ -103,7 +105,7 @@ class Rendezvous:
         return meeting
 
     def rest(self) -> None:
-        """Takes no part, and waits for no other, until :meth:`rejoin`, or until all come together."""
+        """Stops taking part, and waits for no other worker, until :meth:`rejoin`, or until all come together."""
         self.join()
         self._leave()
 
@@ -114,10 +116,11 @@ class Rendezvous:
         self.place = SyncState.TRAINING
 
     def come_together(self, position: int) -> None:
-        """Waits until all workers of the stage are here. None waits in the scheduler for one that waits here.
+        """Waits until all workers of the stage are here. No worker waits in the scheduler for one that waits here.
 
         Raises:
-            ConfigurationError: this worker has been announced, so that others may count on it; or they met elsewhere.
+            ConfigurationError: this worker has been announced, so that others may count on it; or the others met
+                elsewhere.
         """
         if self.place is SyncState.TOGETHER:
             return
@@ -133,8 +136,9 @@ class Rendezvous:
         self.place, self._agreed = SyncState.TOGETHER, None
 
     def pause(self, position: int) -> None:
-        """Comes together and makes all replicas of the stage equal: floating-point buffers become their mean over the
-        pipelines, integer buffers (counters) the largest, and so do parameters, unless the method knows better."""
+        """Comes together with the others and makes all replicas of the stage equal: floating-point buffers become their
+        mean over the pipelines, integer buffers (counters) the largest, and so do parameters, unless the method
+        replaces this."""
         self.come_together(position)
         if self._unequal:
             self._unequal = False
@@ -142,7 +146,7 @@ class Rendezvous:
             self._sync.average_buffers()
 
     def abandon(self) -> None:
-        """Training has failed: there is no worker to meet any more."""
+        """Gives up after a failure of training: there is no worker to meet any more."""
         self.place, self._unequal, self._sync.announced = SyncState.TOGETHER, False, False
 
     def _meet_others(self, position: int) -> None:
@@ -170,7 +174,7 @@ def _meet(position: int, out_of_data: bool, group: dist.ProcessGroup, device: to
     A worker is ``out_of_data`` when one batch is left, which it keeps for the end of the epoch.
 
     Raises:
-        ConfigurationError: the workers with data are at different batches, so that they have come for different things.
+        ConfigurationError: the workers with data are at different batches, so they are at different sync points.
         WorkerFailedError: a member is gone, or the group's timeout passed.
     """
     nowhere = -(2**62)

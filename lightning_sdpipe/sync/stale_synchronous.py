@@ -1,8 +1,8 @@
-"""A worker's half of the methods with parameter servers: pipelines train alone for a clock, push, and pull.
+"""Worker's half of the methods with parameter servers: pipelines train alone for a clock, push, and pull.
 
 As in HetPipe (Park et al. 2020) a pipeline is a virtual worker: after a clock of one or several mini-batches it pushes
-the sum of its updates to a parameter server and pulls the parameters with those of others. Each stage has a server of
-its own, in the process of one of its replicas; the servers of successive stages lie in successive pipelines.
+the sum of its updates to a parameter server and pulls the parameters with all updates. Each stage has its own server,
+in the process of one of its replicas; the servers of successive stages lie in successive pipelines.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class StaleSynchronous(Synchronizer):
 
     Args:
         replica: this worker.
-        rule: what becomes of pushes, and which workers may go on.
-        every: updates of a clock.
+        rule: decides which pushes count, and which workers may go on.
+        every: number of updates of a clock.
     """
 
     def __init__(self, replica: Replica, rule: AdmissionRule, every: int) -> None:
@@ -48,7 +48,7 @@ class StaleSynchronous(Synchronizer):
         return (self._updates + 1) % self._every == 0
 
     def synchronise(self) -> None:
-        """At the end of a clock, pushes what the parameters have changed by since the last pull, and pulls."""
+        """At the end of a clock, pushes the changes of the parameters since the last pull, and pulls."""
         self._updates += 1
         if self._updates % self._every:
             self.statistics.count(members=1)

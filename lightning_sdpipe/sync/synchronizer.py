@@ -1,4 +1,4 @@
-"""What every worker's half of a synchronisation method has in common, and what the strategy calls."""
+"""Base of every worker's half of a synchronisation method, as the strategy calls it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from lightning_sdpipe.topology.groups import ProcessGroups, Replicas, Traffic
 
 @dataclass
 class SyncStatistics:
-    """What this worker's synchronisation amounted to since the start of training.
+    """Statistics of this worker's synchronisation since the start of training.
 
     ``groups`` counts the updates, ``members`` the workers that took part in each, this one included.
-    ``seconds_waiting`` is what this worker stood still until the others of its group were there,
-    ``seconds_averaging`` what it stood still while tensors moved; what is hidden behind computation counts in neither.
-    ``traffic`` counts the bytes that it sent to other replicas, but for what pauses and parameter servers move.
+    ``seconds_waiting`` is the time for which this worker waited until the others of its group were there,
+    ``seconds_averaging`` the time for which it waited while tensors moved; time hidden behind computation counts in
+    neither. ``traffic`` counts the bytes that it sent to other replicas, except those of sync points and parameter
+    servers.
     """
 
     groups: int = 0
@@ -43,7 +44,7 @@ class SyncStatistics:
 
     @property
     def bytes_sent(self) -> int:
-        """To other replicas."""
+        """Bytes sent to other replicas."""
         return self.traffic.bytes
 
     @property
@@ -59,24 +60,24 @@ class SyncStatistics:
 
 
 class TrainingState(Protocol):
-    """What a worker's training has come to besides its parameters: the state of its optimizer, and its loss scale."""
+    """The state of a worker's training besides its parameters: the state of its optimizer, and its loss scale."""
 
     def digest(self) -> int:
-        """Of 64 bits, the same where everything is; cheaper than :meth:`save`."""
+        """Returns a digest of 64 bits, equal where all states are equal; cheaper than :meth:`save`."""
 
     def save(self) -> bytes:
-        """For :meth:`load` of another replica of the stage."""
+        """Returns the state for :meth:`load` on another replica of the stage."""
 
     def load(self, saved: bytes) -> None:
-        """Takes over another one's."""
+        """Takes over the state of another replica."""
 
     def of(self, parameters: Sequence[nn.Parameter]) -> TrainingState:
-        """The same of these parameters alone."""
+        """Returns the part of this state that belongs to ``parameters``."""
 
 
 @dataclass(frozen=True)
 class ReplicatedPart:
-    """What a worker exchanges with the same others: all that it holds, or a section of the chain."""
+    """The tensors that a worker exchanges with the same replicas: all that it holds, or a section of the chain."""
 
     among: Replicas
     parameters: Sequence[FlatBucket]
@@ -84,26 +85,26 @@ class ReplicatedPart:
 
     @property
     def exchanged(self) -> list[FlatBucket]:
-        """Those of ``parameters`` that train, which are sent between two pauses; what is frozen is not."""
+        """Buckets of ``parameters`` that train, which are sent between two sync points; frozen ones are not."""
         return [bucket for bucket in self.parameters if bucket.trains]
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A worker as one of the replicas of its stage: what a :class:`Synchronizer` works with."""
+    """A worker as one of the replicas of its stage: the data that a :class:`Synchronizer` works with."""
 
     client: SchedulerClient
     groups: ProcessGroups
-    parameters: Sequence[FlatBucket]  # like `trained`, it may change while no worker takes part
+    parameters: Sequence[FlatBucket]  # like `trained`, may change while no worker takes part
     buffers: Sequence[Tensor]  # that only a full average makes equal, such as BatchNorm statistics
-    trained: Sequence[nn.Parameter]  # in the order by which the pipeline numbers their gradients
+    trained: Sequence[nn.Parameter]  # in the order of their gradients' numbers in the pipeline
     timeout: timedelta  # of every wait
     watch: bool = True  # end the run when gradients of one replica are not finite, rather than average them
     exchange: Exchange = field(default_factory=Exchange)  # how tensors move
-    loss_scale: Callable[[], float] = lambda: 1.0  # what gradients are multiplied by at the moment
-    progress: TrainingState | None = None  # None where there is nothing but parameters
+    loss_scale: Callable[[], float] = lambda: 1.0  # the current factor of gradients
+    progress: TrainingState | None = None  # None where parameters are the whole state
     name_of: Callable[[nn.Parameter], str] = lambda parameter: f"of shape {tuple(parameter.shape)}"  # for messages
-    averages: list[Tensor] = field(default_factory=list)  # of the weights over time, made equal where those are
+    averages: list[Tensor] = field(default_factory=list)  # of the weights over time; made equal with them
     sections: OwnSections | None = None  # of the chain; None where the replicas of the stage hold what it holds
     shared: SharedParameters | None = None  # with other stages, whose copies follow after each exchange; with sections
 
@@ -117,14 +118,14 @@ class Replica:
 
     @property
     def exchanged(self) -> list[FlatBucket]:
-        """Those of ``parameters`` that are sent between two pauses, part by part."""
+        """Buckets of ``parameters`` that are sent between two sync points, part by part."""
         if self.sections is None:
             return [bucket for bucket in self.parameters if bucket.trains]
         return [bucket for part in self.parts for bucket in part.exchanged]
 
     @property
     def device(self) -> torch.device:
-        """Of the stage's tensors."""
+        """Device of the stage's tensors."""
         return self.parameters[0].buffer.device if self.parameters else torch.device("cpu")
 
     @property
@@ -134,12 +135,12 @@ class Replica:
 
     @property
     def count(self) -> int:
-        """How many replicas there are now."""
+        """Number of replicas now."""
         return len(self.ranks) if self.sections is None else self.groups.mesh.num_pipelines
 
     @property
     def parts(self) -> list[ReplicatedPart]:
-        """What is exchanged with the same others, in the order in which all workers go through them."""
+        """Parts with their replicas, in the order in which all workers go through them."""
         if self.sections is None:
             return [ReplicatedPart(self.groups.replicas(), self.parameters, self.buffers)]
         return [
@@ -150,19 +151,20 @@ class Replica:
         ]
 
     def rounds(self) -> RoundsOfPresent | None:
-        """What averages gradients among the replicas that are there, where these come and go."""
+        """Returns the rounds that average gradients among the replicas that are present, where these come and go; else
+        None."""
         return None
 
     def mover(self) -> Mover | None:
-        """What averages models in groups, where that is not for the exchange to say."""
+        """Returns the mover that averages models in groups, where the exchange does not choose it; else None."""
         return None
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Makes ``tensors`` the mean over all replicas, which are together; of integers (counters) the largest."""
+        """Makes ``tensors`` the mean over all replicas, which are together; integers (counters) become the largest."""
         finish(FullMean(self.groups.replicas()).start(tensors, self.everybody()))
 
     def average_parameters(self) -> None:
-        """The same of parameters, but for frozen ones that are integers."""
+        """Averages the parameters in the same way, except frozen ones that are integers."""
         if self.shared is None:
             self.average(tensors_of(_averaged(self.parameters)))
             return
@@ -171,14 +173,14 @@ class Replica:
         self.shared.make_equal()
 
     def average_buffers(self) -> None:
-        """The same of buffers."""
+        """Averages the buffers in the same way."""
         for part in self.parts:
             finish(FullMean(part.among).start(part.buffers, self.everybody()))
         if self.shared is not None:
             self.shared.make_buffers_equal(self.device)
 
     def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
-        """All replicas of the stage as a group, by equal weights if none are given."""
+        """Returns all replicas of the stage as a group, with equal weights by default."""
         size = self.count
         members = tuple(Worker(self.stage, pipeline) for pipeline in range(size))
         return Group(members, tuple(weights or [1 / size] * size), sequence, "everybody")
@@ -193,131 +195,135 @@ class RoundsOfPresent(Protocol):
 
     @property
     def rounds(self) -> PresentRounds:
-        """Takes the gradients of this worker."""
+        """Rounds that take the gradients of this worker."""
 
     @property
     def on_any_stage(self) -> Callable[[bool], bool]:
-        """Is it so on any stage of this pipeline? Every stage asks at the same point."""
+        """Returns a function that tells whether something is true on any stage of this pipeline. Every stage asks at
+        the same point."""
 
     def arrange(self, parameters: Sequence[nn.Parameter], cap: int, watch: bool) -> None:
-        """Gradients are those of ``parameters`` from now on."""
+        """Sets the parameters whose gradients are averaged from now on."""
 
     def begin(self, update: int, weight: float) -> None:
-        """This worker takes part in the round of ``update``. Does not wait."""
+        """Takes part in the round of ``update``. Does not wait."""
 
     def finish(self) -> tuple[Round, float]:
-        """Waits for the outcome; the seconds until the members were known."""
+        """Waits for the outcome; returns it with the seconds until the members were known."""
 
     def check_equal(self, digest: int) -> None:
-        """All are together: ends the run if their digests differ."""
+        """Ends the run if the digests of the replicas, which are all together, differ."""
 
 
 class Synchronizer:
-    """A worker's half of a synchronisation method. This one never synchronises, except at a pause.
+    """A worker's half of a synchronisation method. The base class never synchronises, except at a sync point.
 
-    For every update of the parameters the strategy calls :meth:`announce`, when it waits for no other stage any more,
-    and :meth:`synchronise`, when the optimizer has stepped. A method that averages gradients offers ``gradients`` to
-    the pipeline, which tells it of every gradient that the backward completes, and waits for the means before it ends.
+    For every update of the parameters the strategy calls :meth:`announce`, when the worker waits for no other stage any
+    more, and :meth:`synchronise`, when the optimizer has stepped. A method that averages gradients offers ``gradients``
+    to the pipeline, which reports every gradient that the backward completes, and waits for the means before it ends.
 
-    What :class:`~lightning_sdpipe.sync.rendezvous.Rendezvous` calls when a worker joins and leaves are the last five.
+    :class:`~lightning_sdpipe.sync.rendezvous.Rendezvous` calls the last five methods when a worker joins and leaves.
     """
 
     gradients: GradientExchange | None = None
     """Averages gradients while the backward runs; None if the method leaves them alone."""
 
     rounds: int | None = None
-    """Of this stage; what messages are like depends on it, so that a checkpoint has it. None if it does not."""
+    """Number of rounds of this stage, if the form of messages depends on it, so that a checkpoint has it; else None."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self.statistics = SyncStatistics(traffic=replica.groups.traffic)
         self.announced = False
-        """Has this worker been announced and not fetched its group yet?"""
+        """Whether this worker has been announced and has not fetched its group yet."""
 
     @property
     def models_averaged(self) -> float:
-        """The mean of how many models, each trained on gradients of its own, is what this method trains.
+        """Number of models, each trained on its own gradients, whose mean this method trains.
 
-        All of the stage's when groups are averaged, however small they are: averaging in a group leaves the mean of all
-        where it is, and every update moves it. With unequal weights they are fewer, and it may change.
+        These are all models of the stage when groups are averaged, however small the groups are: averaging in a group
+        leaves the mean of all models unchanged, and every update moves it. With unequal weights the number is smaller,
+        and may change.
         """
         return 1
 
     by_samples = False
-    """Is :meth:`weigh` to be told of each mini-batch before its backward?"""
+    """Whether :meth:`weigh` is called for each mini-batch before its backward."""
 
     def weigh(self, samples: float) -> None:
-        """So much the gradients of the next mini-batch count."""
+        """Sets the weight of the next mini-batch's gradients."""
 
     def begin(self, update: int) -> None:
-        """The turn of ``update`` begins, before anything of it is computed. Does not wait."""
+        """Begins the turn of ``update``, before anything of it is computed. Does not wait."""
 
     def begin_without_batch(self, update: int) -> bool:
-        """As :meth:`begin`, in a turn without a batch, in which others may have some: is there an update to make?"""
+        """Begins a turn without a batch, in which other pipelines may have one; returns whether there is an update to
+        make."""
         return False
 
     def announce(self, iteration: int) -> None:
-        """Nothing but this worker's own computing can hold up update ``iteration`` any more. Does not wait."""
+        """Announces that nothing but this worker's own computing can hold up update ``iteration`` any more. Does not
+        wait."""
 
     @property
     def equal_at_start(self) -> Replicas | None:
-        """Those replicas that must have the same parameters when they :meth:`start` together; None if it is no
-        matter."""
+        """Replicas that must have the same parameters when they :meth:`start` together; None if equality is not
+        needed."""
         return None
 
     @property
     def shares_next(self) -> bool:
-        """Will :meth:`synchronise` give this worker's model to others?"""
+        """Whether :meth:`synchronise` will give this worker's model to others."""
         return False
 
     def synchronise(self) -> None:
-        """The optimizer has stepped. Returns when the next iteration may start."""
+        """Synchronises after the optimizer's step. Returns when the next iteration may start."""
         self.statistics.count(members=1)
 
     def start(self) -> None:
-        """This worker takes part from now on; the others will, too."""
+        """Starts taking part; the others will, too."""
 
     def stop(self) -> None:
-        """This worker stops taking part, while others may train on."""
+        """Stops taking part, while others may train on."""
 
     def resynchronise(self) -> None:
-        """What all workers, which are together, do before they take part again without a pause in between."""
+        """Prepares all workers, which are together, to take part again without a sync point in between."""
 
     def make_parameters_equal(self) -> None:
-        """All replicas, which are together, get the same parameters."""
+        """Gives all replicas, which are together, the same parameters."""
         self.replica.average_parameters()
 
     def parameter_states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """What belongs into a checkpoint beside the optimizer's state, by parameter and in its shape. Called at a
-        pause."""
+        """Returns state for a checkpoint beside the optimizer's, by parameter and in its shape. Called at a sync
+        point."""
         return {}
 
     def load_parameter_states(self, states: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-        """What :meth:`parameter_states` gave, perhaps on another mesh; called before training."""
+        """Loads the state of :meth:`parameter_states`, perhaps of another mesh; called before training."""
 
     def _average(self, buckets: Sequence[FlatBucket]) -> None:
         self.replica.average(tensors_of(buckets))
 
     def average_buffers(self) -> None:
-        """As :meth:`make_parameters_equal`, of what is no parameter."""
+        """Makes buffers and averages of the weights equal, as :meth:`make_parameters_equal` does parameters."""
         if self.replica.sections is None:
             self.replica.average([*self.replica.buffers, *self.replica.averages])
         else:
             self.replica.average_buffers()
 
     def _take_over(self, pipeline: int) -> None:
-        """All get the parameters of that pipeline's replica."""
+        """Gives all replicas the parameters of that pipeline's replica."""
         group = self.replica.everybody([float(number == pipeline) for number in range(len(self.replica.ranks))])
         finish(TakeOver(self.replica.groups.replicas()).start(tensors_of(self.replica.parameters), group))
 
 
 @runtime_checkable
 class SyncMethod(Protocol):
-    """What ``SDPipeStrategy(sync=...)`` takes: the values of a method, which build each worker's half of it."""
+    """A value of ``SDPipeStrategy(sync=...)``: a method, which builds each worker's half of it."""
 
     @property
     def policy(self) -> PolicyConfig:
-        """What the scheduler decides for it."""
+        """Policy by which the scheduler decides for the method."""
 
     def build(self, replica: Replica) -> Synchronizer:
-        """This worker's half. Every worker of the run must call it at the same point."""
+        """Builds this worker's half. Every worker of the run must call it at the same point."""

@@ -1,1 +1,1 @@
-"""Which worker is where: the mesh, its process groups, hosts, and the file of a placement."""
+"""Topology of a run: the mesh of workers, its process groups, hosts, and the file of a placement."""

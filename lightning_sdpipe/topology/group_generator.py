@@ -1,13 +1,13 @@
-"""Which pipelines form PHD-PSGD's groups (paper §3.2): those that together cost least per step.
+"""Generates PHD-PSGD's groups of pipelines (paper §3.2), those that together cost least per step.
 
     Σ over groups of Comp(G) + Comm(G)
 
 The paper leaves Comp open; a step of a group takes as long as its slowest member's mini-batch, and its all-reduce as
-long as the model needs over its slowest link. So like devices that are near each other come together. What a profile or
-a measurement found is passed in.
+long as the model needs over its slowest link. So similar devices that are near each other come together. The times of a
+profile or a measurement are passed in.
 
-The search divides the slowest pipeline's group off in every way, then the slowest's among the rest, and so on, and
-leaves a branch as soon as the rest cannot make up for what it costs already. It starts from the best of a few simple
+The search splits off the slowest pipeline's group in every way, then that of the slowest among the rest, and so on. It
+leaves a branch as soon as the rest cannot make up for its cost so far. It starts from the best of a few simple
 groupings, improved by exchanging members. Up to about sixteen pipelines it ends with a proof; beyond, after a number of
 steps, so that every machine finds the same.
 """
@@ -23,12 +23,12 @@ from lightning_sdpipe.errors import ConfigurationError
 Groups = tuple[tuple[int, ...], ...]
 
 STEPS = 200_000
-"""Groups that are looked at before the search is cut short."""
+"""Groups that are examined before the search is cut short."""
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """``seconds`` is the objective; ``optimal`` if no other grouping costs less."""
+    """A grouping with ``seconds`` as its objective; ``optimal`` if no other grouping costs less."""
 
     groups: Groups
     seconds: float
@@ -36,17 +36,19 @@ class Grouping:
 
 
 def transfer_seconds(num_bytes: float, bytes_per_second: float) -> float:
-    """Comm: the size of the model over the bandwidth of a link."""
+    """Return Comm: the size of the model over the bandwidth of a link, in seconds."""
     return num_bytes / bytes_per_second
 
 
 def all_reduce_bytes(num_bytes: float, workers: int) -> float:
-    """What one of so many workers sends and receives in an all-reduce of ``num_bytes`` around a ring (paper §5.4)."""
+    """Return the bytes that one of so many workers sends and receives in an all-reduce of ``num_bytes`` around a ring
+    (paper §5.4)."""
     return 4 * num_bytes / workers * (workers - 1)
 
 
 def hosts_as_groups(hosts: Sequence[str]) -> Groups:
-    """The pipelines of each host, in the order in which hosts are met first; ``hosts`` has that of each pipeline."""
+    """Return the pipelines of each host, in the order in which hosts first occur; ``hosts`` names that of each
+    pipeline."""
     groups: dict[str, list[int]] = {}
     for pipeline, host in enumerate(hosts):
         groups.setdefault(host, []).append(pipeline)
@@ -54,21 +56,21 @@ def hosts_as_groups(hosts: Sequence[str]) -> Groups:
 
 
 def cost(groups: Sequence[Sequence[int]], compute: Sequence[float], links: Sequence[Sequence[float]]) -> float:
-    """Σ Comp + Comm, in seconds; see :func:`generate_groups` for the arguments."""
+    """Return Σ Comp + Comm, in seconds; see :func:`generate_groups` for the arguments."""
     return sum(_cost(group, compute, links) for group in groups)
 
 
 def generate_groups(
     compute: Sequence[float], links: Sequence[Sequence[float]], group_size: int, steps: int = STEPS
 ) -> Grouping:
-    """The cheapest groups of ``group_size`` pipelines that were found.
+    """Return the cheapest groups of ``group_size`` pipelines that were found.
 
     Args:
         compute: seconds of each pipeline's mini-batch.
-        links: n × n, seconds for the model from one pipeline to another: the larger of the two directions counts, of
-            several stages the slowest. The diagonal is ignored.
+        links: n × n, seconds for the model from one pipeline to another, through the slowest of several stages. The
+            larger of the two directions counts; the diagonal is ignored.
         group_size: N of the paper.
-        steps: after which the search is cut short.
+        steps: steps after which the search is cut short.
 
     Raises:
         ConfigurationError: the sizes do not fit, or a time is not positive.
@@ -97,7 +99,7 @@ def _cost(group: Sequence[int], compute: Sequence[float], links: Sequence[Sequen
 
 
 def _starts(compute: Sequence[float], links: Sequence[Sequence[float]], size: int) -> list[list[list[int]]]:
-    """By speed, and nearest first from the slowest and from the first."""
+    """Return groupings to start from: by speed, and nearest first from the slowest and from the first pipeline."""
     by_speed = sorted(range(len(compute)), key=lambda i: (-compute[i], i))
     starts = [[by_speed[k : k + size] for k in range(0, len(by_speed), size)]]
     for order in (by_speed, list(range(len(compute)))):
@@ -112,7 +114,7 @@ def _starts(compute: Sequence[float], links: Sequence[Sequence[float]], size: in
 
 
 def _improved(groups: list[list[int]], compute: Sequence[float], links: Sequence[Sequence[float]]) -> list[list[int]]:
-    """Until no exchange of two members makes it cheaper."""
+    """Exchange pairs of members until no exchange makes the grouping cheaper."""
     better = True
     while better:
         better = False
@@ -167,5 +169,6 @@ class _Search:
                 return
 
     def _bound(self, rest: Sequence[int]) -> float:
-        """No grouping of ``rest``, slowest first, costs less: its k-th slowest group is at least as slow as this."""
+        """Return a lower bound on the cost of grouping ``rest``, slowest first: its k-th slowest group is at least as
+        slow as this."""
         return sum(self.compute[i] + self.fastest_link for i in rest[:: self.size])

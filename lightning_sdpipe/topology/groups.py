@@ -16,7 +16,7 @@ from lightning_sdpipe.topology.mesh import Mesh
 
 
 class Traffic:
-    """Bytes that were sent to other replicas; several threads may add to it."""
+    """Bytes sent to other replicas; several threads may add to them."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -38,44 +38,44 @@ def _traffic_of(sent: int) -> Traffic:
 
 @dataclass(frozen=True)
 class Replicas:
-    """Replicas of a stage, all or some, as one of them reaches the others: by the rank of each pipeline in a process
+    """Some or all replicas of a stage, as one of them reaches the others: by the rank of each pipeline in a process
     group."""
 
     group: dist.ProcessGroup
-    ranks: Sequence[int] | Mapping[int, int]  # of each pipeline that ``group`` holds, in it
+    ranks: Sequence[int] | Mapping[int, int]  # of each pipeline in ``group``
     stage: int
     pipeline: int  # this worker's
     traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
     @property
     def pipelines(self) -> Sequence[int]:
-        """Whose replicas they are, in order."""
+        """Pipelines of these replicas, in order."""
         return sorted(self.ranks) if isinstance(self.ranks, Mapping) else range(len(self.ranks))
 
     def name(self, pipeline: int) -> str:
-        """Of another one, for messages."""
+        """Name the replica of ``pipeline``, for messages."""
         return f"pipeline {pipeline} of stage {self.stage}"
 
     def coalesces(self, device: torch.device) -> bool:
-        """Must messages of both directions be begun together (NCCL)?"""
+        """Return whether messages of both directions must be begun together (NCCL)."""
         return isinstance(self.group, dist.ProcessGroup) and self.group._get_backend(device).supports_coalescing
 
     def stages(self, tensor: torch.Tensor) -> bool:
-        """Must ``tensor`` go through the memory of the host?"""
+        """Return whether ``tensor`` must go through the memory of the host."""
         return p2p.through_host(tensor, self.group)
 
 
 def backends(device: torch.device, devices: Sequence[torch.device], asked: str | None, default: str) -> str:
-    """What moves the tensors of each type of device, as ``init_process_group`` takes it.
+    """Return the backends for each type of device, as ``init_process_group`` takes them.
 
     Args:
-        device: of this process.
-        devices: of all processes of this machine.
+        device: that of this process.
+        devices: those of all processes of this machine.
         asked: the user's ``process_group_backend``.
-        default: what Lightning would take.
+        default: the backend that Lightning would take.
 
     Raises:
-        ConfigurationError: NCCL for processes that share a GPU.
+        ConfigurationError: NCCL is asked for, and processes share a GPU.
     """
     if device.type == "cpu" or (asked is not None and ":" in asked):
         return default
@@ -90,16 +90,16 @@ def backends(device: torch.device, devices: Sequence[torch.device], asked: str |
 
 
 def prepare_world(device: torch.device) -> None:
-    """What the default group must be before others are made beside it.
+    """Prepare the default group, before others are made beside it.
 
     A group that is bound to a device makes others by splitting, which gloo cannot, and which NCCL cannot either where a
     group has gloo for some of its ranks: those outside would wait for the others to split.
 
     Args:
-        device: of this process.
+        device: that of this process.
 
     Raises:
-        ConfigurationError: it cannot move tensors of the CPU, or of ``device``.
+        ConfigurationError: the group cannot move tensors of the CPU, or of ``device``.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -124,7 +124,7 @@ class ProcessGroups:
     replicas of its stage in all pipelines of this world (in an elastic job, itself).
 
     Where pipelines are cut unlike, ``stage`` holds all last stages, where steps come to their end; another stage has no
-    replicas, and is alone in it. What replicas have in common is a section of the chain (:meth:`open_section`).
+    replicas, and is alone in it. Replicas then share a section of the chain (:meth:`open_section`).
     """
 
     mesh: Mesh
@@ -138,7 +138,8 @@ class ProcessGroups:
 
     @classmethod
     def open(cls, mesh: Mesh, timeout: timedelta | None) -> ProcessGroups:
-        """Every rank must call it. ``timeout`` bounds each transfer: a sub-group does not inherit the world's."""
+        """Open the groups; every rank must call it. ``timeout`` bounds each transfer: a sub-group does not inherit the
+        world's."""
         rank = dist.get_rank()
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if mesh.alike:
@@ -152,7 +153,8 @@ class ProcessGroups:
         return cls(mesh, rank, groups[row], groups[column])
 
     def replicas(self, group: dist.ProcessGroup | None = None) -> Replicas:
-        """Of this worker's stage, over ``group``, which holds them all: that of the stage if it is None."""
+        """Return the replicas of this worker's stage, over ``group``, which holds them all: that of the stage if it is
+        None."""
         stage, pipeline = self.mesh.locate(self.rank)
         ranks = self.mesh.stage_ranks(stage)
         in_order = sorted(ranks)
@@ -161,9 +163,8 @@ class ProcessGroups:
     def open_section(
         self, owners: Sequence[int], timeout: timedelta | None, backend: str | None = None
     ) -> Replicas | None:
-        """Those that speak for a section of the chain: ``owners[i]`` is the stage of pipeline i that does. None if this
-        worker is none of them. Every rank must call it.
-        """
+        """Open the group of the workers that average a section of the chain: ``owners[i]`` is the stage of pipeline i
+        that does. Return None if this worker is none of them. Every rank must call it."""
         stage, pipeline = self.mesh.locate(self.rank)
         ranks = [self.mesh.rank(owner, i) for i, owner in enumerate(owners)]
         in_order = sorted(ranks)
@@ -174,15 +175,15 @@ class ProcessGroups:
 
     @property
     def meeting(self) -> dist.ProcessGroup:
-        """Those that come together where training pauses: the replicas of the stage, or, where there are none since
-        pipelines are cut unlike, all workers."""
+        """Workers that pass sync points together: the replicas of the stage, or, where pipelines are cut unlike and
+        have none, all workers."""
         return self.stage if self.mesh.alike else self.everybody
 
     def part(self, parts: Sequence[Sequence[int]], timeout: timedelta | None) -> Replicas | None:
-        """The replicas of this worker's stage in those pipelines of ``parts`` that this worker's is one of; None if it
-        is the only one.
+        """Return the replicas of this worker's stage in the part of ``parts`` that holds its pipeline; None if it is
+        the only one.
 
-        Every rank must call it with the same ``parts``, which do not overlap; they are opened once.
+        Every rank must call it with the same ``parts``, which do not overlap; their groups are opened once.
         """
         stage, pipeline = self.mesh.locate(self.rank)
         key = tuple(tuple(sorted(part)) for part in parts)
@@ -205,11 +206,11 @@ class ProcessGroups:
     def lanes(
         self, stages_per_worker: int, device: torch.device, timeout: timedelta | None
     ) -> dict[int, dist.ProcessGroup]:
-        """A group for each direction of each cut that this worker has a side of, by the tag of its messages; none if
-        tags tell messages apart. NCCL knows no tags, and does what two ranks send each other in the order in which it
-        was begun: activations and gradients, or those of several cuts, would wait for each other.
+        """Return a group for each direction of each cut that this worker has a side of, by the tag of its messages;
+        none if the backend supports tags. NCCL does not, and sends two ranks' messages in the order in which they were
+        begun: activations and gradients, or those of several cuts, would wait for each other.
 
-        Every rank must call it; they are opened once.
+        Every rank must call it; the groups are opened once.
         """
         if p2p.backend_for(device, self.pipeline) == "gloo" or self._lanes:
             return self._lanes
@@ -223,7 +224,7 @@ class ProcessGroups:
         return self._lanes
 
     def side_channel(self, timeout: timedelta | None) -> dist.ProcessGroup:
-        """A second group of the replicas of this worker's stage, on gloo, for threads beside the training.
+        """Return a second group of the replicas of this worker's stage, on gloo, for threads beside the training.
 
         Every rank must call it; it is opened once.
         """
@@ -237,7 +238,7 @@ class ProcessGroups:
 
     @property
     def everybody(self) -> dist.ProcessGroup:
-        """All workers of the run; of the pipeline, in an elastic job."""
+        """All workers of the run; in an elastic job, those of the pipeline."""
         world = dist.group.WORLD
         assert world is not None, "open() has been called, so the world exists"
         return world

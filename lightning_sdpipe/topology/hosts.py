@@ -1,4 +1,4 @@
-"""Which device each rank of a run is."""
+"""Names of hosts and of the devices on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST_NAME = 255
 
 
 def this_host() -> str:
-    """The name of this machine, or what ``SDPIPE_HOST`` says.
+    """Return the name of this machine, or the value of ``SDPIPE_HOST``.
 
     Raises:
         ConfigurationError: the name is too long to be sent.
@@ -28,26 +28,26 @@ def this_host() -> str:
 
 
 def device_name(local_rank: int) -> str:
-    """``host:index`` of this process's device."""
+    """Return ``host:index`` of this process's device."""
     return f"{this_host()}:{local_rank}"
 
 
 def roll_call(local_rank: int, device: torch.device) -> list[str]:
-    """``host:index`` of every rank; all ranks must call it.
+    """Return ``host:index`` of every rank; all ranks must call it.
 
     Args:
-        local_rank: of this process, among those of its host.
-        device: on which the default group can send tensors.
+        local_rank: that of this process, among those of its host.
+        device: a device whose tensors the default group can send.
     """
     return _gathered(device_name(local_rank), LONGEST_NAME + 1 + 10, device, None)
 
 
 def hosts_of_replicas(groups: ProcessGroups, device: torch.device) -> list[str]:
-    """The machine of each pipeline's replica of this worker's stage. All of these must call it.
+    """Return the machine of each pipeline's replica of this worker's stage. All of these replicas must call it.
 
     Args:
-        groups: this worker's place.
-        device: on which the stage's group can send tensors.
+        groups: this worker's process groups.
+        device: a device whose tensors the stage's group can send.
 
     Raises:
         ConfigurationError: machines cannot be told from each other.
@@ -64,7 +64,7 @@ def hosts_of_replicas(groups: ProcessGroups, device: torch.device) -> list[str]:
 
 
 def _gathered(name: str, longest: int, device: torch.device, group: dist.ProcessGroup | None) -> list[str]:
-    """What every member of a group, all ranks if it is None, gives."""
+    """Gather a string from every member of a group, from all ranks if it is None."""
     mine = torch.zeros(longest, dtype=torch.uint8)
     written = name.encode()
     mine[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)

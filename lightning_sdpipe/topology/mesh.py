@@ -38,7 +38,7 @@ class Mesh:
 
     @classmethod
     def build(cls, world_size: int, num_stages: int) -> Mesh:
-        """Consecutive ranks form a pipeline, its last stage on the lowest rank."""
+        """Build a mesh in which consecutive ranks form a pipeline, its last stage on the lowest rank."""
         if num_stages < 1 or world_size % num_stages:
             allowed = [m for m in range(1, world_size + 1) if world_size % m == 0]
             raise ConfigurationError(
@@ -49,7 +49,7 @@ class Mesh:
 
     @classmethod
     def of_depths(cls, world_size: int, depths: Sequence[int], alike: bool) -> Mesh:
-        """As :meth:`build`, for pipelines of these numbers of stages."""
+        """Build a mesh as :meth:`build`, for pipelines of these numbers of stages."""
         if sum(depths) != world_size:
             raise ConfigurationError(
                 f"num_stages={list(depths)} are {sum(depths)} workers, and devices × num_nodes are {world_size}. "
@@ -59,16 +59,16 @@ class Mesh:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """The number of stages of each pipeline."""
+        """Number of stages of each pipeline."""
         return tuple(map(len, self.ranks))
 
     @property
     def num_stages(self) -> int:
-        """Of a pipeline; of the deepest one, where they differ."""
+        """Number of stages of a pipeline; of the deepest one, where they differ."""
         return max(self.depths)
 
     def depth(self, pipeline: int) -> int:
-        """The number of its stages."""
+        """Return the number of stages of ``pipeline``."""
         return len(self.pipeline_ranks(pipeline))
 
     @property
@@ -76,7 +76,7 @@ class Mesh:
         return len(self.ranks)
 
     def locate(self, rank: int) -> tuple[int, int]:
-        """``(stage, pipeline)`` of a global rank."""
+        """Return ``(stage, pipeline)`` of a global rank."""
         for pipeline, row in enumerate(self.ranks):
             if rank in row:
                 return row.index(rank), pipeline
@@ -86,30 +86,30 @@ class Mesh:
         return self.ranks[pipeline][stage]
 
     def stage_ranks(self, stage: int) -> Sequence[int]:
-        """The replicas of one stage, by pipeline."""
+        """Return the ranks of the replicas of one stage, by pipeline."""
         if not self.alike:
             raise ValueError(f"the stages {stage} of pipelines that are cut unlike are no replicas")
         return [row[stage] for row in self.ranks]
 
     @property
     def last_ranks(self) -> Sequence[int]:
-        """Of the last stages, by pipeline."""
+        """Ranks of the last stages, by pipeline."""
         return [row[-1] for row in self.ranks]
 
     def is_last(self, rank: int) -> bool:
-        """Has it the last stage of its pipeline?"""
+        """Return whether ``rank`` has the last stage of its pipeline."""
         return rank in self.last_ranks
 
     def pipeline_ranks(self, pipeline: int) -> Sequence[int]:
-        """The workers of one pipeline, by stage."""
+        """Return the ranks of one pipeline, by stage."""
         return self.ranks[pipeline]
 
 
 def depths_of(text: str) -> tuple[int, ...]:
-    """The numbers of stages of a command line: ``2`` for all pipelines, ``1,2,2`` for each.
+    """Parse the numbers of stages of a command line: ``2`` for all pipelines, ``1,2,2`` for each.
 
     Raises:
-        argparse.ArgumentTypeError: they are no such numbers.
+        argparse.ArgumentTypeError: the text has no such numbers.
     """
     try:
         depths = tuple(map(int, text.split(",")))
@@ -121,21 +121,22 @@ def depths_of(text: str) -> tuple[int, ...]:
 
 
 def speeds_of(text: str) -> list[float] | list[list[float]]:
-    """Those of a command line: ``1,0.5`` for the stages of each pipeline; where there are slashes, a list for each, as
-    in ``1/0.5,0.5``.
+    """Parse the speeds of a command line: ``1,0.5`` for the stages of each pipeline, or, with slashes, a list for each
+    pipeline, as in ``1/0.5,0.5``.
 
     Raises:
-        ValueError: they are no numbers.
+        ValueError: the text has no numbers.
     """
     rows = [[float(speed) for speed in row.split(",")] for row in text.split("/")]
     return rows if len(rows) > 1 else rows[0]
 
 
 def shape_of(stages: Sequence[int], num_pipelines: int | None) -> tuple[int, int, tuple[int, ...]]:
-    """The stages of the deepest pipeline, the pipelines, and the stages of each if a command line lists them.
+    """Return the stages of the deepest pipeline, the number of pipelines, and the stages of each if a command line
+    lists them.
 
     Raises:
-        ConfigurationError: the number of pipelines is missing, or another than that of the list.
+        ConfigurationError: the number of pipelines is missing, or differs from that of the list.
     """
     if len(stages) == 1:
         if num_pipelines is None:
@@ -156,17 +157,18 @@ def _rows(depths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class OnePipeline(Mesh):
-    """The mesh as a pipeline of an elastic job sees it. Its world has its own ranks; others are in worlds of theirs."""
+    """The mesh as a pipeline of an elastic job sees it. Its world has ranks of its own; other pipelines are in other
+    worlds."""
 
     _: KW_ONLY
     number: int = 0
-    """Of this pipeline; it may be above N, if more came than were planned."""
+    """Number of this pipeline; it may be above N, if more came than were planned."""
     counted: int = 1
-    """N, the pipelines by which an epoch is counted, however many train."""
+    """The number N of pipelines by which an epoch is counted, however many train."""
 
     @classmethod
     def of(cls, num_stages: int, number: int, counted: int) -> OnePipeline:
-        """Rank 0 has the last stage, as in other meshes."""
+        """Build the mesh; rank 0 has the last stage, as in other meshes."""
         return cls((tuple(range(num_stages - 1, -1, -1)),), number=number, counted=counted)
 
     @property

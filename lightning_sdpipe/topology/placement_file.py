@@ -1,6 +1,6 @@
-"""A placement as a file, and what it makes each rank run, also where ranks are numbered otherwise.
+"""Reads and writes placements, and finds what each rank runs, also where ranks are numbered otherwise.
 
-Devices are known by their host and their index on it: which rank a device is can change from run to run, since
+Devices are identified by their host and their index on it: the rank of a device can change from run to run, since
 launchers number hosts as they come.
 """
 
@@ -22,11 +22,11 @@ REMEDY = "Run `sdpipe measure` and `sdpipe place` again, or leave placement out.
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which device runs which stage of which pipeline.
+    """A placement: which device runs which stage of which pipeline.
 
     ``pipelines[i][j]`` is the device of stage j of pipeline i, as ``host:index``. ``reversible``: all stages are alike,
-    so that a pipeline may as well run the other way round. ``blocks[i][j]``: of how many blocks that stage was taken to
-    be, None if that was not looked at. ``cost`` and ``source`` are for people.
+    so a pipeline may also run the other way round. ``blocks[i][j]`` is the number of blocks assumed for that stage,
+    None if that was not considered. ``cost`` and ``source`` are for people.
     """
 
     format: str
@@ -52,12 +52,12 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """The number of stages of each pipeline."""
+        """Number of stages of each pipeline."""
         return tuple(map(len, self.pipelines))
 
     @property
     def num_stages(self) -> int:
-        """Of the deepest pipeline."""
+        """Number of stages of the deepest pipeline."""
         return max(self.depths)
 
     @property
@@ -66,7 +66,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def hosts(self) -> list[str]:
-        """Of the stages of each pipeline."""
+        """Hosts of the stages of each pipeline."""
         return [",".join(device.rpartition(":")[0] for device in row) for row in self.pipelines]
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_placement(path: str | Path) -> Placement:
-    """A placement from its file.
+    """Read a placement from its file.
 
     Raises:
         ConfigurationError: the file cannot be read, is of another version, or holds no placement.
@@ -104,7 +104,7 @@ class _Header(msgspec.Struct):
 
 
 class _Former(msgspec.Struct, forbid_unknown_fields=True):
-    """All pipelines have the same blocks."""
+    """A placement of the former format, in which all pipelines have the same blocks."""
 
     format: str
     source: str
@@ -119,21 +119,21 @@ class _Former(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def write_placement(path: Path, placement: Placement) -> None:
-    """Writes a placement, a pipeline per line."""
+    """Write a placement, a pipeline per line."""
     path.write_text(one_row_per_line(msgspec.to_builtins(placement)))
 
 
 def check_shape(placement: Placement, num_stages: int, num_workers: int | None, depths: Sequence[int] = ()) -> None:
-    """Before anything starts: is this the mesh that the placement was made for?
+    """Check before anything starts that the placement was made for this mesh.
 
     Args:
-        placement: of the run.
-        num_stages: of a pipeline.
-        num_workers: of all pipelines; None where these come and go.
+        placement: that of the run.
+        num_stages: stages of a pipeline.
+        num_workers: workers of all pipelines; None where these come and go.
         depths: the number of stages of each pipeline, if it was given for each.
 
     Raises:
-        ConfigurationError: it is not.
+        ConfigurationError: the placement was made for another mesh.
     """
     expected = tuple(depths) or (num_stages,) * placement.num_pipelines
     if placement.depths != expected or num_workers not in (None, sum(placement.depths)):
@@ -146,14 +146,14 @@ def check_shape(placement: Placement, num_stages: int, num_workers: int | None, 
 
 
 def placed_blocks(placement: Placement | None, of_each: bool = False) -> Sequence[int] | Sequence[Sequence[int]]:
-    """The number of blocks of each stage, as the placement has it.
+    """Return the number of blocks of each stage, as the placement has it.
 
     Args:
-        placement: of the run; None if it has none.
-        of_each: of each pipeline, also if all have the same.
+        placement: that of the run; None if it has none.
+        of_each: list each pipeline's, also if all have the same.
 
     Raises:
-        ConfigurationError: there is no placement, or it did not look at that.
+        ConfigurationError: there is no placement, or it has no blocks.
     """
     if placement is None or placement.blocks is None:
         raise ConfigurationError(
@@ -164,10 +164,10 @@ def placed_blocks(placement: Placement | None, of_each: bool = False) -> Sequenc
 
 
 def mesh_of(placement: Placement, devices: Sequence[str], alike: bool = True) -> Mesh:
-    """The mesh of a run on the placement's devices.
+    """Return the mesh of a run on the placement's devices.
 
     Args:
-        placement: of as many devices.
+        placement: a placement of as many devices.
         devices: ``host:index`` of each rank.
         alike: all pipelines have one cut, so that they may be numbered by their ranks; else they keep their numbers.
 
@@ -207,23 +207,23 @@ def mesh_of(placement: Placement, devices: Sequence[str], alike: bool = True) ->
 
 @dataclass(frozen=True)
 class Order:
-    """``members[j]`` is the position, among those given, of the member that runs stage j; ``reason``, if the placement
-    could not be followed, why not."""
+    """The order of a pipeline's stages: ``members[j]`` is the position, among those given, of the member that runs
+    stage j; ``reason`` says why the placement could not be followed, if so."""
 
     members: tuple[int, ...]
     reason: str | None = None
 
 
 def order_of_stages(placement: Placement, members: Sequence[str]) -> Order:
-    """The rank of each stage within one pipeline of an elastic run.
+    """Return the rank of each stage within one pipeline of an elastic run.
 
-    Members keep the stages that the placement gives them. That needs no other pipeline: rows of the placement that are
-    absent are not asked for, and members of several rows may come together, as long as they cover all stages. Otherwise
-    the pipeline gets the default order, the last stage first.
+    Members keep the stages that the placement gives them. That needs no other pipeline: absent rows of the placement do
+    not matter, and members of several rows may form a pipeline, as long as they cover all stages. Otherwise the
+    pipeline gets the default order, the last stage first.
 
     Args:
-        placement: made when all were there, for pipelines of as many stages.
-        members: ``host:index`` of each, in the order of their ranks.
+        placement: one made for the whole run, for pipelines of as many stages.
+        members: ``host:index`` of each member, in the order of their ranks.
     """
     default = tuple(range(len(members) - 1, -1, -1))
     stages = {device: stage for row in placement.pipelines for stage, device in enumerate(row)}
@@ -247,7 +247,7 @@ def _listed(depths: Sequence[int]) -> str:
 
 
 def one_row_per_line(plain: dict[str, object]) -> str:
-    """JSON with each row of a table on a line of its own, which people can read and compare."""
+    """Format JSON with each row of a table on a line of its own, which people can read and compare."""
     parts = []
     for name, value in plain.items():
         text = msgspec.json.encode(value).decode()

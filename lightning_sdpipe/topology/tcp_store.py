@@ -1,8 +1,8 @@
-"""The store through which the processes of one job find each other, bound to the address where they look for it.
+"""The store through which the processes of one job find each other, bound to MASTER_ADDR.
 
 torch's TCPStore asks for no key. By itself it also listens on every interface, so every machine that reaches this one
-could read and change what is in it. Here rank 0 gives it a socket that is bound to MASTER_ADDR alone: loopback for a
-run on one machine, and the network between the machines, which has to be trusted, for a run on several.
+could read and change its contents. Here rank 0 gives it a socket that is bound to MASTER_ADDR alone: loopback for a run
+on one machine, and the network between the machines, which has to be trusted, for a run on several.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def open_store(
     """Return this rank's store.
 
     Args:
-        host: MASTER_ADDR, or what the launcher has in its place.
-        port: of rank 0.
-        rank: of this process.
+        host: MASTER_ADDR, or the launcher's equivalent.
+        port: that of rank 0.
+        rank: that of this process.
         world_size: number of processes.
         one_machine: all of them run on this machine.
-        timeout: of each wait.
+        timeout: that of each wait.
 
     Raises:
         OSError: the port is in use.
@@ -83,7 +83,7 @@ def _addresses(host: str, port: int) -> list[tuple[int, int, int, str, tuple[str
 
 
 def is_loopback(host: str) -> bool:
-    """Is it loopback on whichever machine it is looked up?"""
+    """Return whether ``host`` is loopback on whichever machine it is looked up."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Putting together what one worker runs: its part of the module, its links, and its pipeline."""
+"""Assembly of one worker: its part of the module, its links, and its pipeline."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ from lightning_sdpipe.worker.options import Options
 
 @dataclass(frozen=True)
 class Assembled:
-    """What a worker runs and holds."""
+    """The parts that a worker runs and holds."""
 
     ownership: Ownership
     cut_model: CutModel
-    runners: Sequence[StageRunner]  # of its stages, in order
+    runners: Sequence[StageRunner]  # those of its stages, in order
     pipeline: Pipeline
-    freezing: Freezing  # which of its parameters train
+    freezing: Freezing  # records which of its parameters train
     buffers: Sequence[Tensor]
     delays: DelayInjector
     sections: Sections | None = None
-    """Of the chain, if pipelines are cut unlike."""
+    """Sections of the chain, if pipelines are cut unlike."""
     own_sections: OwnSections | None = None
-    """As far as this worker speaks for them."""
+    """Sections that this worker averages."""
     shared: SharedParameters | None = None
-    """What copies follow, with sections."""
+    """Parameters with copies that are kept equal, where there are sections."""
 
     @property
     def changed_late(self) -> Sequence[str]:
-        """The attributes of modules that training steps change in Python where only the last stage comes. Without a
-        flush, stages are at different mini-batches, and none can be told what they are."""
+        """Attributes of modules that training steps change in Python where only the last stage comes. Without a flush,
+        stages are at different mini-batches, and none can be sent the values."""
         travel = self.runners[0].travel.get("training_step")
         return travel.late if travel is not None and self.pipeline.flushes else ()
 
     @property
     def logged_late(self) -> Sequence[str]:
-        """The metrics that training steps log where the first stage does not come."""
+        """Metrics that training steps log where the first stage does not come."""
         travel = self.runners[0].travel.get("training_step")
         return travel.metrics if travel is not None else ()
 
@@ -72,11 +72,10 @@ def assemble(
     device: torch.device,
     memory: SameMemory | None = None,
 ) -> Assembled:
-    """Keeps this rank's part of ``module``, equal on all pipelines, on ``device``, and the rest on ``meta``. ``memory``
-    is what was one memory before the plan was made, which may have moved the module; None if nothing has. ``plans`` are
-    those of all pipelines, or one that all have.
+    """Keep this rank's part of ``module``, equal on all pipelines, on ``device``, and the rest on ``meta``.
 
-    Every rank must call it.
+    ``memory`` records which tensors shared memory before the plan was made, which may have moved the module; None if
+    nothing has. ``plans`` has one for each pipeline, or one for all. Every rank must call it.
 
     Raises:
         ConfigurationError: the user's code would run more often than once for a micro-batch, and counts how often.
@@ -153,8 +152,8 @@ def assemble(
 
 
 def _open_sections(module: LightningModule, sections: Sections, groups: ProcessGroups, options: Options) -> OwnSections:
-    """A process group for each section, two if a thread averages beside training, and what this worker holds of those
-    that it speaks for."""
+    """Open a process group for each section, two if a thread averages beside training; return what this worker holds of
+    the sections that it averages."""
 
     def opened(backend: str | None) -> dict[int, Replicas]:
         found = [groups.open_section(owners, options.run_timeout, backend) for owners in sections.owners]
@@ -175,7 +174,7 @@ def _open_sections(module: LightningModule, sections: Sections, groups: ProcessG
 
 
 def refuse_counting(plan: Plan, stages_per_worker: int) -> None:
-    """Raises ConfigurationError if workers run the step several times for a micro-batch, and it counts how often."""
+    """Raise ConfigurationError if workers run the step several times for a micro-batch, and it counts how often."""
     for step, travel in plan.travel.items() if stages_per_worker > 1 else ():
         if travel.counted:
             raise ConfigurationError(

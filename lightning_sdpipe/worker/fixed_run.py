@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,11 +33,12 @@ from lightning_sdpipe.worker.training import Training
 
 
 class FixedRun:
-    """One worker's; see :class:`~lightning_sdpipe.worker.run.TrainingRun` for what is not said here.
+    """The run of one worker; see :class:`~lightning_sdpipe.worker.run.TrainingRun` for methods without a docstring.
 
     Args:
-        options: of the strategy; ``options`` here has what depends on the hosts, once those are known.
-        strategy: knows its processes and devices by the time that anything is asked here.
+        options: those of the strategy; the attribute ``options`` has the values that depend on the hosts, once those
+            are known.
+        strategy: knows its processes and devices by the time that any method is called.
         give_up: ends this process's wait for a tensor that will never come; called in another thread.
     """
 
@@ -69,7 +69,7 @@ class FixedRun:
     def check(self) -> None:
         mesh, placement = self.mesh, self.options.placement
         hosts = self._hosts([]) if placement is None else placement.hosts
-        if placement is None and self._unlike_machines:  # as if each pipeline had one of its own
+        if placement is None and self._unlike_machines:  # as if each pipeline had a host of its own
             hosts = [str(pipeline) for pipeline in range(mesh.num_pipelines)]
         resolved = self.options.on_hosts(hosts)
         depths = () if mesh.alike else mesh.depths
@@ -82,16 +82,17 @@ class FixedRun:
         return bool(self.options.depths) and isinstance(self._strategy.cluster_environment, TorchrunEnvironment)
 
     def _hosts(self, devices: Sequence[str]) -> list[str]:
-        """Where the stages of each pipeline run; without the names of all ``devices``, by how many a machine has."""
+        """Return where the stages of each pipeline run: by the names of all ``devices``, or else by how many a machine
+        has."""
         names = [device.rpartition(":")[0] for device in devices]
         of_a_machine = self._strategy.num_processes
         nodes = [[names[rank] if names else str(rank // of_a_machine) for rank in row] for row in self.mesh.ranks]
-        if self.options.cuts:  # of unlike depths
+        if self.options.cuts:  # pipelines of unlike depths
             nodes = [[*dict.fromkeys(row)] for row in nodes]
         return [",".join(row) for row in nodes]
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Nothing is refused."""
+        """Refuse nothing."""
 
     def open(self) -> None:
         strategy = self._strategy
@@ -170,9 +171,13 @@ class FixedRun:
         return data_seed
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
-        """Those of rank 0, which itself gets what it gave."""
-        data = p2p.broadcast_bytes(json.dumps(values).encode(), 0, self.groups.everybody)
-        return values if self.groups.rank == 0 else json.loads(data)
+        """Return rank 0's values, which rank 0 gets unchanged."""
+        everybodys = p2p.broadcast_value(values, 0, self.groups.everybody)
+        return values if self.groups.rank == 0 else everybodys
+
+    def from_leader(self, numbers: list[float]) -> list[float]:
+        agreed: list[float] = p2p.broadcast_value(numbers, 0, self.groups.everybody)
+        return agreed
 
     def vote(self, decision: bool, all: bool) -> bool:
         return vote_in_the_world(decision, all, self._strategy.root_device)
@@ -187,7 +192,7 @@ class FixedRun:
 
 
 def _of_this_run(number: int, device: torch.device) -> int:
-    """Rank 0's number, which each rank gets when all have come: none is in the run before any more."""
+    """Return rank 0's number, which each rank gets when all have come: none is in the run before."""
     numbers = torch.tensor(number if dist.get_rank() == 0 else 0, device=device)
     dist.all_reduce(numbers)
     return int(numbers)

@@ -1,4 +1,4 @@
-"""The options of a run as a value: what the strategy was given, checked, with every default resolved."""
+"""The options of a run as a value: the strategy's arguments, checked, with every default resolved."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ LOOPED = ("interleaved_1f1b", "zero_bubble")  # schedules that give a worker sev
 
 @dataclass(frozen=True)
 class Options:
-    """What a run goes by. :class:`~lightning_sdpipe.strategy.SDPipeStrategy` says what each of its arguments means;
-    the defaults here are what ``None`` stands for there.
+    """Options of a run. :class:`~lightning_sdpipe.strategy.SDPipeStrategy` describes each argument; the defaults here
+    are what ``None`` stands for there.
 
     Args:
         method: carries out ``sync``.
         stages_per_worker: 1 where the schedule gives a worker one stage.
-        num_stages: of the deepest pipeline.
+        num_stages: stages of the deepest pipeline.
         depths: the number of stages of each pipeline, if it was given for each; else empty.
-        cuts: of each pipeline, if they are unlike; else empty, and ``partition`` holds for all.
+        cuts: those of the pipelines, if they are unlike; else empty, and ``partition`` holds for all.
         partition: with the numbers of blocks in place of ``"placed"``.
-        in_flight: what the schedule keeps in memory, if the partition depends on it.
+        in_flight: micro-batches that the schedule keeps in memory, if the partition depends on them.
         run_timeout: the strategy's ``timeout``.
         standing_scheduler: the scheduler that runs already; None if rank 0 starts one.
         scheduler_log: file for a scheduler that rank 0 starts.
@@ -86,14 +86,14 @@ class Options:
 
     @property
     def all_cuts(self) -> Sequence[PipelineCut]:
-        """Of each pipeline, or the one that all have."""
+        """Cut of each pipeline, or the one that all have."""
         return self.cuts or (PipelineCut(self.total_stages, self.partition, self.in_flight),)
 
     def mesh(self, workers: int) -> Mesh:
-        """Of so many of them.
+        """Return the mesh of so many workers.
 
         Raises:
-            ConfigurationError: they do not make up whole pipelines.
+            ConfigurationError: the workers do not make up whole pipelines.
         """
         if not self.depths:
             return Mesh.build(workers, self.num_stages)
@@ -101,11 +101,11 @@ class Options:
 
     @property
     def division(self) -> tuple[int, int]:
-        """With ``batch_by_speed``: micro-batches of a pipeline on average, and what it needs a multiple of."""
+        """With ``batch_by_speed``: micro-batches of a pipeline on average, and the number whose multiple it needs."""
         return self.num_micro_batches, self.num_stages if self.schedule in LOOPED else 1
 
     def on_hosts(self, hosts: Sequence[str]) -> Options:
-        """These options for pipelines that run on ``hosts``, by number: a method's groups may depend on them.
+        """Return these options for pipelines that run on ``hosts``, by number: a method's groups may depend on them.
 
         Raises:
             ConfigurationError: the method's values do not fit these hosts.
@@ -114,10 +114,10 @@ class Options:
 
 
 def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
-    """Makes the options of a run from the strategy's arguments, whose types and values have been checked.
+    """Make the options of a run from the strategy's arguments, whose types and values have been checked.
 
     Args:
-        given: by name; None stands for a default.
+        given: arguments by name; None stands for a default.
         job: the elastic job that this process belongs to, which overrides some of them.
 
     Raises:
@@ -195,10 +195,10 @@ def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
 
 
 def _named(option: str, name: str, kinds: Mapping[str, type]) -> Any:
-    """What goes by that name, with its defaults.
+    """Return the object of that name, with its defaults.
 
     Raises:
-        ConfigurationError: nothing does, or it has an argument without a default.
+        ConfigurationError: the name is unknown, or the object has an argument without a default.
     """
     if name not in kinds:
         raise ConfigurationError(f"{option}={name!r} is not known{nearest(name, kinds)}")
@@ -212,7 +212,7 @@ def _named(option: str, name: str, kinds: Mapping[str, type]) -> Any:
 
 
 def _check_unlike(options: Options) -> None:
-    """Raises ConfigurationError for what needs pipelines of one depth and cut, and does not go by method."""
+    """Raise ConfigurationError for options that need pipelines of one depth and cut, whatever the method."""
     for given, name, instead in (
         (options.schedule not in ("1f1b", "gpipe"), f"schedule={options.schedule!r}", "use '1f1b' or 'gpipe'"),
         (options.batch_by_speed, "batch_by_speed=True", "leave it out"),
@@ -225,7 +225,7 @@ def _check_unlike(options: Options) -> None:
 
 
 def _check_division(schedule: str, num_micro_batches: int) -> None:
-    """Raises ConfigurationError if ``batch_by_speed=True`` has no micro-batches to divide."""
+    """Raise ConfigurationError if ``batch_by_speed=True`` has no micro-batches to divide."""
     if schedule == "pipedream":
         raise ConfigurationError(
             "batch_by_speed=True does not go with schedule='pipedream', which does not split mini-batches. Use "

@@ -1,5 +1,5 @@
-"""What a worker that trains does now, and what may happen then. Rows are phases, columns events, and cells the phase
-that follows; a dot is refused.
+"""Phases of a worker that trains, and the events that may happen in each. Rows are phases, columns events, and cells
+the phase that follows; a dot is refused.
 
             batch     absence   fill      update     drain     leave
 STEPPING    STEPPING  ABSENT    FILLING   UPDATING   DRAINING  LEAVING
@@ -24,7 +24,7 @@ from lightning_sdpipe.errors import ConfigurationError
 
 
 class Phase(Enum):
-    """What the worker does."""
+    """Phases of the worker."""
 
     STEPPING = "goes from mini-batch to mini-batch"
     FILLING = "runs a forward only, since its pipeline is not full yet (pipedream)"
@@ -36,7 +36,7 @@ class Phase(Enum):
 
 
 class Event(Enum):
-    """What happens to it."""
+    """Events that change the phase."""
 
     BATCH = "begin a turn with a batch"
     ABSENCE = "begin a turn without a batch"
@@ -71,10 +71,10 @@ TRANSITIONS: Mapping[Phase, Mapping[Event, Phase]] = {
 
 
 def following(phase: Phase, event: Event) -> Phase:
-    """The phase that follows.
+    """Return the phase that follows.
 
     Raises:
-        ConfigurationError: the user's code has made something happen that may not happen then.
+        ConfigurationError: the user's code has caused an event that may not happen in this phase.
     """
     if event in TRANSITIONS[phase]:
         return TRANSITIONS[phase][event]
@@ -96,20 +96,20 @@ class Phases:
 
     @property
     def now(self) -> Phase:
-        """The innermost."""
+        """The innermost phase."""
         return self._begun[-1]
 
     def among(self, *phases: Phase) -> bool:
-        """Is the worker in one of ``phases``, innermost or not?"""
+        """Return whether the worker is in one of ``phases``, innermost or not."""
         return any(phase in phases for phase in self._begun)
 
     def go(self, event: Event) -> None:
-        """``event`` happens, after which one of the phases that last begins."""
+        """Note that ``event`` happens, after which one of the lasting phases begins."""
         self._begun[-1] = following(self.now, event)
 
     @contextmanager
     def within(self, event: Event) -> Iterator[None]:
-        """Around what the worker does when ``event`` happens."""
+        """Enter the phase that follows ``event`` for the block."""
         self._begun.append(following(self.now, event))
         try:
             yield

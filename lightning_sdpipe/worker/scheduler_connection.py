@@ -1,5 +1,5 @@
-"""One worker's place in a run: how it finds the scheduler, which rank 0 starts unless one runs already; its line to it;
-and which process is told what when a worker fails."""
+"""One worker's connection to the scheduler: how it finds the scheduler, which rank 0 starts unless one runs already;
+its client; and what each process is told when a worker fails."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _BY_SIGNAL: Mapping[type[BaseException], str] = {
 }
 
 _LAST_WORDS = 5.0  # seconds
-_OTHERS_DEPART = 30.0  # seconds that rank 0 keeps its scheduler for them
+_OTHERS_DEPART = 30.0  # seconds that rank 0 keeps its scheduler for the others
 
 
 @dataclass(frozen=True)
 class SchedulerAddress:
-    """Where the scheduler is, and what opens it."""
+    """Address of the scheduler, and the keys to it."""
 
     address: str
     keys: WorkerKeys | None
 
 
 def standing_scheduler(address: str | None, key_file: str | Path | None) -> SchedulerAddress | None:
-    """The scheduler that another program runs: as given, or as SDPIPE_SCHEDULER and SDPIPE_KEY_FILE name it.
+    """Return the scheduler that another program runs: as given, or as SDPIPE_SCHEDULER and SDPIPE_KEY_FILE name it.
 
     Raises:
         ConfigurationError: the key file cannot be read, or others can read it.
@@ -60,10 +60,10 @@ def standing_scheduler(address: str | None, key_file: str | Path | None) -> Sche
 
 
 def scheduler_log(directory: str | Path | None, standing: SchedulerAddress | None) -> Path | None:
-    """The file in ``directory`` for a scheduler that rank 0 starts.
+    """Return the log file in ``directory`` for a scheduler that rank 0 starts.
 
     Raises:
-        ConfigurationError: there is a ``standing`` one, which writes its own.
+        ConfigurationError: there is a ``standing`` scheduler, which writes its own log.
     """
     if directory is not None and standing is not None:
         raise ConfigurationError(
@@ -76,9 +76,9 @@ def scheduler_log(directory: str | Path | None, standing: SchedulerAddress | Non
 def start_scheduler(
     policy: PolicyConfig, mesh: Mesh, bind: str, log: Path | None = None
 ) -> tuple[SchedulerProcess | None, SchedulerAddress]:
-    """Rank 0 starts the run's own scheduler, which writes a ``log``; every rank must call it and gets its address.
+    """Let rank 0 start the run's own scheduler, which writes a ``log``; every rank must call it and gets its address.
 
-    Its keys go through the run's process group: not through the command line, the environment or a file.
+    The scheduler's keys go through the run's process group, not through the command line, the environment or a file.
     """
     scheduler, told = None, b""
     if dist.get_rank() == 0:
@@ -93,33 +93,34 @@ def start_scheduler(
 
 
 class RunConnection(Protocol):
-    """One worker's place in a run, of any kind."""
+    """One worker's connection to the scheduler, in any kind of run."""
 
     client: SchedulerClient
 
     def explain(self, error: Exception, told_to_end: Callable[[], bool]) -> None:
-        """Raises what ``error`` follows from, if that is known: another worker may have failed before. ``told_to_end``
-        says whether this process was."""
+        """Raise the cause of ``error``, if it is known: another worker may have failed before. ``told_to_end`` says
+        whether this process was told to end."""
 
     def fail(self, exception: BaseException) -> None:
-        """This worker ends by ``exception``."""
+        """Report that this worker ends by ``exception``."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Close the connection when the run is over."""
 
 
 class SchedulerConnection:
     """Connects this rank to the scheduler, which rank 0 starts if no standing one is given; every rank must do so.
 
     Args:
-        incarnation: a number of this run on these processes, which all ranks share.
-        bind: where a scheduler that is started listens.
-        timeout: seconds that any answer of it may take.
+        incarnation: number of this run on these processes, which all ranks share.
+        bind: returns the address at which a started scheduler listens.
+        timeout: seconds that any answer of the scheduler may take.
         give_up: ends this process's wait for a tensor that will never come; called in another thread.
         log: file for the events and decisions of a scheduler that is started.
 
     Raises:
-        SchedulerError: it does not answer, the keys do not fit, it speaks another version, or serves another run.
+        SchedulerError: the scheduler does not answer, the keys do not fit, it speaks another version, or serves another
+            run.
     """
 
     def __init__(
@@ -157,11 +158,12 @@ class SchedulerConnection:
             raise
 
     def explain(self, error: Exception, told_to_end: Callable[[], bool]) -> None:
-        """A worker that fails takes others down with it; those say which was first and why.
+        """Raise an error that names the worker that failed first, and why: a worker that fails takes others down with
+        it.
 
         Raises:
             WorkerFailedError: names the worker that failed first.
-            SIGTERMException: this process was ``told_to_end`` too, and the other one was faster.
+            SIGTERMException: this process was ``told_to_end`` too, and the other worker was faster.
         """
         failure = self.client.first_failure(timeout=2.0)
         if told_to_end() and (failure is None or failure.reason == _BY_SIGNAL[SIGTERMException]):
@@ -170,13 +172,13 @@ class SchedulerConnection:
             raise WorkerFailedError(self._describe(failure)) from error
 
     def fail(self, exception: BaseException) -> None:
-        """Tells the others of ``exception``, unless it came from one of them."""
+        """Tell the other workers of ``exception``, unless it came from one of them."""
         self._watchdog.disarm()
         self._finishes = False
         if not isinstance(exception, WorkerFailedError):
             by_signal = _BY_SIGNAL.get(type(exception))
             self._line.failed(by_signal or f"{type(exception).__name__}: {exception}")
-            if by_signal:  # which ends a process without a word
+            if by_signal:  # a signal ends a process without a message
                 print(f"{self._place(self._worker)} was {by_signal}.", file=sys.stderr, flush=True)
         if self._scheduler is not None:  # the others still have to hear of it
             job.at_end(self._scheduler.close)
@@ -185,7 +187,7 @@ class SchedulerConnection:
     def close(self) -> None:
         self._watchdog.disarm()
         if self._line.thread.talk.stop is None:
-            with suppress(SchedulerError, WorkerFailedError):  # what there was to do is done
+            with suppress(SchedulerError, WorkerFailedError):  # all that had to be done is done
                 self._line.depart(finished=self._finishes, timeout=_LAST_WORDS)
                 if self._scheduler is not None:  # the others still have to depart
                     self.client.first_failure(_OTHERS_DEPART)

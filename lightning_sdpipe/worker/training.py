@@ -1,7 +1,7 @@
-"""One worker's training: what it does in each turn of Lightning's loop, and on its way to where all workers meet.
+"""One worker's training: its part in each turn of Lightning's loop, and its way to sync points.
 
-:mod:`~lightning_sdpipe.worker.phases` has the table of what it does and what may happen then. Where the others are
-meanwhile is the :class:`~lightning_sdpipe.sync.rendezvous.Rendezvous`'s to know.
+:mod:`~lightning_sdpipe.worker.phases` has the table of its phases and their events. The
+:class:`~lightning_sdpipe.sync.rendezvous.Rendezvous` knows where the other workers are meanwhile.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from lightning_sdpipe.worker.phases import Event, Phase, Phases
 
 @dataclass
 class Training:
-    """What the strategy's hooks call, and the source of batches (:class:`~lightning_sdpipe.loop.batch_source.Turns`).
+    """The training that hooks and batch sources (:class:`~lightning_sdpipe.loop.batch_source.Turns`) call.
 
     Args:
-        trainer: whose loop calls them.
-        parts: what this worker runs.
+        trainer: the Trainer whose loop calls the hooks.
+        parts: the parts that this worker runs.
         sync: its half of the synchronisation method.
-        rendezvous: says where it is beside the others.
-        client: its line to the scheduler.
-        groups: its place.
+        rendezvous: its synchronisation state.
+        client: its connection to the scheduler.
+        groups: its process groups.
         draws: name the random streams of batches.
         whereabouts: is told when a step runs.
-        watch: looks for numbers that are not finite; None if none are.
-        first_failure: around what waits for other workers, which may have failed.
+        watch: looks for values that are not finite; None not to look.
+        first_failure: context for waits for other workers, which may have failed.
         state: hands on what steps change in Python where they end; None if they change nothing.
     """
 
@@ -70,16 +70,16 @@ class Training:
     first_failure: Callable[[], AbstractContextManager[None]]
     state: PythonState | None = None
     mini_batches: int = 0
-    """That this worker has begun since training started."""
+    """Mini-batches that this worker has begun since training started."""
     updates: int = 0
-    """Its next one, counted alike in all pipelines: absences count. Whenever training begins it is so in all stages."""
+    """Number of its next update, counted alike in all pipelines: absences count. All stages begin training with one."""
     underway: bool = False
-    """Are batches being dealt, so that each pipeline is at a number of its own until the next sync point?"""
+    """True while batches are dealt, so that each pipeline is at a number of its own until the next sync point."""
     _first_update: int = 0
     _phases: Phases = field(default_factory=Phases)
-    _gives_nothing: bool = False  # in this turn, without a batch, to those that may have one
+    _gives_nothing: bool = False  # this turn, without a batch, adds nothing to the mean with others
     _closes: bool = False  # Lightning asks for an optimizer step after this mini-batch
-    _uneven: bool = False  # may pipelines have different numbers of batches in this epoch?
+    _uneven: bool = False  # pipelines may have different numbers of batches in this epoch
     _accumulated: bool = False  # gradients of earlier mini-batches wait for the next update
     _last_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
@@ -90,32 +90,32 @@ class Training:
         last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
         self.ready = ReadySignal(last, self.announce)
         self._scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        # before others may get this worker's model
+        # run before others may get this worker's model
         self._look: Callable[[], None] = (lambda: None) if self.watch is None else self.watch.check
 
     @property
     def phase(self) -> Phase:
-        """What this worker does now."""
+        """Phase of this worker now."""
         return self._phases.now
 
     @property
     def updating(self) -> bool:
-        """Is an optimizer step under way, which the next backward is for?"""
+        """True during an optimizer step, which the next backward is for."""
         return self._phases.among(Phase.UPDATING, Phase.DRAINING, Phase.FINISHING)
 
     @property
     def together(self) -> bool:
-        """Are all workers of the stage at the same point of training?"""
+        """True if all workers of the stage are at the same point of training."""
         return self.rendezvous.place is SyncState.TOGETHER
 
     # ---------------------------------------------------------------- turns
 
     def begin_at(self, update: int) -> None:
-        """Training will start with that number, where another worker was, or a checkpoint."""
+        """Let training start at the update of that number, where another worker was, or a checkpoint."""
         self._first_update = update
 
     def begin(self) -> None:
-        """Training starts."""
+        """Start training."""
         self.mini_batches, self.updates = 0, self._first_update
         self._accumulated = False
         size = getattr(self.trainer.train_dataloader, "batch_size", None)
@@ -133,7 +133,7 @@ class Training:
         )
 
     def begin_batch(self, batch: Any, source: BatchSource) -> None:
-        """Lightning shows ``batch`` to the hooks. Takes part from now on, unless there is nothing to train."""
+        """Take part from now on, unless there is nothing to train; Lightning shows ``batch`` to the hooks."""
         self._take_over_freezing()
         if self.phase is Phase.ABSENT:
             return
@@ -146,8 +146,8 @@ class Training:
                 self.rendezvous.join()
 
     def step(self, batch: Any, arguments: tuple[Any, ...], source: BatchSource) -> Tensor:
-        """The user's training step on a mini-batch: a loss whose ``backward`` puts the gradients in place."""
-        if self._phases.among(Phase.ABSENT):  # what hooks see is the loss of the batch before
+        """Run the user's training step: return a loss whose ``backward`` puts the gradients in place."""
+        if self._phases.among(Phase.ABSENT):  # hooks then see the loss of the batch before
             self.draws.between_steps(Point.STEP_ENDED)
             loss = self._last_loss.to(self._device, copy=True).requires_grad_()
             if self._gives_nothing and self.updating:  # with the gradients of others
@@ -176,7 +176,7 @@ class Training:
         return loss
 
     def update(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Lightning's optimizer step, whose ``closure`` runs :meth:`step`, unless the pipeline is only filled.
+        """Run Lightning's optimizer step, whose ``closure`` runs :meth:`step`, unless the pipeline is only filled.
 
         Raises:
             ConfigurationError: the optimizer stepped without the closure.
@@ -213,7 +213,7 @@ class Training:
         return output
 
     def evaluate(self, name: str, batch: Any, arguments: tuple[Any, ...], context: Any) -> Any:
-        """Another of the user's steps: what the last of this worker's stages returned."""
+        """Run another of the user's steps: return what the last of this worker's stages returned."""
         with self.whereabouts.running(name), self.first_failure():
             step = Step(name, arguments, context, self.draws.stream)
             output = [runner.evaluate(batch, step) for runner in self.parts.runners][-1]
@@ -221,7 +221,7 @@ class Training:
         return output
 
     def announce(self) -> None:
-        """Nothing but this worker's own computing can hold up its update any more."""
+        """Announce that nothing but this worker's own computing can hold up its update any more."""
         if self.together:  # the user's step has communicated
             self.rendezvous.join()
         self.sync.announce(self.updates)
@@ -229,7 +229,7 @@ class Training:
     # -------------------------------------------------------------- meeting
 
     def pause(self) -> None:
-        """Finishes what is in the pipeline and makes all replicas equal."""
+        """Finish what is in the pipeline and make all replicas equal."""
         self._refuse_underway()
         self._drain()
         with self._phases.within(Event.LEAVE), self.first_failure():
@@ -238,10 +238,10 @@ class Training:
             self.rendezvous.pause(loop.position(self.trainer))
 
     def come_together(self) -> None:
-        """Before anything that waits for other pipelines: which must not wait for this worker in the scheduler.
+        """Join the other pipelines before they communicate, so that none waits for this worker in the scheduler.
 
         Raises:
-            ConfigurationError: not all of them come here.
+            ConfigurationError: not all pipelines reach this point.
         """
         if self.whereabouts.in_step and self._uneven:
             raise ConfigurationError(
@@ -260,7 +260,7 @@ class Training:
     # ------------------------------------------- turns, as the source of batches sees them
 
     def begin_shards(self, uneven: bool) -> None:
-        """See :class:`~lightning_sdpipe.loop.batch_source.Turns`, as for all that follow."""
+        """Begin an epoch of shards; see :class:`~lightning_sdpipe.loop.batch_source.Turns`, as for all that follow."""
         self._uneven = uneven
         self._phases.go(Event.BATCH)
 
@@ -311,11 +311,11 @@ class Training:
     # ---------------------------------------------------------------- within
 
     def _take_over_freezing(self) -> None:
-        """Meets all others, if the user has frozen or unfrozen layers since the mini-batch before."""
+        """Meet all other workers, if the user has frozen or unfrozen layers since the mini-batch before."""
         freezing = self.parts.freezing
         if not freezing.changed():
             return
-        with self.first_failure():  # before anything that waits for stages which may have changed nothing
+        with self.first_failure():  # before any wait for stages that may have changed nothing
             for runner in self.parts.runners:
                 runner.link.tell_freezing()
             if self.together:
@@ -328,7 +328,7 @@ class Training:
     def _update(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, alone: bool = False, **kwargs: Any
     ) -> Any:
-        """Steps with the gradients that ``closure`` puts in place, and synchronises the outcome unless ``alone``."""
+        """Step with the gradients that ``closure`` puts in place, and synchronise the outcome unless ``alone``."""
         if not alone:
             self.ready.expect()
         try:
@@ -380,7 +380,7 @@ _STEPPED_ALONE = (
 
 
 def _once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-    """``closure`` for one step of ``optimizer``, which raises ConfigurationError when it is called again: it runs the
+    """Wrap ``closure`` for one step of ``optimizer``; a second call raises ConfigurationError, as the closure runs the
     whole pipeline, and tells the other pipelines that an update follows."""
     called = False
 
@@ -392,7 +392,7 @@ def _once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]
                 "once only. Use an optimizer that needs one gradient for a step, such as AdamW."
             )
         called = True
-        with meter.phase(meter.OTHER):  # which is not the optimizer's
+        with meter.phase(meter.OTHER):  # the closure's time is not the optimizer's
             return closure()
 
     return run

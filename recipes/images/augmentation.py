@@ -1,4 +1,4 @@
-"""How small pictures are varied while training. Random numbers come from torch's global generator."""
+"""Random variations of small pictures while training. Random numbers come from torch's global generator."""
 
 from __future__ import annotations
 

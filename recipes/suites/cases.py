@@ -44,7 +44,7 @@ def refuse_unknown(kind: str, asked: Iterable[str], known: Collection[str]) -> N
 
 @dataclass(frozen=True)
 class Case:
-    """What determines a training, whatever it computes.
+    """Parameters that determine a training, whatever it computes.
 
     Args:
         panel: the part of the grid that it belongs to.
@@ -83,7 +83,7 @@ class Case:
         return self.num_stages * self.num_pipelines
 
     def seeded(self, what: Named) -> Any:
-        """What Hydra builds from a specification, with the seed of this case where it takes one."""
+        """Return what Hydra builds from a specification, with the seed of this case where it takes one."""
         specification = what.specification or {}
         return hydra.utils.instantiate({**specification, **({"seed": self.seed} if "seed" in specification else {})})
 

@@ -49,7 +49,7 @@ def description() -> dict[str, Any]:
 
 
 def setting() -> dict[str, Any]:
-    """What a measurement depends on besides its parameters."""
+    """Conditions that a measurement depends on besides its parameters."""
     return {"versions": versions(), "machine": description(), "usable_cores": cores()}
 
 

@@ -1,4 +1,4 @@
-"""What a suite reports: rows of raw measurements, and ratios of two things that were measured in the same run."""
+"""Reports of a suite: rows of raw measurements, and ratios of two things that were measured in the same run."""
 
 from __future__ import annotations
 

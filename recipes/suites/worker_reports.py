@@ -1,4 +1,4 @@
-"""What each worker of a training did with its time, from a given iteration on."""
+"""Report of what each worker of a training did with its time, from a given iteration on."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Probe(L.Callback):
 
 
 def read_reports(directory: Path) -> list[WorkerReport]:
-    """What the probes of a training wrote, by rank."""
+    """Return what the probes of a training wrote, by rank."""
     files = sorted(directory.glob("*.json"), key=lambda file: int(file.stem))
     plain = [json.loads(file.read_text()) for file in files]
     return [WorkerReport(**{**report, "used": Counters(**report["used"])}) for report in plain]

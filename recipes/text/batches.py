@@ -1,4 +1,4 @@
-"""What a language model is given: rows of tokens as inputs, and what it shall predict as labels."""
+"""Batches of a language model: rows of tokens as inputs, and what it shall predict as labels."""
 
 from __future__ import annotations
 

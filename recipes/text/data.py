@@ -20,7 +20,7 @@ from recipes.text.vocabulary import train_wordpiece, vocabulary_file, write
 
 
 class _Text(L.LightningDataModule):
-    """What both sources share: their vocabulary and how rows become batches.
+    """Common base of both sources: their vocabulary and how rows become batches.
 
     Args:
         name: of the vocabulary's file.

@@ -224,7 +224,7 @@ def test_a_new_start_is_made_from_the_newest_checkpoint_when_that_was_asked_for(
     run.enrol(1)
     *_, started = run.say(w.Died, 0, "ended")
     assert started == w.Started(1, run.core.epoch, True, "/shared/2.ckpt")
-    assert run.core.epoch.reason == "pipelines 1 start again from /shared/2.ckpt, since nobody was left"
+    assert run.core.epoch.reason == "pipelines 1 start again from /shared/2.ckpt, since no member was left"
     assert run.enrol(1) == [started], "the answer may have been lost"
     run.comes(2)
     *_, epoch = run.say(w.Died, 1, "ended")

@@ -1,4 +1,4 @@
-"""How a tensor is written into a message, and read from it: precision traded for bytes."""
+"""Payloads: encodings of tensors in messages, which trade precision for bytes."""
 
 from lightning_sdpipe.exchange.payloads.cast import Full, Half
 from lightning_sdpipe.exchange.payloads.eight_bit import EightBit
@@ -8,6 +8,6 @@ from lightning_sdpipe.exchange.payloads.payload import ErrorFeedback, Payload
 from lightning_sdpipe.exchange.payloads.top_k import TopK
 
 NAMES = {"eight_bit": EightBit, "full": Full, "half": Half, "one_bit": OneBit, "top_k": TopK}
-"""By which a user names a payload, with its defaults: as in ``conf/exchange``."""
+"""Payloads with their defaults by the names that users give, as in ``conf/exchange``."""
 
 __all__ = ["NAMES", "EightBit", "ErrorFeedback", "Full", "Half", "Modulo", "OneBit", "Payload", "Spread", "TopK"]

@@ -17,7 +17,7 @@ class _Cast(Payload):
     @property
     @abstractmethod
     def _wire(self) -> torch.dtype:
-        """What a value is converted to."""
+        """Type that a value is converted to."""
 
     def nbytes(self, n: int) -> int:
         """See the base class, as for all methods here."""

@@ -7,10 +7,10 @@ in their last bits only, s is a little more than (largest − smallest) / 255, e
 
 Noise for stochastic rounding: uniform in (−½, ½), added before rounding to the nearest.
 
-Drawing it afresh would cost more than everything else of an encoding. So it comes from a table of 2¹⁸ numbers, read
-from a random place on: each of 2¹⁶ evenly spaced levels stands in it four times, in random order. Over all places to
-begin at, each value meets each level equally often, so rounding is unbiased to 2⁻¹⁷ of a step, which is the precision
-of float32 there. Two values of a message share nothing but the place to begin at.
+Fresh random numbers would cost more than the rest of an encoding. So the noise comes from a table of 2¹⁸ numbers, read
+from a random place on: each of 2¹⁶ evenly spaced levels occurs in it four times, in random order. Over all starting
+places, each value meets each level equally often, so rounding is unbiased to 2⁻¹⁷ of a step, which is the precision of
+float32 there. Two values of a message share nothing but the starting place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Dither:
     """The noise of one message.
 
     Args:
-        draw: where to begin in the table; a seed.
+        draw: the starting place in the table; a seed.
     """
 
     def __init__(self, draw: int, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class Dither:
 
 @functools.cache
 def table(device: torch.device) -> Tensor:
-    """The numbers, twice in a row: 2 MiB on each device that asks for them."""
+    """Returns the table of noise, twice in a row: 2 MiB on each device that asks for it."""
     generator = torch.Generator().manual_seed(0)
     levels = (torch.arange(LEVELS) + 0.5) / LEVELS - 0.5
     order = torch.cat([torch.randperm(LEVELS, generator=generator) for _ in range(TABLE // LEVELS)])
@@ -58,9 +58,9 @@ def table(device: torch.device) -> Tensor:
 
 
 MARGIN = 1 + 2**-21
-"""On the step, so that rounding errors of float32 cannot take a code beyond its eight bits."""
+"""Factor of the step, so that rounding errors of float32 cannot take a code beyond its eight bits."""
 SMALLEST = torch.finfo(torch.float32).tiny
-"""Of steps: what is smaller has no reciprocal."""
+"""Smallest step: smaller numbers have no reciprocal."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class EightBit(Payload):
 
     A block is not finite either if its values span more than float32 does.
 
-    ``feedback`` adds what was left out to what is sent next; it takes a residual as large as the tensor in float32.
+    ``feedback`` adds what a message left out to the next one; it takes a residual as large as the tensor in float32.
     """
 
     block: int = 4096

@@ -1,15 +1,14 @@
-"""Eight bits per value for workers that have nothing in common but that their models are close (Moniqua, Lu and De Sa
-2020).
+"""Eight bits per value for workers without a common reference, whose models are close (Moniqua, Lu and De Sa 2020).
 
 The sender rounds x to k steps, and sends k modulo 256. The receiver takes the number that is congruent to it and
 nearest to its own value, which is k itself as long as the two are less than 128 steps apart. With steps of θ/126, that
 is so wherever the values differ by less than θ: 126 steps, half of one for the rounding, and at most half of one at
-each end for float32 make 127.5. So the error of what arrives is half of a step, however large x is, and nothing has to
-be remembered but θ.
+each end for float32 make 127.5. So the error of the received value is half of a step, however large x is, and only θ
+has to be remembered.
 
-θ is a guess. To notice where it was too small, the sender adds up its wrap counts, ⌊(k + 128) / 256⌋, each times a
+θ is a guess. To detect that it was too small, the sender adds up its wrap counts, ⌊(k + 128) / 256⌋, each times a
 random odd number, modulo 2³²; the receiver does the same with the wrap counts that it has inferred. A single wrong one
-is always noticed, and several go unnoticed with a chance of about 2⁻³¹.
+is always detected, and several go undetected with a chance of about 2⁻³¹.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from lightning_sdpipe.exchange.payloads.payload import check_block, check_flat, 
 from lightning_sdpipe.exchange.payloads.pieces import Pieces, add_residual, num_blocks, write_header
 
 STEPS = 126
-"""Of θ."""
+"""Steps within θ."""
 FINEST = 2**-22
-"""The finest step, in terms of the largest magnitude of a block: float32 still counts steps exactly."""
+"""Finest step, relative to the largest magnitude of a block: float32 still counts steps exactly."""
 MARGIN = 4.0
 FORGET = 0.9
 
 
 @dataclass(frozen=True)
 class Modulo:
-    """One byte per value and 8 per block, as many as ``EightBit``'s, for receivers with a similar value of their own.
+    """One byte per value and 8 per block, as with ``EightBit``, for receivers that have similar values.
 
     Where a value or θ is not finite, nothing of its block is finite for any receiver. Scratch memory is three pieces
     (:mod:`~lightning_sdpipe.exchange.payloads.pieces`) of 32 bits per value.
@@ -46,7 +45,7 @@ class Modulo:
         check_block(self.block)
 
     def nbytes(self, n: int) -> int:
-        """Of a message with ``n`` values."""
+        """Returns the bytes of a message with ``n`` values."""
         return n + 8 * num_blocks(n, self.block)
 
     @torch.no_grad()
@@ -55,7 +54,7 @@ class Modulo:
 
         Args:
             x: 1-D, contiguous, floating-point.
-            theta: for every block, how far receivers may be away; float32.
+            theta: the largest distance of a receiver, for every block; float32.
             into: the message: uint8, of :meth:`nbytes`.
         """
         check_flat(x, into, self.nbytes(x.numel()))
@@ -81,20 +80,21 @@ class Modulo:
         write_header(header, into)
 
     def message(self, x: Tensor, theta: Tensor) -> Tensor:
-        """A new message with ``x``, as by :meth:`encode`."""
+        """Returns a new message with ``x``, as by :meth:`encode`."""
         message = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
         self.encode(x, theta, message)
         return message
 
     @torch.no_grad()
     def decode(self, message: Tensor, reference: Tensor, into: Tensor, weight: float | None = None) -> Tensor:
-        """Replaces ``into`` by what ``message`` holds, read beside ``reference``, or adds it ``weight`` times.
+        """Replaces ``into`` by the values of ``message``, read relative to ``reference``, or adds them ``weight``
+        times.
 
         Args:
-            message: by :meth:`encode`.
-            reference: the receiver's own values. The sender reads its own message with those that it has encoded.
-            into: as long; it may be ``reference`` itself.
-            weight: None replaces.
+            message: a message of :meth:`encode`.
+            reference: the receiver's own values. The sender reads its own message relative to the encoded values.
+            into: a tensor of equal length; it may be ``reference`` itself.
+            weight: None to replace.
 
         Returns:
             For every block, whether the sender's values were too far away (bool): what ``into`` holds there is wrong.
@@ -123,16 +123,15 @@ class Modulo:
         return (found != checksums) & header[0].isfinite()
 
     def _checksum(self, wraps: Tensor) -> Tensor:
-        """Of each row of whole numbers in float32, as a column of int32."""
+        """Returns the checksum of each row of whole numbers in float32, as a column of int32."""
         weights = _weights(self.block, wraps.device)[: wraps.shape[1]]
         return wraps.to(torch.int32).mul_(weights).sum(1, keepdim=True, dtype=torch.int32)
 
 
 class Spread:
-    """How far apart the models of workers were lately, by block: what θ is guessed from.
+    """The recent distance of the workers' models, by block, from which θ is guessed.
 
-    θ is 4 × the largest distance that was seen, of which each further exchange forgets a tenth. Memory: 4 bytes per
-    block.
+    θ is 4 × the largest distance seen, which each further exchange reduces by a tenth. Memory: 4 bytes per block.
     """
 
     def __init__(self, block: int) -> None:
@@ -141,19 +140,19 @@ class Spread:
 
     @property
     def theta(self) -> Tensor | None:
-        """For :meth:`Modulo.encode`; None until something was observed, by an exchange in full precision."""
+        """Returns θ for :meth:`Modulo.encode`; None until an exchange in full precision was observed."""
         return None if self._largest is None else MARGIN * self._largest
 
     @torch.no_grad()
     def observe(self, difference: Tensor) -> None:
-        """Takes note of another model minus this one, flat. What is not finite is passed over."""
+        """Takes note of another model minus this one, flat. Values that are not finite are ignored."""
         seen = largest_magnitudes(difference, self._block)
         seen.masked_fill_(~seen.isfinite(), 0.0)
         self._largest = seen if self._largest is None else torch.maximum(self._largest.mul_(FORGET), seen)
 
 
 def largest_magnitudes(x: Tensor, block: int) -> Tensor:
-    """Of each block of a flat tensor, in float32."""
+    """Returns the largest magnitude of each block of a flat tensor, in float32."""
     largest = x.new_empty(num_blocks(x.numel(), block), dtype=torch.float32)
     pieces = Pieces(x, block)
     for values, most in zip(pieces.values(), pieces.of(largest, 1), strict=True):
@@ -162,12 +161,12 @@ def largest_magnitudes(x: Tensor, block: int) -> Tensor:
 
 
 def _magnitude(rows: Tensor) -> Tensor:
-    """The largest magnitude of each row, as a column."""
+    """Returns the largest magnitude of each row, as a column."""
     return torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
 
 
 def _step(values: Tensor, theta: Tensor) -> Tensor:
-    """The step of each row of float32, NaN for those that are not finite."""
+    """Returns the step of each row of float32; NaN for rows that are not finite."""
     finest = _magnitude(values).mul_(FINEST)
     step = torch.maximum(theta / STEPS, finest).clamp_(min=torch.finfo(torch.float32).tiny)
     return step.masked_fill_(~step.isfinite(), torch.nan)
@@ -175,6 +174,6 @@ def _step(values: Tensor, theta: Tensor) -> Tensor:
 
 @functools.cache
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Random odd numbers, the same ones everywhere."""
+    """Returns random odd numbers, the same on all workers."""
     draws = random.Random(0)
     return torch.tensor([2 * draws.getrandbits(31) + 1 - 2**31 for _ in range(count)], dtype=torch.int32, device=device)

@@ -28,12 +28,12 @@ class OneBit(Payload):
 
     Args:
         block: values that share a scale.
-        feedback: what was left out is added to what is sent next, without which signs of gradients need not converge.
-            It takes a residual as large as the tensor in float32.
+        feedback: add what a message left out to the next one; without it signs of gradients need not converge. It takes
+            a residual as large as the tensor in float32.
         momentum: β₁ of 1-bit Adam: the momentum is sent instead of the gradient
-            (:mod:`~lightning_sdpipe.exchange.encoded_rounds`). It wants
-            :class:`~lightning_sdpipe.optim.FrozenVariance` with the same ``after``.
-        after: the first so many updates are in full precision.
+            (:mod:`~lightning_sdpipe.exchange.encoded_rounds`). It wants :class:`~lightning_sdpipe.optim.FrozenVariance`
+            with the same ``after``.
+        after: the number of first updates in full precision.
     """
 
     block: int = 4096
@@ -103,7 +103,7 @@ class OneBit(Payload):
 
 
 def _packed(bits: Tensor) -> Tensor:
-    """Flat zeros and ones, eight to a byte; the last byte ends with zeros."""
+    """Packs flat zeros and ones, eight to a byte; the last byte ends with zeros."""
     bytes_ = bits.new_zeros(-(-bits.numel() // 8) * 8, dtype=torch.int8)
     bytes_[: bits.numel()].copy_(bits)
     return bytes_.view(torch.int64).mul_(GATHER).bitwise_right_shift_(56)
@@ -111,6 +111,6 @@ def _packed(bits: Tensor) -> Tensor:
 
 @functools.cache
 def _signs(device: torch.device) -> Tensor:
-    """For every byte, eight signed bytes in one 64-bit word: −1 for a bit that is set, else 1."""
+    """Returns for every byte eight signed bytes in one 64-bit word: −1 for a set bit, else 1."""
     bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
     return (1 - 2 * bits).to(torch.int8).view(torch.int64).view(-1).to(device)

@@ -1,4 +1,5 @@
-"""What every payload has in common: its protocol, its refusals, and the error that it leaves behind.
+"""Base of all payloads: their interface, their refusals, and error feedback, which sends later what compression left
+out.
 
 What compression has left out so far, to be sent later.
 """
@@ -16,11 +17,11 @@ CARRIED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Payload(ABC):
-    """How tensors are written into messages: a value, equal on all workers of a run.
+    """An encoding of tensors in messages, equal on all workers of a run.
 
     A message is a flat uint8 tensor on the device of the values, of :meth:`nbytes` bytes at any alignment. It does not
-    say what it holds: both ends know the payload and the number of elements. Decoding rounds after every operation, so
-    all receivers, on processors and on GPUs, read the same bits from a message.
+    describe its contents: both ends know the payload and the number of elements. Decoding rounds after every operation,
+    so all receivers, on processors and on GPUs, read the same bits from a message.
 
     Where a value is not finite, nothing of its block is finite for any receiver, and the residual stays as it was.
     Scratch memory is at most three pieces of float32, which together take 3 MiB on processors and 48 MiB on GPUs; twice
@@ -28,16 +29,16 @@ class Payload(ABC):
     """
 
     feedback: bool = False
-    """Does what a message leaves out belong into the next one (:class:`ErrorFeedback`)?"""
+    """Whether what a message leaves out is added to the next one (:class:`ErrorFeedback`)."""
     momentum: float = 0.0
-    """β₁ of the momentum that is sent instead of gradients; 0 sends gradients."""
+    """Coefficient β₁ of the momentum that is sent instead of gradients; 0 sends gradients."""
     after: int = 0
-    """Updates before the first one that uses this payload; full precision until then."""
+    """Number of updates in full precision before the first one that uses this payload."""
     overflows: bool = False
-    """May a finite value of a wider type become an infinity in a message?"""
+    """Whether a finite value of a wider type may become an infinity in a message."""
 
     def on(self, dtype: torch.dtype) -> Payload:
-        """This payload for buffers of ``dtype``.
+        """Returns this payload for buffers of ``dtype``.
 
         Raises:
             ConfigurationError: integers or complex numbers, which cannot be averaged in low precision.
@@ -45,17 +46,17 @@ class Payload(ABC):
         if dtype not in CARRIED:
             raise ConfigurationError(
                 f"{self} cannot carry {dtype}: it averages real floating-point numbers. Keep such buffers out of the "
-                "exchange; integer ones are made equal at pauses."
+                "exchange; integer ones are made equal at sync points."
             )
         return self
 
     def at(self, update: int) -> Payload:
-        """The payload of the update that ``update`` others came before; :meth:`on` comes after this."""
+        """Returns the payload of the update that ``update`` others came before; :meth:`on` is applied afterwards."""
         return self
 
     @abstractmethod
     def nbytes(self, n: int) -> int:
-        """Of a message with ``n`` values."""
+        """Returns the bytes of a message with ``n`` values."""
 
     @abstractmethod
     def encode(self, x: Tensor, into: Tensor, residual: Tensor | None = None, draw: int = 0) -> None:
@@ -64,27 +65,27 @@ class Payload(ABC):
         Args:
             x: 1-D, contiguous, floating-point.
             into: the message.
-            residual: as long as ``x``, float32 (float64 for float64): it is added to ``x`` before, and is what the
-                message leaves out of that sum afterwards.
-            draw: seeds stochastic rounding. Use another one for every message.
+            residual: a tensor of the length of ``x``, float32 (float64 for float64). It is added to ``x`` first;
+                afterwards it holds what the message leaves out of that sum.
+            draw: seeds stochastic rounding. Use a different one for every message.
         """
 
     def message(self, x: Tensor, residual: Tensor | None = None, draw: int = 0) -> Tensor:
-        """A new message with ``x``, as by :meth:`encode`."""
+        """Returns a new message with ``x``, as by :meth:`encode`."""
         message = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
         self.encode(x, message, residual, draw)
         return message
 
     @abstractmethod
     def decode(self, message: Tensor, into: Tensor, weight: float | None = None) -> None:
-        """Replaces ``into``, 1-D and contiguous, by what ``message`` holds; or adds it, ``weight`` times.
+        """Replaces ``into``, 1-D and contiguous, by the values of ``message``, or adds them ``weight`` times.
 
-        Both are the same to the bit wherever it is done, adding with a weight of 1.
+        The result is the same to the bit on all devices; when adding, with a weight of 1.
         """
 
 
 def check_flat(x: Tensor, message: Tensor, nbytes: int, residual: Tensor | None = None) -> None:
-    """Raises ValueError unless ``message`` is one of ``nbytes`` bytes for the flat ``x``, with a fitting residual."""
+    """Raises ValueError unless ``message`` has ``nbytes`` bytes, ``x`` is flat, and the residual fits."""
     if x.dim() != 1 or not x.is_contiguous() or x.dtype not in CARRIED:
         raise ValueError(f"payloads carry contiguous 1-D floating-point tensors, not {tuple(x.shape)} of {x.dtype}")
     if message.dtype != torch.uint8 or message.shape != (nbytes,) or not message.is_contiguous():
@@ -99,12 +100,13 @@ def check_flat(x: Tensor, message: Tensor, nbytes: int, residual: Tensor | None 
 
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of residuals and accumulators of a buffer: float32 for narrower ones, whose rounding would lose them."""
+    """Returns the type of residuals and accumulators of a buffer: float32 for narrower types, whose rounding would lose
+    them."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def deliver(values: Tensor, into: Tensor, weight: float | None) -> None:
-    """The end of decoding: ``values`` replace ``into``, or are added to it."""
+    """Ends decoding: ``values`` replace ``into``, or are added to it."""
     if weight is None:
         into.copy_(values)
     else:
@@ -112,7 +114,7 @@ def deliver(values: Tensor, into: Tensor, weight: float | None) -> None:
 
 
 def keep_error(residual: Tensor, x: Tensor, decoded: Tensor) -> None:
-    """Adds x − decoded to the residual, except where that is not finite. Overwrites ``decoded``."""
+    """Adds x − decoded to the residual, except where the difference is not finite. Overwrites ``decoded``."""
     missed = torch.sub(x, decoded, out=decoded) if residual.dtype == decoded.dtype else x - decoded
     residual.add_(missed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
 
@@ -140,8 +142,8 @@ class ErrorFeedback:
     for the errors of both, BAGUA's δ and ε. The owner of a part must stay the same; when members change, :meth:`drop`
     it.
 
-    It is no part of checkpoints, which are made when replicas are equal: :meth:`drop` it there too, so that a resumed
-    run does as the one that went on.
+    The residual is not part of checkpoints, which are made when replicas are equal. Call :meth:`drop` there too, so
+    that a resumed run computes the same as one that went on.
     """
 
     def __init__(self, buffer: Tensor) -> None:
@@ -149,7 +151,7 @@ class ErrorFeedback:
         self._scale = 1.0
 
     def follow(self, scale: float) -> None:
-        """``scale`` is what gradients are multiplied by from now on, by a loss scaler: rescales what was left out."""
+        """Sets ``scale``, by which a loss scaler multiplies gradients from now on, and rescales what was left out."""
         if scale != self._scale:
             self.residual.mul_(scale / self._scale)
             self._scale = scale

@@ -1,4 +1,4 @@
-"""Long tensors in pieces of whole blocks, so that scratch memory is bounded and stays in the cache.
+"""Division of long tensors into pieces of whole blocks, so that scratch memory is bounded and stays in the cache.
 
 A message has a header with some 32-bit numbers per block, all first ones before all second ones, and then the codes of
 all values. So it does not depend on the length of pieces, which differs between devices.
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 CPU_PIECE = 2**18
-"""Elements at a time: starting an operation costs about as much as copying 2¹⁴ of them."""
+"""Elements of a piece on a CPU: starting an operation costs about as much as copying 2¹⁴ of them."""
 DEVICE_PIECE = 2**22
-"""The same on GPUs, where starting one costs more."""
+"""Elements of a piece on a GPU, where starting an operation costs more."""
 
 
 class Pieces:
-    """How a flat tensor, and what belongs to it, is cut into pieces.
+    """The division of a flat tensor, and of tensors that belong to it, into pieces.
 
     A piece is a matrix with a row for each block; if the last block is shorter, it is a piece of its own.
 
     Args:
         x: the tensor.
-        block: its elements that belong together.
+        block: number of elements of a block.
     """
 
     def __init__(self, x: Tensor, block: int) -> None:
@@ -33,7 +33,8 @@ class Pieces:
         self._rows = [self._at_once] * full + [last] * bool(last)
 
     def of(self, flat: Tensor, width: int) -> list[Tensor]:
-        """The pieces of a flat tensor that has ``width`` elements for each block; what is left is the shorter one's."""
+        """Returns the pieces of a flat tensor that has ``width`` elements for each block; the rest belongs to the
+        shorter block."""
         if not self._rest:
             return self._split(flat.view(self._whole, width))
         end = self._whole * width
@@ -43,15 +44,15 @@ class Pieces:
         return [rows] * len(self._rows) if len(self._rows) < 2 else list(torch.split(rows, self._at_once))
 
     def values(self) -> list[Tensor]:
-        """The pieces of the tensor itself."""
+        """Returns the pieces of the tensor itself."""
         return self.of(self._x, self._block)
 
     def residuals(self, residual: Tensor | None) -> list[Tensor] | list[None]:
-        """The pieces of a residual of the tensor, if there is one."""
+        """Returns the pieces of a residual of the tensor, or None for each piece if there is no residual."""
         return self.of(residual, self._block) if residual is not None else [None] * (len(self._rows) + bool(self._rest))
 
     def scratch(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """Memory for one piece, in the shape of each of them."""
+        """Returns memory for one piece, in the shape of each of them."""
         width = min(self._block, self._x.numel())
         memory = torch.empty(max(self._rows, default=1), width, dtype=dtype, device=self._x.device)
         shapes = {rows: memory[:rows] for rows in self._rows}
@@ -59,12 +60,13 @@ class Pieces:
         return [*(shapes[rows] for rows in self._rows), *rest]
 
     def new_header(self, lines: int) -> Tensor:
-        """Float32 with a column for each block."""
+        """Returns an empty float32 header with a column for each block."""
         blocks = self._whole + bool(self._rest)
         return torch.empty(lines, blocks, dtype=torch.float32, device=self._x.device)
 
     def read_header(self, message: Tensor, lines: int) -> Tensor:
-        """What :func:`write_header` wrote. A copy: the message may lie at an address that is odd for float32."""
+        """Returns the header that :func:`write_header` wrote, as a copy: the message may lie at an address that is odd
+        for float32."""
         header = self.new_header(lines)
         header.view(-1).view(torch.uint8).copy_(message[: 4 * header.numel()])
         return header
@@ -80,7 +82,7 @@ def num_blocks(n: int, block: int) -> int:
 
 
 def add_residual(x: Tensor, residual: Tensor | None, scratch: Tensor) -> Tensor:
-    """x + residual in float32: ``x`` itself where it is the same, else in ``scratch``."""
+    """Returns x + residual in float32: ``x`` itself where they are equal, else in ``scratch``."""
     if residual is not None:
         return torch.add(x, residual, out=scratch)
     return x if x.dtype == torch.float32 else scratch.copy_(x)

@@ -1,7 +1,7 @@
-"""The largest values only, with their places.
+"""The largest values of a tensor, with their places.
 
-They are chosen within segments of 2¹⁶ values, so that a place fits into 16 bits, and so that one stretch of the tensor
-with large values does not silence all others. A message has the values of all segments in float32, then their places.
+They are chosen within segments of 2¹⁶ values, so that a place fits into 16 bits, and so that one region of large values
+does not suppress all others. A message has the values of all segments in float32, then their places.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class TopK(Payload):
     """6 bytes for each of the ``density`` · n values that are largest in magnitude; the others arrive as zero.
 
     At least one of each segment of 2¹⁶ values is sent. The squared error is at most 1 − density of that of sending
-    nothing. A segment is a block in the sense of what is not finite. Finding them takes far longer than the encoding of
-    the other payloads.
+    nothing. A segment is the block for values that are not finite. Finding the largest values takes far longer than
+    encoding by the other payloads.
 
     Args:
         density: the share of values that is sent, in (0, 1]. From 2/3 on, messages are no shorter than
             :class:`~lightning_sdpipe.exchange.payloads.Full`'s.
-        feedback: what was left out is added to what is sent next, without which most values would never be sent. It
-            takes a residual as large as the tensor in float32.
+        feedback: add what a message left out to the next one; without it most values would never be sent. It takes a
+            residual as large as the tensor in float32.
     """
 
     density: float
@@ -96,11 +96,11 @@ class TopK(Payload):
 
 
 def _index(place: Tensor, values: Tensor) -> Tensor:
-    """Places within rows as places within all rows, flat: what CUDA can add to in a deterministic order."""
+    """Returns flat places within all rows from places within rows: CUDA can add to these in a deterministic order."""
     rows, columns = values.shape
     return place.add(torch.arange(0, rows * columns, columns, device=place.device).unsqueeze(1)).view(-1)
 
 
 def _poison(chosen: Tensor) -> Tensor:
-    """For each row of values that were chosen, 0, or NaN if one is not finite: those count as the largest."""
+    """Returns 0 for each row of chosen values, or NaN if one is not finite: such values count as the largest."""
     return chosen.sub(chosen).sum(1, keepdim=True)

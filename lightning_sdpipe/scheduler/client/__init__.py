@@ -1,1 +1,1 @@
-"""The worker's half of what workers and the scheduler say to each other."""
+"""The worker's side of the protocol with the scheduler."""

@@ -1,10 +1,10 @@
-"""What a worker's training thread has of the scheduler, over a socket of its own: through another thread it came late.
+"""The scheduler client of a worker's training thread. It has a socket of its own, since requests through another thread
+arrived late.
 
-What the thread says and believes is a part of the
-:class:`~lightning_sdpipe.scheduler.client.conversation.Conversation` of its process, all else of which a
-:class:`~lightning_sdpipe.scheduler.client.membership_client.MembershipClient` says. A request that is not answered is
-repeated, so a scheduler that was restarted at the same address finds its workers again by itself: a worker that it does
-not know joins again and repeats the ready that is unanswered.
+Its requests and beliefs are a part of the :class:`~lightning_sdpipe.scheduler.client.conversation.Conversation` of its
+process; a :class:`~lightning_sdpipe.scheduler.client.membership_client.MembershipClient` sends all other parts of it.
+An unanswered request is repeated, so a scheduler that restarts at the same address finds its workers again by itself: a
+worker that it does not know joins again and repeats its unanswered ready.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _Reply = TypeVar("_Reply")
 CONNECT_TIMEOUT = 15.0
 """Seconds in which a scheduler must answer for the first time."""
 MEANWHILE = 0.02
-"""Seconds between two looks at what else there is to do."""
+"""Seconds between calls of ``meanwhile`` during a wait."""
 REPEAT_AFTER = 1.0
 """Seconds after which an unanswered request is repeated."""
 
 
 class RunAborted(WorkerFailedError):
-    """The scheduler ended the run; ``failure`` says who failed first and why."""
+    """The scheduler ended the run; ``failure`` names the worker that failed first, and the reason."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
@@ -53,47 +53,47 @@ class SchedulerClient:
     All methods belong to one thread, the one that trains.
 
     Args:
-        line: of the same process, which enrols before it joins.
-        timeout: in seconds.
+        line: the membership client of the same process, which enrols before this one joins.
+        timeout: seconds that a wait lasts at most.
     """
 
     def __init__(self, line: MembershipClient, timeout: float = 60.0) -> None:
         self.line, self.address, self.worker = line, line.address, line.worker
         self.credentials = line.credentials
         self.policy: str | None = None
-        """What the scheduler decides by, as JSON, once it has answered."""
+        """Values of the scheduler's policy, as JSON, once it has answered."""
         self.serves: m.Shape | None = None
         """The stages and pipelines that the scheduler serves, once it has been greeted."""
         self.about: About | None = None
-        """What people are told of this worker. To be set before :meth:`join`."""
+        """Description of this worker for people. It must be set before :meth:`join`."""
         self.meanwhile: Callable[[], object] | None = None
-        """Called often while a lease is waited for."""
+        """Called often during a wait for a lease."""
         self.on_invitation: Callable[[Group, int | None], None] | None = None
-        """Called in the other thread, in order, for groups that the worker is a passive member of, with the last
-        iteration that had been answered before, None if none had since the worker joined. To be set before
+        """Called in the other thread, in order, for each group that the worker is a passive member of, with the last
+        iteration that had been answered before, None if none had since the worker joined. It must be set before
         :meth:`join`."""
         self._timeout = timeout
         self._thread, self._asks = line.thread, line.thread.talk.training
         self._outcomes: dict[Kind, m.Reply | e.Reply] = {}
         self._invited = 0
         self._iteration: int | None = None
-        """Of the ready whose group was not fetched yet."""
+        """Iteration of the ready whose group was not fetched yet."""
         self._group = -1
-        """The sequence of the group that was fetched since the last step."""
+        """Sequence of the group that was fetched since the last step, -1 for none."""
         self._leasing: tuple[Segment, int] | None = None
-        """The lease that was asked for and has not come in time, last at ``_lease_asked``."""
+        """The lease that was asked for, last at ``_lease_asked``, and has not come in time."""
         self._lease_asked = 0.0
         line.thread.on_invitation = self._follow
         self._connection = line.connect(m.routing_id(line.worker, line.incarnation))
 
     @property
     def aborted(self) -> Failure | None:
-        """The first failure of the run, as soon as it was heard of."""
+        """The first failure of the run, once this process has heard of it."""
         stop = self._thread.talk.stop
         return Failure(stop.worker, stop.reason) if stop is not None and stop.run and stop.failed else None
 
     def greet(self) -> None:
-        """Make sure that the scheduler is there, and the right one.
+        """Make sure that the scheduler runs, and serves this run.
 
         Raises:
             SchedulerError: it does not answer, the keys do not fit, it speaks another version, or serves another mesh.
@@ -106,7 +106,7 @@ class SchedulerClient:
             self._connection.established()
 
     def join(self) -> None:
-        """Take part from now on; returns when the scheduler has acknowledged it."""
+        """Take part from now on; return when the scheduler has acknowledged it."""
         self.greet()
         self._asks.about = self.about
         self._ask(m.Join)
@@ -115,14 +115,14 @@ class SchedulerClient:
         meter.current().start()
 
     def leave(self) -> None:
-        """Pause or end the epoch; returns when the scheduler has acknowledged it."""
+        """Pause or end the epoch; return when the scheduler has acknowledged it."""
         self._iteration = None
         self._ask(m.Leave)
         noted = self._wait(m.Leave, e.Noted, "the scheduler to let it leave")
         self._wait_for_invitations(noted.invitations)
 
     def ready(self, iteration: int) -> None:
-        """The local step of ``iteration`` is done; does not wait. :meth:`group` fetches the answer."""
+        """Report the local step of ``iteration`` as done, without waiting; :meth:`group` fetches the answer."""
         if not self._asks.joined:
             raise SchedulerError(
                 f"worker {self.worker} reported iteration {iteration} without having joined; call join() first"
@@ -146,7 +146,7 @@ class SchedulerClient:
         return answer.group
 
     def group_if_known(self) -> Group | None:
-        """As :meth:`group`, if the answer has come."""
+        """Return the group as :meth:`group` does, if the answer has come, else None."""
         if self._iteration is not None and m.Ready not in self._outcomes:
             self._receive(0.0)
         return self.group() if m.Ready in self._outcomes else None
@@ -158,11 +158,12 @@ class SchedulerClient:
     def lease(self, segment: Segment, ordinal: int, seconds: float | None) -> Lease | None: ...
 
     def lease(self, segment: Segment, ordinal: int, seconds: float | None = None) -> Lease | None:
-        """Wait for lease ``ordinal`` of this worker's pipeline in ``segment``, which all its stages get alike.
+        """Wait for lease ``ordinal`` of this worker's pipeline in ``segment``; all its stages get the same.
 
-        After one that is not empty the answer comes at once: batches, or an empty lease. After an empty one, which is
-        the sign to train whatever is held, it comes when there is something, or the segment is over; None if that takes
-        longer than ``seconds``. Then it can be asked for again, and the answer to an earlier ask counts.
+        After a lease that is not empty, the answer comes at once: batches, or an empty lease. An empty lease tells the
+        pipeline to train whatever it holds; the answer after it comes when there are batches again, or the segment is
+        over. Returns None if that takes longer than ``seconds``. Then the lease can be asked for again, and the answer
+        to an earlier request counts.
         """
         now = time.monotonic()
         if self._leasing != (segment, ordinal):
@@ -178,14 +179,15 @@ class SchedulerClient:
             return self._wait(m.AskLease, m.Dealt, f"lease {ordinal} of {segment}").lease
 
     def trained(self, batches: int) -> None:
-        """So many batches of the segment are trained by this worker; beats tell, this only notes it."""
+        """Note that this worker has trained so many batches of the segment; heartbeats report it."""
         with self._thread.changed:
             self._asks.leases.trained(batches)
 
     def step_ended(self, iteration: int, waited: float) -> None:
-        """The step of ``iteration`` is over; ``waited`` are all seconds so far that this worker waited for replicas.
+        """Note that the step of ``iteration`` is over; ``waited`` are all seconds so far that this worker waited for
+        replicas.
 
-        Beats tell the scheduler what the steps were made of; this only notes it.
+        Heartbeats report the phases of the steps to the scheduler.
         """
         measured, group = meter.current(), self._group
         self._group = -1
@@ -200,7 +202,7 @@ class SchedulerClient:
                 talk.beat_soon()
 
     def first_failure(self, timeout: float) -> Failure | None:
-        """What failed first in this run, if anything that is heard of in that time."""
+        """Return the run's first failure, if this process hears of one within ``timeout`` seconds."""
         with self._thread.changed:
             self._thread.changed.wait_for(lambda: self._thread.talk.stop is not None, timeout)
         return self.aborted
@@ -214,7 +216,7 @@ class SchedulerClient:
         self._transmit([request])
 
     def _again(self) -> None:
-        """Repeats what is open."""
+        """Repeat the open requests."""
         with self._thread.changed:
             requests = self._asks.again()
         self._transmit(requests)
@@ -228,7 +230,7 @@ class SchedulerClient:
                 )
 
     def _wait(self, kind: Kind, reply: type[_Reply], what: str, seconds: float | None = None) -> _Reply:
-        """The answer to the request of that ``kind``, which is repeated until it comes."""
+        """Return the reply to the request of that ``kind``, which is repeated until the reply comes."""
         now, seconds = time.monotonic(), self._timeout if seconds is None else seconds
         until, repeat_at = now + seconds, min(now + REPEAT_AFTER, now + seconds / 2)
         while (outcome := self._outcomes.pop(kind, None)) is None:
@@ -253,7 +255,7 @@ class SchedulerClient:
         return outcome
 
     def _comes(self, kind: Kind, seconds: float) -> bool:
-        """Is the answer there by then?"""
+        """Return whether the reply to the request of that ``kind`` comes within ``seconds``."""
         until = time.monotonic() + seconds
         while kind not in self._outcomes and (left := until - time.monotonic()) > 0:
             self._check()

@@ -1,9 +1,7 @@
 """The thread under a worker's conversation with the scheduler: its socket, its clock, and its lifeline.
 
-A lifeline is a connection that does nothing but close when the process ends.
-
-A process that is forked would keep it open: data loaders fork, and outlive a parent that is killed. So children close
-their copy first of all.
+A lifeline is a connection that does nothing but close when the process ends. A forked child would keep it open: data
+loaders fork, and outlive a parent that is killed. So children close their copy before anything else.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_WITHIN = 1.0
 GLANCE = 0.02
-"""Seconds between looks whether a wait is still needed."""
+"""Seconds between checks whether a wait is still needed."""
 
 _open: weakref.WeakSet[Lifeline] = weakref.WeakSet()
 
@@ -42,7 +40,7 @@ class Lifeline:
     """Connects to ``port`` of the machine that the scheduler's ``address`` names, and says ``nonce``.
 
     Raises:
-        OSError: it cannot be reached there.
+        OSError: the port cannot be reached.
     """
 
     def __init__(self, address: str, port: int, nonce: bytes) -> None:
@@ -57,7 +55,7 @@ class Lifeline:
         _open.add(self)
 
     def ended(self) -> bool:
-        """It is readable: has the scheduler closed it?"""
+        """Return whether the scheduler has closed the connection, which is then readable."""
         try:
             return not self.socket.recv(64)
         except BlockingIOError:
@@ -66,7 +64,7 @@ class Lifeline:
             return True
 
     def close(self) -> None:
-        """Which says that the process has ended; safe to call twice."""
+        """Close the connection, which tells the scheduler that the process has ended; safe to call twice."""
         _open.discard(self)
         self.socket.close()
 
@@ -81,7 +79,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RunOverError(WorkerFailedError):
-    """The run is over: ``failed``, or all have finished."""
+    """The run is over: it has ``failed``, or all pipelines have finished."""
 
     def __init__(self, reason: str, failed: bool) -> None:
         super().__init__(reason)
@@ -89,7 +87,7 @@ class RunOverError(WorkerFailedError):
 
 
 class CancelledError(SchedulerError):
-    """What was waited for is not needed any more."""
+    """The wait was cancelled, since its result is no longer needed."""
 
 
 def _nothing(*_: object) -> None:
@@ -98,9 +96,9 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What is called in the client's thread, and must return quickly: for each new epoch, when another member did not
-    get the result of a group, when this process must end, when the run is over, and when this worker is to hand over
-    the result of the group of that number to the other members of one."""
+    """Functions that the client's thread calls, and that must return quickly: for each new epoch, when another member
+    did not get the result of a group, when this process must end, when the run is over, and when this worker is to hand
+    over the result of the group of that number to the other members of one."""
 
     epoch: Callable[[Epoch], None] = _nothing
     broke: Callable[[int], None] = _nothing
@@ -110,7 +108,8 @@ class Callbacks:
 
 
 def open_lifeline(address: str, port: int, nonce: bytes) -> Lifeline | None:
-    """What the scheduler at ``address`` asks for; None if it has none (``port`` 0), or cannot be reached there."""
+    """Open the lifeline that the scheduler at ``address`` asks for; None if it has none (``port`` 0), or cannot be
+    reached."""
     if not port:
         return None
     try:
@@ -136,7 +135,7 @@ class ClientThread:
         """Called in the thread, too, for a group that the worker is a passive member of, with the last iteration that
         had been answered before, None if none had since the worker joined."""
         self.changed = threading.Condition()
-        """Guards the conversation, and what became of what is waited for; told of all that is heard."""
+        """Guards the conversation and the outcomes of requests; notified of every reply."""
         self._connection, self._address = connection, address
         self._outcomes: dict[f.Key, e.Reply | Exception | None] = {}
         self._lifeline: Lifeline | None = None
@@ -149,12 +148,13 @@ class ClientThread:
         self._thread = threading.Thread(target=self._run, name="scheduler client", daemon=True)
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start the thread, and with it the heartbeats."""
         self._thread.start()
 
     @contextlib.contextmanager
     def talking(self) -> Iterator[Conversation]:
-        """The conversation, for this thread alone; what is due then is said at once."""
+        """Give this thread exclusive use of the conversation; messages that fall due inside the block are sent at
+        once."""
         with self.changed:
             before = self.talk.deadline
             yield self.talk
@@ -174,8 +174,8 @@ class ClientThread:
 
         Raises:
             WorkerFailedError: the process must end, or the run is over.
-            CancelledError: ``cancelled`` said so, which is looked at often.
-            SchedulerError: it was refused, or did not come.
+            CancelledError: ``cancelled``, which is called often, has returned true.
+            SchedulerError: the request was refused, or no reply came.
         """
         seconds, worker, departs = self.timeout if timeout is None else timeout, self.talk.worker, kind is e.Depart
         with self.talking() as talk:
@@ -223,7 +223,7 @@ class ClientThread:
             raise MustEndError(self.talk.worker.pipeline, stop.reason)
 
     def _silence(self) -> str:
-        """What is known about why no answer came."""
+        """Describe what is known about why no answer came."""
         if self._heard_at is not None:
             ago = time.monotonic() - self._heard_at
             return f"the scheduler at {self._address} was heard of {ago:.1f} s ago; check that it still runs"
@@ -236,7 +236,7 @@ class ClientThread:
     def _rouse(self) -> None:
         try:
             os.write(self._wake, b"\0")
-        except BlockingIOError:  # it has been told often enough
+        except BlockingIOError:  # the pipe is full: the thread wakes anyway
             return
 
     # ------------------------------------------------------------------- in the thread
@@ -252,7 +252,7 @@ class ClientThread:
                     effects = self.talk.given_up()
                     deadline = self.talk.deadline
                 for request in requests:
-                    self._connection.send(m.encode(request))  # unsent: repeated, or told again
+                    self._connection.send(m.encode(request))  # an unsent one is repeated, or told again
                 self.carry_out(effects)
                 wait = max(0.0, deadline - time.monotonic())
                 events = dict(poller.poll(int(wait * 1000) + 1))
@@ -285,7 +285,8 @@ class ClientThread:
                 self.carry_out(effects)
 
     def carry_out(self, effects: Sequence[f.Effect]) -> None:
-        """Of what was heard over this line, and what was heard of the run's end over the training thread's."""
+        """Carry out what follows from replies on this socket, and the end of the run as heard on the training
+        thread's."""
         for effect in effects:
             match effect:
                 case f.Replied(key, reply):
@@ -319,7 +320,7 @@ class ClientThread:
         with self.changed:
             if key in self._outcomes:
                 self._outcomes[key] = outcome
-            elif isinstance(outcome, Exception):  # of what was only told
+            elif isinstance(outcome, Exception):  # the failure of a request that nothing waits for
                 log.error("%s", outcome)
             self.changed.notify_all()
 

@@ -1,4 +1,4 @@
-"""A client's socket, and what libzmq can tell about why nothing comes out of it.
+"""A client's socket, and what libzmq can tell about why no reply comes.
 
 ZeroMQ connects in the background and for ever: a wrong address, a wrong key and a scheduler that is about to start look
 alike, namely like silence. Its monitor of a socket knows more: whether anything listens, and how a handshake failed.
@@ -6,6 +6,7 @@ alike, namely like silence. Its monitor of a socket knows more: whether anything
 
 from __future__ import annotations
 
+import socket as sockets
 import time
 from typing import TypeVar
 
@@ -19,10 +20,14 @@ from lightning_sdpipe.scheduler.credentials import WorkerKeys, is_loopback
 from lightning_sdpipe.scheduler.log.status import Status
 
 GLANCE = 0.1
-"""Seconds between looks at what the monitor has to say, until an answer came."""
+"""Seconds between checks of the monitor, until an answer has come."""
 
 TRIES = 3
 """Handshakes that must fail before the keys are blamed; a scheduler that is just ending fails one, too."""
+
+GREETING = 1.0
+"""Seconds within which a scheduler sends the first byte of a connection."""
+_GREETING = b"\xff"  # of ZMTP, the protocol of ZeroMQ
 
 _WATCHED = (
     zmq.EVENT_CONNECTED
@@ -41,14 +46,14 @@ class Connection:
     """A DEALER socket to the scheduler; it belongs to one thread.
 
     Args:
-        context: of the process.
-        address: of the scheduler.
+        context: ZeroMQ context of the process.
+        address: address of the scheduler.
         credentials: the worker's keys; None on loopback.
-        name: by which the scheduler knows this socket; None for any.
+        name: identity by which the scheduler knows this socket; None for any.
 
     Raises:
-        SchedulerError: this is no address.
-        ConfigurationError: an address on another machine, and no keys.
+        SchedulerError: ``address`` is no address.
+        ConfigurationError: ``address`` is on another machine, and there are no keys.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class Connection:
         self._has_keys = credentials is not None
         self._listens = self._speaks = False
         self._failures = 0
+        self._greeted = False
         self._verdict: str | None = None
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
@@ -82,7 +88,7 @@ class Connection:
             ) from error
 
     def send(self, frame: bytes) -> bool:
-        """False if there is no connection to send it over, now or ever."""
+        """Send ``frame``; return False if there is no connection to send it over."""
         try:
             self.socket.send(frame, zmq.DONTWAIT)
         except zmq.Again:  # libzmq gave the connection up, or holds a thousand unsent requests
@@ -90,10 +96,10 @@ class Connection:
         return True
 
     def receive(self, seconds: float) -> m.Reply | e.Reply | None:
-        """The next reply, if one comes in time.
+        """Return the next reply, if one comes within ``seconds``.
 
         Raises:
-            SchedulerError: what came is none of this protocol, or of another version of it.
+            SchedulerError: the frame is no reply of this protocol, or of another version of it.
         """
         if not self.socket.poll(max(0, int(seconds * 1000) + 1)):
             return None
@@ -108,7 +114,7 @@ class Connection:
             raise SchedulerError(f"the program at {self.address} is no scheduler ({error})") from error
 
     def check(self) -> None:
-        """Look whether it is known by now that nothing will come.
+        """Check whether the monitor knows by now that no reply will come.
 
         Raises:
             SchedulerError: the keys do not belong together.
@@ -117,25 +123,30 @@ class Connection:
         while monitor is not None and self._verdict is None and monitor.poll(0):
             event = recv_monitor_message(monitor)
             self._hear(event["event"])
+        if self._failures >= TRIES and not self._greeted:
+            self._greeted = _greets(self.address)  # and the next failure counts: those before may be a proxy's
         if self._verdict is not None:
             raise SchedulerError(f"no connection to the scheduler at {self.address}: {self._verdict}")
 
     def established(self) -> None:
-        """An answer came: the monitor has no more to say."""
+        """Close the monitor, which has no more to say once an answer came."""
         if self._monitor is not None:
             self.socket.disable_monitor()
             self._monitor.close(0)
             self._monitor = None
 
     def silence(self) -> str:
-        """What is known about why no answer came."""
+        """Describe what is known about why no answer came."""
         if self._speaks:
             return (
                 "a program there speaks ZeroMQ but does not answer: is it a scheduler that runs, and is this worker of "
                 "another run connected to it?"
             )
-        if self._listens:
-            return "a program there accepts connections but does not speak ZeroMQ: is this the scheduler's port?"
+        if self._listens or self._failures:
+            return (
+                "a program there accepts connections but does not speak ZeroMQ: is this the scheduler's port, or a "
+                "proxy or tunnel to a scheduler that does not run?"
+            )
         return "nothing listens there: check the address, and that it runs and can be reached (firewalls)"
 
     def close(self) -> None:
@@ -160,7 +171,7 @@ class Connection:
             )
         else:
             self._failures += 1
-            if self._failures >= TRIES:
+            if self._greeted:
                 self._verdict = (
                     "it has another key than the one that this worker.key was made for, or none; give the worker.key "
                     "that was made with its scheduler.key"
@@ -169,28 +180,39 @@ class Connection:
                 )
 
 
+def _greets(address: str) -> bool:
+    """Return whether the program at ``address`` speaks first, as ZeroMQ does. A proxy that cannot reach its target
+    closes the connection instead."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        with sockets.create_connection((host.strip("[]"), int(port)), GREETING) as connection:
+            return connection.recv(1) == _GREETING
+    except OSError:
+        return False
+
+
 def use_keys(socket: zmq.Socket[bytes], credentials: WorkerKeys) -> None:
-    """Have ``socket`` connect with ``credentials`` only, and encrypt."""
+    """Make ``socket`` encrypt, and connect with ``credentials`` only."""
     socket.curve_serverkey = credentials.scheduler_public.encode()
     socket.curve_publickey = credentials.public.encode()
     socket.curve_secretkey = credentials.secret.encode()
 
 
 def check_credentials(address: str, credentials: WorkerKeys | None) -> None:
-    """Refuses to talk to another machine without keys.
+    """Refuse to talk to another machine without keys.
 
     Raises:
-        ConfigurationError: says so.
+        ConfigurationError: ``address`` is on another machine, and there are no keys.
     """
     if credentials is None and not is_loopback(address):
         raise ConfigurationError(
-            f"the scheduler at {address} is on another machine and nobody talks to it without keys; "
+            f"the scheduler at {address} is on another machine and answers no program without keys; "
             "give the worker.key that `sdpipe keygen` made for it"
         )
 
 
 def ask_status(address: str, *, credentials: WorkerKeys | None = None, timeout: float = 5.0) -> Status:
-    """How the run is that the scheduler at ``address`` serves; raises as :func:`ask`."""
+    """Return the state of the run that the scheduler at ``address`` serves; raises as :func:`ask`."""
     return ask(m.AskStatus(), m.StatusReply, address, credentials=credentials, timeout=timeout).status
 
 
@@ -202,10 +224,10 @@ def ask(
     credentials: WorkerKeys | None = None,
     timeout: float = 5.0,
 ) -> _Answer:
-    """What the scheduler at ``address`` answers to a program that is no worker.
+    """Return the scheduler's answer to a program that is no worker.
 
     Raises:
-        SchedulerError: it does not answer in time, or what answers is no scheduler of this version.
+        SchedulerError: no answer comes in time, or the program that answers is no scheduler of this version.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     connection = None

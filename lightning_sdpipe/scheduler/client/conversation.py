@@ -1,5 +1,5 @@
-"""What a worker's process says, repeats and believes: no socket, thread or random number, and no clock but the one that
-it is given.
+"""A worker process's side of the protocol: what it says, repeats and believes. It has no socket, thread or random
+number, and no clock but the one that it is given.
 
 Its owner serialises the calls, carries out the effects, and says what time it is::
 
@@ -13,13 +13,13 @@ Rules:
 
 1. A request is open until it is answered, refused or forgotten, and is said every :data:`REPEAT_AFTER` seconds until
    then. Only a reply of the kind that it asks for answers it, and only once.
-2. What is believed (the epoch, process groups, an exchange) is said in beats, and what is true is heard in a ``Now``,
-   of which an older version says nothing: loss and overtaking do not matter. A beat is due at once when what others
-   wait for has changed.
-3. A scheduler that does not know the process hears who it is first, and then what is open, since it may have been
-   started again. What was told to the one before is forgotten, but for the newest checkpoint.
-4. A transfer is heard of once: a snapshot that was taken or dropped is not asked for again by a message that was
-   overtaken, nor is a state that this process has answered for.
+2. Beats say what the process believes (the epoch, process groups, an exchange), and a ``Now`` tells it what is true. An
+   older version of either says nothing, so loss and reordering do no harm. A beat is due at once when something that
+   others wait for has changed.
+3. A scheduler that does not know the process may have been restarted. It first hears what the process is, and then the
+   open requests. What was told to the scheduler before it is forgotten, but for the newest checkpoint.
+4. Each transfer counts once: a delayed message never asks again for a snapshot that was taken or dropped, nor for a
+   state that this process has answered for.
 5. When the process must end, or the run is over, nothing is said any more but a departure and beats.
 6. A scheduler that answers no beats is missed; one that ends with a ``host`` has taken the run with it.
 """
@@ -43,15 +43,15 @@ from lightning_sdpipe.scheduler.client import effects as f
 from lightning_sdpipe.scheduler.client.training_asks import TrainingAsks
 
 FIRST_BEAT, PROBE, SOONEST = 0.25, 0.05, 0.125
-"""Seconds between beats: before the scheduler says how many it wants, while it seems away, and with much to tell."""
+"""Seconds between beats: until the scheduler sets the interval, while it seems away, and with much to tell."""
 REPEAT_AFTER = 0.5
 """Seconds after which an unanswered request is repeated."""
 REMEMBERED, TRANSFERS = 1024, 64
-"""Groups whose result is known to be in the model, and last transfers that are known to be dealt with."""
+"""Number of groups whose result is known to be in the model, and of last transfers that are known to be dealt with."""
 MET, INVITED = 8, 64
-"""Last meetings that a scheduler is told which was started again, and last invitations that are known when repeated."""
+"""Number of last barriers that a restarted scheduler is told, and of last invitations that count once if repeated."""
 LAST_BEAT = 12
-"""Beats without an answer, after which a scheduler that is not restarted is given up, and any other is missed."""
+"""Beats without an answer after which a scheduler that cannot restart is given up, and any other is reported."""
 
 _ANSWERS: dict[type[e.Request], tuple[type[e.Reply], ...]] = {
     e.Enrol: (e.Start, e.Get),
@@ -60,9 +60,9 @@ _ANSWERS: dict[type[e.Request], tuple[type[e.Reply], ...]] = {
     e.AskRegroup: (e.Again,),
     e.Store: (e.Stored,),
 }
-"""What answers a request; any other one is noted."""
+"""Replies that answer each kind of request; a ``Noted`` answers any other kind."""
 _DECIDED_LATER = e.Enrol | e.TellReceived | e.Meet | e.AskRegroup
-"""Their answers name what they belong to; the rest are answered by number."""
+"""Requests whose answers name what they belong to; the others are answered by number."""
 
 _Request = TypeVar("_Request", bound=e.FromWorker)
 
@@ -75,19 +75,19 @@ class _Open:
     def __init__(self, request: e.Request, told: bool) -> None:
         self.request, self.told, self.waits_for = request, told, ""
         self.at = -math.inf
-        """When it is due again."""
+        """Time at which the request is due again."""
 
 
 class Conversation:
-    """One process's: of ``worker`` in the start ``incarnation`` of its job; see the module's text.
+    """The conversation of one process in one start of its job; see the module's text.
 
     Args:
-        worker: it.
-        incarnation: of its job.
-        mesh: the shape of the run, which the scheduler must serve; not checked without.
-        host: the worker whose process the scheduler ends with, and which has failed if the scheduler answers no
-            beats; None for a scheduler that may be started again.
-        clock: seconds.
+        worker: this process's worker.
+        incarnation: number of this start of its job.
+        mesh: the shape of the run, which the scheduler must serve; None checks nothing.
+        host: the worker whose process the scheduler ends with, and which has failed if the scheduler answers no beats;
+            None for a scheduler that may be restarted.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -100,113 +100,113 @@ class Conversation:
     ) -> None:
         self.worker, self.incarnation, self._host = worker, incarnation, host
         self.training = TrainingAsks(worker, self._make, mesh, clock)
-        """What the thread asks that trains."""
+        """Requests of the thread that trains."""
         self._unanswered = 0.0
-        """Beats in a row; far below 0 when that has been said."""
+        """Beats in a row without an answer; −∞ once their silence was reported."""
         self._invitations: deque[m.Invitation] = deque(maxlen=INVITED)
-        self.epoch = Epoch(0, (), "nobody has come yet")
-        """The newest that was heard of."""
+        self.epoch = Epoch(0, (), "no pipeline has come yet")
+        """Newest epoch that this process heard of."""
         self.held_up = ""
-        """Why no turn may begin now, if so."""
+        """Reason why no turn may begin now; empty if one may."""
         self.stop: e.End | None = None
         self.limit = math.inf
         """Seconds after which a transfer that does not move is given up."""
         self.updates = -1
-        """That this worker has made, for people."""
-        self._number, self._member, self._left, self.offered = 0, False, (-1, -1), ""  # the newest transfer to it
+        """Updates that this worker has made, for people."""
+        self._number, self._member, self._left, self.offered = 0, False, (-1, -1), ""  # offered: the newest transfer
         self._line: e.Line | None = None
         self._now = e.Now(0)
-        """The newest that was heard."""
+        """Newest :class:`Now` that was heard."""
         self._earlier: deque[int] = deque(maxlen=MET)
-        """By their versions, schedulers before this one, which say nothing any more."""
+        """Schedulers before this one, by the upper bits of their versions; their messages say nothing any more."""
         self._open: dict[f.Key, _Open] = {}
-        self._stranger: e.Stranger | None = None  # what it lacks is said before all else, as it is then
+        self._stranger: e.Stranger | None = None  # what the scheduler lacks is said before all else, as it is then
         self._enrolment: e.Enrol | None = None
         self.held: tuple[int, ...] = ()
-        """Epochs of whose members this worker has a process group."""
+        """Epochs whose process group this worker has."""
         self._exchange: Exchanging | None = None
         self._misses: tuple[int, tuple[int, ...]] = (0, ())
-        """Of the epoch of that number."""
+        """Number of an epoch, and the pipelines that cannot be reached in it."""
         self._since = 0
-        """The number of the first epoch of which this process was a member."""
+        """Number of the first epoch in which this process was a member."""
         self._met: deque[Met] = deque(maxlen=MET)
         self._regrouped: deque[tuple[int, Group]] = deque(maxlen=MET)
         self._dealt_with: deque[str] = deque(maxlen=TRANSFERS)
         self._completed: OrderedDict[int, None] = OrderedDict()
         self._asked_for: set[int] = set()
-        """Groups that broke, and whose result this worker does not have yet."""
+        """Broken groups whose result this worker does not have yet."""
         self._published: e.Publish | None = None
         self._beaten = self._beat_at = -math.inf
         self.away = False
-        """Was there a lifeline that is gone?"""
+        """True if a lifeline existed and is gone."""
 
     # ------------------------------------------------------------------ what it says
 
     def ask(self, kind: Callable[..., e.Request], *fields: object) -> f.Key:
-        """Ask, from the next :meth:`due` on, until ``Replied`` or ``NotGranted`` names the key, or :meth:`forget`.
+        """Ask from the next :meth:`due` on, until ``Replied`` or ``NotGranted`` names the key, or :meth:`forget`.
 
         Raises:
-            SchedulerError: that is being asked already.
+            SchedulerError: the same request is open already.
         """
         return self._say(self._make(kind, *fields), told=False)
 
     def tell(self, kind: Callable[..., e.Request], *fields: object) -> None:
-        """Say it until it was heard."""
+        """Repeat a request until the scheduler has heard it; no reply comes back."""
         self._say(self._make(kind, *fields), told=True)
 
     def forget(self, key: f.Key) -> str:
-        """Ask no longer; what the scheduler said that is missing."""
+        """Stop asking, and return what the scheduler said is missing."""
         request = self._open.pop(key, None)
         return "" if request is None else request.waits_for
 
     def holds(self, epochs: Collection[int]) -> None:
-        """This worker has process groups of these epochs, and of no others (any more)."""
+        """Set the epochs whose process group this worker has."""
         self.held = tuple(sorted(epochs))
         self._beat_at = -math.inf
 
     def misses(self, epoch: int, pipelines: Collection[int]) -> None:
-        """In that epoch, which tries, this worker cannot reach those of its stage in ``pipelines``."""
+        """Set the pipelines whose worker of this stage cannot be reached in the epoch ``epoch``, which tries."""
         self._misses = epoch, tuple(sorted(pipelines))
         self._beat_at = -math.inf
 
     def exchanges(self, exchange: Exchanging | None) -> None:
-        """This worker is in ``exchange`` now, or in none."""
+        """Set the exchange that this worker is in, if any."""
         before, self._exchange = self._exchange, exchange
         if before is not None and (exchange is None or exchange.sequence != before.sequence):
             last, (groups, meetings) = before.sequence, self._left
             self._left = (groups, last) if last >= MEETINGS else (last, meetings)
 
     def completed(self, sequence: int) -> None:
-        """The result of the group ``sequence`` is in the model; told only if another member misses it."""
+        """Note that the result of the group ``sequence`` is in the model; told only if another member misses it."""
         asked = sequence in self._asked_for
         self._settle(sequence)
         if asked:
             self.tell(e.TellCompleted, sequence)
 
     def lifeline(self, there: bool) -> None:
-        """It is there, or gone: then the scheduler may be, too, and is looked for."""
+        """Note whether the lifeline is there. When it is gone, the scheduler may be, too, and is probed."""
         self.away = not there
         if not there:
             self._beat_at = -math.inf
 
     def beat_soon(self) -> None:
-        """There is much to tell."""
+        """Bring the next beat forward, as there is much to tell."""
         self._beat_at = min(self._beat_at, self._beaten + SOONEST)
 
     @property
     def donations(self) -> tuple[str, ...]:
-        """Transfers for which this pipeline has still to copy its state; only stage 0 hears of any."""
+        """Transfers for which this pipeline still has to copy its state; only stage 0 hears of any."""
         left = (transfer for transfer in self._now.donate if transfer not in self._dealt_with)
         return tuple(left) if self.worker.stage == 0 else ()
 
     @property
     def deadline(self) -> float:
-        """When something is due."""
+        """Time at which the next message is due."""
         at = (request.at for request in self._open.values())
         return -math.inf if self._stranger is not None else min([self._beat_at, *at])
 
     def due(self, now: float) -> list[e.Request]:
-        """What is to be said now."""
+        """Return the messages that are due now."""
         said = [] if self._stranger is None else self._introduction(self._stranger.known)
         if now >= self._beat_at:
             said.append(self._beat())
@@ -219,7 +219,7 @@ class Conversation:
         return said
 
     def given_up(self) -> list[f.Effect]:
-        """What follows from the silence after beats; to be asked after :meth:`due`."""
+        """Return what follows from the silence after beats; to be called after :meth:`due`."""
         if self._unanswered < LAST_BEAT or self._line is None:
             return []
         self._unanswered = -math.inf
@@ -230,11 +230,11 @@ class Conversation:
     # ----------------------------------------------------------------- what it hears
 
     def hear_training(self, reply: m.Reply | e.Reply) -> list[f.Effect]:
-        """What follows from ``reply``, which came over the training thread's line."""
+        """Return what follows from ``reply``, which came on the training thread's socket."""
         return self.hear(reply) if isinstance(reply, e.Now) else [*self.training.hear(reply)]
 
     def hear(self, reply: m.Reply | e.Reply) -> list[f.Effect]:
-        """What follows from ``reply``; nothing from one that is repeated, or was overtaken."""
+        """Return what follows from ``reply``; nothing follows from one that is repeated, or was overtaken."""
         self._unanswered = 0
         match reply:
             case e.Noted(wants=(updates, until, asked)):
@@ -263,9 +263,9 @@ class Conversation:
                 return answered
             case e.Again(sequence=sequence, group=group, source=source):
                 if source == self.worker.pipeline:
-                    return [f.HandOver(sequence, group)]  # again if the others have not heard of it
+                    return [f.HandOver(sequence, group)]  # repeated if the other members have not heard of it
                 answered = self._answered(reply, lambda of: of is self._open.get(("regroup", sequence)))
-                if answered and source < 0:  # else it has the result when that has come
+                if answered and source < 0:  # with a source, the result is there only once it has come
                     self._settle(sequence)
                     self._regrouped.append((sequence, group))
                 return answered
@@ -320,7 +320,7 @@ class Conversation:
         return found
 
     def _denied(self, reason: str, number: int) -> list[f.Effect]:
-        """0: whatever waits for others."""
+        """Drop the request ``number``, or with 0 all that wait for others; return the refusals."""
         opened = [(key, request.request) for key, request in self._open.items()]
         hit = [key for key, of in opened if (of.number == number if number else isinstance(of, _DECIDED_LATER))]
         for key in hit:

@@ -1,4 +1,4 @@
-"""What a process of a run is to do after it has heard, or not heard, something of the scheduler."""
+"""Effects: what a process of a run is to do after it has heard, or not heard, from the scheduler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Key: TypeAlias = tuple[str, str | int]
 
 @dataclass(frozen=True)
 class Replied:
-    """What was asked for under ``key`` came."""
+    """The reply to the request ``key`` came."""
 
     key: Key
     reply: e.Reply
@@ -25,7 +25,7 @@ class Replied:
 
 @dataclass(frozen=True)
 class NotGranted:
-    """What was asked or told under ``key`` cannot be."""
+    """The request ``key`` cannot be carried out."""
 
     key: Key
     reason: str
@@ -63,7 +63,7 @@ class Connect:
 
 @dataclass(frozen=True)
 class IsLost:
-    """Of ``worker`` nothing is heard any more, and the others go on without it."""
+    """The worker ``worker`` is silent, and the others go on without it."""
 
     worker: Worker
     reason: str
@@ -79,4 +79,4 @@ class Unheard:
 Effect: TypeAlias = (
     Replied | NotGranted | EpochBegan | GroupBroke | HandOver | Connect | IsLost | Unheard | Came | m.Invitation | e.End
 )
-"""An invitation is to be followed; of a lost worker people hear."""
+"""Effects of a message; an invitation is to be followed, and a lost worker is reported to people."""

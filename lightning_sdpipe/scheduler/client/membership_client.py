@@ -1,4 +1,4 @@
-"""A worker's side of a run: how it comes, meets the others, tries again, gives its state, and goes.
+"""A worker's side of membership: it enrols, passes barriers, retries broken groups, gives its state, and departs.
 
 In short, for one worker (stage j of pipeline i, ``incarnation`` drawn by its pipeline's first stage, equal on all)::
 
@@ -20,10 +20,10 @@ In short, for one worker (stage j of pipeline i, ``incarnation`` drawn by its pi
     client.store                                           # the key-value store
     client.depart(finished=True); client.failed(reason); client.close()
 
-What it says, repeats and believes is a :class:`~lightning_sdpipe.scheduler.client.conversation.Conversation`.
+Its state and its messages are those of a :class:`~lightning_sdpipe.scheduler.client.conversation.Conversation`.
 
-Every method may be called from any thread. Whatever waits ends after its timeout with a SchedulerError that says what
-the scheduler was waiting for, with :class:`MustEndError` when this process was declared lost, or with
+Every method may be called from any thread. Every wait ends after its timeout with a SchedulerError that says what the
+scheduler was waiting for, with :class:`MustEndError` when this process was declared lost, or with
 :class:`RunOverError`. Groups of readies and leases come from
 :class:`~lightning_sdpipe.scheduler.client.client.SchedulerClient`, made with this ``line``; their ``Group.epoch`` names
 a process group that all members hold.
@@ -61,22 +61,22 @@ __all__ = [
 ]
 
 LAST_WORDS = 1.0
-"""Seconds that a failing process spends at most on saying so."""
+"""Most seconds that a failing process spends on reporting its failure."""
 
 
 class MembershipClient:
-    """Speaks for one process; see the module's text.
+    """The client of one process; see the module's text.
 
     Args:
         address: of the scheduler.
-        worker: this one.
-        incarnation: of its pipeline's job, above 0.
-        mesh: the shape of the run, which the scheduler must serve; not checked without.
+        worker: this process's worker.
+        incarnation: number of this start of its pipeline's job, above 0.
+        mesh: the shape of the run, which the scheduler must serve; None checks nothing.
         timeout: seconds that a wait lasts at most, unless a method is given another.
         credentials: the worker's keys; None on loopback.
-        told: what is called when something happens.
+        told: functions to call when something happens.
         host: the worker whose process the scheduler ends with; when it seems to have ended, that worker is taken to
-            have failed. None for a scheduler that may be restarted.
+        have failed. None for a scheduler that may be restarted.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class MembershipClient:
         self.thread = ClientThread(connection, address, talk, told or Callbacks(), timeout)
         self.thread.start()
         self.store = StoreClient(self.thread)
-        """Which all processes of the run share."""
+        """The key-value store that all processes of the run share."""
 
     # ------------------------------------------------------------ coming and going
 
@@ -113,29 +113,31 @@ class MembershipClient:
         its state (:class:`Receive`). ``fingerprint`` must be equal on all workers of a run.
 
         Raises:
-            SchedulerError: it was refused, with what was found and expected, or waited in vain, with what is missing.
+            SchedulerError: the worker was refused (with what was found and expected), or waited in vain (with what is
+            missing).
         """
         return self._start_or_receive("training to begin with its pipeline", timeout, e.Enrol, dict(fingerprint))
 
     def received(self, transfer: str, update: int, timeout: float | None = None) -> Start | Receive:
-        """The state of ``transfer`` is here, that after ``update`` updates; waits until all stages have it, or for
-        another one if one does not."""
+        """Report that the state of ``transfer`` after ``update`` updates has arrived; wait until all stages have it, or
+        for another transfer if one does not get it."""
         what = f"the other stages to have the state of {transfer}"
         return self._start_or_receive(what, timeout, e.TellReceived, transfer, update)
 
     def missed(self, transfer: str, reason: str, timeout: float | None = None) -> Start | Receive:
-        """The state of ``transfer`` did not come; waits for another member to give its own."""
+        """Report that the state of ``transfer`` did not come; wait for another member to give its own."""
         what = f"another state than that of {transfer}"
         return self._start_or_receive(what, timeout, e.TellReceived, transfer, -1, reason or "it did not come")
 
     def depart(self, *, finished: bool, timeout: float | None = None) -> None:
-        """This process ends: its training has ``finished``, or it was told to. Returns when the scheduler knows."""
+        """Report that this process ends: its training has ``finished``, or it was told to. Return when the scheduler
+        knows."""
         talk, what = self.thread.talk, "the scheduler to hear that it departs"
         ended = None if self._host is None else lambda: talk.away
         self.thread.ask(what, e.Depart, finished, timeout=timeout, cancelled=ended)
 
     def failed(self, reason: str) -> None:
-        """This process ends, since an exception was raised: ``reason`` is its type and text. Never raises."""
+        """Report that this process ends through an exception: ``reason`` is its type and text. Never raises."""
         try:
             what = "the scheduler to hear of its failure"
             self.thread.ask(what, e.Depart, False, reason[: m.MAX_REASON_CHARACTERS], timeout=LAST_WORDS)
@@ -150,7 +152,7 @@ class MembershipClient:
         self._context.term()
 
     def connect(self, name: bytes) -> Connection:
-        """A socket to the scheduler for the thread that asks, known there by ``name``; closed with this."""
+        """Open a socket to the scheduler for the calling thread, known there by ``name``; :meth:`close` closes it."""
         self._connections.append(Connection(self._context, self.address, self.credentials, name))
         return self._connections[-1]
 
@@ -158,13 +160,13 @@ class MembershipClient:
 
     @property
     def epoch(self) -> Epoch:
-        """The newest epoch of membership that was heard of."""
+        """Newest epoch of membership that this process heard of."""
         with self.thread.talking() as talk:
             return talk.epoch
 
     @property
     def held_up(self) -> str:
-        """Why no turn may begin now; empty if one may.
+        """Reason why no turn may begin now; empty if one may.
 
         Raises:
             WorkerFailedError: the process must end, or the run is over.
@@ -180,23 +182,23 @@ class MembershipClient:
             return min(self.thread.timeout, talk.limit)
 
     def holds(self, epochs: Collection[int]) -> None:
-        """This worker has process groups of these epochs, and of no others (any more)."""
+        """Set the epochs whose process group this worker has."""
         with self.thread.talking() as talk:
             talk.holds(epochs)
 
     def exchanges(self, exchange: Exchanging | None) -> None:
-        """This worker is in ``exchange`` now, or in none; cheap."""
+        """Set the exchange that this worker is in, if any; cheap."""
         with self.thread.talking() as talk:
             talk.exchanges(exchange)
 
     def misses(self, epoch: int, pipelines: Collection[int]) -> None:
-        """In that epoch, which tries (:attr:`~lightning_sdpipe.membership.members.Epoch.tries`), this worker cannot
-        reach those of its stage in ``pipelines``."""
+        """Set the pipelines whose worker of this stage cannot be reached in the epoch ``epoch``, which tries
+        (:attr:`~lightning_sdpipe.membership.members.Epoch.tries`)."""
         with self.thread.talking() as talk:
             talk.misses(epoch, pipelines)
 
     def has_made(self, updates: int) -> None:
-        """How many updates this worker has made, for people; cheap."""
+        """Set the number of updates that this worker has made, for people; cheap."""
         with self.thread.talking() as talk:
             talk.updates = updates
 
@@ -204,23 +206,23 @@ class MembershipClient:
 
     @property
     def donations(self) -> tuple[str, ...]:
-        """On stage 0: the transfers for which this pipeline has still to copy its state, between two turns."""
+        """On stage 0: the transfers for which this pipeline still has to copy its state, between two turns."""
         with self.thread.talking() as talk:
             return talk.donations
 
     @property
     def offered(self) -> str:
-        """The newest transfer by which this pipeline is to get its state: earlier ones are in vain."""
+        """Newest transfer by which this pipeline is to get its state; earlier ones are in vain."""
         with self.thread.talking() as talk:
             return talk.offered
 
     def snapshot_taken(self, transfer: str, update: int) -> None:
-        """This worker has copied its state for ``transfer`` when it had made ``update`` updates, as all other stages
-        have to. Returns when the scheduler knows."""
+        """Report that this worker has copied its state for ``transfer`` after ``update`` updates, as all other stages
+        have to. Return when the scheduler knows."""
         self.thread.ask(f"the scheduler to hear of {transfer}", e.TellSnapshot, transfer, update)
 
     def publish(self, path: str, update: int) -> None:
-        """Returns if this worker may put a checkpoint of the state after ``update`` updates at ``path``.
+        """Return when this worker may put a checkpoint of the state after ``update`` updates at ``path``.
 
         Raises:
             MustEndError: the run goes on without this process.
@@ -229,37 +231,38 @@ class MembershipClient:
         self.thread.ask(f"the scheduler to let it write {path}", e.Publish, path, update, False)
 
     def published(self, path: str, update: int) -> None:
-        """That checkpoint is in its place."""
+        """Report that the checkpoint is in its place."""
         with self.thread.talking() as talk:
             talk.tell(e.Publish, path, update, True)
 
     # -------------------------------------------------------------- meeting, trying again
 
     def meet(self, key: str, value: bytes = b"", timeout: float | None = None) -> Met:
-        """Wait for all replicas of this worker's stage at ``key``; one that dies is not waited for.
+        """Wait for all replicas of this worker's stage at the barrier ``key``; one that dies is not waited for.
 
-        Keys are new each time, and equal on all of them. ``value`` is small (at most some kilobytes) and goes to all:
-        ``Met.values``, in the order of ``Met.pipelines``. ``Met.past``: they have met there already, without this one.
+        Every barrier has a new key, equal on all replicas. ``value`` is small (at most some kilobytes) and goes to all:
+        ``Met.values``, in the order of ``Met.pipelines``. ``Met.past``: the others have passed it already, without this
+        one.
         """
         reply = self.thread.ask(f"the others at {key}", e.Meet, key, value, timeout=timeout)
         assert isinstance(reply, e.HasMet)
         return reply.met
 
     def completed(self, sequence: int) -> None:
-        """The result of the group ``sequence`` is in the model."""
+        """Report that the result of the group ``sequence`` is in the model."""
         with self.thread.talking() as talk:
             talk.completed(sequence)
 
     def broken(self, group: Group, timeout: float | None = None) -> Group:
-        """The result of ``group`` did not come; say first what process groups are left (:meth:`holds`).
+        """Report that the result of ``group`` did not come; say first which process groups are left (:meth:`holds`).
 
-        Waits until each other member is gone, has it, or has said the same. Returns a group of those that are left
-        without, to try again in (perhaps only of this worker).
+        Waits until each other member is gone, has it, or has said the same. Returns a group of the members that are
+        left without the result, to try again in (perhaps only of this worker).
         """
         return self._regroup(group, False, timeout).group
 
     def regroup(self, group: Group, timeout: float | None = None) -> e.Again:
-        """As :meth:`broken`, where all members are to have the result or none: perhaps a ``source`` has it, and gives
+        """Retry as :meth:`broken`, where all members are to have the result or none: a ``source`` may then give
         it to those without. If that breaks, too, ask about the same group again."""
         return self._regroup(group, True, timeout)
 

@@ -1,16 +1,16 @@
-"""What a worker's training thread asks of the scheduler, repeats, and believes of the answers: a part of the
+"""Requests of a worker's training thread to the scheduler, and its beliefs from the answers: a part of the
 :class:`~lightning_sdpipe.scheduler.client.conversation.Conversation` of the worker's process.
 
 Rules:
 
-1. A request is open until it is answered, refused, or another one of its kind takes its place; joining and leaving
-   take each other's. It is repeated under new numbers, since the scheduler counts each number once.
-2. What a scheduler that was started again must know is in :meth:`TrainingAsks.resumption`.
-3. A worker that begins to leave takes part no longer, and its unanswered ready is dropped.
+1. A request is open until it is answered, refused, or another one of its kind takes its place; joining and leaving take
+   each other's. It is repeated under new numbers, since the scheduler counts each number once.
+2. :meth:`TrainingAsks.resumption` holds what a restarted scheduler must know.
+3. A worker that begins to leave no longer takes part, and its unanswered ready is dropped.
 4. A reply that is repeated, or was overtaken, changes nothing.
 
-Beside that: what the worker has still to tell, its updates and spans, the leases that its pipeline was dealt and, for a
-scheduler that was restarted, the groups that others may not have heard of.
+The module also keeps the rows and spans that the worker still has to report, the leases that its pipeline was dealt
+and, for a restarted scheduler, the groups that other members may not have heard of.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from lightning_sdpipe.scheduler.rows import MOST, About, NewRows, Spans, UpdateR
 log = logging.getLogger(__name__)
 
 MEMBERS_IN_REPORT = 15_000
-"""Of all groups that one report has room for: each takes up to 40 bytes of the largest request."""
+"""Most members of all groups in one report: each takes up to 40 bytes of the largest request."""
 _LONGEST_AGO = 1e6
-"""Seconds that a program can have waited for spans."""
+"""Most seconds that a program can have waited for spans."""
 RECENT = 32
-"""Batches whose mean length is told."""
+"""Batches whose mean length is reported."""
 
 Kind: TypeAlias = type[m.Request]
 
 
 @dataclass(frozen=True)
 class Came:
-    """What was asked for by the open request of that kind came, or it is refused."""
+    """A reply to the open request of that kind came, or its refusal."""
 
     kind: Kind
     reply: m.Reply | e.Reply
 
 
 class TrainingAsks:
-    """Of ``worker``.
+    """The requests of the training thread of one worker.
 
     Args:
-        worker: it.
-        make: a request of that kind with these fields, under a new number.
-        mesh: the shape of the run, which the scheduler must serve; not checked without.
-        clock: seconds.
+        worker: this process's worker.
+        make: makes a request of that kind with these fields, under a new number.
+        mesh: the shape of the run, which the scheduler must serve; None checks nothing.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -72,20 +72,20 @@ class TrainingAsks:
     ) -> None:
         self.worker, self._make, self._mesh = worker, make, mesh
         self.joined = False
-        """Does the worker take part, for all it knows?"""
+        """True if the worker takes part, for all it knows."""
         self.leases, self.rows, self.spans = HeardLeases(clock), RowBuffer(), SpanReport()
         self.about: About | None = None
-        """For people, when it joins."""
+        """Description of this worker for people, sent when it joins."""
         self.waits_for = ""
-        """What the scheduler said last is missing."""
+        """Last word of the scheduler on what is missing."""
         self._open: dict[Kind, list[m.Request]] = {}
-        """All that was sent for a request, the newest last; and what it depends on."""
+        """All messages that were sent for each open request, the newest last."""
         self._heard = HeardAnswers(worker)
         self._answered: int | None = None
-        """The iteration whose group was heard of last, since it joined."""
+        """Iteration whose group was heard of last, since the worker joined."""
 
     def ask(self, kind: Kind, *fields: Any) -> m.Request:
-        """What to send; it is open from now on."""
+        """Open a request, and return the message to send."""
         self.waits_for = ""
         if kind is m.Hello:
             fields = (self._mesh,)
@@ -106,15 +106,15 @@ class TrainingAsks:
         return request
 
     def told(self) -> tuple[bool, NewRows | None, tuple[Segment, Done] | None, Spans | None]:
-        """What a beat says of the training thread, once."""
+        """Return a beat's report on the training thread; rows and spans are reported once."""
         return self.joined, self.rows.take(), self.leases.progress(), self.spans.take()
 
     def asks(self, *kinds: Kind) -> bool:
-        """Is a request of any of these kinds open?"""
+        """Return whether a request of any of these kinds is open."""
         return any(kind in self._open for kind in kinds)
 
     def again(self) -> list[m.Request]:
-        """What is open, under new numbers."""
+        """Return the open requests, under new numbers."""
         for kind, sent in self._open.items():
             fields = list(msgspec.structs.astuple(sent[-1])[3:])
             if kind is m.AskLease:
@@ -125,13 +125,13 @@ class TrainingAsks:
         return [sent[-1] for sent in self._open.values()]
 
     def resumption(self) -> dict[str, Any]:
-        """Fields of :class:`~lightning_sdpipe.scheduler.membership_protocol.Resumes`."""
+        """Return fields of :class:`~lightning_sdpipe.scheduler.membership_protocol.Resumes`."""
         heard = self._heard
         fields = {"heard": heard.highest, "book": self.leases.book(), "joined": self.joined, "about": self.about}
         return {**fields, "answered": self._answered, "answers": heard.to_report()} if self.joined else fields
 
     def hear(self, reply: m.Reply | e.Reply) -> list[Came]:
-        """What follows from ``reply``, which came over the training thread's line."""
+        """Return what follows from ``reply``, which came on the training thread's socket."""
         if isinstance(reply, e.Waits) and any(sent[-1].number == reply.number for sent in self._open.values()):
             self.waits_for = reply.reason
         answered = [kind for kind, sent in self._open.items() if self._is_answered(sent, reply)]
@@ -140,7 +140,7 @@ class TrainingAsks:
         return [Came(kind, reply) for kind in answered]
 
     def _is_answered(self, sent: list[m.Request], reply: m.Reply | e.Reply) -> bool:
-        """Says so, and believes the answer."""
+        """Return whether ``reply`` answers the request ``sent``, and if so believe it."""
         match sent[-1], reply:
             case _, e.Refused(number=number):
                 return number in [request.number for request in sent]
@@ -161,24 +161,25 @@ class TrainingAsks:
 
 
 class HeardAnswers:
-    """A worker's half: the answers that it has heard and that another member may not have."""
+    """A worker's half of :class:`~lightning_sdpipe.scheduler.server.session.ReportedAnswers`: answers that it has
+    heard, and that another member may not have."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._last_with: dict[Worker, Answer] = {}
         self.highest = -1
-        """The highest number of a group that was heard of."""
+        """Highest sequence of a group that was heard of."""
 
     def hear(self, answer: Answer) -> None:
-        """The answer to this worker's ready came."""
+        """Note the answer to this worker's ready."""
         group = answer.group
         self.highest = max(self.highest, group.sequence)
         for member in group.members:
-            if not group.passive or member not in group.passive:  # who is passive asks for nothing
+            if not group.passive or member not in group.passive:  # a passive member asks for nothing
                 self._last_with[member] = answer
 
     def to_report(self) -> tuple[Answer, ...]:
-        """Each once, oldest first; of more than fit into a request the newest."""
+        """Return each answer once, oldest first; if not all fit into a request, the newest."""
         unique = {answer.group.sequence: answer for answer in self._last_with.values()}
         newest_first = sorted(unique, reverse=True)
         sizes = accumulate(len(unique[number].group.members) for number in newest_first)
@@ -188,12 +189,13 @@ class HeardAnswers:
         return tuple(unique[number] for number in reversed(fitting))
 
     def forget(self) -> None:
-        """The worker has left: all its groups have averaged, so their members have heard of them."""
+        """Forget all answers when the worker leaves: all its groups have averaged, so their members have heard of
+        them."""
         self._last_with.clear()
 
 
 class HeardLeases:
-    """Those of the segment that is trained now, and how far it is."""
+    """The leases of the segment that is trained now, and how far the worker is."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -202,28 +204,28 @@ class HeardLeases:
         self._trained = 0
         self._ended_at = 0.0
         self._begins = True
-        """Does the next batch begin with the start of a loader?"""
+        """True if the next batch begins with the start of a loader."""
         self._first: float | None = None
-        """How long such a batch took, which says little, but more than nothing."""
+        """Seconds that such a batch took, used only while no other batch was timed."""
         self._lengths: deque[float] = deque(maxlen=RECENT)
 
     def begin(self, segment: Segment) -> None:
-        """``segment`` is trained now; nothing happens if it is already."""
+        """Start ``segment``, unless it is trained already."""
         if segment != self._segment:
             self._segment, self._leases, self._trained = segment, {}, 0
             self._ended_at, self._begins = self._clock(), True
 
     def hear(self, lease: Lease) -> None:
-        """``lease`` came."""
+        """Note the lease."""
         if lease.segment != self._segment:
             return
         before = self._leases.get(lease.ordinal - 1)
-        if before is not None and not before.size:  # it stood still
+        if before is not None and not before.size:  # the pipeline stood still
             self._ended_at, self._begins = self._clock(), True
         self._leases[lease.ordinal] = lease
 
     def trained(self, batches: int) -> None:
-        """So many batches of the segment are trained."""
+        """Note that so many batches of the segment are trained."""
         now = self._clock()
         if batches > self._trained:
             length = (now - self._ended_at) / (batches - self._trained)
@@ -234,16 +236,16 @@ class HeardLeases:
         self._trained, self._ended_at, self._begins = batches, now, False
 
     def done(self) -> Done:
-        """In this segment."""
+        """Return the worker's progress in this segment."""
         seconds = sum(self._lengths) / len(self._lengths) if self._lengths else self._first
         return Done(self._trained, seconds, self._clock() - self._ended_at)
 
     def progress(self) -> tuple[Segment, Done] | None:
-        """How far the worker is; None before its first segment."""
+        """Return the segment and the worker's progress; None before its first segment."""
         return None if self._segment is None else (self._segment, self.done())
 
     def book(self) -> Book | None:
-        """All that was heard of this segment, in order, and whether it is over."""
+        """Return all leases of this segment, in order, and whether it is over."""
         if self._segment is None:
             return None
         leases = tuple(self._leases[ordinal] for ordinal in sorted(self._leases))
@@ -252,29 +254,29 @@ class HeardLeases:
 
 class RowBuffer:
     """A worker's rows that no heartbeat has taken yet, :data:`~lightning_sdpipe.scheduler.rows.MOST` at most. Where
-    updates come faster than heartbeats may carry them, neighbouring rows become one that says how many updates it is
-    of, so that sums stay exact.
+    updates come faster than heartbeats may carry them, neighbouring rows are merged into one with the number of its
+    updates, so that sums stay exact.
 
     Args:
-        clock: nanoseconds, as the meter's.
+        clock: returns nanoseconds, as the meter's does.
     """
 
     def __init__(self, clock: Callable[[], int] = meter.CLOCK) -> None:
         self._clock = clock
         self._rows: list[tuple[UpdateRow, int, bool]] = []
-        """With the end of each, and whether it follows the one before."""
+        """Rows, each with its end, and whether it follows the one before without a pause."""
         self._dropped = 0
 
     def add(self, update: int, row: meter.MeterRow, group: int = -1) -> bool:
-        """``update`` is over, for which that group was waited for. True if there are as many rows now as a heartbeat
-        carries."""
+        """Add the row of ``update``, which waited for that group. Return True when there are as many rows as a
+        heartbeat carries."""
         if len(self._rows) >= MOST:
             self._halve()
         self._rows.append((UpdateRow(update, 1, row.us, row.core, group, row.apart), row.ended, row.follows))
         return len(self._rows) == MOST
 
     def take(self) -> NewRows | None:
-        """Those up to the next pause; None if there are none."""
+        """Take the rows up to the next pause; None if there are none."""
         if not self._rows:
             return None
         count = 1
@@ -287,7 +289,7 @@ class RowBuffer:
     def _halve(self) -> None:
         halved: list[tuple[UpdateRow, int, bool]] = []
         alone = False
-        """Is the last one there still without another?"""
+        """True while the last merged row lacks a partner."""
         for row, ended, follows in self._rows:
             if alone and follows:
                 before, _, followed = halved[-1]
@@ -299,16 +301,16 @@ class RowBuffer:
             else:
                 halved.append((row, ended, follows))
                 alone = True
-        if len(halved) == len(self._rows):  # pauses everywhere
+        if len(halved) == len(self._rows):  # pauses everywhere, so no two rows were merged
             self._dropped += halved.pop(0)[0].count
         self._rows = halved
 
 
 class SpanReport:
-    """What the training thread's ``meter`` keeps, for the scheduler when it wants that.
+    """Spans that the training thread's ``meter`` keeps, for the scheduler when it asks for them.
 
     Args:
-        clock: nanoseconds, as the meter's.
+        clock: returns nanoseconds, as the meter's does.
     """
 
     def __init__(self, clock: Callable[[], int] = meter.CLOCK) -> None:
@@ -317,13 +319,13 @@ class SpanReport:
         self._wanted: tuple[int, int, float, int] | None = None
 
     def want(self, updates: int, until: float, asked: float) -> None:
-        """The scheduler wants those of so many updates that had ended ``until`` then, and ``asked`` now; both in
-        seconds of its clock."""
+        """Note the scheduler's request for the spans of so many updates that had ended at ``until``, when its clock
+        shows ``asked`` (both in seconds)."""
         heard = self._clock()
         self._wanted = updates, heard - round(1e9 * min(_LONGEST_AGO, max(0.0, asked - until))), asked, heard // 1000
 
     def take(self) -> Spans | None:
-        """None unless they are wanted."""
+        """Return the spans if they are wanted, else None."""
         if self._wanted is None:
             return None
         (updates, until, asked, heard), self._wanted = self._wanted, None

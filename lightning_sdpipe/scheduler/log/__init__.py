@@ -1,1 +1,1 @@
-"""What the scheduler has heard and decided, and its readers: journal, status, and the page of the status."""
+"""Event log of the scheduler, and its readers: journal, status, and the page of the status."""

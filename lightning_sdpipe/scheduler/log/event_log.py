@@ -1,11 +1,11 @@
-"""Every event and decision of a run, in order, with its time: in memory the newest, and as lines of JSON if asked.
+"""Every event and decision of a run, in order, with its time: the newest in memory, and all as lines of JSON if asked.
 
 A file begins with a line about the scheduler, its policy included; then comes a line for each event, with the decisions
-that followed from it. Times are those that the policy was given, so that it decides the same when they are played back
-to it. A scheduler that is started again goes on in the same file, with a first line of its own.
+that followed from it. Times are those that the policy was given, so that a replay leads to the same decisions. A
+restarted scheduler goes on in the same file, with a first line of its own.
 
-A file that has come to half of the log's limit gets ``.1`` behind its name, in the place of the one before, and the log
-goes on in a new one. Its first line says how many events of this scheduler are in files before it.
+A file that reaches half of the log's limit gets ``.1`` behind its name, in place of the one before, and the log goes on
+in a new file. Its first line says how many events of this scheduler are in earlier files.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ log = logging.getLogger(__name__)
 
 FORMAT = "sdpipe-log/2"
 _WITHOUT_ROWS = "sdpipe-log/1"
-"""What earlier versions wrote; the rest is the same."""
+"""Format that earlier versions wrote; the rest is the same."""
 REMEMBERED = 4096
 """Events that are kept in memory, unless there are many workers."""
 LIMIT = 256 << 20
-"""Bytes of a log's files."""
+"""Most bytes of a log's files together."""
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``event`` happened at ``at``, in seconds of the scheduler's clock, and ``decisions`` or ``leases`` followed, or
-    of membership ``members``."""
+    """One event at ``at`` (seconds of the scheduler's clock), and the ``decisions`` or ``leases`` that followed, or the
+    decisions on membership, ``members``."""
 
     at: float
     event: Event | LeaseEvent | MemberEvent
@@ -54,8 +54,8 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Beginning(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="format", tag=FORMAT):
-    """The first line of a scheduler, or of a file: what it decides by, for whom, and what its clock and the wall's
-    showed when it was started."""
+    """The first line of a scheduler, or of a file: its policy, the shape of the run, and what its clock (``at``) and
+    the wall clock (``time``) showed when it was started."""
 
     policy: dict[str, Any]
     num_stages: int
@@ -64,26 +64,26 @@ class Beginning(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="form
     time: str
     elastic: ElasticConfig | None = None
     after: int = 0
-    """Events of this scheduler in files before this one."""
+    """Events of this scheduler in earlier files."""
 
 
 class Updates(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line about what a worker did, from which nothing follows; and about the worker."""
+    """A line with a worker's rows, which lead to no decision, and the worker's description."""
 
     rows: Chunk
     about: About | None = None
 
 
 class EventLog:
-    """Remembers the newest events, tells a reader of each, and writes them to the file ``path``, if it is given one.
+    """The newest events in memory, and all of them in the file ``path``, if it is given. ``reader`` sees each event.
 
-    The file and the one before have at most ``limit`` bytes.
+    The file and the one before have at most ``limit`` bytes together.
     """
 
     def __init__(self, path: Path | None = None, limit: int = LIMIT) -> None:
         self.recent: deque[tuple[float, Event, list[Decision]]] = deque(maxlen=REMEMBERED)
         self.reader: Callable[[float, Event, list[Decision]], None] = lambda *_: None
-        """Called with each event of the policy, when it happened, and what followed."""
+        """Called with each event of the policy, its time, and the decisions that followed."""
         self._path = path
         self._limit = limit
         self._file: int | None = None
@@ -91,10 +91,10 @@ class EventLog:
         """Bytes of the file, and events of this scheduler in all files."""
         self._beginning: Beginning | None = None
         self.journal: Callable[[Entry], None] | None = None
-        """Hears of what is dealt before anybody else does."""
+        """Called with each event of the dealer before its leases leave."""
 
     def open(self, beginning: Beginning) -> None:
-        """Begin to write, at the end of the file.
+        """Open the file, and write at its end from now on.
 
         Raises:
             ConfigurationError: the file cannot be written.
@@ -113,19 +113,20 @@ class EventLog:
         self._write(beginning)
 
     def remember(self, events: int) -> None:
-        """Keep at least so many in memory."""
+        """Keep at least so many events in memory."""
         if events > (self.recent.maxlen or 0):
             self.recent = deque(self.recent, maxlen=events)
 
     def record(self, now: float, event: Event, decisions: list[Decision]) -> None:
-        """``event`` happened at ``now``, and ``decisions`` followed."""
+        """Record the event of the policy at ``now``, and the decisions that followed."""
         self.recent.append((now, event, decisions))
         self.reader(now, event, decisions)
         if self._file is not None:
             self._write(Entry(now, event, decisions))
 
     def record_leases(self, now: float, event: LeaseEvent, leases: list[Lease]) -> None:
-        """``event`` happened at ``now``, and ``leases`` followed. They are not kept in memory: a dealer is."""
+        """Record the event of the dealer at ``now``, and the leases that followed. They are not kept in memory, since
+        the dealer is."""
         entry = Entry(now, event, leases=leases)
         if self.journal is not None:
             self.journal(entry)
@@ -133,17 +134,18 @@ class EventLog:
             self._write(entry)
 
     def record_members(self, now: float, event: MemberEvent, decisions: list[MemberDecision]) -> None:
-        """``event`` happened at ``now``, and ``decisions`` followed. They are not kept in memory: the members are."""
+        """Record the event of membership at ``now``, and the decisions that followed. They are not kept in memory,
+        since the members are."""
         if self._file is not None:
             self._write(Entry(now, event, members=decisions))
 
     def record_rows(self, chunk: Chunk, about: About | None) -> None:
-        """A heartbeat has brought ``chunk``, of the worker that ``about`` is about."""
+        """Record the ``chunk`` that a heartbeat has brought, and the description of its worker."""
         if self._file is not None:
             self._write(Updates(chunk, about))
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the file; safe to call twice."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -154,7 +156,7 @@ class EventLog:
         try:
             if self._size + len(text) > self._limit // 2 and self._size and not isinstance(line, Beginning):
                 self._begin_file()
-            write_whole(self._file, text)  # at once: a killed scheduler leaves it, too
+            write_whole(self._file, text)  # at once, so that it survives the death of the scheduler
         except OSError as error:
             log.error("the scheduler's log %s ends here: %s", self._path, error.strerror)
             self.close()
@@ -175,12 +177,12 @@ class EventLog:
 
 
 def before(path: Path) -> Path:
-    """The file in which the log ``path`` has what came before."""
+    """Return the path of the file that holds the earlier part of the log ``path``."""
     return path.with_name(f"{path.name}.1")
 
 
 def write_whole(file: int, data: bytes) -> None:
-    """To a descriptor, as the system may take less at once than it is given, when a disk is full.
+    """Write all of ``data`` to the descriptor ``file``; the system may take less at once when a disk is full.
 
     Raises:
         OSError: not all of it was written.
@@ -190,10 +192,10 @@ def write_whole(file: int, data: bytes) -> None:
 
 
 def cut_half_a_line(path: Path) -> None:
-    """What a process was writing when it was killed, or the disk full, is no line for others to go on behind.
+    """Cut off an incomplete last line, left by a killed process or a full disk, so that others can write behind it.
 
     Raises:
-        OSError: it cannot be cut.
+        OSError: the line cannot be cut off.
     """
     with path.open("rb+") as file:
         end = file.seek(0, os.SEEK_END)
@@ -212,44 +214,44 @@ def _before(file: BinaryIO, end: int) -> bytes:
 
 
 class Record(msgspec.Struct):
-    """What one scheduler has written."""
+    """The entries that one scheduler has written."""
 
     beginning: Beginning
     entries: list[Entry]
     updates: list[Updates]
-    """What workers did, in the order in which heartbeats brought it."""
+    """Rows of workers, in the order in which heartbeats brought them."""
 
     @property
     def events(self) -> int:
-        """How many it had heard of at the end, with those in files that are gone."""
+        """Number of the scheduler's events, with those in files that are gone."""
         return self.beginning.after + len(self.entries)
 
     def policy(self) -> Policy:
-        """A new one with the same values."""
+        """Return a new policy with the same values."""
         beginning = self.beginning
         config = registry.from_plain(beginning.policy)
         return registry.build(config, beginning.num_stages, beginning.num_pipelines, self.depths)
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """The stages of each pipeline, where these are cut unlike and groups are of whole ones."""
+        """Stages of each pipeline, where pipelines are cut unlike and groups are of whole pipelines; else empty."""
         return () if self.beginning.elastic is None else self.beginning.elastic.depths
 
     def dealer(self) -> Dealer:
-        """A new one for the same workers."""
+        """Return a new dealer for the same workers."""
         beginning = self.beginning
         in_doubt = int(registry.from_plain(beginning.policy).keeps_equal)
         return Dealer(beginning.num_stages, beginning.num_pipelines, in_doubt, self.depths)
 
     def membership(self) -> Membership:
-        """A new one with the same terms."""
+        """Return a new membership with the same terms."""
         beginning = self.beginning
         terms = beginning.elastic or ElasticConfig.of_fixed(beginning.num_pipelines)
         return Membership(beginning.num_stages, terms, beginning.at, beginning.num_pipelines)
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Where a policy decides something else than is recorded."""
+    """An entry for which a policy decides otherwise than recorded."""
 
     number: int
     entry: Entry
@@ -295,8 +297,8 @@ def _read_file(path: Path, records: list[Record]) -> None:
 def differences(
     policy: Policy, dealer: Dealer, entries: Sequence[Entry], membership: Membership | None = None
 ) -> Iterator[Difference]:
-    """Plays ``entries`` back to ``policy``, ``dealer`` and, if that is given, ``membership``, which must be new; where
-    they decide otherwise, and how."""
+    """Replay ``entries`` to ``policy``, ``dealer`` and, if given, ``membership``, which must be new; yield each entry
+    for which they decide otherwise."""
     for number, entry in enumerate(entries):
         event = entry.event
         if isinstance(event, MemberEvent):

@@ -1,16 +1,16 @@
-"""The dealer's book as a file, so that a scheduler that is started again knows which batches are dealt.
+"""The dealer's book as a file, so that a restarted scheduler knows which batches are dealt.
 
-It begins with a line about the mesh; then come those entries of the event log from which leases followed, of one
-segment only: at the next one the file is written anew. An entry is in the file before its leases leave. So whenever the
-process is killed, the whole lines of the file are what others may have heard of, and half a line at the end was never
-answered: it is cut off.
+It begins with a line about the mesh; then come the entries of the event log from which leases followed, of one segment
+only: at the next segment the file is written anew. An entry is in the file before its leases leave. So whenever the
+process is killed, the whole lines of the file are what others may have heard of. Half a line at the end was never
+answered, and is cut off.
 
-A journal that lacks an entry is worse than none: what was dealt would be dealt again, and asks would be refused. So the
-journal is *void*, that is empty, as soon as a write fails, until the next segment. It is void, too, if it was written
-before the machine was started, since the system may have lost its end. Pipelines then tell what they were dealt.
+A journal that lacks an entry is worse than none: dealt batches would be dealt again, and asks would be refused. So the
+journal is *void*, that is empty, from the first failed write to the next segment. It is void, too, if it was written
+before the machine was started, since the system may have lost its end. Pipelines then report what they were dealt.
 
-SQLite would not be simpler: when the disk is full, it keeps the transactions before, which is what must not stay, and
-to delete them it needs space; and its write-ahead log does not work on network file systems.
+SQLite would not be simpler. When the disk is full, it keeps earlier transactions, which is what must not stay, and it
+needs space to delete them. Its write-ahead log does not work on network file systems.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class _Beginning(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="for
     num_stages: int
     num_pipelines: int
     boot: str = ""
-    """Of the machine; another one's writes may have been lost."""
+    """Boot identifier of the machine; writes before another start of it may have been lost."""
     depths: tuple[int, ...] = ()
-    """The stages of each pipeline, where they are cut unlike."""
+    """Stages of each pipeline, where pipelines are cut unlike."""
 
     @property
     def shape(self) -> str:
-        """For people."""
+        """Description of the shape for people."""
         if self.depths:
             return f"{self.num_pipelines} pipelines of {', '.join(map(str, self.depths))} stages"
         return f"{self.num_stages} stages × {self.num_pipelines} pipelines"
 
 
 class Journal:
-    """Reads what an earlier scheduler wrote to ``path``, and goes on there."""
+    """A journal that reads what an earlier scheduler wrote to ``path``, and goes on there."""
 
     def __init__(self, path: Path, num_stages: int, num_pipelines: int, depths: tuple[int, ...] = ()) -> None:
         self._path = path
@@ -57,16 +57,16 @@ class Journal:
         self._file: int | None = None
         self._segment: Segment | None = None
         self._done: dict[Worker, Trained] = {}
-        """How far each worker is; written when its pipeline returns the rest."""
+        """Progress of each worker; it is written when its pipeline returns the rest."""
         self._heard: list[Entry] = []
-        """What pipelines told of a segment of which nothing has been dealt: not all of them have told yet."""
+        """Reports of pipelines on a segment of which nothing has been dealt: not all of them have reported yet."""
         self._closed = True
 
     def open(self) -> list[LeaseEvent]:
-        """Events after which a new dealer knows what was dealt. What is there already need not be written.
+        """Return the events that tell a new dealer what was dealt. What the file has already need not be written again.
 
         Raises:
-            ConfigurationError: the file cannot be read or made, is no journal, or is that of another run.
+            ConfigurationError: the file cannot be read or made, is no journal, or belongs to another run.
         """
         self._closed = False
         entries = self._read()
@@ -89,7 +89,7 @@ class Journal:
         return events
 
     def write(self, entry: Entry) -> None:
-        """``entry`` is about to be answered."""
+        """Write ``entry``, which is about to be answered, if leases depend on it."""
         event, lines = entry.event, [entry]
         if isinstance(event, Asked | Trained | Told):
             self._done[event.worker] = Trained(event.worker, event.segment, event.done)
@@ -115,7 +115,7 @@ class Journal:
             self._void(error)
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the file; safe to call twice."""
         self._closed = True
         self._let_go()
 
@@ -137,7 +137,7 @@ class Journal:
             )
         else:
             log.error(
-                "the scheduler's journal %s is void until the next pause of the run: %s", self._path, error.strerror
+                "the scheduler's journal %s is void until the run's next sync point: %s", self._path, error.strerror
             )
 
     def _begin_anew(self, lines: list[Entry]) -> None:
@@ -156,7 +156,7 @@ class Journal:
         write_whole(self._file, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
     def _read(self) -> list[Entry]:
-        """The entries that are there; none if the journal is void."""
+        """Return the entries in the file; none if the journal is void."""
         try:
             text = self._path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -164,7 +164,7 @@ class Journal:
         except OSError as error:
             raise ConfigurationError(f"the journal {self._path} cannot be read: {error.strerror}") from error
         first, *lines = text.split(b"\n")
-        if not text or (not lines and (_MARK.startswith(text) or text.startswith(_MARK))):  # ended as it began
+        if not text or (not lines and (_MARK.startswith(text) or text.startswith(_MARK))):  # it ended as it began
             return []
         try:
             beginning = msgspec.json.decode(first, type=_Beginning)
@@ -191,7 +191,7 @@ class Journal:
         return []
 
     def _events(self, entries: list[Entry]) -> Iterator[LeaseEvent]:
-        """What each pipeline would tell of the newest segment."""
+        """Yield what each pipeline would report of the newest segment."""
         stages, pipelines, depths = (
             self._beginning.num_stages,
             self._beginning.num_pipelines,
@@ -215,7 +215,7 @@ class Journal:
         numbers = {lease.pipeline for entry in entries for lease in entry.leases}
         numbers |= {entry.event.pipeline for entry in entries if isinstance(entry.event, Returned)}
         numbers |= {entry.event.worker.pipeline for entry in entries if isinstance(entry.event, Told)}
-        if max(numbers, default=0) >= pipelines:  # more have come than were planned
+        if max(numbers, default=0) >= pipelines:  # more pipelines have come than were planned
             yield Widened(max(numbers) + 1)
         for entry in entries:
             event = entry.event
@@ -235,14 +235,14 @@ class Journal:
 
 
 def _segment_of(entry: Entry) -> Segment | None:
-    """The one that ``entry`` dealt something of."""
+    """Return the segment of which ``entry`` dealt something."""
     if entry.leases:
         return entry.leases[-1].segment
     return entry.event.segment if isinstance(entry.event, Told) and entry.event.leases else None
 
 
 def _boot() -> str:
-    """Which start of which machine this is; empty where the system does not say."""
+    """Return an identifier of this start of this machine; empty where the system gives none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

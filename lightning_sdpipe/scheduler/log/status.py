@@ -1,8 +1,8 @@
-"""What an operator sees of a run: a reader of its events and decisions, and the plain data that it makes of them.
+"""An operator's view of a run: a reader of its events and decisions, and the plain data that it makes of them.
 
 The data travels in columns, a value per pipeline, and a group once however many workers were in it, so that the state
-of thousands of workers is a fraction of the largest reply that is allowed. What follows from it (who is connected, who
-met whom, ρ) is worked out by who looks, not by the scheduler.
+of thousands of workers is a fraction of the largest reply that is allowed. The reader of the status, not the scheduler,
+derives the rest from it (which pipelines are connected, which have met, ρ).
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from lightning_sdpipe.policies.policy import Unit
 from lightning_sdpipe.policies.sync_graph import Encounter, SyncGraph
 
 BROKEN_REMEMBERED = 1024
-"""Groups that broke last, each of which is counted once though every member says so."""
+"""Most recently broken groups that are remembered, so that each counts once though every member reports it."""
 RATE_SECONDS = 10
 """Signals per second are counted over this many whole seconds."""
 
 GROUPS_COST = 60_000
-"""What the groups of a status may cost, over all stages: each its members and 4 more. The newest are told."""
+"""Most that the groups of a status may cost, over all stages: each costs its members and 4 more. The newest are
+sent."""
 
 
 STATES = {name[0]: name for name in ("computing", "waiting", "away", "lost", "-")}
-"""What a worker does, by the letter for it: the states of a session, and "-" for who has never joined."""
+"""State of a worker for each letter: the states of a session, and "-" for one that has never joined."""
 
 ACTIVE = ("c", "w")
 
@@ -41,56 +42,56 @@ class GroupRow(msgspec.Struct, frozen=True, array_like=True):
     pipelines: list[int]
     reason: str
     weights: tuple[float, ...] = ()
-    """Empty if equal."""
+    """Empty if all are equal."""
 
 
 class StageStatus(msgspec.Struct, frozen=True):
-    """One stage, a value for each of its pipelines in every column."""
+    """One stage: every column has a value for each of its pipelines."""
 
     states: str
     """Letters of :data:`STATES`."""
     iterations: list[int | None]
-    """The last one reported."""
+    """Last iteration reported."""
     last_groups: list[int | None]
-    """The number of the last group."""
+    """Number of the last group."""
     silent: list[float | None]
-    """Seconds since it was last heard of."""
+    """Seconds since the worker was last heard of."""
     joined: list[float | None]
-    """Seconds since it last joined."""
+    """Seconds since the worker last joined."""
     seconds: list[float | None]
-    """Length of a step, lately."""
+    """Recent seconds per step."""
     waiting: list[float | None]
-    """Seconds of it that passed in waiting for other replicas."""
+    """Seconds of a step that passed in waiting for other replicas."""
     round: int
     since: int
-    """The round from which on all groups are told."""
+    """First round of which all groups are sent."""
     groups: list[GroupRow]
     reasons: dict[str, int] = {}
-    """How many groups went out, by why."""
+    """Number of groups that were sent out for each reason."""
 
     def active(self) -> list[int]:
-        """The pipelines whose worker takes part."""
+        """Return the pipelines whose worker takes part."""
         return [i for i, letter in enumerate(self.states) if letter in ACTIVE]
 
     def components(self) -> list[set[int]]:
-        """Active pipelines by who is joined by a chain of meetings."""
+        """Return the active pipelines in sets that chains of common groups join."""
         return sync_graph.components(self._meetings(), self.active())
 
     def rounds_since_connected(self) -> int | None:
-        """How far one must look back for the stage to be connected; None: farther than is told."""
+        """Return how many rounds back one must look for the stage to be connected; None: more than are sent."""
         return sync_graph.rounds_since_connected(self._meetings(), self.active(), self.round)
 
     def rounds_since_met(self) -> dict[tuple[int, int], int]:
-        """For each pair of pipelines that met in the rounds that are told: how many rounds ago."""
+        """Return for each pair of pipelines that met in the rounds that are sent how many rounds ago that was."""
         return sync_graph.rounds_since_met(self._meetings(), self.round)
 
     def rho(self) -> float:
-        """Of the groups of the rounds that are told; needs numpy."""
+        """Return ρ of the groups in the rounds that are sent; needs numpy."""
         return sync_graph.spectral_radius(self._meetings(), self.active())
 
     def largest_learning_rate(self, rho: float) -> float | None:
-        """Up to which P-Reduce's theorem 1 holds with this ρ and an L of 1; None when no groups are told, or unequal
-        weights, which it does not cover."""
+        """Return the largest learning rate up to which P-Reduce's theorem 1 holds with this ρ and an L of 1; None
+        without groups, or with unequal weights, which the theorem does not cover."""
         groups = [row for row in self.groups if row.number >= 0 and row.round >= self.since]
         if not groups or any(row.weights for row in groups):
             return None
@@ -107,51 +108,51 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     worker: Worker
     state: str
     iteration: int | None
-    """The last one reported."""
+    """Last iteration reported."""
     staleness: int | None
-    """How many iterations it is behind the furthest worker of its stage."""
+    """Iterations that the worker is behind the furthest worker of its stage."""
     last_group: int | None
-    """Its number."""
+    """Number of the worker's last group."""
     silent: float | None
-    """Seconds since it was last heard of."""
+    """Seconds since the worker was last heard of."""
     seconds: float | None
-    """Length of a step, lately."""
+    """Recent seconds per step."""
     waiting: float | None
-    """Seconds of it that passed in waiting for other replicas."""
+    """Seconds of a step that passed in waiting for other replicas."""
 
 
 class MembersStatus(msgspec.Struct, frozen=True):
-    """Who is in an elastic run."""
+    """Members of an elastic run."""
 
     epoch: int
     reason: str
-    """Why the epoch has begun."""
+    """Reason why the epoch has begun."""
     leader: int | None
     states: dict[int, str]
-    """Of each pipeline that is there, in a word or two."""
+    """State of each pipeline that is there, in a word or two."""
     held: str
-    """Why nobody trains, if so."""
+    """Reason why no pipeline trains; empty if one may."""
     lives: dict[int, int]
-    """The incarnation of each member."""
+    """Incarnation of each member."""
     ever: list[int]
     """Pipelines that were members at any time, as far as this scheduler knows."""
     gone: list[tuple[int, int]]
     """Pipelines and incarnations of them that must not come back; the last ones."""
     over: str | None
-    """Why the run has failed, if it has."""
+    """Reason why the run has failed, if it has."""
     update: int | None = None
-    """How many updates the furthest member has made: ``trainer.global_step``."""
+    """Updates that the furthest member has made: ``trainer.global_step``."""
     resumed: str | None = None
-    """The checkpoint from which it went on when nobody was left."""
+    """Checkpoint from which the run went on when no member was left."""
     reasons: list[str] = []
-    """Why each of ``gone`` is."""
+    """Reason for each of ``gone``."""
 
 
 class Status(msgspec.Struct, frozen=True):
-    """The whole run."""
+    """Status of the whole run."""
 
     policy: str
-    """Its values, as JSON."""
+    """Values of the policy, as JSON."""
     uptime: float
     signals: int
     signals_per_second: float
@@ -162,16 +163,16 @@ class Status(msgspec.Struct, frozen=True):
     refused: dict[str, int]
     failure: str | None
     held: int
-    """Readies that wait until all workers have come back to a scheduler that was restarted."""
+    """Readies that wait until all workers have come back to a restarted scheduler."""
     looks_back: tuple[int, Unit]
     stages: list[StageStatus]
     members: MembersStatus | None = None
     """None in a run whose pipelines do not come and go."""
     depths: tuple[int, ...] = ()
-    """Of the pipelines, where groups are of whole ones: these are told beside the first stage."""
+    """Stages of the pipelines, where groups are of whole pipelines; such groups are sent beside the first stage."""
 
     def workers(self) -> list[WorkerStatus]:
-        """Everybody that ever joined, by stage and pipeline."""
+        """Return every worker that ever joined, by stage and pipeline."""
         rows = []
         for number, stage in enumerate(self.stages):
             furthest = max((iteration for iteration in stage.iterations if iteration is not None), default=0)
@@ -204,9 +205,10 @@ class _WorkerView:
 
 
 class Overview:
-    """Reads the events and decisions of a run as they come. Every signal passes here, so it only notes and counts.
+    """A reader of the events and decisions of a run as they come. Every signal passes here, so it only notes and
+    counts.
 
-    With ``depths``, each pipeline's, groups are of whole pipelines, and are told once, beside the first stage.
+    With ``depths``, each pipeline's stages, groups are of whole pipelines, and are sent once, beside the first stage.
     """
 
     def __init__(self, num_stages: int, num_pipelines: int, depths: Sequence[int] = ()) -> None:
@@ -214,7 +216,7 @@ class Overview:
         self.signals = 0
         self.sizes: Counter[int] = Counter()
         self.reasons: list[Counter[str]] = [Counter() for _ in range(num_stages)]
-        """Of each stage's groups."""
+        """Reasons of each stage's groups."""
         self.broken = 0
         """Groups whose members did not average."""
         self._broken_last: OrderedDict[int, None] = OrderedDict()
@@ -223,7 +225,7 @@ class Overview:
         self._per_second: deque[list[int]] = deque([[0, 0]], maxlen=RATE_SECONDS + 1)
 
     def on(self, now: float, event: Event, decisions: list[Decision]) -> None:
-        """``event`` happened at ``now``, and ``decisions`` followed."""
+        """Note the event at ``now``, and the decisions that followed."""
         if type(event) is Ready:
             worker = event.worker
             self._views[worker.stage][worker.pipeline].iteration = event.iteration
@@ -239,7 +241,7 @@ class Overview:
         elif type(event) is Joined:
             self._views[event.worker.stage][event.worker.pipeline].joined = now
         elif type(event) is Broken:
-            self.broken += event.sequence not in self._broken_last  # each member says so
+            self.broken += event.sequence not in self._broken_last  # each member reports it
             self._broken_last[event.sequence] = None
             while len(self._broken_last) > BROKEN_REMEMBERED:
                 self._broken_last.popitem(last=False)
@@ -255,12 +257,12 @@ class Overview:
                     self._views[stage][worker.pipeline].last_group = group
 
     def widen(self, num_pipelines: int) -> None:
-        """There may be so many pipelines from now on."""
+        """Make room for so many pipelines."""
         for views in self._views:
             views += [_WorkerView() for _ in range(num_pipelines - len(views))]
 
     def rate(self, now: float, uptime: float) -> float:
-        """Signals per second lately."""
+        """Return the recent number of signals per second."""
         oldest = int(now) - RATE_SECONDS
         recent = sum(count for second, count in self._per_second if second >= oldest)
         return recent / max(1.0, min(uptime, RATE_SECONDS + now - int(now)))
@@ -268,8 +270,8 @@ class Overview:
     def stages(
         self, now: float, states: Mapping[Worker, str], silent: Mapping[Worker, float], graphs: Sequence[SyncGraph]
     ) -> list[StageStatus]:
-        """Every stage; ``silent`` are seconds since each worker was last heard of. ``graphs`` are of each stage, or one
-        of all where groups are of whole pipelines."""
+        """Return the status of every stage. ``silent`` are seconds since each worker was last heard of. ``graphs`` has
+        one graph per stage, or one for all where groups are of whole pipelines."""
         budget = GROUPS_COST // len(graphs)
         none = SyncGraph(0, 1)
         return [
@@ -318,9 +320,9 @@ def graph_of(
     num_pipelines: int,
     looks_back: tuple[int, Unit],
 ) -> SyncGraph:
-    """Who met whom in ``stage``, for a policy that does not keep account: from the newest ``entries`` of its log.
+    """Return the sync-graph of ``stage`` for a policy that keeps none, from the newest ``entries`` of its log.
 
-    ``active`` are the pipelines that take part now. Those that are not said to join in between did so before.
+    ``active`` are the pipelines that take part now. A pipeline without a recorded join joined before the first entry.
     """
     entries = list(entries)
     joining = [

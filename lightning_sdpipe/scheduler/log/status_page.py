@@ -11,7 +11,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.log.status import StageStatus, Status, WorkerStatus
 
 PAIRS_UP_TO = 16
-"""Pipelines up to which the page has a table of who met whom."""
+"""Most pipelines for which the page has a table of the rounds since each pair met."""
 PAIRS_IN_JSON_UP_TO = 64
 
 
@@ -64,7 +64,7 @@ def _stage_to_plain(stage: StageStatus) -> dict[str, object]:
 
 
 def render(status: Status) -> str:
-    """One row per pipeline, one column per stage; below, what went out and who met whom."""
+    """Return the page: a row per pipeline and a column per stage, then the groups and the sync-graph."""
     rows = status.workers()
     lines = _table(status, rows) if rows else ["no worker has joined yet"]
     lines += [
@@ -78,7 +78,7 @@ def render(status: Status) -> str:
     if status.members is not None:
         members = status.members
         lines.append(f"members         epoch {members.epoch}: {members.reason}")
-        lines.append(f"                {', '.join(f'{i} {state}' for i, state in members.states.items()) or 'nobody'}")
+        lines.append(f"                {', '.join(f'{i} {state}' for i, state in members.states.items()) or 'none'}")
         if members.held:
             lines.append(f"waiting         {members.held}")
     if status.broken:
@@ -158,7 +158,7 @@ def _rho(stage: StageStatus) -> float | None:
 
 
 def aligned(table: list[list[str]]) -> list[str]:
-    """Lines with the columns of ``table`` below each other."""
+    """Return lines with the columns of ``table`` below each other."""
     width = len(table[0])
     widths = [max(len(row[column]) for row in table if column < len(row)) for column in range(width)]
     return ["  ".join(text.ljust(size) for text, size in zip(row, widths, strict=False)).rstrip() for row in table]

@@ -1,4 +1,4 @@
-"""The scheduler's side of CURVE: lets in the workers' key, and logs every address that has not got it."""
+"""The scheduler's side of CURVE: it lets in the workers' key, and logs every address that lacks it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PR
 class KeyCheck:
     """Answers libzmq's question whether a key may enter.
 
-    Wrong keys and clients without any fail inside libzmq before it asks; its monitor tells of them. It names
-    no peer then, only the connection, so the address of each is looked up when it is accepted.
+    Wrong keys and clients without any fail inside libzmq before it asks; its monitor reports them. The monitor then
+    names no peer, only the connection, so each peer's address is looked up when the connection is accepted.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], keys: SchedulerKeys) -> None:

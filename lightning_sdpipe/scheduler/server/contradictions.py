@@ -1,4 +1,5 @@
-"""What a well-typed request can say that no client of this run would: it is refused before anything hears of it."""
+"""Checks for well-typed requests that no client of this run would send: they are refused before any desk hears of
+them."""
 
 from __future__ import annotations
 
@@ -13,14 +14,17 @@ from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 
 MOST_ENTRIES = 64
-"""Of a fingerprint."""
+"""Most entries of a fingerprint."""
 MOST_CHARACTERS = 1 << 14
-"""Of all names and values of a fingerprint."""
+"""Most characters of all names and values of a fingerprint."""
 
 
 class Extent:
-    """How many stages and pipelines the run has; more pipelines may come to an elastic one than were planned. With
-    ``depths`` the pipelines have so many stages, and their workers are answered together."""
+    """The numbers of stages and pipelines of the run.
+
+    More pipelines may come to an elastic run than were planned. ``depths`` gives the stages of each pipeline where
+    groups are of whole pipelines; the workers of a pipeline are then answered together.
+    """
 
     def __init__(self, num_stages: int, num_pipelines: int, depths: Sequence[int] = ()) -> None:
         self.planned = num_stages, num_pipelines, *depths
@@ -47,17 +51,17 @@ class Extent:
             raise RefusedEvent(f"worker {worker} does not exist in {there}")
 
     def beside(self, member: Worker) -> list[Worker]:
-        """Those for which a member of a group stands besides itself: the other workers of its pipeline, where groups
-        are of whole pipelines."""
+        """Return the workers that a member of a group represents besides itself: the others of its pipeline, where
+        groups are of whole pipelines."""
         return [Worker(j, member.pipeline) for j in range(1, self.depths[member.pipeline])] if self.depths else []
 
     def stands_for(self, worker: Worker) -> Worker:
-        """The member of a group by which ``worker`` is in it."""
+        """Return the group member that represents ``worker``."""
         return Worker(0, worker.pipeline) if self.depths else worker
 
 
 def _said(mesh: m.Shape) -> str:
-    """For people."""
+    """Describe the mesh for people."""
     stages, pipelines, *depths = mesh
     if depths:
         return f"{pipelines} pipelines of {', '.join(map(str, depths))} stages"
@@ -65,7 +69,7 @@ def _said(mesh: m.Shape) -> str:
 
 
 def _started(mesh: m.Shape) -> str:
-    """By which options a scheduler serves it."""
+    """Return the options with which a scheduler serves the mesh."""
     stages, pipelines, *depths = mesh
     return (
         f"--num-stages {','.join(map(str, depths))}" if depths else f"--num-stages {stages} --num-pipelines {pipelines}"
@@ -75,12 +79,12 @@ def _started(mesh: m.Shape) -> str:
 def contradiction(
     request: m.Request | e.Request, num_stages: int, most_pipelines: int, whole: bool = False
 ) -> str | None:
-    """Why ``request`` cannot be meant in a run of ``num_stages`` stages and so many pipelines; None if it can. Groups
-    are of ``whole`` pipelines, for each of which its first stage stands, or of one stage."""
+    """Return why ``request`` cannot be meant in a run of ``num_stages`` stages and at most that many pipelines; None if
+    it can. With ``whole``, groups are of whole pipelines, each represented by its first stage; else of one stage."""
     worker = request.worker
     member = Worker(0, worker.pipeline) if whole else worker
     exists = worker.stage < num_stages and worker.pipeline < most_pipelines
-    if not exists and not (isinstance(request, e.Enrol) and request.resumes is None):  # whose refusal says what to set
+    if not exists and not (isinstance(request, e.Enrol) and request.resumes is None):  # its refusal names the remedy
         return f"worker {worker} does not exist in {num_stages} stages × at most {most_pipelines} pipelines"
     match request:
         case m.AskLease(segment=segment) | e.Beat(dealt=(segment, _)):
@@ -93,7 +97,7 @@ def contradiction(
         case e.TellSnapshot(transfer=""):
             return "it gives its state to no transfer"
         case e.Meet(key=""):
-            return "it meets at no key"
+            return "it waits at no barrier"
     return None
 
 
@@ -139,9 +143,9 @@ def _of_leases(segment: Segment, leases: Sequence[Lease]) -> str | None:
 
 def _of_met(met: Met, worker: Worker) -> str | None:
     if len(met.values) != len(met.pipelines) or list(met.pipelines) != sorted(set(met.pipelines)):
-        return f"{len(met.pipelines)} pipelines met with {len(met.values)} values, or are not in order"
+        return f"{len(met.pipelines)} pipelines passed a barrier with {len(met.values)} values, or are not in order"
     if met.stage != worker.stage or not met.key:
-        return f"a meeting of stage {met.stage} at {met.key!r} is none of stage {worker.stage}"
+        return f"a barrier of stage {met.stage} at {met.key!r} is none of stage {worker.stage}"
     return None
 
 

@@ -1,14 +1,13 @@
-"""What an elastic run's workers are answered: groups and meetings with the process group that their members share.
+"""Delivers groups and barrier results in elastic runs, with the process group that their members share.
 
-A group or meeting that has been decided before all concerned share a process group is kept until they do; after some
-seconds the epoch is announced anew, so that all make one. A kept group of which a member goes, and one that broke, is
-made again among those that are left.
+A group or barrier result whose members share no process group yet is kept until they do. After some seconds the epoch
+is announced anew, so that all make one. A kept group that loses a member, and a group that broke, is re-formed from the
+members that are left.
 
-What becomes of a group whose members did not average: decided when each is gone, has the result, or has said no.
-
-Models: those without the result try again among themselves; one that has it goes on with it. Gradients of a round
-(``together``) would make replicas differ then, so one that has their mean hands it over, bit for bit, in a process
-group that it shares with those without. They ask again if that breaks, too.
+The outcome of a broken group is decided when each member is gone, has the result, or has reported that it lacks it.
+Models: the members without the result retry among themselves; one that has it goes on with it. With the gradients of a
+round (``together``) replicas would then differ. So a member that has their mean hands it over, bit for bit, in a
+process group that it shares with those without it. They ask again if that breaks, too.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from lightning_sdpipe.scheduler.server.process_groups import REMAKE_AFTER, KeptG
 logger = logging.getLogger(__name__)
 
 REMEMBERED = 256
-"""Broken groups whose outcome can be asked for again."""
+"""Broken groups whose outcome can still be asked for."""
 MOST_OPEN = 64
-"""Broken groups of one worker that are not decided; a worker is in a few groups at once."""
+"""Most undecided broken groups of one worker; a worker is in a few groups at once."""
 
 
 @dataclass
 class BrokenGroup:
-    """A group that at least one member did not get the result of."""
+    """A group whose result at least one member did not get."""
 
     group: Group
     together: bool
@@ -50,30 +49,30 @@ class BrokenGroup:
     """Members that have the result."""
 
     def undecided(self, is_gone: Callable[[Worker, int], bool]) -> list[Worker]:
-        """Members that may still say one or the other."""
+        """Return the members that may still report one or the other."""
         known, epoch = self.said | self.done, self.group.epoch
         return [worker for worker in self.group.members if worker not in known and not is_gone(worker, epoch)]
 
     def weights(self) -> tuple[tuple[Worker, ...], tuple[float, ...]]:
-        """Members that try again, and their weights."""
+        """Return the members that try again, and their weights."""
         pairs = [pair for pair in zip(self.group.members, self.group.weights, strict=True) if pair[0] in self.said]
         return tuple(worker for worker, _ in pairs), tuple(weight for _, weight in pairs)
 
 
 class Regrouping:
-    """Groups that broke, by number, and what was answered."""
+    """Broken groups by sequence, and what their members were answered."""
 
     def __init__(self) -> None:
         self.open: dict[int, BrokenGroup] = {}
         self.decided: OrderedDict[int, None] = OrderedDict()
-        """Those of which it is decided which members try again, though perhaps not yet in which process group."""
+        """Groups of which it is decided which members try again, though perhaps not yet in which process group."""
         self._outcomes: OrderedDict[int, dict[Worker, e.Again]] = OrderedDict()
         self._asked: dict[Worker, set[int]] = {}
         self._numbers: dict[tuple[Worker, int], int] = {}
-        """Of the newest request of each worker about a group, of those that are remembered."""
+        """Number of each worker's newest request about a group, as long as it is remembered."""
 
     def is_repeated(self, worker: Worker, sequence: int, number: int) -> bool:
-        """Has ``worker`` said that before, in a request of that ``number``?"""
+        """Return whether ``worker`` has reported that before, in the request ``number`` or a later one."""
         before = self._numbers.get((worker, sequence), -1)
         self._numbers[worker, sequence] = max(before, number)
         while len(self._numbers) > REMEMBERED * MOST_OPEN:
@@ -81,7 +80,7 @@ class Regrouping:
         return number <= before
 
     def hear(self, worker: Worker, group: Group, together: bool) -> BrokenGroup | None:
-        """``worker`` did not get the result; None if it says so of more groups than it can be in."""
+        """Return the broken group that ``worker`` reports; None if it reports more groups than it can be in."""
         others = [sequence for sequence, broken in self.open.items() if worker in broken.said]
         if group.sequence not in others and len(others) >= MOST_OPEN:
             return None
@@ -91,12 +90,12 @@ class Regrouping:
         return broken
 
     def ask(self, workers: Sequence[Worker], sequence: int) -> None:
-        """They are to say whether they have the result."""
+        """Ask ``workers`` whether they have the result."""
         for worker in workers:
             self._asked.setdefault(worker, set()).add(sequence)
 
     def waits_for(self, worker: Worker) -> tuple[int, ...]:
-        """The groups of which ``worker`` has still to say so."""
+        """Return the groups of which ``worker`` still has to report."""
         if worker not in self._asked:
             return ()
         opened = ((sequence, self.open.get(sequence)) for sequence in sorted(self._asked[worker]))
@@ -105,28 +104,28 @@ class Regrouping:
         return left
 
     def completed(self, worker: Worker, sequence: int) -> None:
-        """``worker`` has the result of that group."""
+        """Note that ``worker`` has the result of that group."""
         broken = self.open.get(sequence)
         if broken is not None and worker not in broken.said:
             broken.done.add(worker)
 
     def outcome(self, worker: Worker, sequence: int) -> e.Again | None:
-        """What ``worker`` was answered."""
+        """Return what ``worker`` was answered."""
         return self._outcomes.get(sequence, {}).get(worker)
 
     def forget(self, worker: Worker, sequence: int) -> None:
-        """What ``worker`` was to be handed over did not come: it is to be decided again."""
+        """Reopen the decision, since ``worker`` did not get the result that it was to be handed."""
         self.decided.pop(sequence, None)
         self._outcomes.get(sequence, {}).pop(worker, None)
 
     def remember(self, sequence: int, answer: e.Again, workers: Sequence[Worker]) -> None:
-        """That is what they were answered."""
+        """Remember the answer that ``workers`` got."""
         self._outcomes.setdefault(sequence, {}).update(dict.fromkeys(workers, answer))
         while len(self._outcomes) > REMEMBERED:
             self._outcomes.popitem(last=False)
 
     def decided_before(self, sequence: int, group: Group) -> None:
-        """An earlier scheduler has said which members try that one again: all are to hear the same."""
+        """Note an earlier scheduler's decision on which members retry that group: all members are to hear the same."""
         self.open.pop(sequence, None)
         self._is_decided(sequence)
         self.remember(sequence, e.Again(sequence, group), group.members)
@@ -137,19 +136,19 @@ class Regrouping:
             self.decided.popitem(last=False)
 
     def goes(self, worker: Worker) -> None:
-        """Its process is gone."""
+        """Forget ``worker``, whose process is gone."""
         self._asked.pop(worker, None)
         for sequence, broken in list(self.open.items()):
             broken.said.discard(worker)
             broken.done.discard(worker)
-            if not broken.said:  # a member that misses the result, too, will say so itself
+            if not broken.said:  # another member that lacks the result reports that itself
                 del self.open[sequence]
 
     def settled(
         self, is_gone: Callable[[Worker, int], bool], takes_part: Callable[[Worker], bool]
     ) -> Iterator[BrokenGroup]:
-        """Those that can be decided; they are open no longer. A restarted scheduler may hear of one from a worker whose
-        session has still to join."""
+        """Yield the groups that can be decided, and close them. A restarted scheduler may hear of a group from a worker
+        whose session has still to join."""
         for sequence, broken in list(self.open.items()):
             if not broken.undecided(is_gone) and all(takes_part(worker) for worker in broken.said):
                 del self.open[sequence]
@@ -159,7 +158,7 @@ class Regrouping:
 
 @dataclass
 class _HandedOver:
-    """A broken group whose result some have; until ``until`` they share no process group with the others."""
+    """A broken group whose result some members have; until ``until`` they share no process group with the others."""
 
     broken: BrokenGroup
     until: float
@@ -170,19 +169,20 @@ class _KeptMet:
     met: Met
     until: float
     processes: dict[Worker, int]
-    """The processes that met."""
+    """The processes that passed the barrier."""
 
 
 class GroupDelivery:
-    """Args:
-    groups: answers readies, and has the policy make groups anew.
-    process_groups: what workers hold, and the groups that wait for one.
-    incarnations: of the processes that are there.
-    unreachable: workers of a stage share no process group, or (False) an exchange of theirs broke off; called outside
-        of any answer.
-    levels: have workers told that a group of theirs broke.
-    outbox: takes the other answers.
-    limit: seconds in which an exchange must move.
+    """Delivery of groups and barrier results.
+
+    Args:
+        groups: answers readies, and has the policy make groups anew.
+        process_groups: the process groups of each worker, and the groups that wait for one.
+        incarnations: those of the processes that are there.
+        unreachable: called outside of answers when workers share no process group, or (False) an exchange broke off.
+        levels: tells workers that a group of theirs broke.
+        outbox: takes the other answers.
+        limit: seconds in which an exchange must move.
     """
 
     def __init__(
@@ -201,12 +201,12 @@ class GroupDelivery:
         self._regrouping = Regrouping()
         self._stuck = Stuck(limit)
         self._stuck_in: dict[Worker, int] = {}
-        """Exchanges that are broken off, by those that have not left them."""
+        """Exchanges that are broken off, by the workers that have not left them."""
         self._met: list[_KeptMet] = []
         self._handed: dict[int, _HandedOver] = {}
 
     def goes(self, workers: Sequence[Worker]) -> None:
-        """They are gone, and with them their pipeline."""
+        """Forget these workers, which are gone with their pipeline."""
         for worker in workers:
             self._process_groups.forget(worker)
             self._regrouping.goes(worker)
@@ -214,23 +214,23 @@ class GroupDelivery:
             self._stuck_in.pop(worker, None)
 
     def deadline(self) -> float:
-        """When a worker has waited for a process group for long, or in an exchange."""
+        """Time at which a worker has waited long for a process group, or in an exchange."""
         return min([self._stuck.due, *(kept.until for kept in self._waiting())])
 
     def _waiting(self) -> list[KeptGroup | _KeptMet | _HandedOver]:
-        """For a process group."""
+        """Return all groups and barrier results that wait for a process group."""
         return [*self._process_groups.kept.values(), *self._met, *self._handed.values()]
 
     def beats(self, beat: e.Beat, now: float) -> None:
-        """What a worker says of its process groups and its exchange."""
+        """Note a worker's process groups and its exchange."""
         self._process_groups.holds(beat.worker, beat.holds)
         self._stuck.hear(beat.worker, beat.exchange, beat.left, now)
         if beat.exchange is None or beat.exchange.sequence != self._stuck_in.get(beat.worker):
             self._stuck_in.pop(beat.worker, None)
 
     def remake(self, now: float) -> None:
-        """Announces the epoch anew if a worker has waited for a process group for long, once for all that do; and has
-        those exchanges broken off that are stuck."""
+        """Announce the epoch anew if a worker has waited long for a process group, once for all that do; and have stuck
+        exchanges broken off."""
         waiting: list[tuple[float, int, Sequence[int]]] = [
             (kept.until, kept.group.stage, [worker.pipeline for worker in kept.group.members])
             for kept in self._process_groups.kept.values()
@@ -252,7 +252,7 @@ class GroupDelivery:
                 self._levels.change(workers)
 
     def proceed(self, now: float) -> None:
-        """Answers all that can be answered."""
+        """Answer all that can be answered."""
         kept_groups, takes_part = self._process_groups.kept, self._groups.sessions.takes_part
         for kept in list(kept_groups.values()):
             sequence = kept.group.sequence
@@ -274,7 +274,7 @@ class GroupDelivery:
     # ------------------------------------------------------------------ groups
 
     def met(self, met: Met, now: float) -> None:
-        """That was decided."""
+        """Note the result of a barrier."""
         if any(kept.met == met for kept in self._met):
             return
         workers = [Worker(met.stage, i) for i in met.pipelines]
@@ -282,7 +282,7 @@ class GroupDelivery:
         self._met.append(_KeptMet(met, now + REMAKE_AFTER, processes))
 
     def is_gone(self, worker: Worker, epoch: int) -> bool:
-        """Is the process gone that was ``worker`` in the epoch of a group?"""
+        """Return whether the process that was ``worker`` in the epoch of a group is gone."""
         return worker not in self._here or not self._process_groups.was_member(worker, epoch)
 
     def _say_or_keep(self, kept: KeptGroup) -> None:
@@ -306,16 +306,16 @@ class GroupDelivery:
     # ------------------------------------------------------------- broken groups
 
     def broke(self, request: e.AskRegroup, now: float) -> e.Reply | None:
-        """A worker did not get the result of a group; what it is told at once."""
+        """Note that a worker did not get the result of a group, and return the immediate answer."""
         worker, group = request.worker, request.group
         repeated = self._regrouping.is_repeated(worker, group.sequence, request.number)
         if not repeated:
             self._process_groups.holds(worker, request.holds)
         answered = self._regrouping.outcome(worker, group.sequence)
         if answered is not None and answered.source >= 0 and not repeated:
-            self._regrouping.forget(worker, group.sequence)  # it did not come
+            self._regrouping.forget(worker, group.sequence)  # the result did not come
         elif answered is not None:
-            if answered.source >= 0:  # which may not have heard
+            if answered.source >= 0:  # the source may not have heard
                 self._tell(answered, Worker(group.stage, answered.source))
             return answered
         if group.sequence in self._regrouping.decided:
@@ -336,18 +336,18 @@ class GroupDelivery:
         return e.Waits(request.number, f"group {group.sequence} broke; it waits to hear of {names}")
 
     def _broken(self, worker: Worker) -> tuple[int, ...]:
-        """Of which ``worker`` is told."""
+        """Return the broken groups that ``worker`` is told of."""
         stuck = (self._stuck_in[worker],) if worker in self._stuck_in else ()
         return (*self._regrouping.waits_for(worker), *stuck)
 
     def regrouped(self, before: Sequence[tuple[int, Group]], now: float) -> None:
-        """A worker comes back which an earlier scheduler has told in which groups it tries those again."""
+        """Note the groups that a returning worker retries, as an earlier scheduler has decided."""
         for sequence, group in before:
             self._regrouping.decided_before(sequence, group)
             self._groups.number_from(group.sequence + 1, now)
 
     def completed(self, worker: Worker, sequence: int) -> None:
-        """``worker`` has the result of that group."""
+        """Note that ``worker`` has the result of that group."""
         self._regrouping.completed(worker, sequence)
 
     def _settle(self, broken: BrokenGroup, now: float) -> None:
@@ -367,7 +367,8 @@ class GroupDelivery:
         self._say_or_keep(self._process_groups.keepable(again, now, group))
 
     def _hand_over(self, broken: BrokenGroup, now: float) -> bool:
-        """One that has the result gives it to those without, if they share a process group; is there no more to do?"""
+        """Let a member with the result give it to those without, if they share a process group. Return whether nothing
+        is left to do."""
         group = broken.group
         for part in (broken.said, broken.done):
             part -= {worker for worker in part if self.is_gone(worker, group.epoch)}

@@ -1,4 +1,4 @@
-"""Which workers take part in groups: sessions come and go, the policy hears of readies, and groups answer them."""
+"""Desk of groups: sessions begin and end, the policy is told of readies, and groups answer them."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ logger = logging.getLogger(__name__)
 
 
 class GroupDesk:
-    """Keeps the sessions, what an earlier scheduler has answered, and the first failure of the run, of which all hear.
+    """Keeps the sessions, the answers of an earlier scheduler, and the first failure of the run, which every worker is
+    told.
 
     Args:
         driver: drives the policy.
-        extent: which workers there may be.
+        extent: the workers that there may be.
         overview: is widened with the run.
         outbox: takes the answers.
-        process_groups: of an elastic run, whose groups go out when their members share one.
-        rows: keeps what workers tell of their updates.
+        process_groups: those of an elastic run, whose groups go out when their members share one.
+        rows: keeps the rows that workers report.
     """
 
     def __init__(
@@ -75,13 +76,13 @@ class GroupDesk:
 
     @property
     def deadline(self) -> float:
-        """When the policy is due."""
+        """Time at which the policy is due."""
         return self._driver.deadline
 
     # -------------------------------------------------------- coming and going
 
     def join_anew(self, request: m.Join, peer: bytes, now: float) -> None:
-        """The first join of a start of the worker; the session of an older one ends."""
+        """Begin a session at the first join of a start of the worker; the session of an older start ends."""
         worker = request.worker
         self.extent.check_mesh(request)
         self.extent.check_exists(worker)
@@ -91,12 +92,12 @@ class GroupDesk:
         self.join(session, request, peer, now)
 
     def join(self, session: Session, request: m.Join, peer: bytes, now: float) -> None:
-        """A client joins, for the first time or again."""
+        """Let a client join, for the first time or again."""
         if self.failure is not None:
             self._outbox.say(peer, self.failure.said())
             return
         if request.number < session.received.left_at:
-            return  # the other socket was slower than the leave that came after
+            return  # the other socket was slower than a later leave
         if not session.active:
             self.extent.check_mesh(request)
             self._begin(session, None, now)
@@ -105,13 +106,13 @@ class GroupDesk:
         self._outbox.say(peer, e.Noted(request.number, session.invitations))
 
     def expect(self, worker: Worker, incarnation: int, now: float) -> None:
-        """``worker`` takes part from now on, and will join: the others of its stage wait for it."""
+        """Let ``worker`` take part before it joins: the others of its stage wait for it."""
         self.departs(worker, now)
         self._begin(self.sessions.begin(worker, incarnation, now), None, now)
 
     def resume(self, worker: Worker, incarnation: int, number: int, resumes: e.Resumes, now: float) -> None:
-        """By its request ``number`` a worker takes part, for all it knows: another scheduler has let it join, or this
-        one has lost it."""
+        """Let a worker take part that believes it does, as its request ``number`` says: another scheduler has let it
+        join, or this one has lost it."""
         self.extent.check_exists(worker)
         session = self.sessions.of(worker, incarnation)
         if session is None:
@@ -128,8 +129,8 @@ class GroupDesk:
         self._carry_out(decisions, now)
 
     def leave_unseen(self, request: m.Leave, now: float) -> None:
-        """A client leaves that this scheduler has never seen. A join that it sent before may still be on its way by its
-        other socket, or be kept until its process group is there: the leave outdates it."""
+        """Note that a client leaves that this scheduler has never seen. An earlier join may still be on its way over
+        its other socket, or be kept until its process group is there: the leave outdates it."""
         worker = request.worker
         if self.sessions.get(worker) is None and self.failure is None:
             self.extent.check_exists(worker)
@@ -137,7 +138,7 @@ class GroupDesk:
             session.received.left_at = request.number
 
     def leave(self, session: Session, now: float) -> None:
-        """A client leaves; the others go on without it."""
+        """Let a client leave; the others go on without it."""
         decisions: list[Decision] = []
         if session.active:
             decisions = self._drop(session, Left(session.worker), LEAVES, now)
@@ -147,20 +148,20 @@ class GroupDesk:
         self._carry_out(decisions, now)
 
     def departs(self, worker: Worker, now: float) -> None:
-        """Its process ends."""
+        """End the participation of ``worker``, whose process ends."""
         session = self.sessions.get(worker)
         if session is not None and session.active:
             self.leave(session, now)
 
     def lose_silent(self, worker: Worker, now: float) -> None:
-        """It was silent for too long."""
+        """End the participation of ``worker``, which was silent for too long."""
         session = self.sessions.get(worker)
         if session is None or not session.active:
             return
         self._carry_out(self._drop(session, Lost(worker), FALLS_SILENT, now), now)
 
     def lose(self, pipeline: int, left: bool, now: float) -> None:
-        """``pipeline`` of an elastic run is gone: it has left, or is lost."""
+        """End the participation of ``pipeline`` of an elastic run: it has left, or is lost."""
         for session in self.sessions:
             if session.worker.pipeline == pipeline and session.active:
                 event = (Left if left else Lost)(session.worker)
@@ -175,21 +176,21 @@ class GroupDesk:
         return decisions
 
     def number_from(self, sequence: int, now: float) -> None:
-        """Groups below ``sequence`` have been, of an earlier scheduler."""
+        """Number new groups from ``sequence`` on; an earlier scheduler has made those below."""
         self._carry_out(self._driver.number_from(sequence, now), now)
 
     def widen(self, num_pipelines: int, now: float) -> None:
-        """There may be so many pipelines from now on.
+        """Make room for so many pipelines.
 
         Raises:
-            RefusedEvent: the policy is for fewer.
+            RefusedEvent: the policy allows fewer.
         """
         self._driver.widen(Widened(num_pipelines), now)
         self.extent.num_pipelines = num_pipelines
         self._overview.widen(num_pipelines)
 
     def fail(self, failure: m.Failure) -> None:
-        """The run is over; every worker hears of the first failure."""
+        """End the run; every worker is told the first failure."""
         if self.failure is None:
             self.failure = failure
             logger.error("%s; the run is over", failure)
@@ -201,10 +202,10 @@ class GroupDesk:
     # ----------------------------------------------------------------- readies
 
     def ready(self, session: Session, request: m.Ready, peer: bytes, now: float) -> None:
-        """A worker waits for a group.
+        """Let a worker wait for a group.
 
         Raises:
-            RefusedEvent: it waits already, for the answer to another ready.
+            RefusedEvent: the worker already waits for the answer to another ready.
         """
         iteration, reported = request.iteration, self.reported
         if self.failure is not None:
@@ -214,7 +215,7 @@ class GroupDesk:
                 self._outbox.say(session.member_peer, e.Stranger(known=True))
             elif session.iteration != iteration:
                 raise RefusedEvent(f"iteration {session.iteration} waits for an answer")
-            else:  # it asks again; the answer is on its way to be decided
+            else:  # it asks again; the answer is still to be decided
                 missing = [other for other in self.computing(session.worker) if other != session.worker]
                 self._outbox.say(peer, e.Waits(request.number, named(missing)))
         elif session.answer is not None and session.iteration == iteration:
@@ -231,7 +232,7 @@ class GroupDesk:
             self._carry_out(decisions, now)
 
     def hear_beat(self, beat: e.Beat, peer: bytes, now: float) -> None:
-        """A worker lives, and says how fast it is; one that takes itself for a participant, and is none, is told."""
+        """Note a worker's heartbeat and its speed; tell a worker that wrongly believes to take part."""
         worker = beat.worker
         session = self.sessions.of(worker, beat.incarnation)
         progress = self.rows.hear(beat, session is not None, peer, now)
@@ -245,8 +246,8 @@ class GroupDesk:
             self._carry_out(self._driver.tell(progress, now), now)
 
     def computing(self, worker: Worker) -> list[Worker]:
-        """The active workers that are not ready, of those for which ``worker`` may wait: all replicas of its stage, or
-        all workers where groups are of whole pipelines."""
+        """Return the active workers that are not ready and for which ``worker`` may wait: replicas of its stage, or all
+        workers where groups are of whole pipelines."""
         among = (
             sorted(self.sessions, key=lambda s: s.worker)
             if self.extent.depths
@@ -257,15 +258,15 @@ class GroupDesk:
     # --------------------------------------------------------------- decisions
 
     def let_time_pass(self, now: float) -> None:
-        """The policy hears of it, if it is due."""
+        """Tell the policy the time, if it is due."""
         if self._driver.deadline <= now:
             self._carry_out(self._driver.tell(Tick(), now), now)
 
     def regroup(self, group: Group, members: Sequence[Worker], weights: Sequence[float], now: float) -> Group:
-        """The policy makes a group of those that are left of ``group``.
+        """Let the policy make a group of the remaining ``members`` of ``group``.
 
         Raises:
-            PolicyFailed: it makes another one, or none.
+            PolicyFailed: the policy makes another group, or none.
         """
         if group.sequence < self._driver.next_sequence:
             self._carry_out(self._driver.tell(Broken(group.sequence), now), now)
@@ -279,10 +280,10 @@ class GroupDesk:
         return decisions[0]
 
     def send(self, group: Group) -> None:
-        """Answer the readies of its members, and of those for which they stand, with ``group``.
+        """Answer the readies of its members, and of the workers that they represent, with ``group``.
 
         Raises:
-            PolicyFailed: one of them is not ready.
+            PolicyFailed: one of these workers is not ready.
         """
         try:
             sessions = [self.sessions[member] for member in group.members]
@@ -310,7 +311,7 @@ class GroupDesk:
                 self.send(ready)
 
     def _answer_and_invite(self, sessions: list[Session], beside: list[Session], group: Group) -> None:
-        """Passive members are invited, and those ``beside`` them; the others are answered."""
+        """Invite passive members and those ``beside`` them; answer the others."""
         answer = m.Answer(
             group,
             tuple(None if s.worker in group.passive else s.iteration for s in sessions),
@@ -329,5 +330,5 @@ class GroupDesk:
 
 
 def named(workers: Collection[Worker]) -> str:
-    """For people."""
-    return ", ".join(map(str, workers)) or "nobody"
+    """List workers for people."""
+    return ", ".join(map(str, workers)) or "no worker"

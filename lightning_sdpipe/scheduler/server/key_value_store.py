@@ -1,8 +1,8 @@
-"""A bounded store of keys and values, by which workers find each other to make a process group.
+"""A bounded store of keys and values, through which workers find each other to make a process group.
 
-Keys have the form ``room/name``; a room is made by its first key, and belongs to one group that is being made. When the
-store is full the oldest other rooms are forgotten, whole; a room that would fill it alone gets no more. Nothing
-survives the scheduler: a group whose making it interrupts is made again in the next epoch.
+Keys have the form ``room/name``. A room is made by its first key, and belongs to one group that is being made. When the
+store is full, the oldest other rooms are forgotten whole; a room that alone would fill it gets no more. The store does
+not survive the scheduler: a group whose making is interrupted is made again in the next epoch.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ MAX_WAITING = 10_000
 MAX_FETCHED = 1024
 MAX_NUMBER = 1 << 62
 PATIENCE = 60.0
-"""Seconds after which one that waits is forgotten unless it has asked again."""
+"""Seconds after which a waiting request is forgotten unless it is repeated."""
 
 Asker: TypeAlias = tuple[bytes, int]
-"""The peer that asked, and in which request."""
+"""The peer that asked, and the number of its request."""
 Answer: TypeAlias = tuple[Asker, tuple[bytes | None, ...]]
 """The asker, and the values of the keys."""
 
 
 class StoreFull(ValueError):
-    """There is more than allowed of what was given, or nothing can be done with it."""
+    """The request exceeds what is allowed, or cannot be carried out."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A peer has asked for all of ``keys``, which counts ``until`` then."""
+    """A peer's request for all of ``keys``, which expires at ``until``."""
 
     asker: Asker
     keys: tuple[str, ...]
@@ -45,7 +45,7 @@ class Waiting:
 
 
 class KeyValueStore:
-    """Holds at most ``max_keys`` keys with ``max_bytes`` bytes of values."""
+    """A store of at most ``max_keys`` keys with ``max_bytes`` bytes of values."""
 
     def __init__(self, max_bytes: int = MAX_BYTES, max_keys: int = MAX_KEYS) -> None:
         self._max_bytes, self._max_keys = max_bytes, max_keys
@@ -55,7 +55,7 @@ class KeyValueStore:
         self._sums: OrderedDict[Asker, int] = OrderedDict()
 
     def handle(self, peer: bytes, request: e.Store, outbox: Outbox, now: float) -> None:
-        """Answer a worker's ``request``, and those that waited for what it sets."""
+        """Answer a worker's ``request``, and the waiting requests that it satisfies."""
         number, keys = request.number, request.keys
         answered: list[Answer] = []
         try:
@@ -81,10 +81,10 @@ class KeyValueStore:
             outbox.say(asker, e.Stored(asked, found))
 
     def put(self, key: str, value: bytes) -> list[Answer]:
-        """Sets ``key``; those that waited for it as the last one are answered.
+        """Set ``key``; return the answers to requests that waited for it last.
 
         Raises:
-            Full: it is too large, or its room is; nothing has changed.
+            StoreFull: the value is too large, or its room is; nothing has changed.
         """
         if len(key) > MAX_KEY_CHARACTERS or len(value) > min(MAX_VALUE_BYTES, self._max_bytes):
             raise StoreFull(
@@ -106,10 +106,10 @@ class KeyValueStore:
         return answered
 
     def add(self, key: str, amount: int, once: Asker) -> tuple[int, list[Answer]]:
-        """Adds to the number at ``key``; a repetition of the request ``once`` only gets its answer again.
+        """Add to the number at ``key``; a repetition of the request ``once`` only gets its answer again.
 
         Raises:
-            Full: what is at ``key`` is no number.
+            StoreFull: the value at ``key`` is no number.
         """
         if once in self._sums:
             return self._sums[once], []
@@ -127,15 +127,15 @@ class KeyValueStore:
         return value, answered
 
     def get(self, keys: Sequence[str]) -> tuple[bytes | None, ...]:
-        """Their values now."""
+        """Return the present values of ``keys``."""
         return tuple(self._rooms.get(_namespace(key), {}).get(key) for key in keys)
 
     def has(self, keys: Sequence[str]) -> bool:
-        """Are all there?"""
+        """Return whether all ``keys`` have a value."""
         return all(value is not None for value in self.get(keys))
 
     def wait(self, asker: Asker, keys: tuple[str, ...], now: float) -> tuple[bytes | None, ...] | None:
-        """Their values, when all are there; else ``asker`` is answered later."""
+        """Return the values of ``keys`` if all are there; else None, and ``asker`` is answered later."""
         if self.has(keys):
             return self.get(keys)
         for gone in [waiting.asker for waiting in self._waiting.values() if waiting.until <= now]:
@@ -144,7 +144,7 @@ class KeyValueStore:
             most = f"at most {MAX_FETCHED} of at most {MAX_KEY_CHARACTERS} characters are allowed"
             raise StoreFull(f"{len(keys)} keys at once; {most}")
         if len(self._waiting) >= MAX_WAITING and asker not in self._waiting:
-            raise StoreFull(f"{MAX_WAITING} requests wait for keys already; nobody can need as many")
+            raise StoreFull(f"{MAX_WAITING} requests wait for keys already; no worker can need as many")
         others = sum(len(waiting.keys) for waiting in self._waiting.values() if waiting.asker != asker)
         if others + len(keys) > self._max_keys:
             raise StoreFull(f"{len(keys)} keys more to wait for; all that wait may wait for {self._max_keys} keys")
@@ -152,7 +152,7 @@ class KeyValueStore:
         return None
 
     def remove(self, key: str) -> bool:
-        """Forgets ``key``; was it there?"""
+        """Remove ``key``; return whether it was there."""
         room = self._rooms.get(_namespace(key), {})
         value = room.pop(key, None)
         if value is None:
@@ -163,7 +163,7 @@ class KeyValueStore:
         return True
 
     def _make_space(self, name: str, more_bytes: int, more_keys: int) -> None:
-        """Room ``name`` grows by that, and other rooms go for it."""
+        """Make space for room ``name`` to grow by that much, forgetting other rooms."""
         if self._bytes + more_bytes > self._max_bytes or self._keys + more_keys > self._max_keys:
             room = self._rooms.get(name, {})
             own_bytes, own_keys = sum(map(len, room.values())) + more_bytes, len(room) + more_keys

@@ -1,7 +1,7 @@
-"""Which pipeline is dealt which batches: asks wait here until the dealer has decided.
+"""Desk of leases: pipelines' asks wait here until the dealer has decided.
 
-A restarted scheduler hears from workers what they were dealt before it deals anything: from those that were dealt
-something when they resume, and one that asks for the first lease of a segment was dealt nothing there.
+A restarted scheduler learns from workers what they were dealt before it deals anything: those that were dealt something
+report it when they resume, and one that asks for the first lease of a segment was dealt nothing there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_sdpipe.scheduler.server.policy_driver import PolicyDriver
 
 
 class LeaseDesk:
-    """Keeps the asks that are open, and which pipelines may hold leases.
+    """Keeps the open asks, and which pipelines may hold leases.
 
     Args:
         driver: drives the dealer.
@@ -32,12 +32,12 @@ class LeaseDesk:
         self._groups = groups
         self._outbox = outbox
         self._asking: dict[Worker, tuple[bytes, Segment, int]] = {}
-        """Workers that asked for a lease which is not decided: where the answer goes, and for which."""
+        """Workers whose ask for a lease is not decided: the peer to answer, the segment and the ordinal."""
         self._present: set[int] | None = None
         """Pipelines that may hold leases; None before the first members are known."""
 
     def ask(self, request: m.AskLease, peer: bytes, now: float) -> None:
-        """Asks are told apart by segment and ordinal, so they need no session and may be repeated."""
+        """Deal with an ask. Segment and ordinal identify it, so it needs no session and may be repeated."""
         worker, segment, failure = request.worker, request.segment, self._groups.failure
         self._groups.extent.check_exists(worker)
         if failure is not None:
@@ -45,7 +45,7 @@ class LeaseDesk:
         elif (lease := self._dealer.answer(worker.pipeline, segment, request.ordinal)) is not None:
             self._outbox.say(peer, m.Dealt(lease))
         elif request.ordinal and self._dealer.asks_for_book(worker, segment):
-            self._outbox.say(e.peer_of(worker, request.incarnation), e.Stranger())  # it brings its book
+            self._outbox.say(e.peer_of(worker, request.incarnation), e.Stranger())  # the worker then brings its book
         else:
             if self._dealer.asks_for_book(worker, segment):
                 self.deal(Told(worker, segment, (), False, request.done), now)
@@ -60,7 +60,7 @@ class LeaseDesk:
                 self._outbox.say(peer, e.Waits(request.number, named(self._missing(worker))))
 
     def hear_beat(self, beat: e.Beat, now: float) -> None:
-        """A worker says how much of its batches it has trained."""
+        """Note how much of its batches a worker has trained."""
         if beat.dealt is None or self._groups.failure is not None:
             return
         worker, (segment, done) = beat.worker, beat.dealt
@@ -69,11 +69,11 @@ class LeaseDesk:
             self.deal(Trained(worker, segment, done), now)
 
     def hear_book(self, worker: Worker, book: e.Book, now: float) -> None:
-        """A worker tells a restarted scheduler what it was dealt."""
+        """Note what a worker was dealt, as it tells a restarted scheduler."""
         self.deal(Told(worker, book.segment, book.leases, book.over, book.done), now)
 
     def deal(self, event: LeaseEvent, now: float) -> None:
-        """``event`` happened; those that asked hear what follows."""
+        """Tell the dealer of ``event``, and answer the asks that it decides."""
         self._driver.deal(event, now)
         for worker, (peer, segment, ordinal) in list(self._asking.items()):
             lease = self._dealer.answer(worker.pipeline, segment, ordinal)
@@ -82,12 +82,12 @@ class LeaseDesk:
                 del self._asking[worker]
 
     def _missing(self, asker: Worker) -> list[Worker]:
-        """Those that ``asker`` may wait for, of all stages, with a session or without."""
+        """Return the workers that ``asker`` may wait for, of all stages, with a session or without."""
         workers = {*self._groups.computing(asker), *self._dealer.behind(), *self._dealer.untold()}
         return sorted(workers - {asker})
 
     def members_are(self, pipelines: Collection[int], now: float) -> None:
-        """These train; all others have returned their leases."""
+        """Set the pipelines that train; all others have returned their leases."""
         extent = self._groups.extent
         if self._present is None:
             self._present = set(range(max(extent.num_pipelines, self._dealer.num_known)))
@@ -98,12 +98,12 @@ class LeaseDesk:
         self._present = set(pipelines)
 
     def forget_asks(self, pipeline: int) -> None:
-        """``pipeline`` is gone."""
+        """Forget the asks of ``pipeline``, which is gone."""
         for worker in [worker for worker in self._asking if worker.pipeline == pipeline]:
             del self._asking[worker]
 
     def end_if_all_wait_for(self, silent: Mapping[Worker, float], now: float) -> None:
-        """The run is over if the others wait for batches that only ``silent`` workers may train, as they may where
+        """End the run if the others wait for batches that only ``silent`` workers may train, which can happen where
         pipelines do not come and go. A worker that waits for a lease is away, but beats."""
         awaited = self._dealer.awaited()
         lost = {worker: at for worker, at in silent.items() if worker.pipeline in awaited}

@@ -1,7 +1,7 @@
-"""A plain TCP connection per process of a run: when it is closed, the process has ended.
+"""A plain TCP connection per process of a run: when it closes, the process has ended.
 
-libzmq connects again by itself and does not say when a peer is gone, so the kernel is asked: it closes the connections
-of a process however that ends, within milliseconds. A process that connects says the nonce that it got over ZeroMQ,
+libzmq reconnects by itself and does not say when a peer is gone, so the kernel is asked: it closes the connections of a
+process however that ends, within milliseconds. A process that connects says the nonce that it got over ZeroMQ,
 encrypted with the keys of the run; nothing else is read, and nothing is ever sent. A connection that says anything
 else, or nothing in time, is closed, so strangers hold few descriptors.
 """
@@ -26,21 +26,21 @@ from lightning_sdpipe.policies.events import Worker
 NONCE_BYTES = 16
 MOST_LINES = 1 << 16
 SPEAKS_WITHIN = 10.0
-"""Seconds from the connection to the nonce."""
+"""Most seconds from the connection to the nonce."""
 MAX_SILENT = 64
-"""Connections that have not said theirs; the oldest is closed for one more. A process says its nonce at once."""
+"""Most connections that have not said their nonce; one more closes the oldest. A process says its nonce at once."""
 
 
 class Lines:
-    """The nonces that processes were given; :meth:`knows` may be asked by another thread."""
+    """Nonces that processes were given; :meth:`knows` may be called from another thread."""
 
     def __init__(self) -> None:
         self.port = 0
-        """Where :class:`Lifelines` listens; 0 until it does."""
+        """Port on which :class:`Lifelines` listens; 0 until it does."""
         self._given: OrderedDict[bytes, tuple[Worker, int]] = OrderedDict()
 
     def give(self, worker: Worker, incarnation: int) -> bytes:
-        """The nonce of that process."""
+        """Draw a nonce for that process."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._given[nonce] = worker, incarnation
         while len(self._given) > MOST_LINES:
@@ -48,27 +48,27 @@ class Lines:
         return nonce
 
     def knows(self, nonce: bytes) -> bool:
-        """Was ``nonce`` given to a process, whose connection has not closed yet?"""
+        """Return whether ``nonce`` was given to a process whose connection has not closed yet."""
         return nonce in self._given
 
     def take(self, nonce: bytes) -> tuple[Worker, int] | None:
-        """To which process ``nonce`` was given, whose connection is closed."""
+        """Return the process that was given ``nonce`` and whose connection has closed, and forget the nonce."""
         return self._given.pop(nonce, None)
 
     def forget(self, pipeline: int, incarnation: int) -> None:
-        """That start of ``pipeline`` is over."""
+        """Forget the nonces of that start of ``pipeline``, which is over."""
         for nonce, (worker, number) in [*self._given.items()]:
             if (worker.pipeline, number) == (pipeline, incarnation):
                 del self._given[nonce]
 
 
 class Lifelines:
-    """Listens at ``host`` and ``port`` (0: any), and sends the nonce of each connection that has closed, as a frame,
-    to the ``endpoint`` of the server's loop, where it is known as ``identity``. ``knows`` says whether a process of the
-    run was given a nonce; it is called in a thread of its own.
+    """Listens at ``host`` and ``port`` (0: any), and sends the nonce of each connection that has closed, as a frame, to
+    the ``endpoint`` of the server's loop, where its socket is known as ``identity``. ``knows`` says whether a process
+    of the run was given a nonce; the thread of this object calls it.
 
     Raises:
-        OSError: nobody can listen there.
+        OSError: the port cannot be listened on.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Lifelines:
                     self._drop(connection)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it may have gone again
+        with contextlib.suppress(OSError):  # the peer may be gone again
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             if len(self._silent) >= MAX_SILENT:
@@ -137,14 +137,14 @@ class Lifelines:
             self._selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, connection: sockets.socket) -> bytes:
-        """The nonce of ``connection`` if it has closed."""
+        """Return the nonce of ``connection`` if it has closed, else nothing."""
         try:
             data = connection.recv(NONCE_BYTES + 1)
         except BlockingIOError:
             return b""
         except OSError:
             data = b""
-        said = len(data) == NONCE_BYTES  # which fits into any segment
+        said = len(data) == NONCE_BYTES  # a nonce fits into any segment
         if connection in self._silent and said and self._knows(data):
             del self._silent[connection]
             self._nonces[connection] = data

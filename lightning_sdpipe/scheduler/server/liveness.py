@@ -1,4 +1,4 @@
-"""Which processes of a run are there, by what connections, when each was heard of last, and what it has heard."""
+"""Presence of a run's processes: their connections, when each was last heard of, and what it has heard."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ logger = logging.getLogger(__name__)
 
 
 MOST_LOST = 8
-"""Workers that are named, the last ones."""
+"""Most lost workers that are named, the last ones."""
 
 
 class Liveness:
-    """``limit`` is in seconds; what silence for so long means is decided by
-    :class:`~lightning_sdpipe.membership.silence.Silence`, to which ``unit`` names what falls silent together."""
+    """Watches for silence of ``limit`` seconds; :class:`~lightning_sdpipe.membership.silence.Silence` decides what such
+    a silence means, and ``unit`` names to it what falls silent together."""
 
     def __init__(self, limit: float, lines: Lines, now: float, unit: Callable[[Worker], object]) -> None:
         self.lines = lines
         self.incarnations: dict[Worker, int] = {}
-        """Of those that are there."""
+        """Incarnation of each process that is there."""
         self._silence = Silence(limit, now, unit)
 
     @property
     def next_look(self) -> float:
-        """When a process may have been silent for too long."""
+        """Time at which a process may have been silent for too long."""
         return self._silence.due
 
     @property
     def lost(self) -> Mapping[Worker, float]:
-        """Those of which nothing has come since they were lost, and when something came last."""
+        """Workers that have not been heard of since they were lost, and when each was last heard of."""
         return self._silence.lost
 
     def comes(self, worker: Worker, incarnation: int, now: float) -> None:
-        """That process is there."""
+        """Note that this process is there."""
         self.incarnations[worker] = incarnation
         self.hear(worker, now)
 
     def hear(self, worker: Worker, now: float) -> None:
-        """Something of ``worker`` came."""
+        """Note that a message of ``worker`` came."""
         self._silence.hear(worker, now)
 
     def goes(self, pipeline: int, incarnation: int) -> list[Worker]:
-        """That start of ``pipeline`` is over; its workers."""
+        """Forget the processes of that start of ``pipeline``, which is over; return its workers."""
         gone = [
             worker for worker, own in self.incarnations.items() if worker.pipeline == pipeline and own == incarnation
         ]
@@ -63,19 +63,19 @@ class Liveness:
         return gone
 
     def leaves(self, worker: Worker) -> None:
-        """Its process is not there any more."""
+        """Forget the process of ``worker``, which is no longer there."""
         self.incarnations.pop(worker, None)
         self._silence.forget(worker)
 
     def of(self, pipelines: Collection[int]) -> list[Worker]:
-        """Those of ``pipelines`` that are there."""
+        """Return the workers of ``pipelines`` that are there."""
         among = set(pipelines)
         return [worker for worker in self.incarnations if worker.pipeline in among]
 
     def silent(
         self, now: float, members: Collection[object], replaced: Collection[int]
     ) -> list[tuple[Worker, int, float]]:
-        """The processes that are lost, and for how many seconds each has been silent; see
+        """Return the processes that are lost, and for how many seconds each has been silent; see
         :meth:`~lightning_sdpipe.membership.silence.Silence.look`. Call it when :attr:`next_look` has come."""
         silence = self._silence
         before, lost = silence.of_all_since, silence.look(now, members, replaced)
@@ -88,14 +88,14 @@ class Liveness:
         return [(worker, self.incarnations[worker], seconds) for worker, seconds in lost]
 
     def waits(self, now: float) -> str:
-        """Since when nothing has come of any process, for people, if that is for long."""
+        """Describe for how long no process was heard of, if that is long."""
         since = self._silence.of_all_since
         return "" if since is None else f"nothing was heard of any worker for {now - since:.0f} s"
 
 
 @dataclass
 class _Process:
-    """What one was told, and what it said last that it has heard."""
+    """A process: what it was told, and what it last said that it has heard."""
 
     incarnation: int
     line: e.Line
@@ -106,47 +106,47 @@ class _Process:
 
 
 class Levels:
-    """What is true for each process of a run, as ``membership`` has it, and what it has heard of that.
+    """Facts that hold for each process of a run, as ``membership`` has them, and what each process has heard of them.
 
-    It is said to all that it concerns when it changes, once an input is dealt with, and again to a process whose beat
-    says that it has not seen it. Those that are told the same get one message, which is encoded once.
+    A process is told when a fact changes, once per input, and again when its beat says that it has not seen the change.
+    Processes that are told the same get one message, which is encoded once.
     """
 
     def __init__(self, membership: Membership, outbox: Outbox) -> None:
         self.lost: dict[Worker, str] = {}
-        """Those of which nothing is heard, and since when, for people."""
+        """Workers that are silent, and since when, for people."""
         self.broken: Callable[[Worker], tuple[int, ...]] = lambda worker: ()
-        """Groups that broke, of which a worker has said nothing."""
+        """Returns the broken groups on which a worker has not reported."""
         self._membership, self._outbox = membership, outbox
         self._processes: dict[Worker, _Process] = {}
         self._changed: dict[Worker, None] = {}
         self._version = secrets.randbits(40) << e.LIFE
 
     def comes(self, worker: Worker, incarnation: int, line: e.Line) -> None:
-        """That process is there."""
+        """Note that this process is there."""
         self._processes[worker] = _Process(incarnation, line)
         self.change([worker])
 
     def goes(self, workers: Iterable[Worker]) -> None:
-        """Their processes are gone."""
+        """Forget these workers, whose processes are gone."""
         for worker in workers:
             self._processes.pop(worker, None)
             self._changed.pop(worker, None)
             self.lost.pop(worker, None)
 
     def change(self, workers: Iterable[Worker]) -> None:
-        """Something else is true for them now."""
+        """Mark the facts of these workers as changed."""
         self._changed.update(dict.fromkeys(workers))
 
     def hear(self, beat: e.Beat) -> None:
-        """A process that is there says what it has seen."""
+        """Note what a process says that it has seen."""
         process = self._processes[beat.worker]
         process.seen, process.epoch = beat.seen, beat.epoch
         if beat.seen != process.version:
             self.change([beat.worker])
 
     def tell(self) -> None:
-        """Say what has changed."""
+        """Send what has changed."""
         if not self._changed:
             return
         self._version += 1

@@ -1,6 +1,6 @@
-"""What is heard of membership goes to the core, and what that decides, out.
+"""Desk of membership: passes what it hears to the core, and carries out what the core decides.
 
-What membership means for groups and leases goes to the desks that keep them. Requests of training threads pass
+The desks of groups and leases carry out what membership means for them. Requests of training threads pass
 :meth:`MembershipDesk.admits` first, since only members train; those that came too early are kept until they are
 :meth:`~MembershipDesk.due`. In a fixed roster every process trains that has enrolled.
 """
@@ -31,7 +31,7 @@ from lightning_sdpipe.scheduler.server.setting_out import SettingOut
 logger = logging.getLogger(__name__)
 
 GONE_IN_STATUS = 64
-"""Starts of pipelines that must not come back which a status tells, the last ones."""
+"""Most starts of pipelines that must not come back which a status lists, the last ones."""
 ENDED = "ended (its connection closed)"
 RIVAL_GRACE = 0.5
 """Seconds that a job may be heard of after another has claimed its number, as a process that is about to end is."""
@@ -39,15 +39,17 @@ BEATS_PER_LIMIT, LONGEST_BEAT = 8, 1.0
 
 
 class MembershipDesk:
-    """Args:
-    membership: decides who is in the run.
-    groups: loses those that are gone.
-    leases: takes the batches of those back.
-    process_groups: what workers hold, and the groups that wait for one.
-    presence: which processes are there.
-    outbox: takes the answers.
-    limit: seconds of silence after which a process is taken for dead.
-    together: are replicas equal in every round?
+    """Keeps the processes of the run and their early requests.
+
+    Args:
+        membership: decides which pipelines are in the run.
+        groups: loses the workers that are gone.
+        leases: takes their batches back.
+        process_groups: those of each worker, and the groups that wait for one.
+        presence: the processes that are there.
+        outbox: takes the answers.
+        limit: seconds of silence after which a process is taken for dead.
+        together: True if replicas are equal in every round.
     """
 
     def __init__(
@@ -73,12 +75,12 @@ class MembershipDesk:
         self._answers = GroupDelivery(groups, process_groups, here, self._unreachable, self._levels, outbox, limit)
         self._rival_since: dict[int, float] = {}
         self._update = -1
-        """How far the furthest member is."""
+        """Updates of the furthest member; -1 if unknown."""
 
     # ------------------------------------------------------------------ inputs
 
     def status(self, now: float) -> MembersStatus | None:
-        """The members of the run, if its pipelines come and go; None if no worker has enrolled."""
+        """Return the members of the run, if its pipelines come and go; None before any worker has enrolled."""
         core = self.membership
         if not self._process_groups.in_use and (core.terms.fixed or not core.ever):
             return None
@@ -100,11 +102,11 @@ class MembershipDesk:
         )
 
     def deadline(self) -> float:
-        """When :meth:`tick` is due."""
+        """Time at which :meth:`tick` is due."""
         return min(self.membership.deadline(), self._presence.next_look, self._answers.deadline())
 
     def tick(self, now: float) -> None:
-        """Time passed."""
+        """Let time pass."""
         if self.membership.deadline() <= now:
             self._decide(w.Passed(), now)
         if self._presence.next_look <= now:
@@ -121,7 +123,7 @@ class MembershipDesk:
         self._answers.remake(now)
 
     def handle(self, peer: bytes, request: e.Request, now: float) -> None:
-        """A message about membership."""
+        """Deal with a message about membership."""
         worker, incarnation, core = request.worker, request.incarnation, self.membership
         enrolled = isinstance(request, e.Enrol) or (isinstance(request, e.Beat) and request.enrolled)
         if self._groups.failure is not None and enrolled:
@@ -140,24 +142,24 @@ class MembershipDesk:
             self._from_a_stranger(peer, request, now)
 
     def process_ended(self, worker: Worker, incarnation: int, now: float) -> None:
-        """The connection of that process is closed."""
+        """Note that the connection of that process has closed."""
         self._decide(w.Died(worker, incarnation, ENDED), now)
 
     def deliver(self, now: float) -> None:
-        """Send the groups and meetings that can go out now, and say what has changed."""
+        """Send the groups and barrier results that can go out now, and what has changed."""
         if not self.membership.recovering:
             self._answers.proceed(now)
         self._levels.tell()
 
     @property
     def held(self) -> int:
-        """Readies that wait until all are back."""
+        """Number of readies that wait until all workers are back."""
         return self._early.count(m.Ready) if self.membership.recovering else 0
 
     # ------------------------------------------------- requests of training threads
 
     def admits(self, peer: bytes, request: m.Request, now: float) -> bool:
-        """May the service deal with ``request`` now? If not, it is kept, or refused."""
+        """Return whether the service may deal with ``request`` now. If not, it is kept, or refused."""
         worker, incarnation, core = request.worker, request.incarnation, self.membership
         session = self._groups.sessions.of(worker, incarnation)
         if session is not None and session.active:
@@ -177,15 +179,15 @@ class MembershipDesk:
         return False
 
     def _trains(self, worker: Worker, incarnation: int) -> bool:
-        """May that process be in groups? A lost one is heard of, too."""
+        """Return whether that process may be in groups. A lost process is heard of, too."""
         core = self.membership
         if core.recovering or not core.terms.fixed:
             return not core.recovering and core.roster.is_member(worker.pipeline, incarnation)
         return core.is_here(worker, incarnation)
 
     def due(self, now: float) -> Iterator[tuple[bytes, m.Request | e.Enrol]]:
-        """Yield the kept requests that can be dealt with, each when what follows from the one before is known; first of
-        all what those say that return, and then what those do that set out together."""
+        """Yield the kept requests that can be dealt with, each once the effects of the one before are known: first
+        those of workers that return, then those of workers that set out together."""
         workers = [] if self.membership.recovering else self._early.workers()
         for worker in workers:
             yield from self._due_of(worker, e.Enrol, (), now)
@@ -198,7 +200,7 @@ class MembershipDesk:
     def _due_of(
         self, worker: Worker, kinds: type | UnionType, together: Collection[int], now: float
     ) -> Iterator[tuple[bytes, m.Request | e.Enrol]]:
-        """What comes first of ``worker``, as far as it is of these ``kinds``."""
+        """Yield the first kept requests of ``worker``, as long as they are of these ``kinds``."""
         while (kept := self._early.first(worker)) is not None:
             peer, request = kept
             if not isinstance(request, kinds):
@@ -239,14 +241,14 @@ class MembershipDesk:
                 self._levels.comes(worker, incarnation, e.Line(lines.port, nonce, self._beat, self._limit))
                 self._levels.tell()  # so that its connection is there when it starts
             if resumes is not None:
-                self._early.keep(peer, request, now)  # it says more, that is for when all are back
+                self._early.keep(peer, request, now)  # the rest of it is for when all are back
             if resumes is None and fixed and not core.recovering:
                 self._outbox.say(peer, e.Start(core.epoch, fresh=True))
         if resumes is None and not core.roster.is_member(worker.pipeline, incarnation):
             self._outbox.say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
 
     def _from_a_stranger(self, peer: bytes, request: e.Request, now: float) -> None:
-        """Its process has not enrolled here, or is no longer to be here."""
+        """Deal with a message of a process that has not enrolled here, or must no longer be here."""
         worker, incarnation = request.worker, request.incarnation
         reason = self.membership.roster.tombstone(worker.pipeline, incarnation)
         if isinstance(request, e.Depart):
@@ -254,7 +256,7 @@ class MembershipDesk:
             self._decide(w.Departed(worker, incarnation, request.finished), now)  # it may claim another's number
         elif reason is not None:
             self._outbox.say(peer, e.must_end(reason))
-        elif not (isinstance(request, e.Beat) and not request.enrolled):  # else it has yet to say who it is
+        elif not (isinstance(request, e.Beat) and not request.enrolled):  # else the process has yet to enrol
             self._outbox.say(peer, e.Stranger())
 
     def _from_one_of_us(self, peer: bytes, request: e.Request, now: float) -> None:
@@ -387,7 +389,8 @@ class MembershipDesk:
         return self._setting_out.goes_on(request) or self._shares_a_group(request.worker, now)
 
     def _shares_a_group(self, worker: Worker, now: float) -> bool:
-        """Does ``worker`` share a process group with those of its stage that take part, or has it waited for long?"""
+        """Return whether ``worker`` shares a process group with the active workers of its stage, or has waited for
+        long."""
         if not self._process_groups.in_use:
             return True
         others = [other for other in self._groups.sessions.active_in(worker.stage) if other != worker]

@@ -1,7 +1,7 @@
-"""The newest checkpoint of an elastic run in a file beside the journal.
+"""The newest checkpoint of an elastic run, kept in a file beside the journal.
 
-A scheduler that dies together with all pipelines is started again with ``--resume``; the pipelines that come then go on
-from that checkpoint. The file is forgotten when the run has finished, so a journal that is used again starts anew.
+A scheduler that died together with all pipelines is started again with ``--resume``; the pipelines that then come go on
+from that checkpoint. The file is removed when the run has finished, so a reused journal starts anew.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class NewestCheckpoint:
-    """Of the run whose journal is ``journal``."""
+    """The newest checkpoint of the run whose journal is ``journal``."""
 
     def __init__(self, journal: Path) -> None:
         self._path = journal.with_name(f"{journal.name}.checkpoint")
 
     def follow(self, elastic: MembershipDesk, now: float) -> None:
-        """Tell ``elastic`` what an earlier scheduler has heard, and keep what it hears from now on."""
+        """Tell ``elastic`` of the checkpoint that an earlier scheduler heard of, and record each new one from now
+        on."""
         record = elastic.on_decided
 
         def keep(now: float, event: MemberEvent, decisions: list[MemberDecision]) -> None:
@@ -37,7 +38,7 @@ class NewestCheckpoint:
         elastic.on_decided = keep
 
     def read(self) -> Published | None:
-        """Return what an earlier scheduler has heard last; None if it has heard of none."""
+        """Return the checkpoint that an earlier scheduler heard of last; None if there is none."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=Published)
         except (FileNotFoundError, NotADirectoryError):
@@ -47,7 +48,7 @@ class NewestCheckpoint:
             return None
 
     def hear(self, event: MemberEvent, decisions: list[MemberDecision]) -> None:
-        """Keep a checkpoint that was published, until the run has finished."""
+        """Record a published checkpoint, until the run has finished."""
         try:
             if isinstance(event, Published):
                 self._write(msgspec.json.encode(event))

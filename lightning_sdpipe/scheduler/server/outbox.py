@@ -1,5 +1,4 @@
-"""What becomes of messages: replies that go out when an input is dealt with, a count of what changed nothing, and
-requests that are dealt with later."""
+"""Replies that go out when an input is dealt with, a count of messages that changed nothing, and deferred requests."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ LOGGED_PER_KIND = 20
 
 
 class Outbox:
-    """Replies in the order in which they were said, and what was ignored, by kind."""
+    """Replies in the order in which they were said, and counts of ignored messages by kind."""
 
     def __init__(self) -> None:
         self.ignored: Counter[str] = Counter()
@@ -32,16 +31,16 @@ class Outbox:
         self._replies.append((peer, message))
 
     def sent(self) -> list[Addressed]:
-        """Return what was said since the last time, to be sent now."""
+        """Return what was said since the last call, to be sent now."""
         sent, self._replies = self._replies, []
         return sent
 
     def clear(self) -> None:
-        """Send nothing of what was said since the last time."""
+        """Drop what was said since the last call."""
         self._replies.clear()
 
     def ignore(self, kind: str, peer: bytes, detail: str) -> None:
-        """A message from ``peer`` changes nothing; it is counted, and logged unless there were many."""
+        """Count a message from ``peer`` that changes nothing, and log it unless there were many."""
         self.ignored[kind] += 1
         if self.ignored[kind] <= LOGGED_PER_KIND:
             more = "" if self.ignored[kind] < LOGGED_PER_KIND else "; more of them will only be counted"
@@ -49,8 +48,8 @@ class Outbox:
 
 
 class DeferredRequests:
-    """What was said too early, before a pipeline was a member or had a process group: the last request of each kind of
-    each worker, in the order in which it made them."""
+    """Requests that came before their pipeline was a member or had a process group: the last of each kind from each
+    worker, in the order in which it made them."""
 
     def __init__(self) -> None:
         self._kept: dict[Worker, list[tuple[bytes, m.Request | e.Enrol]]] = {}
@@ -60,11 +59,11 @@ class DeferredRequests:
         return worker in self._kept
 
     def keep(self, peer: bytes, request: m.Request | e.Enrol, now: float) -> None:
-        """``request`` came from ``peer``; a newer session's takes the place of all that an older one said."""
+        """Keep ``request`` of ``peer``; that of a newer session replaces all requests of an older one."""
         kept = [*self._kept.get(request.worker, ()), (peer, request)]
         kept.sort(key=lambda pair: pair[1].number)
         newest = {type(other): (at, other) for at, other in kept if other.incarnation == request.incarnation}
-        if (leaves := newest.get(m.Leave)) is not None:  # which outdates what it wanted before
+        if (leaves := newest.get(m.Leave)) is not None:  # a leave outdates earlier joins and readies
             number = leaves[1].number
             newest = {
                 kind: (at, other)
@@ -76,34 +75,34 @@ class DeferredRequests:
         self._since.setdefault(request.worker, now)
 
     def of(self, worker: Worker) -> list[m.Request | e.Enrol]:
-        """All that it has said."""
+        """Return all kept requests of ``worker``."""
         return [request for _, request in self._kept.get(worker, ())]
 
     def waited(self, worker: Worker, now: float) -> float:
-        """Seconds since its first one."""
+        """Return the seconds since the first kept request of ``worker``."""
         return now - self._since.get(worker, now)
 
     def workers(self) -> list[Worker]:
-        """Of which something is kept."""
+        """Return the workers with kept requests."""
         return [*self._kept]
 
     def count(self, kind: type[m.Request]) -> int:
-        """Those of that ``kind``."""
+        """Return the number of kept requests of that ``kind``."""
         return sum(isinstance(request, kind) for kept in self._kept.values() for _, request in kept)
 
     def first(self, worker: Worker) -> tuple[bytes, m.Request | e.Enrol] | None:
-        """Its first one, if there is one."""
+        """Return the first kept request of ``worker`` and its peer, if there is one."""
         kept = self._kept.get(worker)
         return kept[0] if kept else None
 
     def pop(self, worker: Worker) -> None:
-        """The first one is due."""
+        """Remove the first kept request of ``worker``."""
         del self._kept[worker][0]
         if not self._kept[worker]:
             self.forget([worker])
 
     def forget(self, workers: Iterable[Worker]) -> None:
-        """They are gone."""
+        """Forget all requests of these workers, which are gone."""
         for worker in workers:
             self._since.pop(worker, None)
             self._kept.pop(worker, None)

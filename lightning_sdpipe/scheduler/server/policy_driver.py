@@ -1,4 +1,4 @@
-"""The one place where the policy and the dealer hear of events: each is checked, decided and logged."""
+"""The only place where the policy and the dealer are told of events: each event is checked, decided and logged."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ class PolicyFailed(Exception):
 
 
 class PolicyDriver:
-    """Drives ``policy`` and ``dealer``, and keeps ``event_log``. Once one has failed nothing is decided any more."""
+    """Drives ``policy`` and ``dealer``, and keeps ``event_log``. Once the policy has failed, nothing is decided any
+    more."""
 
     def __init__(self, policy: Policy, dealer: Dealer, event_log: EventLog) -> None:
         self._policy = policy
         self.dealer = dealer
         self._log = event_log
         self.next_sequence = 0
-        """Of the next group, at least."""
+        """Lowest sequence that the next group may have."""
         self.failed = False
         self.deadline = math.inf
-        """When time is due to pass for the policy."""
+        """Time at which the policy is to be told the time."""
 
     def tell(self, event: Event, now: float) -> list[Decision]:
-        """What follows from ``event``.
+        """Return the groups that follow from ``event``.
 
         Raises:
             RefusedEvent: the event breaks a rule of the protocol; nothing has changed.
-            PolicyFailed: the policy raised something else, or decided what cannot be.
+            PolicyFailed: the policy raised something else, or made an illegal decision.
         """
         if self.failed:
             return []
@@ -58,7 +59,7 @@ class PolicyDriver:
         return decisions
 
     def deal(self, event: LeaseEvent, now: float) -> list[Lease]:
-        """The leases that follow from ``event``.
+        """Return the leases that follow from ``event``.
 
         Raises:
             RefusedEvent: the event breaks a rule; nothing has changed.
@@ -70,27 +71,27 @@ class PolicyDriver:
         return leases
 
     def widen(self, event: Widened, now: float) -> None:
-        """There may be more pipelines than were planned.
+        """Tell policy and dealer that there may be more pipelines than were planned.
 
         Raises:
-            RefusedEvent: the policy is for those; nothing has changed.
+            RefusedEvent: the policy allows no more; nothing has changed.
         """
         self.tell(event, now)
         self.dealer.on(event, now)
 
     def number_from(self, sequence: int, now: float) -> list[Decision]:
-        """Groups below ``sequence`` have been; the scheduler that formed them is no more."""
+        """Number new groups from ``sequence`` on; the scheduler that formed those below is no more."""
         if sequence <= self.next_sequence:
             return []
         self.next_sequence = sequence
         return self.tell(Restarted(sequence), now)
 
     def sync_graph(self, stage: int) -> SyncGraph | None:
-        """What the policy knows of meetings, if it keeps account."""
+        """Return the policy's sync-graph of ``stage``, if it keeps one."""
         try:
             graph = self._policy.sync_graph(stage) if hasattr(self._policy, "sync_graph") else None
-        except Exception:  # to look at a run must not end it
-            log.exception("the policy cannot say who met whom")
+        except Exception:  # a look at a run must not end it
+            log.exception("the policy cannot give its sync-graph")
             return None
         return graph if isinstance(graph, SyncGraph) else None
 

@@ -1,8 +1,8 @@
-"""The scheduler as a child process, so that it takes no time from the training of the process that starts it.
+"""The scheduler as a child process, so that it takes no time from the training of its parent.
 
-Its settings, keys included, go to the child's standard input as one line of JSON, never on the command line; one line
+Its settings, keys included, go to the child's standard input as one line of JSON, never on the command line. One line
 comes back: the address it listens at, or why it does not. The child ends when its standard input does, so it never
-outlives the process that started it, however that ends. It is started again at the address that it had.
+outlives its parent, however that ends. It is restarted at the address that it had.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from lightning_sdpipe.scheduler.server.stop_signals import stop_signals
 START_TIMEOUT = 30.0
 STOP_TIMEOUT = 5.0
 SAYS = "scheduler listens at "
-"""How the line of a scheduler that was started begins, with the address behind it."""
+"""Beginning of the line in which a started scheduler gives its address."""
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a scheduler is started with, by ``sdpipe scheduler``, ``sdpipe run`` and rank 0 alike.
+    """Settings of a scheduler, for ``sdpipe scheduler``, ``sdpipe run`` and rank 0 alike.
 
     The policy is given by its values, or by a file that a worker writes.
     """
@@ -55,16 +55,16 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     files: Files = NO_FILES
     elastic: ElasticConfig | None = None
     path: tuple[str, ...] = ()
-    """Where modules of the user are found."""
+    """Folders in which modules of the user are found."""
     level: int = logging.INFO
     worker_keys: WorkerKeys | None = None
-    """For commands that find it by its :mod:`~lightning_sdpipe.scheduler.run_file`."""
+    """Keys for commands that find the scheduler by its :mod:`~lightning_sdpipe.scheduler.run_file`."""
 
     def server(self) -> Server:
-        """One with these settings, not open yet.
+        """Return a server with these settings, not open yet.
 
         Raises:
-            ConfigurationError: there is no such policy, or it does not serve so many workers.
+            ConfigurationError: there is no such policy, or it cannot serve so many workers.
         """
         sys.path += [folder for folder in self.path if folder not in sys.path]
         by_file = None if self.policy_file is None else policy_file.read(self.policy_file)
@@ -79,25 +79,25 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         )
 
     def to_line(self) -> bytes:
-        """As :meth:`from_line` reads it."""
+        """Encode the settings as :meth:`from_line` reads them."""
         return msgspec.json.encode(self, enc_hook=str) + b"\n"
 
     def run_file(self, address: str) -> run_file.RunFile:
-        """What commands must know of the scheduler with these settings that listens at ``address``."""
+        """Return what commands must know of the scheduler with these settings that listens at ``address``."""
         log = None if self.files.log is None else str(self.files.log.absolute())
         time = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
         return run_file.RunFile(address, self.worker_keys, log, self.num_stages, self.num_pipelines, time)
 
     @staticmethod
     def from_line(line: bytes) -> SchedulerSettings:
-        """The inverse of :meth:`to_line`."""
+        """Decode settings; the inverse of :meth:`to_line`."""
         return msgspec.json.decode(line, type=SchedulerSettings, dec_hook=lambda kind, value: kind(value))
 
 
 class FirstLine:
-    """What arrives at ``descriptor`` up to the end of the first line.
+    """Reads from ``descriptor`` up to the end of the first line.
 
-    It is read byte by byte, since more could follow that is for another reader, and a buffer would hide the end.
+    It reads byte by byte, since what follows may be for another reader, and a buffer would hide the end.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -107,10 +107,10 @@ class FirstLine:
         self._poll.register(descriptor, select.POLLIN | select.POLLHUP)
 
     def read(self, timeout: float | None = None) -> bytes | None:
-        """The line, or None if it is not complete after ``timeout`` seconds (None: wait for it).
+        """Return the line, or None if it is not complete after ``timeout`` seconds (None waits for it).
 
         Raises:
-            EOFError: it ended before.
+            EOFError: the input ended before the line did.
         """
         until = None if timeout is None else time.monotonic() + timeout
         while not self._line.endswith(b"\n"):
@@ -124,14 +124,14 @@ class FirstLine:
 
 
 class SchedulerProcess:
-    """Started by :meth:`start`, or :meth:`begin` and :meth:`check`, and started again by the same; ended by
-    :meth:`close`.
+    """A child process with a scheduler. :meth:`start`, or :meth:`begin` and :meth:`check`, start it, also again;
+    :meth:`close` ends it.
 
     Args:
-        settings: of the scheduler.
-        log: gets what it prints; None for this process's standard error.
-        environment: of the process.
-        keeps_port: whether the address is chosen here, and known before the process is started.
+        settings: those of the scheduler.
+        log: gets what the process prints; None for this process's standard error.
+        environment: that of the process.
+        keeps_port: True to choose the address here, so that it is known before the process is started.
 
     Raises:
         SchedulerError: the address cannot be had.
@@ -146,9 +146,9 @@ class SchedulerProcess:
     ) -> None:
         self.address = bind = settings.endpoint.bind
         self.started = False
-        """Has it ever listened?"""
+        """True if the scheduler has ever listened."""
         self.credentials: WorkerKeys | None = None
-        """What clients need besides the address, if :meth:`embedded` has made keys."""
+        """Keys that clients need besides the address, if :meth:`embedded` has made any."""
         self._settings = settings
         self._log = log
         self._environment = {**environment, "PYTHONPATH": _python_path(environment)}
@@ -175,8 +175,8 @@ class SchedulerProcess:
         log: Path | None = None,
         depths: tuple[int, ...] = (),
     ) -> SchedulerProcess:
-        """The scheduler of one run, which listens and has fresh keys. ``depths`` are the stages of each pipeline, if
-        they differ; ``num_stages`` is the largest then.
+        """Start the scheduler of one run, which listens and has fresh keys. ``depths`` are the stages of each pipeline,
+        if they differ; ``num_stages`` is then the largest of them.
 
         It imports a policy of the user's own from where this process would.
         """
@@ -202,23 +202,23 @@ class SchedulerProcess:
 
     @property
     def can_start(self) -> bool:
-        """Is it known what it decides by?"""
+        """True if the policy is known."""
         return self._settings.policy_file is None or self._settings.policy_file.exists()
 
     @property
     def begins(self) -> bool:
-        """Has it been started, and does not listen yet?"""
+        """True if the process has been started and does not listen yet."""
         return self._first is not None
 
     @property
     def pid(self) -> int:
-        """The child's process number; 0 if there is none."""
+        """Process number of the child; 0 if there is none."""
         return 0 if self._process is None else self._process.pid
 
     # ---------------------------------------------------------------- starting
 
     def start(self, timeout: float = START_TIMEOUT) -> None:
-        """Returns when it listens.
+        """Start the process, and return when it listens.
 
         Raises:
             SchedulerError: as :meth:`check`.
@@ -232,10 +232,10 @@ class SchedulerProcess:
             raise
 
     def begin(self, timeout: float = START_TIMEOUT) -> None:
-        """Starts the process, which :meth:`check` looks after until it listens.
+        """Start the process; :meth:`check` waits until it listens.
 
         Raises:
-            SchedulerError: there can be no process.
+            SchedulerError: the process cannot be started.
         """
         self._until = time.monotonic() + timeout
         endpoint = replace(self._settings.endpoint, bind=self.address)
@@ -258,15 +258,15 @@ class SchedulerProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         self._first = FirstLine(process.stdout.fileno())
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which check() says
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, which check() reports
             process.stdin.write(msgspec.structs.replace(self._settings, endpoint=endpoint).to_line())
             process.stdin.flush()
 
     def check(self, timeout: float = 0.0) -> None:
-        """Looks for so long whether it listens by now; then it has ``started``.
+        """Wait for ``timeout`` seconds for the process to listen; then it has ``started``.
 
         Raises:
-            SchedulerError: it will not; the message has what it said.
+            SchedulerError: the process will not listen; the message has what it said.
         """
         if self._first is None or self._process is None:
             return
@@ -293,16 +293,16 @@ class SchedulerProcess:
     # ------------------------------------------------------------------ ending
 
     def signal(self, number: int) -> None:
-        """To the process, if it has not ended."""
+        """Send a signal to the process, if it has not ended."""
         if self._process is not None:
             self._process.send_signal(number)
 
     def has_ended(self) -> bool:
-        """Whether it was started, and runs no longer."""
+        """Return whether the process was started and has ended."""
         return self._process is not None and self._process.poll() is not None
 
     def bury(self) -> int:
-        """Kills it if it has not ended; its exit code, or −1 times the signal."""
+        """Kill the process if it has not ended; return its exit code, or −1 times the signal."""
         if self._process is None:
             return 0
         process, self._process, self._first = self._process, None, None
@@ -314,7 +314,7 @@ class SchedulerProcess:
         return code
 
     def close(self) -> None:
-        """End it, and wait for it; others may have its port. Safe to call twice."""
+        """End the process, and wait for it; other programs may then have its port. Safe to call twice."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -339,9 +339,9 @@ def serve(
 
     Raises:
         ConfigurationError: the settings cannot be served.
-        SchedulerError: it cannot listen.
+        SchedulerError: the scheduler cannot listen.
     """
-    of_a_run = settings.level >= logging.WARNING  # it says little, amid what the run's ranks print
+    of_a_run = settings.level >= logging.WARNING  # says little, amid what the run's ranks print
     form = "scheduler: %(message)s" if of_a_run else "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(level=settings.level, format=form, stream=sys.stderr)
     server = settings.server()
@@ -351,8 +351,8 @@ def serve(
 
 
 def serve_parent() -> int:
-    """What the child does: it serves until its standard input ends; its exit code."""
-    # Of standard output only the first line is read; what a policy of the user prints goes where errors do.
+    """Serve as the child process until standard input ends; return the exit code."""
+    # The parent reads only the first line of standard output; what a user's policy prints goes where errors do.
     answers, parent = os.dup(sys.stdout.fileno()), sys.stdin.fileno()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -373,9 +373,9 @@ def serve_parent() -> int:
 
 
 def reserve_port(host: str = "127.0.0.1") -> socket.socket:
-    """A port that nobody else is given while this socket is open, and on which one who allows it may listen.
+    """Return a socket whose port no other program is given while it is open, but on which the scheduler may listen.
 
-    torch's store and ZeroMQ allow it (SO_REUSEADDR); the system gives ports to others that nobody is bound to.
+    torch's store and ZeroMQ set SO_REUSEADDR and may listen there; the system gives other programs only unbound ports.
     """
     reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -386,11 +386,11 @@ def reserve_port(host: str = "127.0.0.1") -> socket.socket:
 def _open_log(path: Path) -> int:
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    except OSError:  # a full disk, perhaps; it serves without
+    except OSError:  # a full disk, perhaps; the scheduler serves without a log
         return os.open(os.devnull, os.O_WRONLY)
 
 
 def _python_path(environment: Mapping[str, str]) -> str:
-    """Where the child finds this package, whatever the working directory is by now."""
+    """Return the Python path on which the child finds this package, whatever the working directory is by now."""
     here = str(Path(__file__).resolve().parents[3])
     return os.pathsep.join([here, *filter(None, [environment.get("PYTHONPATH")])])

@@ -1,8 +1,8 @@
-"""Which process groups the workers of an elastic run have made, and the groups that wait until their members share one.
+"""Registry of the process groups of an elastic run's workers, and of groups that wait until their members share one.
 
-A worker makes a process group of its stage's replicas for each epoch of membership, in a thread, and says which it
-holds. A group that is decided before its members have one in common is kept for the few milliseconds that this takes,
-or until the epoch is announced anew.
+A worker makes a process group of its stage's replicas for each epoch of membership, in a thread, and reports which it
+holds. A group that is decided before its members share one is kept for the few milliseconds that this takes, or until
+the epoch is announced anew.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ REMAKE_AFTER = 5.0
 
 @dataclass
 class KeptGroup:
-    """A group that waits until ``until`` for a process group of its members, perhaps in the place of one that broke."""
+    """A group that waits until ``until`` for a process group of its members; ``broken`` is the group that it retries,
+    if any."""
 
     group: Group
     until: float
@@ -31,27 +32,27 @@ class KeptGroup:
 
 
 class ProcessGroupRegistry:
-    """Of all workers, the epochs whose process group they hold."""
+    """Epochs whose process group each worker holds."""
 
     def __init__(self, membership: Membership, presence: Liveness) -> None:
         self.kept: dict[int, KeptGroup] = {}
-        """By the number of the group."""
+        """Kept groups by sequence."""
         self._membership = membership
         self._presence = presence
         self._holds: dict[Worker, frozenset[int]] = {}
 
     @property
     def in_use(self) -> bool:
-        """Is this an elastic run, as far as is known?"""
+        """True if this is an elastic run, as far as is known."""
         core = self._membership
         return not core.terms.fixed and (bool(self._presence.incarnations) or core.epoch.number > 0)
 
     def holds(self, worker: Worker, epochs: Iterable[int]) -> None:
-        """``worker`` has these now."""
+        """Set the epochs whose process group ``worker`` has."""
         self._holds[worker] = frozenset(epochs)
 
     def forget(self, worker: Worker) -> None:
-        """Its process is gone."""
+        """Forget ``worker``, whose process is gone."""
         self._holds.pop(worker, None)
 
     def common(self, workers: Sequence[Worker]) -> int | None:
@@ -81,7 +82,7 @@ class ProcessGroupRegistry:
         return KeptGroup(decided, now + REMAKE_AFTER, broken)
 
     def was_member(self, worker: Worker, epoch: int | None = None) -> bool:
-        """Is the process that is ``worker`` a member, and was it one in that ``epoch``?"""
+        """Return whether the process that is ``worker`` is a member, and was one in that ``epoch``."""
         return self._membership.roster.was_member(
             worker.pipeline, self._membership.epoch.number if epoch is None else epoch
         )

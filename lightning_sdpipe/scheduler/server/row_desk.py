@@ -1,7 +1,7 @@
-"""What workers did, update by update and span by span, as their heartbeats bring it.
+"""Desk of rows and spans: what workers did, update by update, as their heartbeats bring it.
 
-The scheduler adds nothing up: it keeps the rows as they came, in chunks, writes them into the log, and gives them to
-whatever asks. Spans are not kept: workers send them when a program has asked.
+The scheduler adds nothing up. It keeps the rows as they came, in chunks, writes them into the log, and gives them to
+any program that asks. Spans are not kept: workers send them when a program has asked.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lightning_sdpipe.scheduler.server.outbox import Outbox
 RING_BYTES = 64 << 20
 REPLY_BYTES = 1 << 20
 SPANS_WITHIN = 3.0
-"""Seconds in which workers must tell of their spans."""
+"""Seconds within which workers must send their spans."""
 SPANS_REPLY_BYTES = 3 << 20
 MOST_ASKING = 16
-"""Programs that wait for spans; of more, the first is answered with what there is."""
+"""Most programs that wait for spans; one more has the first answered with what there is."""
 
 
 class RowRing:
-    """The newest chunks of a run, as bytes: at most ``limit`` of them."""
+    """The newest chunks of a run, encoded: at most ``limit`` bytes of them."""
 
     def __init__(self, limit: int = RING_BYTES) -> None:
         self._limit = limit
@@ -38,7 +38,7 @@ class RowRing:
         self._next = 0
 
     def add(self, chunk: Chunk) -> None:
-        """It is the newest."""
+        """Add the newest chunk."""
         data = msgspec.msgpack.encode(chunk)
         self._chunks.append(data)
         self._next += 1
@@ -47,8 +47,8 @@ class RowRing:
             self._size -= len(self._chunks.popleft())
 
     def since(self, number: int) -> tuple[int, int, tuple[bytes, ...]]:
-        """Chunks from ``number`` on, or, if that is negative, so many of the newest: the number of the first one, that
-        of the next to ask for, and as many of them as one reply holds."""
+        """Return chunks from ``number`` on, or, if it is negative, that many of the newest: the number of the first
+        one, the number to ask for next, and as many chunks as one reply holds."""
         oldest = self._next - len(self._chunks)
         first = min(self._next, max(oldest, number if number >= 0 else self._next + number))
         chunks: list[bytes] = []
@@ -62,27 +62,27 @@ class RowRing:
 
 
 class RowDesk:
-    """Keeps the rows of all workers, and what people know these by.
+    """Keeps the rows of all workers, and their descriptions for people.
 
     Args:
-        log: of the run.
-        outbox: counts what makes no sense.
+        log: event log of the run.
+        outbox: counts rows that make no sense.
     """
 
     def __init__(self, log: EventLog, outbox: Outbox) -> None:
         self._log, self._outbox = log, outbox
         self._ring = RowRing()
         self.about: dict[Worker, About] = {}
-        """What workers have said of themselves."""
+        """Descriptions that workers have given of themselves."""
 
     def introduce(self, worker: Worker, about: About | None) -> None:
-        """``worker`` says what people know it by."""
+        """Note the description of ``worker``, if it gives one."""
         if about is not None:
             self.about[worker] = about
 
     def hear(self, request: e.Beat | m.Leave, joined: bool, peer: bytes, now: float) -> Progress | None:
-        """What a policy hears of the updates that a worker tells of, which has ``joined``. Rows that make no sense are
-        ignored; the rest of the request holds."""
+        """Take the rows of a request, and return what a policy is told of them. Rows that make no sense, or come before
+        the worker has ``joined``, are ignored; the rest of the request holds."""
         new, worker = request.rows, request.worker
         if new is None:
             return None
@@ -95,13 +95,13 @@ class RowDesk:
         return new.progress(worker)
 
     def answer(self, request: m.AskRows, now: float) -> m.RowsReply:
-        """What is asked for."""
+        """Return the chunks that are asked for."""
         return m.RowsReply(now, tuple(self.about.items()), *self._ring.since(request.since))
 
 
 class _Asking:
-    """The program behind ``peer`` has asked ``at`` that time for the spans of so many updates of the workers that are
-    ``awaited``."""
+    """The request of the program behind ``peer``, made at ``at``, for the spans of so many updates; the workers
+    ``awaited`` have not sent theirs."""
 
     def __init__(self, peer: bytes, updates: int, at: float, awaited: set[Worker]) -> None:
         self.peer, self.updates, self.at, self.awaited = peer, updates, at, awaited
@@ -109,7 +109,7 @@ class _Asking:
         self.told: dict[Worker, bytes] = {}
 
     def reply(self, about: Mapping[Worker, About]) -> m.SpansReply:
-        """All that has come, as far as there is room."""
+        """Return the spans that have come, as far as there is room."""
         chunks, left_out, size = [], [], 0
         for worker, data in sorted(self.told.items()):
             if size + len(data) > SPANS_REPLY_BYTES:
@@ -121,11 +121,11 @@ class _Asking:
 
 
 class SpanDesk:
-    """Has workers tell of their spans in their beats, and answers the programs that have asked for them.
+    """Asks workers for their spans in answers to their beats, and answers the programs that have asked for them.
 
     Args:
         present: the workers whose processes are there.
-        about: what workers have said of themselves.
+        about: descriptions that workers have given of themselves.
         outbox: takes the answers.
     """
 
@@ -135,11 +135,11 @@ class SpanDesk:
 
     @property
     def deadline(self) -> float:
-        """When :meth:`tick` is due."""
+        """Time at which :meth:`tick` is due."""
         return min((asking.until for asking in self._asking), default=math.inf)
 
     def ask(self, peer: bytes, request: m.AskSpans, now: float) -> None:
-        """The program behind ``peer`` wants to know; it may repeat itself."""
+        """Note the request of the program behind ``peer``, which may repeat it."""
         if any(asking.peer == peer for asking in self._asking):
             return
         self._asking.append(_Asking(peer, request.updates, now, {*self._present}))
@@ -148,7 +148,7 @@ class SpanDesk:
         self.tick(now)
 
     def note(self, beat: e.Beat, peer: bytes, now: float) -> e.Noted:
-        """The answer to a ``beat``, after its spans have been taken."""
+        """Return the answer to a ``beat``, after taking its spans."""
         worker, spans = beat.worker, beat.spans
         awaiting = [asking for asking in self._asking if worker in asking.awaited]
         if spans is not None and (fault := spans.fault()) is not None:
@@ -166,7 +166,7 @@ class SpanDesk:
         return e.Noted(beat.number, wants=(most, first, now))
 
     def tick(self, now: float) -> None:
-        """Answer the programs that have waited long enough, or for all."""
+        """Answer the programs that have waited long enough, or have the spans of all workers."""
         due = [asking for asking in self._asking if asking.until <= now or not asking.awaited]
         for asking in due:
             self._asking.remove(asking)

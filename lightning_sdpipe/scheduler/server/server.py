@@ -32,21 +32,21 @@ from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 LONGEST_WAIT_MS = 60_000
 MOST_UNREAD = 256
-"""Replies kept for a client that does not read them; it asks again for what was dropped."""
+"""Replies kept for a client that does not read them; it repeats the requests whose replies were dropped."""
 MOST_UNHANDLED = 128
-"""Requests kept of one client; what it sends beyond waits on its own side."""
+"""Requests kept of one client; what it sends beyond that waits on its own side."""
 
 _MORE_FOLLOWS, _IS_THERE_MORE = zmq.SNDMORE, zmq.RCVMORE
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server listens, and the keys by which it knows those that may connect.
+    """Address that a server listens at, and the keys by which it knows the clients that may connect.
 
     Args:
         bind: ZeroMQ address; a port of ``*`` is any that is free.
         keys: None only where no other machine can connect.
-        lifeline_port: of the connections that the processes of a run hold; 0 is any that is free.
+        lifeline_port: port for the lifelines of the processes of a run; 0 is any that is free.
 
     Raises:
         ConfigurationError: other machines could connect without keys.
@@ -66,11 +66,11 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a server waits for workers, in seconds.
+    """Seconds that a server waits for workers.
 
     Args:
-        worker_timeout: of silence after which a worker is lost.
-        recovery_grace: for all workers, if it finds itself in the middle of a run.
+        worker_timeout: seconds of silence after which a worker is lost.
+        recovery_grace: seconds that a scheduler which starts in the middle of a run waits for all workers.
 
     Raises:
         ConfigurationError: one of them is not above 0.
@@ -87,7 +87,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Files:
-    """What a server writes: a log of at most ``log_limit`` bytes, and a journal of what is dealt; None writes none."""
+    """Files that a server writes: a log of at most ``log_limit`` bytes, and a journal of what is dealt; None writes
+    none."""
 
     log: Path | None = None
     log_limit: int = LIMIT
@@ -98,7 +99,7 @@ LOOPBACK, USUAL_LIMITS, NO_FILES = Endpoint(), Limits(), Files()
 
 
 class Server:
-    """Serves one run. ``open`` binds, ``run`` serves until told to stop, ``close`` frees the port.
+    """The server of one run. ``open`` binds, ``run`` serves until told to stop, ``close`` frees the port.
 
     With ``elastic`` terms pipelines may come and go. Every process holds a connection to ``lifeline_port``.
     """
@@ -223,7 +224,7 @@ class Server:
 
     @contextlib.contextmanager
     def _lifelines(self, context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[None]:
-        """Listens for the processes of the run, at the host that the scheduler itself listens at."""
+        """Listen for the lifelines of the run's processes, at the host that the scheduler itself listens at."""
         known = self.service.lines
         if not self.address.startswith("tcp://"):
             yield
@@ -235,7 +236,7 @@ class Server:
             lines = Lifelines(context, host, port, endpoint, notice.identity, known.knows)
         except OSError as error:
             raise SchedulerError(
-                f"nobody can listen for the processes of the run at {host}, port {port} "
+                f"the lifelines of the run's processes cannot be listened for at {host}, port {port} "
                 f"({error.strerror}); choose another --lifeline-port, or 0 for any"
             ) from error
         with lines:
@@ -262,7 +263,7 @@ class Server:
             request = m.decode_request(frame)
         except m.WrongVersion as error:
             self.service.ignore("other version", peer, str(error))
-            return [(peer, e.Refused(0, str(error)))]  # whatever it understands of this, it sees the version
+            return [(peer, e.Refused(0, str(error)))]  # any version can read which version this side speaks
         except m.MalformedFrame as error:
             self.service.ignore("malformed", peer, str(error))
             return []
@@ -288,16 +289,16 @@ class Server:
 
 
 def _receive(socket: zmq.Socket[bytes]) -> tuple[bytes, bytes]:
-    """A peer and what it sent. Like ``recv_multipart``, which takes twice as long."""
+    """Return a peer and the frame that it sent. ``recv_multipart`` does the same, and takes twice as long."""
     peer, frame = socket.recv(), socket.recv()
-    while socket.getsockopt(_IS_THERE_MORE):  # which no worker sends
+    while socket.getsockopt(_IS_THERE_MORE):  # no worker sends more frames
         socket.recv()
         frame = b""
     return peer, frame
 
 
 class StopMessage:
-    """Where the frame that means "stop" comes from: a name that no client can guess, inside the process."""
+    """Address and identity of the frame that means "stop": a name that no client can guess, inside the process."""
 
     def __init__(self) -> None:
         self.identity = b"stop-" + secrets.token_bytes(16)
@@ -305,8 +306,8 @@ class StopMessage:
 
 
 class ControlThread:
-    """Watches what is no worker's message, while the server's loop runs: the sign to stop, which it passes to the loop
-    as a frame, and the questions of CURVE."""
+    """Watches all but workers' messages while the server's loop runs: the sign to stop, which it passes to the loop as
+    a frame, and the questions of CURVE."""
 
     def __init__(
         self,

@@ -43,19 +43,19 @@ from lightning_sdpipe.scheduler.server.session import Session
 logger = logging.getLogger(__name__)
 
 EVENTS_PER_WORKER = 16
-"""That the log keeps in memory at least, times the workers: about the last rounds."""
+"""Events that the log keeps in memory at least, times the workers: about the last rounds."""
 
 
 class SchedulerService:
-    """Checks each request, passes it on to the desk that it concerns, and says how the run is.
+    """Checks each request, passes it on to the desk that it concerns, and gives the status of the run.
 
     Args:
         config: the values of the policy.
         num_stages: M.
         num_pipelines: N.
         worker_timeout: seconds of silence after which a worker is lost.
-        recovery_grace: seconds that a scheduler which finds itself in the middle of a run waits for all workers.
-        elastic: what a run needs whose pipelines come and go; None if it serves only runs of fixed pipelines.
+        recovery_grace: seconds that a scheduler which starts in the middle of a run waits for all workers.
+        elastic: terms of a run whose pipelines come and go; None to serve only runs of fixed pipelines.
         now: the time, in seconds of any clock that never runs backwards.
         log: gets every event and decision.
 
@@ -90,7 +90,7 @@ class SchedulerService:
         self._started = now
         self._outbox = Outbox()
         self.lines = Lines()
-        """By which it is known at once that a process has ended."""
+        """Lifelines, which tell at once that a process has ended."""
         terms = elastic or ElasticConfig.of_fixed(num_pipelines, recovery_grace)
         membership = Membership(num_stages, terms, now, num_pipelines)
         presence = Liveness(worker_timeout, self.lines, now, membership.unit)
@@ -123,11 +123,11 @@ class SchedulerService:
     # ------------------------------------------------------------------ inputs
 
     def deadline(self) -> float:
-        """When :meth:`tick` is due."""
+        """Time at which :meth:`tick` is due."""
         return min(self.groups.deadline, self.members.deadline(), self.members.spans.deadline)
 
     def tick(self, now: float) -> list[Addressed]:
-        """Time passed."""
+        """Let time pass; return the messages to send."""
         try:
             self.groups.let_time_pass(now)
             self.members.tick(now)
@@ -138,7 +138,7 @@ class SchedulerService:
         return self._outbox.sent()
 
     def handle(self, peer: bytes, request: m.Request | m.Question | e.Request, now: float) -> list[Addressed]:
-        """A message from the peer that calls itself ``peer``."""
+        """Deal with a message from ``peer``; return the messages to send."""
         if isinstance(request, m.AskStatus):
             return [(peer, m.StatusReply(self.status(now)))]
         if isinstance(request, m.AskRows):
@@ -169,7 +169,7 @@ class SchedulerService:
         return self._outbox.sent()
 
     def line_ended(self, nonce: bytes, now: float) -> list[Addressed]:
-        """The connection of the process that was given ``nonce`` is closed."""
+        """Note that the lifeline of the process that was given ``nonce`` has closed."""
         of = self.lines.take(nonce)
         if of is None:
             return []
@@ -181,15 +181,15 @@ class SchedulerService:
         return self._outbox.sent()
 
     def restore(self, event: LeaseEvent, now: float) -> None:
-        """What the journal of an earlier scheduler says was dealt."""
+        """Repeat an event from the journal of an earlier scheduler."""
         self._driver.deal(event, now)
 
     def ignore(self, kind: str, peer: bytes, detail: str) -> None:
-        """A message from ``peer`` changes nothing."""
+        """Count a message from ``peer`` that changes nothing."""
         self._outbox.ignore(kind, peer, detail)
 
     def status(self, now: float) -> Status:
-        """How the run is."""
+        """Return the status of the run."""
         overview, uptime, sessions = self.overview, now - self._started, self.groups.sessions
         return Status(
             policy=self._description,
@@ -214,14 +214,14 @@ class SchedulerService:
         )
 
     def validate(self) -> None:
-        """Raise AssertionError if what is known here contradicts itself; for tests, after each step."""
+        """Raise AssertionError if the desks contradict each other; for tests, after each step."""
         self.groups.sessions.validate()
         assert not self._outbox.sent()
 
     # ---------------------------------------------------------------- requests
 
     def _dispatch_due(self, now: float) -> None:
-        """What was kept, and is due."""
+        """Deal with the kept requests that are due."""
         for peer, request in self.members.due(now):
             try:
                 self._dispatch(peer, request, now)
@@ -240,7 +240,7 @@ class SchedulerService:
             self.ignore("replayed", peer, f"number {request.number} was seen before")
 
     def _before_its_join(self, request: m.Request | e.Enrol, peer: bytes, now: float) -> None:
-        """This start of the worker has not joined: it is new, or the scheduler is."""
+        """Deal with a request of a start of the worker that has not joined: it is new, or the scheduler is."""
         match request:
             case m.Join():
                 self.groups.rows.introduce(request.worker, request.about)
@@ -270,7 +270,7 @@ class SchedulerService:
                 self._of_any(request, peer, now)
 
     def _of_any(self, request: m.Hello | m.AskLease | e.Enrol, peer: bytes, now: float) -> None:
-        """What needs no session."""
+        """Deal with a request that needs no session."""
         match request:
             case m.Hello():
                 self._extent.check_mesh(request)
@@ -293,7 +293,7 @@ class SchedulerService:
         self._outbox.say(peer, e.Refused(request.number, reason))
 
     def _give_up(self, error: Exception) -> None:
-        """The policy, or this service, cannot go on, and so no worker can."""
+        """End the run, since the policy, or this service, cannot go on."""
         logger.error("the scheduler cannot go on", exc_info=error)
         self._driver.fail()
         self._outbox.clear()  # a group may have gone out to some of its members only
@@ -301,8 +301,8 @@ class SchedulerService:
         self.groups.fail(m.Failure(None, what[: m.MAX_REASON_CHARACTERS]))
 
     def _sync_graphs(self) -> list[SyncGraph]:
-        """Of each stage: what the policy goes by, or else what the log says. There is one where groups are of whole
-        pipelines."""
+        """Return the sync-graph of each stage, from the policy or else from the log. There is one where groups are of
+        whole pipelines."""
         pipelines, sessions = self._extent.num_pipelines, self.groups.sessions
         graphs = []
         for stage in range(1 if self._extent.depths else self._extent.num_stages):

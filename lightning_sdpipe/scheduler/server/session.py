@@ -1,4 +1,4 @@
-"""What the scheduler knows of one start of a worker, from its first join to the next start of that worker.
+"""The scheduler's state of one start of a worker, from its first join to the next start of that worker.
 
     state      | joins      is ready   gets a group   leaves   falls silent
     -----------+-----------------------------------------------------------
@@ -21,7 +21,7 @@ from lightning_sdpipe.scheduler import protocol as m
 
 
 class State(Enum):
-    """Of a session; the policy counts the worker among the active in the middle two."""
+    """States of a session; in the middle two the policy counts the worker as active."""
 
     AWAY = "away"
     COMPUTING = "computing"
@@ -32,7 +32,7 @@ class State(Enum):
 
 
 class Input(Enum):
-    """What changes the state of a session."""
+    """Inputs that change the state of a session."""
 
     JOINS = "joins"
     IS_READY = "is ready"
@@ -62,17 +62,17 @@ class IllegalInput(ValueError):
 
 
 class ReceivedRequests:
-    """Which requests of a session have come: each counts once, and a leave outdates what was sent before it."""
+    """Requests of a session that have come: each counts once, and a leave outdates what was sent before it."""
 
     __slots__ = ("_last", "left_at")
 
     def __init__(self) -> None:
         self._last: dict[bytes, int] = {}
         self.left_at = -1
-        """The number of the last leave, which may overtake what the other socket sent."""
+        """Number of the last leave, which may overtake what the other socket sent."""
 
     def is_new(self, number: int, peer: bytes) -> bool:
-        """Numbers grow on each socket of the worker; False for what was seen before."""
+        """Return False for a request that was seen before; numbers grow on each socket of the worker."""
         if number <= self._last.get(peer, -1):
             return False
         self._last[peer] = number
@@ -80,7 +80,7 @@ class ReceivedRequests:
 
 
 class Session:
-    """One start; ``id`` is its incarnation."""
+    """One start of a worker; ``id`` is its incarnation."""
 
     __slots__ = (
         *("answer", "answered", "heard", "id", "invitations", "iteration", "member_peer", "peer", "received"),
@@ -93,27 +93,27 @@ class Session:
         self.peer, self.member_peer = m.routing_id(worker, id), e.peer_of(worker, id)
         self.state = AWAY
         self.iteration: int | None = None
-        """Of the last ready that was accepted."""
+        """Iteration of the last ready that was accepted."""
         self.answer: m.Answer | None = None
-        """To that ready; None until it is decided."""
+        """Answer to that ready; None until it is decided."""
         self.answered: int | None = None
-        """The last iteration that was answered since it joined."""
+        """Last iteration that was answered since the worker joined."""
         self.invitations = 0
-        """To groups that it was a passive member of."""
+        """Invitations to groups that the worker was a passive member of."""
         self.received = ReceivedRequests()
         self.heard = now
-        """When anything of it came last."""
+        """Time at which any message of the worker last came."""
 
     @property
     def active(self) -> bool:
-        """Does the policy count on the worker?"""
+        """True if the policy counts on the worker."""
         return self.state in ACTIVE
 
     def move(self, input: Input) -> None:
         """Change the state as the table says.
 
         Raises:
-            IllegalInput: it says nothing; nothing has changed.
+            IllegalInput: the table has no entry; nothing has changed.
         """
         after = TRANSITIONS[self.state].get(input)
         if after is None:
@@ -121,18 +121,18 @@ class Session:
         self.state = after
 
     def is_ready(self, iteration: int) -> None:
-        """The ready of ``iteration`` was accepted."""
+        """Note that the ready of ``iteration`` was accepted."""
         self.move(IS_READY)
         self.iteration = iteration
         self.answer = None
 
     def is_answered(self, answer: m.Answer) -> None:
-        """``answer`` is the answer to its ready."""
+        """Note the answer to the ready."""
         self.move(GETS_GROUP)
         self.answer, self.answered = answer, self.iteration
 
     def validate(self) -> None:
-        """Raise AssertionError if what this session knows contradicts itself."""
+        """Raise AssertionError if this session contradicts itself."""
         if self.state is WAITING:
             assert self.iteration is not None, self
             assert self.answer is None, self
@@ -152,24 +152,24 @@ class Sessions:
         self._current: dict[Worker, Session] = {}
 
     def begin(self, worker: Worker, id: int, now: float) -> Session:
-        """A new start of ``worker`` takes the place of an older one."""
+        """Begin the session of a new start of ``worker``, in place of an older one."""
         session = self._current[worker] = Session(worker, id, now)
         return session
 
     def is_socket_of(self, peer: bytes, worker: Worker, id: int) -> bool:
-        """May ``peer`` speak for ``worker`` in that session?"""
+        """Return whether ``peer`` may speak for ``worker`` in that session."""
         session = self._current.get(worker)
         if session is not None and session.id == id:
             return peer in (session.peer, session.member_peer)
         return peer in (m.routing_id(worker, id), e.peer_of(worker, id))
 
     def of(self, worker: Worker, id: int) -> Session | None:
-        """The session ``id`` of ``worker``, if it is the current one."""
+        """Return the session ``id`` of ``worker``, if it is the current one."""
         session = self._current.get(worker)
         return session if session is not None and session.id == id else None
 
     def get(self, worker: Worker) -> Session | None:
-        """The current session of ``worker``, if it ever joined."""
+        """Return the current session of ``worker``, if it ever joined."""
         return self._current.get(worker)
 
     def __getitem__(self, worker: Worker) -> Session:
@@ -179,7 +179,7 @@ class Sessions:
         return iter(list(self._current.values()))
 
     def of_stage(self, stage: int) -> list[Session]:
-        """By pipeline."""
+        """Return the sessions of ``stage``, by pipeline."""
         return sorted((s for s in self if s.worker.stage == stage), key=lambda session: session.worker)
 
     def active_in(self, stage: int) -> list[Worker]:
@@ -187,36 +187,37 @@ class Sessions:
         return [session.worker for session in self.of_stage(stage) if session.active]
 
     def takes_part(self, worker: Worker) -> bool:
-        """Does the policy count on ``worker``?"""
+        """Return whether the policy counts on ``worker``."""
         session = self._current.get(worker)
         return session is not None and session.active
 
     def validate(self) -> None:
-        """Raise AssertionError if they contradict each other or themselves."""
+        """Raise AssertionError if the sessions contradict each other or themselves."""
         for worker, session in self._current.items():
             session.validate()
             assert session.worker == worker, session
 
 
 class ReportedAnswers:
-    """Of the scheduler before this one: groups that some of their members have not heard of.
+    """Groups of the scheduler before this one that some of their members have not heard of.
 
-    That one may have died when only some members of a group had heard of it; they may be averaging and wait for the
-    others, and with an exchange that overlaps training they may even be groups ahead. So a worker brings every answer
-    that another member could still ask for: for each other worker, the last one that the two shared, since members of a
-    later group have heard of the earlier ones. A ready that one of them answers gets exactly that: no iteration is
-    lost, and none is done twice. ``beside`` are the workers for which a member stands besides itself.
+    That scheduler may have died when only some members of a group had heard of it. These may be averaging and wait for
+    the others; with an exchange that overlaps training they may even be groups ahead. So a worker brings every answer
+    that another member could still ask for. For each other worker this is the last answer that the two shared, since
+    members of a later group have heard of the earlier ones. A ready that such an answer is for gets exactly that
+    answer: no iteration is lost, and none is done twice. ``beside`` returns the workers that a member represents
+    besides itself.
     """
 
     def __init__(self, beside: Callable[[Worker], Sequence[Worker]] = lambda member: ()) -> None:
         self.answers: dict[Worker, dict[int, m.Answer]] = {}
-        """By the readies that they answer."""
+        """Answers by worker and iteration of the readies that they answer."""
         self._beside = beside
         self._reported: dict[Worker, Sequence[m.Answer]] = {}
 
     def keep(self, answers: Sequence[m.Answer], reporter: Worker) -> None:
-        """What a worker has heard of an earlier scheduler answers the readies of members that have not. It takes the
-        place of what the worker reported before: each report is whole."""
+        """Keep the answers that a worker has heard from an earlier scheduler, for members that have not. They replace
+        what the worker reported before: each report is whole."""
         for member, iteration, answer in self._readies(self._reported.pop(reporter, ()), reporter):
             kept = self.answers.get(member, {})
             if kept.get(iteration) is answer:
@@ -229,8 +230,8 @@ class ReportedAnswers:
             self.answers.setdefault(member, {})[iteration] = answer
 
     def answer_to(self, worker: Worker, iteration: int) -> m.Answer | None:
-        """The group that answers this ready, if another member has heard of it; earlier ones are not asked for any
-        more."""
+        """Return the group that answers this ready, if another member has heard of it; earlier ones are not asked for
+        any more."""
         answers = self.answers.get(worker)
         if answers is None:
             return None
@@ -243,11 +244,12 @@ class ReportedAnswers:
         return answer
 
     def forget(self, worker: Worker) -> None:
-        """``worker`` begins anew: its readies are others, even if their numbers are the same."""
+        """Forget the answers to ``worker``, which begins anew: its readies are others, even if their numbers are the
+        same."""
         self.answers.pop(worker, None)
 
     def _readies(self, answers: Sequence[m.Answer], reporter: Worker) -> Iterator[tuple[Worker, int, m.Answer]]:
-        """Yield what each answers: the worker, its iteration, and the answer; but for those of ``reporter`` itself."""
+        """Yield each ready that an answer is for (worker, iteration, answer), except those of ``reporter`` itself."""
         for answer in answers:
             for member, iteration in zip(answer.group.members, answer.iterations, strict=False):
                 if iteration is None:

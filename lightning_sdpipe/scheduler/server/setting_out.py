@@ -1,8 +1,8 @@
-"""Which workers set out together where replicas are equal in every round.
+"""Lets workers set out together where replicas are equal in every round.
 
-Replicas that are equal after every round stay so if every one is in every round. So the workers of a stage that join
-a segment set out together: a join waits until all others have come. A newcomer whose donor has copied its state in the
-middle of a segment takes part from there on. It is waited for in the next round, which the donor has not begun.
+Replicas that are equal after every round stay equal if each is in every round. So the workers of a stage that join a
+segment set out together: a join waits until all others have come. A newcomer whose donor has copied its state in the
+middle of a segment takes part from there on: the next round, which the donor has not begun, waits for it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from lightning_sdpipe.scheduler.server.outbox import DeferredRequests
 
 
 class SettingOut:
-    """Args:
-    membership: knows the members, and for which newcomers a state was copied.
-    groups: knows which workers take part.
-    presence: which processes are there.
-    early: joins that wait.
-    together: are replicas equal in every round? Else none waits for another.
+    """Holds joins back until all workers of a stage have come.
+
+    Args:
+        membership: knows the members, and the newcomers for which a state was copied.
+        groups: knows which workers take part.
+        presence: the processes that are there.
+        early: joins that wait.
+        together: True if replicas are equal in every round; else no join waits for another.
     """
 
     def __init__(
@@ -34,23 +36,23 @@ class SettingOut:
 
     @property
     def together(self) -> bool:
-        """Do those that join set out together?"""
+        """True if workers that join set out together."""
         return self._together and not self._membership.terms.fixed
 
     def waits(self, request: m.Request | e.Enrol) -> bool:
-        """Does it wait until its stage is :meth:`due`? After the scheduler was started again, a worker goes on in the
-        round in which others are; one that had joined, and was in no round yet, is as one that joins."""
+        """Return whether ``request`` waits until its stage is :meth:`due`. After a restart of the scheduler, a worker
+        goes on in the round in which others are; one that had joined, and was in no round yet, counts as joining."""
         if not self.together or not joins(request):
             return False
         return isinstance(request, m.Join) or not self._groups.sessions.active_in(request.worker.stage)
 
     def goes_on(self, request: m.Request | e.Enrol) -> bool:
-        """Is the worker in a round already? The others would make the next one without it if it first had to share a
-        process group with them; a group waits for that by itself."""
+        """Return whether the worker is in a round already. If it first had to share a process group with the others,
+        they would make the next group without it; a group waits for that by itself."""
         return self.together and isinstance(request, e.Enrol)
 
     def due(self) -> set[int]:
-        """Stages of which all that are in the run wait to join."""
+        """Return the stages of which all workers in the run wait to join."""
         if not self.together:
             return set()
         core, sessions = self._membership, self._groups.sessions
@@ -64,8 +66,8 @@ class SettingOut:
         }
 
     def follow(self, now: float) -> None:
-        """Membership has decided something: newcomers that have a donor's state to come take part with it, and those
-        that have lost it do not any more."""
+        """Follow a decision on membership: newcomers whose donor's state is on its way take part with the donor, and
+        those that have lost it no longer do."""
         if not self.together:
             return
         core, sessions, stages = self._membership, self._groups.sessions, range(self._groups.extent.num_stages)
@@ -86,7 +88,7 @@ class SettingOut:
 
 
 def joins(request: m.Request | e.Enrol) -> bool:
-    """Is the worker about to be in its first round of a segment?"""
+    """Return whether the worker is about to be in its first round of a segment."""
     match request:
         case m.Join() | e.Enrol(resumes=e.Resumes(joined=True, answered=None)):
             return True

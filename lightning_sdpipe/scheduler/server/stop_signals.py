@@ -1,4 +1,4 @@
-"""Signals as something that can be waited for."""
+"""Lets a program wait for signals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def stop_signals(*numbers: signal.Signals) -> Iterator[int]:
-    """A file descriptor that becomes readable when one of the signals arrives, whatever the main thread does.
+    """Yield a file descriptor that becomes readable when one of the signals arrives, whatever the main thread does.
 
     A handler alone is not enough: it runs in the main thread, which may be about to wait inside ZeroMQ. The
     descriptor is written by the interpreter's own part of signal handling.

@@ -1,23 +1,26 @@
-"""What the replicas of a stage do together in an elastic job: they meet at the scheduler, and average.
+"""Barriers of a stage's replicas in an elastic job, at which they meet through the scheduler, and average.
 
-A meeting takes the place of a collective: a worker that dies is not waited for, and all that meet get the same answer,
-which of them have come and what each said. The meetings of a stage are numbered between two segments of training, in
-which all do the same things in the same order. Before its first segment a worker is alone: the first pipelines have
-begun together, and a newcomer has not come to where the others are.
+A barrier takes the place of a collective: a worker that dies is not waited for, and all that pass it get the same
+answer, which of them have come and what each said. The barriers of a stage are numbered between two segments of
+training, in which all do the same things in the same order. Before its first segment a worker is alone: the first
+pipelines have begun together, and a newcomer has not come to where the others are.
 
-:class:`ElasticRendezvous` and :class:`ElasticReplica` do by meetings what the classes of an ordinary run do by
-collectives: the number of replicas changes.
+:class:`ElasticRendezvous` and :class:`ElasticReplica` use barriers where the classes of an ordinary run use
+collectives, since the number of replicas changes.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.membership.members import Met
@@ -27,22 +30,24 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
 from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfPresent, Synchronizer
+from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
 MOST_BYTES = 1 << 15
-"""Of what a worker says at a meeting."""
+"""Most bytes that a worker says at a barrier."""
+_Decision = TypeVar("_Decision")
 _AVERAGED, _NOT = b"\x01", b"\x00"
 
 
 class Barriers:
-    """One worker's.
+    """The barriers of one worker.
 
     Args:
-        worker: it.
-        line: to the scheduler.
+        worker: this worker.
+        line: its client of the scheduler.
         epochs: the groups of its replicas.
-        point: of training, where all meet next: equal on all of them.
-        met: called after each meeting.
+        point: returns the point of training at which all meet next: equal on all of them.
+        met: called after each barrier.
     """
 
     def __init__(
@@ -63,18 +68,18 @@ class Barriers:
         self._last: Met | None = None
 
     def present(self, members: Collection[int]) -> Collection[int]:
-        """Those of ``members`` that are where this worker is: those that missed the last meeting have gone."""
+        """Return those of ``members`` that are where this worker is: those that missed the last barrier have gone."""
         return members if self._last is None else self._last.pipelines
 
     def set_out(self) -> None:
-        """A segment of training begins, after which all meet."""
+        """Begin a segment of training, after which all meet."""
         self._begun = True
         self._number = 0
         self._last = None
 
     @contextmanager
     def at(self, point: str) -> Iterator[None]:
-        """Around meetings at ``point``, before the first segment of training."""
+        """Let the barriers of the block, before the first segment of training, be at ``point``."""
         usual = self._point
         self._point, self._begun, self._number = lambda: point, True, 0
         try:
@@ -83,10 +88,10 @@ class Barriers:
             self._point, self._begun, self._number, self._last = usual, False, 0, None
 
     def meet(self, says: bytes = b"") -> Met:
-        """Waits for the others. A worker that came too late is alone, and so is each before the first segment.
+        """Wait for the others. A worker that came too late is alone, and so is each before the first segment.
 
         Raises:
-            WorkerFailedError: the others were here before, and have gone on.
+            WorkerFailedError: the others have passed the barrier before, and gone on.
         """
         if not self._begun:
             return Met(self._worker.stage, "", (self._worker.pipeline,), (says,), 0)
@@ -95,7 +100,7 @@ class Barriers:
         met = self._line.meet(key, says)
         if met.past:
             raise WorkerFailedError(
-                f"pipeline {self._worker.pipeline} came to a meeting ({key}) when the others had gone on; it has to "
+                f"pipeline {self._worker.pipeline} came to a barrier ({key}) when the others had gone on; it has to "
                 "join again"
             )
         self._last = met
@@ -103,14 +108,15 @@ class Barriers:
         return met
 
     def average(self, tensors: Sequence[Tensor]) -> Met:
-        """Makes ``tensors`` the same on all that meet: floating-point ones their mean, integers the largest.
-        If a worker is lost meanwhile, all that are left do it again.
+        """Make ``tensors`` the same on all that meet: floating-point ones their mean, integers the largest.
+
+        If a worker is lost meanwhile, all that are left average again.
 
         Returns:
-            The meeting at which it was done.
+            The barrier at which the last attempt was made.
 
         Raises:
-            ConfigurationError: integers are too many to be told.
+            ConfigurationError: there are too many integers to be sent.
         """
         floating, integers = split(tensors)
         met = self.meet(_NOT + pack(integers))
@@ -124,10 +130,11 @@ class Barriers:
         return met
 
     def weighted_sum(self, tensors: Sequence[Tensor], met: Met, weights: Mapping[int, float]) -> bool:
-        """Makes ``tensors`` their sum by ``weights`` on those pipelines of ``met``; all of them must call it.
+        """Replace ``tensors`` by their sum, weighted by ``weights``, on those pipelines of ``met``; all of them must
+        call it.
 
         Returns:
-            Whether all of it is done; if not, a worker is lost.
+            True if the whole sum is done; otherwise a worker is lost.
         """
         if len(weights) == 1:
             return True
@@ -149,18 +156,31 @@ class Barriers:
         return True
 
 
+def agree(
+    meetings: Barriers, groups: ProcessGroups, mine: Any, decide: Callable[[Mapping[int, Any]], _Decision]
+) -> _Decision:
+    """Returns what ``decide`` makes of what the first ranks of all pipelines that meet say, by pipeline: the same on
+    all stages, each of which must call it. All of it is what JSON can say."""
+    decision = None
+    if groups.rank == 0:
+        met = meetings.meet(json.dumps(mine).encode())
+        decision = decide(dict(zip(met.pipelines, map(json.loads, met.values), strict=True)))
+    agreed: _Decision = p2p.broadcast_value(decision, 0, groups.everybody)
+    return agreed
+
+
 def split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Those in floating point, and the integers; what is empty is left out."""
+    """Return the floating-point tensors, and the integers; empty ones are left out."""
     some = [tensor for tensor in tensors if tensor.numel()]
     floating = [tensor for tensor in some if tensor.is_floating_point()]
     return floating, [tensor for tensor in some if not tensor.is_floating_point()]
 
 
 def pack(integers: Sequence[Tensor]) -> bytes:
-    """Their values, for the others at a meeting.
+    """Pack the values of ``integers``, for the others at a barrier.
 
     Raises:
-        ConfigurationError: they are too many.
+        ConfigurationError: there are too many.
     """
     if not integers:
         return b""
@@ -175,7 +195,7 @@ def pack(integers: Sequence[Tensor]) -> bytes:
 
 
 def unpack_max(integers: Sequence[Tensor], each: Sequence[bytes]) -> None:
-    """Sets ``integers`` to the largest of what was :func:`pack` by ``each``."""
+    """Set ``integers`` to the largest of the values that :func:`pack` has put into ``each``."""
     if integers:
         values = torch.stack([torch.frombuffer(bytearray(said), dtype=torch.int64) for said in each]).amax(0)
         parts = torch.split_with_sizes(values, [tensor.numel() for tensor in integers])
@@ -184,21 +204,22 @@ def unpack_max(integers: Sequence[Tensor], each: Sequence[bytes]) -> None:
 
 
 class ElasticRendezvous(Rendezvous):
-    """One worker's. It waits for none when it sets out: one that comes later finds its groups then."""
+    """The rendezvous of one worker. It waits for no other when it sets out: a worker that comes later finds its groups
+    then."""
 
     def __init__(self, sync: Synchronizer, meetings: Barriers) -> None:
         super().__init__(sync)
         self._meetings = meetings
 
     def wait_for_others(self, position: int) -> SyncPoint:
-        """Never happens: data are dealt."""
+        """Raise an error, since data are dealt, and no pipeline runs out of its own."""
         raise ConfigurationError("In an elastic job data are dealt, so no pipeline runs out of its own.")
 
     def _meet_others(self, position: int) -> None:
         self._meetings.meet()
 
     def _leave(self) -> None:
-        self._sync.stop()  # first: one that has left cannot try again what breaks
+        self._sync.stop()  # first: a worker that has left cannot retry a group that breaks
         super()._leave()
 
     def _set_out(self) -> None:
@@ -208,11 +229,11 @@ class ElasticRendezvous(Rendezvous):
 
 @dataclass(frozen=True)
 class ElasticReplica(Replica):
-    """See :class:`~lightning_sdpipe.sync.synchronizer.Replica`."""
+    """A replica in an elastic job; see :class:`~lightning_sdpipe.sync.synchronizer.Replica`."""
 
     meetings: Barriers = field(kw_only=True)
-    means: Mover = field(kw_only=True)  # among the members of a group, some of which may be lost
-    present: Callable[[], int] = field(kw_only=True)  # pipelines
+    means: Mover = field(kw_only=True)  # averages among the members of a group, some of which may be lost
+    present: Callable[[], int] = field(kw_only=True)  # number of pipelines
     of_present: RoundsOfPresent = field(kw_only=True)
 
     @property

@@ -1,6 +1,6 @@
 """Turns of Lightning's loop in an elastic job.
 
-Whatever changes the pipeline happens between two turns, where Lightning's counters, the model and the optimizer belong
+All that changes the pipeline happens between two turns, where Lightning's counters, the model and the optimizer belong
 together: it gives its state to a newcomer, it leaves, it takes over from the leader. All waiting for batches happens
 there, too, so that a worker that waits can still give its state. So the end of a segment is a turn of its own, in which
 nothing is trained.
@@ -22,29 +22,29 @@ from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel
 
-_GLANCE = 0.02  # seconds between two looks whether there are enough pipelines
+_GLANCE = 0.02  # seconds between two checks whether there are enough pipelines
 
 State = dict[str, Any]
 
 
 class Duties(Protocol):
-    """What a worker does between two turns."""
+    """Duties of a worker between two turns."""
 
     words: CommandChannel
 
     def order(self) -> Command | None:
-        """On stage 0: :func:`~lightning_sdpipe.membership.turn_order.turn_order` as things are."""
+        """Return the command of stage 0, by :func:`~lightning_sdpipe.membership.turn_order.turn_order`."""
 
     def act(self, word: Command, turns: State) -> None:
-        """Does what is ordered besides training, where ``turns`` is the source's state."""
+        """Carry out a command other than to train; ``turns`` is the source's state."""
 
     def between(self) -> None:
-        """Whatever else happens between two turns, on each stage when it comes there."""
+        """Perform all else that happens between two turns, on each stage when it comes there."""
 
 
 class ElasticBatchSource(DealtBatchSource):
-    """This worker's; ``duties`` are done between its turns. See
-    :class:`~lightning_sdpipe.loop.dealt.DealtBatchSource` for what is not said here."""
+    """The batch source of one worker, which carries out ``duties`` between its turns. See
+    :class:`~lightning_sdpipe.loop.dealt.DealtBatchSource` for methods without a docstring."""
 
     def __init__(
         self,
@@ -64,20 +64,21 @@ class ElasticBatchSource(DealtBatchSource):
 
     @property
     def run(self) -> int:
-        """The number of this fit, which a newcomer has of its donor."""
+        """Number of this fit, which a newcomer gets from its donor."""
         return self._run
 
     @property
     def state(self) -> State:
-        """What a newcomer must know to take its turns in the same segment."""
+        """State that a newcomer needs to take its turns in the same segment."""
         segment = self._segment if self._turns.underway else None
         where = None if segment is None else [segment.epoch, segment.start, segment.stop]
-        return {"run": self._run, "segment": where}
+        return {"run": self._run, "segment": where, "look": self._checks.next}
 
     def load(self, state: State) -> None:
-        """Goes on where the donor of ``state`` was."""
+        """Go on where the donor of ``state`` was."""
         self._run = state["run"]
         self._given = state["segment"]
+        self._checks.start_at(state["look"])
 
     def _next_turn(self) -> Any:
         self._between_turns()
@@ -88,7 +89,7 @@ class ElasticBatchSource(DealtBatchSource):
         return self._begin_turn()
 
     def serve(self) -> bool:
-        """While stage 0 waits between two turns: does what is asked. May a turn begin now?"""
+        """Carry out commands while stage 0 waits between two turns. Return whether a turn may begin now."""
         if not self._waits_between_turns:
             return False
         while (word := self._duties.order()) is not None and word.kind is not CommandKind.GO:
@@ -120,7 +121,7 @@ class ElasticBatchSource(DealtBatchSource):
         return super()._segment_from(start) if given is None else Segment(self._run, *given)
 
     def _run_out(self) -> None:
-        """Waits before the next turn begins."""
+        """No-op: the wait comes before the next turn begins."""
 
     def _reached(self, before: int) -> int:
         return before + 1 if self._next is None else super()._reached(before)

@@ -1,14 +1,14 @@
 """The process groups of a stage's replicas: one for each epoch of membership, made beside the training.
 
-Making one takes milliseconds, and longer if a member is gone; so threads do it, and the groups of earlier epochs
-stay in use meanwhile. gloo has no way to end a wait for a message of a process that lives and will not send it, except
-that a receive in another thread runs into its timeout, which closes all connections of this process in that group. That
-is done to the group in which this worker exchanges with a worker that is lost, or in which an exchange has broken off:
-a message that is still on its way then, to memory that is let go, would hold up all that come after it for good.
+Making one takes milliseconds, and longer if a member is gone; so threads do it, and the groups of earlier epochs stay
+in use meanwhile. gloo cannot end a wait for a message that a live process will not send, except that a receive in
+another thread runs into its timeout, which closes all connections of this process in that group. So this is done to a
+group in which this worker exchanges with a lost worker, or in which an exchange has broken off: a message still on its
+way to memory that is let go would hold up all later ones for good.
 
-Replicas find each other to make a group by :class:`SchedulerStore`, over the scheduler's key-value store. The scheduler
-imports no torch and its connection is encrypted where there are keys; a TCPStore would live and die with one of the
-workers, for all that can reach it.
+To make a group, replicas find each other by :class:`SchedulerStore`, over the scheduler's key-value store. The
+scheduler imports no torch, and its connection is encrypted where there are keys. A TCPStore would live and die with one
+of the workers, and be open to all that can reach it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from lightning_sdpipe.topology.groups import Replicas, Traffic
 
 
 class SchedulerStore(Store):
-    """Keys under ``room`` in the key-value store of the scheduler that ``client`` speaks to.
+    """A store of keys under ``room`` in the key-value store of the scheduler that ``client`` speaks to.
 
-    What makes a process group must keep a Python reference to it for as long as the group is being made. Every wait
-    ends after ``timeout`` seconds with a SchedulerError, or with :class:`CancelledError` soon after ``cancelled`` says
-    so: as when an epoch of membership is superseded while a member that is gone is waited for.
+    The maker of a process group must keep a Python reference to the store while the group is being made. Every wait
+    ends after ``timeout`` seconds with a SchedulerError, or with :class:`CancelledError` soon after ``cancelled``
+    returns true: as when an epoch of membership is superseded while a member that is gone is waited for.
     """
 
     def __init__(
@@ -95,36 +95,36 @@ class SchedulerStore(Store):
 log = logging.getLogger(__name__)
 
 CONNECTING = timedelta(seconds=20)
-"""For all members to make a group."""
+"""Time in which all members must connect to make a group."""
 KEPT = 3
-"""Epochs whose groups are kept at least."""
+"""Newest epochs whose groups are always kept."""
 _POISON = 2**30  # a tag of no message
 
 _TRYING = 4.0  # seconds, to reach all others; the scheduler's next epoch comes after 5
-_TRYING_TO_CONNECT = timedelta(seconds=1)  # of which gloo takes five, where it listens
-_TRIED = 2**16  # elements that are sent to and fro then: some networks lose large packets only
+_TRYING_TO_CONNECT = timedelta(seconds=1)  # gloo listens five times as long
+_TRIED = 2**16  # elements sent to and fro in a trial: some networks lose large packets only
 
 MakeStore = Callable[[str, Callable[[], bool]], Store]
-"""A store of that name that all processes reach; its waits end when what it is given says so."""
+"""Makes a store of that name that all processes reach; its waits end when the given function returns true."""
 
 
 @dataclass(frozen=True)
 class _OfEpoch:
-    replicas: Replicas  # over a group of gloo by itself, a part of no world
+    replicas: Replicas  # over a gloo group that belongs to no world
     mover: GroupMean
     exchange: Mover
 
 
 class EpochGroups:
-    """Those of one worker.
+    """The process groups of one worker.
 
     Args:
-        worker: it.
+        worker: this worker.
         make_store: see :data:`MakeStore`.
-        timeout: of a transfer, when a group is there.
-        report: where what is known here is told.
-        among: makes what averages models while they train.
-        traffic: counts the bytes that this sends.
+        timeout: that of a transfer, once a group exists.
+        report: the client that is told the groups and exchanges of this worker.
+        among: makes the mover that averages models while they train.
+        traffic: counts the bytes that this worker sends.
     """
 
     def __init__(
@@ -145,13 +145,13 @@ class EpochGroups:
         self._traffic = Traffic() if traffic is None else traffic
         self._made: dict[int, _OfEpoch] = {}
         self._epoch: Epoch | None = None  # the newest
-        self._starts: dict[int, dict[int, Member]] = {}  # of each pipeline, in the epochs that are known
+        self._starts: dict[int, dict[int, Member]] = {}  # start of each pipeline, by known epoch
         self._in_use: Group | None = None
-        self._moved = 0  # pieces of it
+        self._moved = 0  # pieces of the exchange that were taken over
         self._closed = False
 
     def enter(self, epoch: Epoch) -> None:
-        """Those of ``epoch`` are the members from now on. Any thread may call it; it does not wait."""
+        """Make the members of ``epoch`` the members from now on. Any thread may call it; it does not wait."""
         with self._lock:
             if epoch.number <= self._newest:
                 return
@@ -164,7 +164,7 @@ class EpochGroups:
         if used is not None and broken:
             self._poison(used.epoch)
         if self._worker.pipeline in present and len(present) > 1:
-            # A thread for each: one that connects to a worker that is at the next epoch by now waits in vain. The
+            # A thread for each: one that connects to a worker that has gone on to the next epoch waits in vain. The
             # interpreter waits for them at its end: it would abort in one that comes out of gloo while it is torn down.
             name = f"group of epoch {epoch.number}"
             threading.Thread(target=self._make, args=[epoch], name=name).start()
@@ -173,23 +173,25 @@ class EpochGroups:
 
     @property
     def held(self) -> list[int]:
-        """Epochs that this worker has a group of."""
+        """Epochs whose process group this worker has."""
         with self._lock:
             return sorted(self._made)
 
     def exchange(self, group: Group) -> Mover:
-        """What averages among the members of ``group`` while they train; raises as :meth:`replicas` does."""
+        """Return the mover that averages among the members of ``group`` while they train; raises as :meth:`replicas`
+        does."""
         return self._of(group).exchange
 
     def mover(self, group: Group) -> GroupMean:
-        """What averages among the members of ``group`` in full precision; raises as :meth:`replicas` does."""
+        """Return the mover that averages among the members of ``group`` in full precision; raises as :meth:`replicas`
+        does."""
         return self._of(group).mover
 
     def replicas(self, group: Group) -> Replicas:
-        """How this worker reaches the members of ``group``.
+        """Return how this worker reaches the members of ``group``.
 
         Raises:
-            WorkerFailedError: a member of its epoch is gone, so that its process group is, too.
+            WorkerFailedError: a member of the group's epoch is gone, and with it the process group.
         """
         return self._of(group).replicas
 
@@ -208,7 +210,7 @@ class EpochGroups:
         return made
 
     def use(self, group: Group | None) -> None:
-        """This worker exchanges in ``group`` from now on, or in none."""
+        """Set the group in which this worker exchanges from now on, if any."""
         with self._lock:
             self._in_use = group
             made = None if group is None else self._made.get(group.epoch)
@@ -219,7 +221,7 @@ class EpochGroups:
             self._poison(group.epoch)
 
     def moved(self) -> None:
-        """A piece of the exchange that this worker is in has been taken over."""
+        """Note that a piece of the present exchange has been taken over."""
         with self._lock:
             self._moved += 1
             self._tell_of_exchange()
@@ -230,28 +232,29 @@ class EpochGroups:
         self._report.exchanges(None if used is None else Exchanging(used.sequence, pipelines, self._moved))
 
     def give_up(self, group: Group) -> None:
-        """An exchange in ``group`` has broken off: its process group is of no more use."""
+        """Give up the process group of ``group``, in which an exchange has broken off."""
         self._poison(group.epoch)
 
     def broke(self, sequence: int) -> None:
-        """Another member did not get the result of that group. Any thread may call it."""
+        """Break off the exchange of the group ``sequence``, whose result another member did not get. Any thread may
+        call it."""
         with self._lock:
             used = self._in_use
         if used is not None and used.sequence == sequence:
             self._poison(used.epoch)
 
     def wait_for_newest(self) -> None:
-        """A new epoch is known, and its group a moment away: an exchange there will succeed."""
+        """Wait for the group of the newest epoch, which is a moment away: an exchange there will succeed."""
         with self._lock:
             self._lock.wait_for(lambda: self._newest in self._made or len(self._present()) < 2, 1.0)
 
     def close(self) -> None:
-        """No more groups are made."""
+        """Make no more groups."""
         self._closed = True
 
     @property
     def _is_over(self) -> bool:
-        """Are no groups needed any more, since this was closed, or the process ends?"""
+        """True if no groups are needed any more, since this was closed, or the process ends."""
         return self._closed or not threading.main_thread().is_alive()
 
     @property
@@ -262,8 +265,8 @@ class EpochGroups:
         return {self._worker.pipeline} if self._epoch is None else set(self._epoch.pipelines)
 
     def _has_lost(self, group: Group) -> bool:
-        """Is a member of ``group`` gone since its epoch? Another start of it may have come in the same epoch that this
-        worker heard of."""
+        """Return whether a member of ``group`` is gone since its epoch. Another start of it may have come in the same
+        epoch that this worker heard of."""
         newest = self._starts.get(self._newest, {})
         then = self._starts.get(group.epoch, newest)
         pipelines = [member.pipeline for member in group.members]
@@ -275,7 +278,7 @@ class EpochGroups:
         if made is not None:
             group: Any = made.replicas.group
             peer = (group.rank() + 1) % group.size()
-            with suppress(RuntimeError):  # what is to come: the timeout
+            with suppress(RuntimeError):  # the timeout is expected
                 group.recv([torch.zeros(1)], peer, _POISON).wait(timedelta(milliseconds=1))
             self._report.holds(self.held)
 
@@ -302,7 +305,7 @@ class EpochGroups:
         del old
 
     def _try(self, epoch: Epoch) -> None:
-        """Which of this stage can this worker reach? A process group of two is made with each, and used."""
+        """Find the replicas of this stage that this worker can reach: make and use a process group of two with each."""
         number, stage, own = epoch.number, self._worker.stage, self._worker.pipeline
         others = {i for i in epoch.pipelines if i != own}
         until = time.monotonic() + _TRYING
@@ -319,7 +322,7 @@ class EpochGroups:
                 sent = group.send([torch.zeros(_TRIED)], there, 0)
                 group.recv([torch.zeros(_TRIED)], there, 0).wait(timedelta(seconds=_TRYING))
                 sent.wait(timedelta(seconds=_TRYING))
-            except Exception as error:  # whatever it is: they cannot exchange
+            except Exception as error:  # on any error they cannot exchange
                 log.info("pipeline %d is not reached: %s", other, str(error).splitlines()[0])
             else:
                 reached.add(other)

@@ -1,4 +1,5 @@
-"""An exchange that survives its members: when one is lost, those that are left try again, or go on without."""
+"""An exchange that survives its members: when one is lost, the members that are left retry, or go on without a
+result."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
 
 class FaultTolerantMean:
-    """The weighted mean over a group, as the mover of its epoch gives it.
+    """The weighted mean over a group, by the mover of its epoch.
 
     After a failure it begins again, with the model as it is by then: pieces that were taken over are means of models
     that existed, and so is a mean of them.
@@ -25,7 +26,7 @@ class FaultTolerantMean:
         self._line = line
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
-        """See :class:`~lightning_sdpipe.exchange.moving.Mover`."""
+        """Start the exchange; see :class:`~lightning_sdpipe.exchange.moving.Mover`."""
         return _FaultTolerantPending(tensors, group, self._epochs, self._line)
 
 
@@ -71,7 +72,7 @@ class _FaultTolerantPending:
         self._epochs.use(group)
         try:
             mover = self._epochs.exchange(group)
-        except WorkerFailedError:  # it has not begun
+        except WorkerFailedError:  # the exchange has not begun
             self._regroup()
             return
         try:

@@ -1,7 +1,7 @@
-"""How a pipeline comes into an elastic run: with the state of one that trains, or with those that begin together.
+"""Entry of a pipeline into an elastic run: with the state of one that trains, or with those that begin together.
 
-Its fingerprint says, in words that a refusal can quote, what must be equal in all pipelines of a run. :class:`Fit` has
-Lightning go on with the state of another pipeline, and gives its own to the next newcomer.
+Its fingerprint names, in words that a refusal can quote, what must be equal in all pipelines of a run. :class:`Fit`
+makes Lightning go on with the state of another pipeline, and gives its own to the next newcomer.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.lightning_internals import data_source
+from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.weight_averaging import averaging_of
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient, Receive, Start
@@ -44,11 +45,13 @@ log = logging.getLogger(__name__)
 
 
 def fingerprint(trainer: Trainer, options: Options, ownership: Ownership) -> dict[str, str]:
-    """Of a worker that is about to join: the same on all stages of a pipeline, and of all pipelines."""
+    """Return the fingerprint of a worker that is about to join: the same on all stages of a pipeline, and in all
+    pipelines."""
     module = trainer.lightning_module
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.state_dict().items()]
     cut = sorted((name, owners) for name, owners in ownership.stages.items())
-    every = f"{trainer.val_check_interval} of every {trainer.check_val_every_n_epoch} epochs"
+    interval = getattr(trainer, "val_check_interval", "at times")  # Lightning sets none if validation goes by the clock
+    every = f"{interval} of every {trainer.check_val_every_n_epoch} epochs"
     return {
         "version": f"lightning_sdpipe {version('lightning-sdpipe')}, torch {torch.__version__}",
         "stages": str(options.num_stages),
@@ -65,11 +68,12 @@ def fingerprint(trainer: Trainer, options: Options, ownership: Ownership) -> dic
         "validation": every,
         "averaging": str(averaging_of(trainer.callbacks)),  # type: ignore[attr-defined]
         "limits": f"max_epochs {trainer.max_epochs}, max_steps {trainer.max_steps}",
+        "clocks": ", ".join(f"{type(clock.owner).__name__} every {clock.every:g} s" for clock in loop.clocks(trainer)),
     }
 
 
 def _data(trainer: Trainer) -> str:
-    """How much there is to train. The user's hook that makes the loader is asked for one that is let go again."""
+    """Describe how much there is to train, by a loader that the user's hook makes and that is let go again."""
     with isolate_rng():
         loader = data_source(trainer.fit_loop).dataloader()
     if not isinstance(loader, DataLoader):
@@ -84,19 +88,19 @@ def _digest(what: object) -> str:
 
 State = dict[str, Any]
 Gather = Callable[[Any], list[Any]]
-"""What each stage of this worker's pipeline gives, by stage; every stage must call it, with what JSON can say."""
-_END = b"\0"  # of what a worker says at the meeting; its integers follow
+"""Returns what each stage of this worker's pipeline gives, by stage. Every stage must call it, with JSON values."""
+_END = b"\0"  # ends what a worker says at the barrier; its integers follow
 _DONE, _NOT = b"\x01", b"\x00"
 
 
 def join(
     line: MembershipClient, mine: Mapping[str, str], take: Callable[[Receive], State]
 ) -> tuple[Start, State | None]:
-    """Waits until training begins, and takes the state that it begins with.
+    """Wait until training begins, and take the state that it begins with.
 
     Returns:
-        The start, and the state; None where this pipeline begins anew, although it may have received some of a donor
-        that was lost before all of its stages had theirs.
+        The start, and the state. None where this pipeline begins anew: it may have received the state of a donor that
+        was lost before all of its stages had theirs.
     """
     state: State | None = None
     answer = line.enrol(mine)
@@ -111,24 +115,24 @@ def join(
 
 
 def begin_together(meetings: Barriers, tensors: Sequence[Tensor], says: bytes, gather: Gather) -> bytes:
-    """Makes ``tensors`` on all of the first pipelines those of one of them, the same one in every stage.
+    """Give ``tensors`` on all of the first pipelines the values of one of them, the same one in every stage.
 
-    Each stage meets by itself. When a pipeline is lost meanwhile one stage may have met with it and another without, or
-    one may have its tensors and another not. So the stages of a pipeline tell each other how their meetings went, which
-    is the same in all pipelines: the source is the first one that came in every stage, and if not all that are left
-    have its tensors in every stage, all begin again with what they had at first.
+    Each stage meets by itself. When a pipeline is lost meanwhile, one stage may have met with it and another without,
+    or one may have its tensors and another not. So the stages of a pipeline tell each other how their barriers went,
+    which is the same in all pipelines. The source is the first pipeline that came in every stage. If not all pipelines
+    that are left have its tensors in every stage, all begin again with what they had at first.
 
     Args:
-        meetings: of this worker's stage, at a point of their own.
+        meetings: those of this worker's stage, at a point of their own.
         tensors: parameters and buffers, changed when the source is agreed on.
         says: what else the source is to tell, without a zero byte.
-        gather: among the stages of this worker's pipeline.
+        gather: gathers among the stages of this worker's pipeline.
 
     Returns:
         What the source says.
 
     Raises:
-        ConfigurationError: integers are too many to be told.
+        ConfigurationError: there are too many integers to be sent.
         WorkerFailedError: another stage of this worker's pipeline is lost.
     """
     floating, integers = split(tensors)
@@ -150,15 +154,16 @@ def begin_together(meetings: Barriers, tensors: Sequence[Tensor], says: bytes, g
 
 @dataclass(frozen=True)
 class Fit:
-    """What a worker trains with, and how its state comes from another pipeline, or goes there.
+    """A worker's training, and the transfer of its state from another pipeline, or to one.
 
     Args:
         trainer: Lightning's.
-        training: what its hooks do.
-        source: of its batches.
-        checkpoints: of its stage.
-        line: to the scheduler.
-        store: that both sides of a transfer of this stage reach, by its name; and what says that it is in vain, if any.
+        training: the training that its hooks call.
+        source: the source of its batches.
+        checkpoints: those of its stage.
+        line: its client of the scheduler.
+        store: makes a store, by its name, that both sides of a transfer of this stage reach; a second argument, if any,
+            returns true when the transfer is in vain.
     """
 
     trainer: Trainer
@@ -169,12 +174,12 @@ class Fit:
     store: Callable[..., Store]
 
     def receive(self, what: Receive) -> State:
-        """The state of the donor's stage; it is given up when another donor is found, since others may wait."""
+        """Receive the state of the donor's stage; it is given up when another donor is found, since others may wait."""
         store = self.store(what.transfer, lambda: self.line.offered != what.transfer)
         return state_transfer.receive_state(store, self._limit, f"pipeline {what.donor}")
 
     def give(self, transfer: str, turns: State) -> None:
-        """Copies this stage's state, with that of its ``turns``, and sends it while training goes on."""
+        """Copy this stage's state, with that of its ``turns``, and send it while training goes on."""
         with self.checkpoints.of_this_stage():
             state = state_transfer.snapshot(self.trainer)
         state["elastic"] = {"turns": turns, "updates": self.training.updates, "names": leader.names(self.trainer)}
@@ -182,7 +187,7 @@ class Fit:
         state_transfer.send_state(state, self.store(transfer), self._limit)
 
     def go_on_from(self, state: State) -> None:
-        """Has Lightning resume from ``state``, whatever checkpoint the run began with."""
+        """Make Lightning resume from ``state``, whatever checkpoint the run began with."""
         own = state.pop("elastic")
         self.source.load(own["turns"])
         self.training.begin_at(own["updates"])
@@ -190,7 +195,7 @@ class Fit:
         lightning_internals.resume_from_state(self.trainer, state)
 
     def go_on_from_file(self, path: str) -> None:
-        """Has Lightning resume from the newest checkpoint of the run, since no pipeline was left."""
+        """Make Lightning resume from the newest checkpoint of the run, since no pipeline was left."""
         if not Path(path).exists():
             raise ConfigurationError(
                 f"All pipelines were lost, and the run goes on from {path} (--resume), which is not there on this "
@@ -200,9 +205,9 @@ class Fit:
         lightning_internals.resume_from_file(self.trainer, path)
 
     def begin_together(self, meetings: Barriers, groups: ProcessGroups, data_seed: int) -> int:
-        """The first pipelines begin equal, with the data's seed of the first of them, which is returned."""
+        """Make the first pipelines equal, and return the data's seed of the first of them, which all take over."""
         parts = self.training.parts
-        with meetings.at("beginning"):  # not of an epoch: if a pipeline is lost, starts may name different ones
+        with meetings.at("beginning"):  # at no epoch: if a pipeline is lost, starts may name different ones
             mine = {"turns": self.source.state, "seed": data_seed, "names": leader.names(self.trainer)}
             tensors = [*tensors_of(parts.freezing.buckets), *parts.buffers]
             says = json.dumps(mine).encode()
@@ -214,12 +219,11 @@ class Fit:
 
     @property
     def _limit(self) -> timedelta:
-        """Of each part of a state, at most."""
+        """Longest time that each part of a state may take."""
         return timedelta(seconds=self.line.limit)
 
 
 def _of_all_stages(groups: ProcessGroups, mine: Any) -> list[Any]:
-    said = json.dumps(mine).encode()
     _, pipeline = groups.mesh.locate(groups.rank)
     ranks = groups.mesh.pipeline_ranks(pipeline)
-    return [json.loads(p2p.broadcast_bytes(said, rank, groups.everybody)) for rank in ranks]
+    return [p2p.broadcast_value(mine, rank, groups.everybody) for rank in ranks]

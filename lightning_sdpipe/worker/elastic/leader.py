@@ -1,4 +1,4 @@
-"""What the leader's pipeline does for all: its rank 0 logs, and writes checkpoints. When the leader is gone, the next
+"""Duties of the leader's pipeline for all: its rank 0 logs, and writes checkpoints. When the leader is gone, the next
 one goes on where it wrote."""
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ _NOT_ZERO = 10**6
 
 
 def take_place(rank: int, leads: bool) -> None:
-    """Says to all that asks for rank zero whether this process, of that rank in its pipeline, is the one."""
+    """Set rank zero for all that asks for it: whether this process, of that rank in its pipeline, is the one."""
     said: Any = lightning_rank_zero.rank_zero_only
     everywhere: Any = of_everybody
     said.rank = everywhere.rank = rank if leads else rank + _NOT_ZERO
 
 
 class Leadership:
-    """Says whether this process's pipeline leads, and has the process go on where the leader was when it takes over.
+    """Tracks whether this process's pipeline leads, and makes the process go on where the leader was when it takes
+    over.
 
     Args:
-        rank: of this process in its pipeline.
-        pipeline: its number.
+        rank: that of this process in its pipeline.
+        pipeline: number of its pipeline.
     """
 
     def __init__(self, rank: int, pipeline: int) -> None:
@@ -43,11 +44,11 @@ class Leadership:
         self.say()
 
     def say(self) -> None:
-        """Says it to all that asks for rank zero; again when something else has said otherwise."""
+        """Set rank zero for all that asks for it; repeated when other code has set it otherwise."""
         take_place(self._rank, self.held)
 
     def take(self, present: Sequence[int]) -> None:
-        """Leads from now on if this pipeline is the first of those that are ``present``, and not if it is not."""
+        """Lead from now on if this pipeline is the first of those that are ``present``, and not if it is not."""
         leads = present[:1] == [self._pipeline]
         if leads == self.held:
             return
@@ -58,18 +59,18 @@ class Leadership:
             show_progress(self._heir, underway=True)
 
     def begin(self, trainer: Trainer) -> None:
-        """``trainer`` is about to train."""
+        """Note that ``trainer`` is about to train."""
         if self.held:
             show_progress(trainer, underway=False)
         self._heir = None if self.held else trainer
 
 
 class LeadersCheckpoints:
-    """Asks the scheduler before a checkpoint takes its place: a
-    :class:`~lightning_sdpipe.checkpoints.files.Publisher`.
+    """A :class:`~lightning_sdpipe.checkpoints.files.Publisher` that asks the scheduler before a checkpoint takes its
+    place.
 
     Args:
-        line: to the scheduler.
+        line: client of the scheduler.
         trainer: counts the updates.
         run: the number of the fit.
     """
@@ -79,7 +80,7 @@ class LeadersCheckpoints:
         self.mark = f"{run:x}-"
 
     def publish(self, path: Path) -> None:
-        """See :class:`~lightning_sdpipe.checkpoints.files.Publisher`, as for the next."""
+        """Ask for leave; see :class:`~lightning_sdpipe.checkpoints.files.Publisher`, as for the next method."""
         self._line.publish(str(path.absolute()), self._trainer.global_step)
 
     def published(self, path: Path) -> None:
@@ -87,7 +88,7 @@ class LeadersCheckpoints:
 
 
 def names(trainer: Trainer) -> dict[str, list[Any]]:
-    """Where ``trainer`` writes, for those that will have to go on there."""
+    """Return where ``trainer`` writes, for workers that may have to go on there."""
     return {
         "versions": [_version(logger) for logger in trainer.loggers],
         "directories": [_directory(callback) for callback in _saving(trainer)],
@@ -95,7 +96,7 @@ def names(trainer: Trainer) -> dict[str, list[Any]]:
 
 
 def adopt(trainer: Trainer, found: dict[str, list[Any]]) -> None:
-    """``trainer`` is to write where the leader does, if ever."""
+    """Make ``trainer`` write where the leader does, if ever."""
     for logger, version in zip(trainer.loggers, found["versions"], strict=False):
         if version is not None:
             lightning_internals.set_version(logger, version)
@@ -105,15 +106,15 @@ def adopt(trainer: Trainer, found: dict[str, list[Any]]) -> None:
 
 
 def go_on(trainer: Trainer) -> None:
-    """This process writes from now on, into files that another one has begun."""
+    """Let this process write from now on, into files that another process has begun."""
     for logger in trainer.loggers:
         if isinstance(logger, FabricCSVLogger) and not lightning_internals.has_writer(logger):
             lightning_internals.set_writer(logger, _appending(logger.log_dir))
 
 
 def show_progress(trainer: Trainer, underway: bool) -> None:
-    """Shows the progress bar in this process, where Lightning has switched it off. ``underway``: training has begun,
-    and the bar has not heard of it."""
+    """Show the progress bar in this process, where Lightning has switched it off. ``underway``: training has begun, and
+    the bar was not told so."""
     bar = trainer.progress_bar_callback
     if bar is not None:
         bar.enable()
@@ -136,10 +137,10 @@ def _saving(trainer: Trainer) -> list[ModelCheckpoint]:
 
 
 class _Appending(ExperimentWriter):
-    """Lightning's own would delete the rows that are there."""
+    """A writer that keeps the rows in its file, which Lightning's own would delete."""
 
     def _check_log_dir_exists(self) -> None:
-        """They are to stay."""
+        """Keep the files."""
 
 
 def _appending(directory: str) -> ExperimentWriter:

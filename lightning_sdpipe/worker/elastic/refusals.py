@@ -1,4 +1,4 @@
-"""What elastic jobs cannot do yet, refused with what to use instead."""
+"""Refusals of what elastic jobs cannot do yet, each with what to use instead."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.loop import loop
 from lightning_sdpipe.partition.pipeline_cut import is_measured
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -17,7 +16,7 @@ _HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
 
 
 def check_options(options: Options) -> None:
-    """Raises ConfigurationError for options of the strategy that an elastic job cannot carry out."""
+    """Raise ConfigurationError for options of the strategy that an elastic job cannot carry out."""
     capabilities.check(options.method, capabilities.Combination(options.sync, options.exchange, elastic=True))
     for given, name, instead in (
         (options.schedule == "pipedream", "schedule='pipedream'", "use a schedule with a flush, such as '1f1b'"),
@@ -33,8 +32,8 @@ def check_options(options: Options) -> None:
 
 
 def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) -> None:
-    """Raises ConfigurationError if the scheduler decides by another policy than a method needs whose replicas stay
-    equal."""
+    """Raise ConfigurationError if a method keeps replicas equal and the scheduler decides by another policy than it
+    needs."""
     if needed.keeps_equal and held != needed:
         name = registry.name_of(needed)
         raise ConfigurationError(
@@ -44,7 +43,7 @@ def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) 
 
 
 def check_trainer(trainer: Trainer, options: Options) -> None:
-    """Raises ConfigurationError for what a Trainer is asked for and an elastic job cannot do."""
+    """Raise ConfigurationError for what a Trainer is asked for and an elastic job cannot do."""
     policy = getattr(options.method, "elastic_policy", options.method.policy)
     if trainer.state.fn == TrainerFn.FITTING and policy.keeps_equal and trainer.accumulate_grad_batches > 1:
         raise ConfigurationError(
@@ -54,11 +53,6 @@ def check_trainer(trainer: Trainer, options: Options) -> None:
         )
     if trainer.state.fn == TrainerFn.PREDICTING:
         raise ConfigurationError(
-            f"predict does not work {_HOW}: nobody collects the predictions of pipelines that come and go. Load the "
+            f"predict does not work {_HOW}: none collects the predictions of pipelines that come and go. Load the "
             "checkpoint in a job without SDPIPE_PIPELINE."
-        )
-    if trainer.state.fn == TrainerFn.FITTING and loop.clocks(trainer):
-        raise ConfigurationError(
-            f"Limits of time (max_time, Timer, ModelCheckpoint(train_time_interval=...), val_check_interval as a time) "
-            f"do not work {_HOW} yet: clocks of several machines would decide differently. Count steps or epochs."
         )

@@ -1,12 +1,12 @@
 """Turns of Lightning's loop where all pipelines of an elastic job make every update together.
 
 Every turn but the last of a segment is a round of gradients. A pipeline without a batch takes its turn, too: it gives
-nothing, and steps with the gradients of the others. So replicas stay equal, and know which batches are in the model.
+no gradient, and steps with those of the others. So replicas stay equal, and know which batches are in the model.
 
-That is what counts: a batch of a pipeline that is gone is dealt again, and passed over by all if its gradient was in a
-round. The counters, and with them learning rates, follow it as well, alike in all pipelines. With several stages, a
-pipeline that goes in a round may have been in it on some stages only. The stages of each other pipeline agree, then, on
-the batches that are in the model of all of them. The one that is not is trained again.
+Those batches count. A batch of a pipeline that is gone is dealt again, and passed over by all if its gradient was in a
+round. The counters, and with them learning rates, follow the model as well, alike in all pipelines. With several
+stages, a pipeline that goes in a round may have been in it on some stages only. The stages of each other pipeline then
+agree on the batches that are in the model of all of them. A batch that is not is trained again.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
 log = logging.getLogger(__name__)
 
 _SOON = 0.05
-"""Seconds that a pipeline waits for a batch before it takes a turn without one; so long a held one waits, too."""
+"""Seconds that a pipeline waits for a batch before it takes a turn without one, and that a held one waits at a time."""
 _IDLE = "idle"
 
 
 class TrainedBatches:
-    """Which batches of a segment are in the model of this stage.
+    """The batches of a segment that are in the model of this stage.
 
     Args:
-        segment: of each of the shards.
-        shards: how many there are.
-        known: what :attr:`flags` were in another pipeline.
+        segment: numbers of each shard's batches.
+        shards: number of shards.
+        known: value of :attr:`flags` in another pipeline.
     """
 
     def __init__(self, segment: Segment, shards: int, known: Tensor | None = None) -> None:
@@ -49,7 +49,7 @@ class TrainedBatches:
         self.count = int(self.flags.sum())
 
     def add(self, batch: Batch) -> None:
-        """It is."""
+        """Note that ``batch`` is in the model."""
         home, number = batch
         self.count += 1 - int(self.flags[home, number - self._start])
         self.flags[home, number - self._start] = 1
@@ -59,13 +59,13 @@ class TrainedBatches:
         return bool(self.flags[home, number - self._start])
 
     def recount(self) -> None:
-        """The flags have changed."""
+        """Count again after the flags have changed."""
         self.count = int(self.flags.sum())
 
 
 class RoundBatchSource(ElasticBatchSource):
-    """One worker's. See :class:`~lightning_sdpipe.worker.elastic.elastic_batches.ElasticBatchSource` for what is not
-    said here."""
+    """The batch source of one worker. See :class:`~lightning_sdpipe.worker.elastic.elastic_batches.ElasticBatchSource`
+    for methods without a docstring."""
 
     def __init__(self, *arguments: Any, rounds: SurvivingRounds) -> None:
         super().__init__(*arguments)
@@ -103,7 +103,7 @@ class RoundBatchSource(ElasticBatchSource):
         return segment
 
     def _hear(self, outcome: Round) -> None:
-        """A round is over, before the optimizer steps."""
+        """Note the outcome of a round, before the optimizer steps."""
         assert self._in_model is not None
         for batch in outcome.batches:
             self._in_model.add(batch)
@@ -142,7 +142,7 @@ class RoundBatchSource(ElasticBatchSource):
         self._duties.between()
 
     def _pass_over(self) -> int:
-        """On stage 0: drops batches that are in the model already; how many."""
+        """Drop, on stage 0, batches that are in the model already; return how many."""
         passed = 0
         if self._doubts or self._is_known():
             self._doubts = False
@@ -173,14 +173,14 @@ class RoundBatchSource(ElasticBatchSource):
             )
 
     def _drop(self) -> None:
-        """What comes next is not trained, since it is in the model."""
+        """Drop the next batch, which is in the model already."""
         self._trained += 1
         self._client.trained(self._trained)
         self._looked = False
         self._look()
 
     def _ask(self, *seconds: float) -> None:
-        """Waits for more batches, or for the end of the segment."""
+        """Wait for more batches, or for the end of the segment."""
         dealt = self._dealt
         assert dealt is not None
         with self._turns.first_failure():
@@ -190,7 +190,7 @@ class RoundBatchSource(ElasticBatchSource):
             self._over = more is False
 
     def _need(self) -> None:
-        """Stage 0 has a batch, or knows that there will be none."""
+        """Wait for a batch: stage 0 has one, or knows that there will be none."""
         if self._next is None and not self._over:
             self._ask()
 
@@ -203,12 +203,12 @@ class RoundBatchSource(ElasticBatchSource):
             return batch_to_show(self._loader)
         batch = super()._begin_turn()
         if self._now is not None:
-            self._turns.begin_turn(has_batch=True)  # the one before it may have had none
+            self._turns.begin_turn(has_batch=True)  # the turn before it may have had no batch
         self._rounds.batch = None if self._now is None else (self._now.home, self._now.number)
         return batch
 
     def _run_out(self) -> None:
-        """It goes on taking turns, without a batch."""
+        """No-op: the pipeline goes on taking turns, without a batch."""
 
     def _end_turn(self) -> None:
         super()._end_turn()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
@@ -41,7 +39,7 @@ from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic import joining, leader, refusals
-from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous, ElasticReplica
+from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous, ElasticReplica, agree
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, State
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, SchedulerStore
 from lightning_sdpipe.worker.elastic.fault_tolerant_mean import FaultTolerantMean
@@ -60,7 +58,7 @@ _CONNECTING = 20.0  # seconds
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a worker is while a run is open."""
+    """The parts of a worker while a run is open."""
 
     worker: Worker
     line: MembershipClient
@@ -72,11 +70,11 @@ class _Place:
 
 
 class ElasticRun:
-    """One worker's; its options name the job that this process belongs to.
+    """The run of one worker; its options name the job that this process belongs to.
 
     Args:
-        options: of the strategy.
-        strategy: knows its processes and devices by the time that anything is asked here.
+        options: those of the strategy.
+        strategy: knows its processes and devices by the time that any method is called.
         give_up: ends this process's wait for a tensor that will never come; called in another thread.
     """
 
@@ -120,7 +118,7 @@ class ElasticRun:
     def open(self) -> None:
         options, job = self.options, self._job
         assert options.standing_scheduler is not None
-        self._lead.say()  # the process group was opened since, which says otherwise
+        self._lead.say()  # opening the process group has set it otherwise
         if self._groups is None and options.placement is not None:
             self._mesh = replace(self._mesh, ranks=(self._placed_row(options.placement),))
         worker = Worker(*self._mesh.locate(dist.get_rank()))
@@ -195,8 +193,8 @@ class ElasticRun:
         return self._lead.held
 
     def take_lead(self) -> None:
-        """Leads from now on if all pipelines before this one have gone, and not if one of them is there. Called where
-        a worker comes to: between two turns, and when replicas have met."""
+        """Lead from now on if all pipelines before this one have gone, and not if one of them is there. Called between
+        two turns, and after barriers."""
         members = [member.pipeline for member in self._opened.line.epoch.members]
         here = members if self._meetings is None else self._meetings.present(members)
         if members:
@@ -204,7 +202,7 @@ class ElasticRun:
 
     @property
     def publisher(self) -> Publisher | None:
-        """None when the run is over."""
+        """Asked before a checkpoint takes its place; None when the run is over."""
         if self._place is None or self._fit is None:
             return None
         return leader.LeadersCheckpoints(self._place.line, self._fit.trainer, self._fit.source.run)
@@ -216,7 +214,8 @@ class ElasticRun:
 
     @property
     def evaluation_sampler(self) -> dict[str, int]:
-        """Every pipeline evaluates all of the data, since it is not known beforehand which will be there."""
+        """Arguments with which every pipeline evaluates all of the data, since it is not known beforehand which will be
+        there."""
         return {"num_replicas": 1, "rank": 0}
 
     # ------------------------------------------------------------ what they do
@@ -269,20 +268,23 @@ class ElasticRun:
 
     @property
     def fit(self) -> joining.Fit:
-        """What this worker trains with."""
+        """The fit of this worker."""
         assert self._fit is not None, "setup makes it for a fit"
         return self._fit
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
-        """The mean over the pipelines that are there, of each value over those that have it."""
+        """Return the mean over the pipelines that are there, of each value over those that have it."""
         assert self._meetings is not None
-        if self.groups.rank == 0:
-            met = self._meetings.meet(json.dumps(values).encode())
-            values = _means([json.loads(said) for said in met.values])
-        shared_values: dict[str, float] = json.loads(
-            p2p.broadcast_bytes(json.dumps(values).encode(), 0, self.groups.everybody)
-        )
-        return shared_values
+        return agree(self._meetings, self.groups, values, lambda each: _means([*each.values()]))
+
+    def from_leader(self, numbers: list[float]) -> list[float]:
+        """Gives all those of a pipeline that leads, or else of the first of those that are there."""
+
+        def leaders(each: Mapping[int, tuple[bool, list[float]]]) -> list[float]:
+            return sorted(each.values(), key=lambda said: not said[0])[0][1]
+
+        assert self._meetings is not None
+        return agree(self._meetings, self.groups, (self.leads, numbers), leaders)
 
     def vote(self, decision: bool, all: bool) -> bool:
         assert self._meetings is not None
@@ -295,7 +297,7 @@ class ElasticRun:
     # ----------------------------------------------------------- coming, going
 
     def set_out(self, trainer: Trainer, data_seed: int) -> int:
-        """Joins the run: with the state of a pipeline that trains, if there is one."""
+        """Join the run: with the state of a pipeline that trains, if there is one."""
         if trainer.state.fn != TrainerFn.FITTING:
             return data_seed
         place, fit = self._opened, self.fit
@@ -332,7 +334,7 @@ class ElasticRun:
 
 
 class _Duties:
-    """What a worker of ``run`` does between two turns; see
+    """The duties of a worker of ``run`` between two turns; see
     :class:`~lightning_sdpipe.worker.elastic.elastic_batches.Duties`."""
 
     def __init__(self, run: ElasticRun, place: _Place) -> None:
@@ -346,10 +348,10 @@ class _Duties:
     def act(self, word: Command, turns: State) -> None:
         fit = self._run.fit
         if word.kind is CommandKind.LEAVE:
-            fit.training.sync.stop()  # others may wait for what is under way
+            fit.training.sync.stop()  # others may wait for exchanges that are under way
             raise SIGTERMException
         fit.give(word.text, turns)
-        self.words.done()  # no stage comes to the next meeting before all have said so
+        self.words.done()  # no stage comes to the next barrier before all have reported
 
     def between(self) -> None:
         self._run.take_lead()

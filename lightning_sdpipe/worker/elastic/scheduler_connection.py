@@ -1,4 +1,4 @@
-"""An elastic worker's two lines to the scheduler, and what becomes of failures: they end its own pipeline only."""
+"""An elastic worker's two clients of the scheduler, and the effect of failures: they end its own pipeline only."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _LAST_WORDS = 5.0  # seconds
 
 
 class ElasticConnection:
-    """Connects a worker to the standing scheduler; as
+    """Connects a worker to the standing scheduler; see
     :class:`~lightning_sdpipe.worker.scheduler_connection.SchedulerConnection`.
 
     Args:
-        scheduler: where it is.
-        worker: this one.
-        incarnation: a number of this start of its pipeline's job.
+        scheduler: its address and keys.
+        worker: this worker.
+        incarnation: number of this start of its pipeline's job.
         timeout: seconds that any answer may take.
-        told: what is called when something happens; of ``ended`` and ``over`` this takes care itself.
+        told: functions to call when something happens; this object itself handles ``ended`` and ``over``.
         give_up: ends this process's wait for a tensor that will never come; called in another thread.
     """
 
@@ -56,13 +56,12 @@ class ElasticConnection:
             raise
 
     def explain(self, error: Exception, told_to_end: Callable[[], bool]) -> None:
-        """As of an ordinary run; the reason that the scheduler gave is in the exception itself."""
+        """Raise SIGTERMException if this process was told to end; the scheduler's reason is in ``error`` itself."""
         if told_to_end():
             raise SIGTERMException from error
 
     def fail(self, exception: BaseException) -> None:
-        """Tells the scheduler of ``exception``, unless another process failed first: then it sees that this one
-        ends."""
+        """Tell the scheduler of ``exception``, unless another process failed first: then it sees that this one ends."""
         self._watchdog.disarm()
         if isinstance(exception, SIGTERMException | KeyboardInterrupt):
             self.depart(finished=False)
@@ -72,12 +71,12 @@ class ElasticConnection:
             self.line.failed(f"{type(exception).__name__}: {exception} ({place_of(exception)})")
 
     def depart(self, finished: bool) -> None:
-        """This worker ends with notice."""
+        """End this worker with notice."""
         if not self._departed:
             self._departed = True
             try:
                 self.line.depart(finished=finished, timeout=_LAST_WORDS)
-            except (SchedulerError, WorkerFailedError) as error:  # what there was to do is done
+            except (SchedulerError, WorkerFailedError) as error:  # all that had to be done is done
                 log.warning("the scheduler was not told that this worker ends: %s", error)
 
     def close(self) -> None:

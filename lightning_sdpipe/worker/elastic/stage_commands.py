@@ -1,6 +1,5 @@
-"""How the stages of a pipeline agree before each turn: stage 0 says what ``turn_order`` gives, and the others, whose
-work begins with what it sends, wait for its word. A pipeline that is told to end, by a signal to any of its processes,
-ends where stage 0 says so."""
+"""Commands that stage 0 broadcasts before every turn, so that all stages of a pipeline act on them after the same
+update. A pipeline that is told to end, by a signal to any of its processes, ends where stage 0 says so."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _WHOLE_RUN = 1e9  # seconds
 
 
 class CommandChannel:
-    """One worker's, said or heard; every stage of the pipeline must call the methods in the same order."""
+    """The command channel of one worker, on stage 0 or another; every stage must call the methods in the same order."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         mesh = groups.mesh
@@ -38,36 +37,36 @@ class CommandChannel:
         self._group = groups.pipeline
 
     def send(self, word: Command) -> None:
-        """Stage 0 tells the others. It does not wait for them to act."""
+        """Send a command from stage 0 to the others, without waiting for them to act."""
         if not self.alone:
             text = word.text.encode("ascii")
             self._pass_on(torch.tensor([word.kind, len(text), *text.ljust(_BYTES, b"\0")], dtype=torch.uint8))
 
     def receive(self) -> Command:
-        """Waits for what stage 0 says."""
+        """Wait for the command of stage 0."""
         heard = self._pass_on(torch.empty(_BYTES + 2, dtype=torch.uint8)).tolist()
         return Command(CommandKind(heard[0]), bytes(heard[2 : 2 + heard[1]]).decode("ascii"))
 
     def least(self, values: torch.Tensor) -> None:
-        """Makes ``values`` on all stages the least of each of them."""
+        """Set ``values`` on all stages to the least of each of them."""
         if not self.alone:
             with waiting_for(self._group, "agreeing"):
                 dist.all_reduce(values, dist.ReduceOp.MIN, group=self._group)
 
     def on_any_stage(self, mine: bool) -> bool:
-        """Is it so on any stage?"""
+        """Return whether ``mine`` is true on any stage."""
         votes = torch.tensor([int(not mine)])
         self.least(votes)
         return not votes.item()
 
     def done(self) -> None:
-        """Waits until all stages have done what was said."""
+        """Wait until all stages have carried out the command."""
         if not self.alone:
             with waiting_for(self._group, "acting together"):
                 dist.barrier(self._group)
 
     def _pass_on(self, data: torch.Tensor) -> torch.Tensor:
-        with waiting_for(self._group, "the word of stage 0"):
+        with waiting_for(self._group, "the command of stage 0"):
             dist.broadcast(data, self._first, group=self._group)
         return data
 
@@ -76,10 +75,10 @@ class LeaveNotice:
     """Notes SIGTERM, on whichever process of a pipeline it comes, and lets stage 0 know.
 
     Args:
-        line: to the scheduler, in whose store stage 0 is told: the run's own processes alone reach it, and the
-            pipeline's TCPStore has no keys.
-        pipeline: this worker's.
-        words: which say whether this is stage 0, and whether there are other stages.
+        line: client of the scheduler, whose store passes the notice to stage 0: the run's own processes alone reach it,
+            and the pipeline's TCPStore has no keys.
+        pipeline: that of this worker.
+        words: knows whether this is stage 0, and whether there are other stages.
     """
 
     def __init__(self, line: MembershipClient, pipeline: int, words: CommandChannel) -> None:
@@ -87,16 +86,16 @@ class LeaveNotice:
         self._key = f"leaving-{pipeline}-{line.incarnation:x}/now"
         self._closed = False
         self.given = False
-        """Was this pipeline told to end?"""
+        """True if this pipeline was told to end."""
 
     def listen(self, trainer: Trainer) -> None:
-        """``trainer`` is about to train."""
+        """Listen for notices; ``trainer`` is about to train."""
         lightning_internals.on_sigterm(trainer, self._note)
         if self._words.speaks and not self._words.alone:
             threading.Thread(target=self._hear, name="sdpipe leaving", daemon=True).start()
 
     def close(self) -> None:
-        """Training is over."""
+        """Stop listening when training is over."""
         self._closed = True
 
     def _note(self, signum: int | signal.Signals, _: FrameType) -> None:
@@ -109,7 +108,7 @@ class LeaveNotice:
         self._line.store.put(self._key, b"1")
 
     def _hear(self) -> None:
-        """On stage 0, in a thread of its own: another stage was told to end."""
+        """Wait on stage 0, in a thread of its own, for the notice that another stage was told to end."""
         try:
             self._line.store.wait([self._key], _WHOLE_RUN, cancelled=lambda: self._closed)
         except (CancelledError, SchedulerError, WorkerFailedError) as error:

@@ -1,7 +1,7 @@
-"""How a newcomer gets its state: Lightning's checkpoint of the donor's stage, from its memory into the newcomer's.
+"""Transfer of a donor's state: Lightning's checkpoint of its stage, from its memory into the newcomer's.
 
 Both sides make a process group of two for it. The donor copies its tensors where its training stands, between two
-turns, and sends them while it trains on. What is read is unpacked by ``torch.load(weights_only=True)``, which runs no
+turns, and sends them while it trains on. The newcomer unpacks them by ``torch.load(weights_only=True)``, which runs no
 code of the sender's.
 """
 
@@ -29,7 +29,7 @@ from lightning_sdpipe.scheduler.client.membership_client import CancelledError
 log = logging.getLogger(__name__)
 
 CONNECTING = timedelta(seconds=10)
-"""For both sides to make their group."""
+"""Time in which both sides must connect to make their group."""
 _CHUNK = 2**23  # bytes that are sent at once, and must arrive in time
 
 _WHAT_TO_KEEP = (
@@ -41,8 +41,8 @@ _HYPERPARAMETERS = ("hparams_name", "hyper_parameters", "hparams_type")
 
 
 def snapshot(trainer: Trainer) -> dict[str, Any]:
-    """A copy of ``trainer``'s checkpoint, without what is no state: hyper-parameters may be objects of any kind, and
-    the newcomer's script has its own."""
+    """Copy ``trainer``'s checkpoint, without hyper-parameters: these may be objects of any kind, and the newcomer's
+    script has its own."""
     checkpoint = checkpoint_of(trainer)
     kept = {name: value for name, value in checkpoint.items() if not name.endswith(_HYPERPARAMETERS)}
     copied: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), kept)
@@ -50,7 +50,7 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
 
 
 def send_state(state: Mapping[str, Any], store: Store, timeout: timedelta) -> None:
-    """Sends ``state`` in a thread; that a newcomer goes away meanwhile is no failure. If it cannot be sent, the
+    """Send ``state`` in a thread; a newcomer that goes away meanwhile is no failure. If the state cannot be sent, the
     newcomer is told why, and the donor goes on."""
 
     def send() -> None:
@@ -70,7 +70,7 @@ def send_state(state: Mapping[str, Any], store: Store, timeout: timedelta) -> No
 
 
 def receive_state(store: Store, timeout: timedelta, donor: str) -> dict[str, Any]:
-    """Receives what :func:`send_state` sends.
+    """Receive the state that :func:`send_state` sends.
 
     Raises:
         WorkerFailedError: the donor is gone, or does not answer.
@@ -99,11 +99,11 @@ def receive_state(store: Store, timeout: timedelta, donor: str) -> dict[str, Any
 
 
 def _pack(state: Mapping[str, Any]) -> tuple[memoryview, str]:
-    """What is sent, and why it is not ``state`` itself, if so: then it is that reason."""
+    """Return the bytes to send, and the reason if they are not ``state``: then they are that reason."""
     buffer, refused = io.BytesIO(), ""
     try:
         torch.save(dict(state), buffer)
-    except Exception as error:  # objects say in their own ways that they cannot be packed
+    except Exception as error:  # objects report in various ways that they cannot be packed
         reason = (str(error).splitlines() or [""])[0]
         refused = f"holds objects that cannot be sent: {type(error).__name__}: {reason}."
         buffer = io.BytesIO(refused.encode())

@@ -1,8 +1,8 @@
 """Rounds of gradients that survive their members: every pipeline that goes on has the same mean.
 
-A worker says that it is ready as its turn begins, so the members are known before the backward has filled a bucket.
-After a failure it asks the scheduler, with ``together``: if a member has the mean, it hands it over, bit for bit; if
-none has, those that are left compute one of the same gradients.
+A worker reports ready as its turn begins, so the members are known before the backward has filled a bucket. After a
+failure it asks the scheduler, with ``together``. If a member has the mean, it hands it over, bit for bit. If none has,
+the members that are left compute one of the same gradients.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ _MARKS = 2**24
 
 
 class Readiness(Protocol):
-    """The scheduler, as the thread that trains speaks to it."""
+    """The scheduler's interface to the thread that trains."""
 
     def ready(self, iteration: int) -> None:
-        """This worker takes part in that round."""
+        """Report that this worker takes part in that round."""
 
     def group(self) -> Group:
-        """Waits for its members."""
+        """Wait for the members of the round."""
 
     def group_if_known(self) -> Group | None:
-        """Its members, if they are known."""
+        """Return the members of the round, if they are known."""
 
 
 class TogetherService(Protocol):
-    """The scheduler, as any thread does."""
+    """The scheduler's interface to any thread."""
 
     def completed(self, sequence: int) -> None:
-        """This worker has the result of the group of that number."""
+        """Report that this worker has the result of the group of that number."""
 
     def regroup(self, group: Group) -> e.Again:
-        """This worker has not: which members try again, or which one hands it over."""
+        """Report that this worker lacks the result; return which members try again, or which one hands it over."""
 
 
 class SurvivingRounds:
-    """One worker's.
+    """The rounds of one worker.
 
     Args:
-        worker: it.
+        worker: this worker.
         client: names the members of rounds.
         line: is asked after a failure.
         epochs: the groups of its replicas.
-        meet: waits for the other replicas at a pause, with what each says.
-        on_any_stage: is it so on any stage of this pipeline? Every stage asks at the same point.
+        meet: waits for the other replicas at a barrier, with what each says.
+        on_any_stage: returns whether it is so on any stage of this pipeline; every stage asks at the same point.
     """
 
     def __init__(
@@ -78,38 +78,38 @@ class SurvivingRounds:
         self._worker, self._client, self._line, self._epochs = worker, client, line, epochs
         self._meet, self.on_any_stage = meet, on_any_stage
         self.batch: Batch | None = None
-        """That the next round is trained on, if any."""
+        """Batch that the next round is trained on, if any."""
         self.on_round: Callable[[Round], None] = lambda outcome: None
         """Called with each outcome, before the optimizer steps."""
         self.retried = self.taken = 0
-        """Rounds that were tried again, and whose mean was handed over."""
+        """Number of rounds that were tried again, and of those whose mean was handed over."""
         self._rounds: PresentRounds | None = None
         self._sums: SumInPlace | None = None
         self._group: Group | None = None
-        self._number = -1  # of the round; not all pipelines are in as many without any batch
+        self._number = -1  # of the round; pipelines differ in how many rounds they took part in without a batch
         self._waits = False
         self._thread = 0
         self._given: set[tuple[int, int]] = set()
 
     def arrange(self, parameters: Sequence[nn.Parameter], cap: int, watch: bool) -> None:
-        """Gradients are those of ``parameters`` from now on."""
+        """Take the gradients of ``parameters`` from now on."""
         self._rounds = PresentRounds(parameters, self._worker, cap, watch, self._look)
 
     @property
     def rounds(self) -> PresentRounds:
-        """Takes the gradients."""
+        """Rounds that take the gradients."""
         assert self._rounds is not None, "arrange() comes first"
         return self._rounds
 
     def begin(self, update: int, weight: float) -> None:
-        """The turn of ``update`` begins, with a batch that counts ``weight``, if that is known already."""
+        """Begin the turn of ``update``, with a batch of that ``weight``, if it is known already."""
         self.rounds.mark, self.rounds.batch, self.rounds.weight = update % _MARKS, self.batch, weight
         self._group, self._waits, self._thread = None, True, threading.get_ident()
         self._number += 1
         self._client.ready(self._number)
 
     def finish(self) -> tuple[Round, float]:
-        """Waits for the outcome; the seconds until the members were known.
+        """Wait for the outcome; return it, and the seconds until the members were known.
 
         Raises:
             ConfigurationError: replicas are at different updates.
@@ -140,17 +140,17 @@ class SurvivingRounds:
         return outcome, waited
 
     def hand_over(self, sequence: int, group: Group) -> None:
-        """This worker has the mean of the group ``sequence``, and the other members of ``group`` are to get it. Does
-        not wait; any thread may call it, and again."""
+        """Give the other members of ``group`` the mean of the group ``sequence``, which this worker has. Does not wait;
+        any thread may call it, and again."""
         if (sequence, group.epoch) not in self._given:
             self._given.add((sequence, group.epoch))
             threading.Thread(target=self._give, args=[sequence, group], name="handing over", daemon=True).start()
 
     def check_equal(self, digest: int) -> None:
-        """All replicas are together: ends the run if they are not equal.
+        """End the run if replicas, which are all together, are not equal.
 
         Raises:
-            ConfigurationError: names those that differ.
+            ConfigurationError: names the pipelines that differ.
         """
         met = self._meet(b"%x" % digest)
         others = [i for i, said in zip(met.pipelines, met.values, strict=True) if said != b"%x" % digest]
@@ -162,14 +162,14 @@ class SurvivingRounds:
             )
 
     def _look(self) -> None:
-        """A bucket is full: it goes out if the members are known."""
+        """Send a full bucket if the members are known."""
         if self._waits and threading.get_ident() == self._thread:
             group = self._client.group_if_known()
             if group is not None:
                 self._known(group)
                 try:
                     self._begin(group)
-                except WorkerFailedError:  # it is tried again when all gradients are there
+                except WorkerFailedError:  # tried again when all gradients are there
                     log.debug("the process group of round %d is gone", group.sequence)
 
     def _known(self, group: Group) -> None:
@@ -191,7 +191,7 @@ class SurvivingRounds:
         self._epochs.use(None)
 
     def _ask(self, group: Group) -> tuple[Round | None, Group]:
-        """The outcome of ``group``, if a member has it; else the members that try again."""
+        """Return the outcome of ``group``, if a member has it; else the members that try again."""
         while True:
             self._epochs.wait_for_newest()
             again = self._line.regroup(group)

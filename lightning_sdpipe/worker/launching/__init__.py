@@ -1,1 +1,1 @@
-"""Starting the processes of a job, and ending them."""
+"""Start and end of the processes of a job."""

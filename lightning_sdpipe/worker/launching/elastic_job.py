@@ -1,10 +1,10 @@
 """One pipeline of an elastic run, as the environment of its processes describes it.
 
-In an elastic run every pipeline is a job of its own: its world are the M processes of its stages, and pipelines meet
-at a scheduler that runs by itself. ``SDPIPE_PIPELINE`` says which pipeline a job is and that the run is elastic;
-``SDPIPE_SCHEDULER`` where the scheduler is; ``SDPIPE_KEY_FILE`` the workers' keys for it. Its ranks are said by
-whatever starts its processes, in the variables that ``torchrun`` sets: ``sdpipe run`` sets the same. It also sets
-``SDPIPE_POLICY_FILE``, where a worker has to write what the scheduler shall decide by before it asks for the scheduler
+In an elastic run every pipeline is a job of its own: the M processes of its stages are its world, and pipelines meet at
+a scheduler that runs by itself. ``SDPIPE_PIPELINE`` says which pipeline a job is and that the run is elastic;
+``SDPIPE_SCHEDULER`` gives the scheduler's address; ``SDPIPE_KEY_FILE`` the workers' keys for it. The job's launcher
+gives its ranks, in the variables that ``torchrun`` sets: ``sdpipe run`` sets the same. It also sets
+``SDPIPE_POLICY_FILE``, the file to which a worker has to write the policy before it asks for the scheduler
 (:mod:`lightning_sdpipe.scheduler.policy_file`).
 """
 
@@ -39,13 +39,13 @@ _Device = TypeVar("_Device", bound=_OfType)
 class ElasticJob:
     """One process of one pipeline.
 
-    The scheduler is that of the environment; None if it names none, and the strategy must.
+    The environment names the scheduler; None if the strategy must name it.
     """
 
     pipeline: int
     rank: int
     world_size: int
-    """M: a job has a process per stage."""
+    """The number M of processes of the job, one per stage."""
     local_rank: int
     local_world_size: int
     """Processes of the job on this machine."""
@@ -55,7 +55,7 @@ class ElasticJob:
     scheduler: str | None
     key_file: Path | None
     policy_file: Path | None = None
-    """To be written before the scheduler is asked for anything; None if that knows its policy."""
+    """File to write before the scheduler is asked for anything; None if the scheduler knows its policy."""
 
     @property
     def num_nodes(self) -> int:
@@ -63,7 +63,7 @@ class ElasticJob:
         return self.world_size // self.local_world_size
 
     def num_stages(self, asked: int) -> int:
-        """M. ``asked`` is the strategy's ``num_stages``; its default, 1, is not a wish.
+        """Return M. ``asked`` is the strategy's ``num_stages``; its default, 1, is not a wish.
 
         Raises:
             ConfigurationError: another number was asked for.
@@ -77,7 +77,7 @@ class ElasticJob:
         return self.world_size
 
     def data(self, asked: Literal["auto", "dealt", "sharded"]) -> Literal["dealt"]:
-        """How batches are divided. ``asked`` is the strategy's ``data``.
+        """Return how batches are divided. ``asked`` is the strategy's ``data``.
 
         Raises:
             ConfigurationError: shards were asked for.
@@ -90,10 +90,10 @@ class ElasticJob:
         return "dealt"
 
     def devices(self, of_trainer: Sequence[_Device]) -> list[_Device]:
-        """One for each process of the job on this machine, from those that the Trainer was given.
+        """Return a device for each process of the job on this machine, from those that the Trainer was given.
 
-        Pipelines that share a machine take turns: process r of pipeline i gets device i·M + r, modulo how many there
-        are, where M counts the job's processes on this machine.
+        Pipelines that share a machine take turns: process r of pipeline i gets device i·M + r, modulo their number,
+        where M counts the job's processes on this machine.
 
         Raises:
             ConfigurationError: there are fewer than M, and they cannot be shared as processors can.
@@ -108,7 +108,8 @@ class ElasticJob:
         return [of_trainer[(first + rank) % len(of_trainer)] for rank in range(self.local_world_size)]
 
     def overrides(self, devices: int, num_nodes: int) -> str | None:
-        """What to tell the user whose Trainer asks for something else than the job is; None if it asks for that."""
+        """Return what to tell a user whose Trainer asks for other devices than the job has; None if it asks for the
+        same."""
         if (devices, num_nodes) == (self.local_world_size, self.num_nodes):
             return None
         return (
@@ -119,7 +120,7 @@ class ElasticJob:
 
 
 def from_environment(environment: Mapping[str, str]) -> ElasticJob | None:
-    """The job that this process belongs to; None if the run is not elastic.
+    """Return the job that this process belongs to; None if the run is not elastic.
 
     Raises:
         ConfigurationError: a variable has a value that it cannot have, or is missing.
@@ -176,7 +177,7 @@ def from_environment(environment: Mapping[str, str]) -> ElasticJob | None:
 
 
 def require_scheduler(job: ElasticJob, address: str | None) -> None:
-    """``address`` is what the strategy and the environment say.
+    """Check that there is a scheduler; ``address`` is the one that the strategy or the environment names.
 
     Raises:
         ConfigurationError: neither names a scheduler.

@@ -1,4 +1,4 @@
-"""What a strategy asks of the place where its processes run."""
+"""Cluster environments: where the processes of a job meet, and which ports they use."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightning_sdpipe.topology.tcp_store import is_loopback
 from lightning_sdpipe.worker.launching import job
 from lightning_sdpipe.worker.launching.elastic_job import ElasticJob
 
-_CHOSEN = 10_000  # the first port that is chosen
+_CHOSEN = 10_000  # the first port that may be chosen
 _OFTEN = 50  # tries
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "/sys/class/net/lo"
 
 
 def choose_port() -> None:
-    """Sets MASTER_PORT for processes that this one starts on its machine, unless it is given.
+    """Set MASTER_PORT for processes that this one starts on its machine, unless it is given.
 
-    Lightning would take a free one of those that the system hands out to connections. Until rank 0 listens there, which
-    takes seconds where others have to import first, any connection may get it.
+    Lightning would take a free port from those that the system hands out to connections. Until rank 0 listens there,
+    which takes seconds where others have to import first, any connection may get it.
     """
     if "MASTER_PORT" not in os.environ and "STANDALONE_PORT" not in os.environ:
         port = free_port()
@@ -36,12 +36,12 @@ def choose_port() -> None:
 
 
 def free_port() -> int | None:
-    """At random, below those that the system hands out; None if there are none."""
+    """Draw a free port below those that the system hands out; None if there is none."""
     try:
         handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:
         handed_out = 32_768
-    draws = random.SystemRandom()  # the user's seed has nothing to do with it
+    draws = random.SystemRandom()  # independent of the user's seed
     for _ in range(_OFTEN if handed_out > _CHOSEN else 0):
         port = draws.randrange(_CHOSEN, handed_out)
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -55,7 +55,8 @@ def free_port() -> int | None:
 
 @contextmanager
 def naming_the_port(environment: ClusterEnvironment) -> Iterator[None]:
-    """Around what opens the process groups: ConfigurationError if the port is another program's."""
+    """Raise ConfigurationError if opening the process groups, in the block, fails since the port is another
+    program's."""
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -68,9 +69,9 @@ def naming_the_port(environment: ClusterEnvironment) -> Iterator[None]:
 
 
 def keep_gloo_on_loopback(environment: ClusterEnvironment) -> None:
-    """Where all processes meet on loopback, let gloo listen there, too, until the job ends.
+    """Let gloo, too, listen on loopback until the job ends, where all processes meet on loopback.
 
-    By itself it takes the address of the host's name, which other machines may reach.
+    By itself gloo takes the address of the host's name, which other machines may reach.
     """
     if is_loopback(environment.main_address) and _GLOO_INTERFACE not in os.environ and Path(_LOOPBACK).exists():
         os.environ[_GLOO_INTERFACE] = Path(_LOOPBACK).name
@@ -78,7 +79,7 @@ def keep_gloo_on_loopback(environment: ClusterEnvironment) -> None:
 
 
 def where_to_listen(environment: ClusterEnvironment, num_nodes: int) -> str:
-    """For a scheduler that rank 0 starts: on this machine only, if the run is."""
+    """Return the address for a scheduler that rank 0 starts: on this machine only, if the run is."""
     if num_nodes == 1:
         return "tcp://127.0.0.1:*"
     host = socket.gethostbyname(environment.main_address)  # ZeroMQ binds to addresses only
@@ -86,7 +87,7 @@ def where_to_listen(environment: ClusterEnvironment, num_nodes: int) -> str:
 
 
 class ElasticEnvironment(ClusterEnvironment):
-    """What the job's launcher has said, wherever it runs.
+    """The environment that the job's launcher has described, on any platform.
 
     Lightning would look for SLURM first, even if ``sdpipe run`` is what SLURM started, and would refuse a Trainer whose
     devices × num_nodes are not the job's processes.
@@ -110,20 +111,20 @@ class ElasticEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """False: the strategy makes it, Lightning does not choose it."""
+        """Return False: the strategy makes it, Lightning does not choose it."""
         return False
 
     def world_size(self) -> int:
         return self.job.world_size
 
     def set_world_size(self, size: int) -> None:
-        """Nothing: the launcher has said it."""
+        """No-op: the launcher has set it."""
 
     def global_rank(self) -> int:
         return self.job.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Nothing: the launcher has said it."""
+        """No-op: the launcher has set it."""
 
     def local_rank(self) -> int:
         return self.job.local_rank
@@ -133,7 +134,8 @@ class ElasticEnvironment(ClusterEnvironment):
 
 
 class TorchrunEnvironment(TorchElasticEnvironment):
-    """What torchrun has said, which may have started more processes on one machine than on another.
+    """The environment that torchrun has described, which may have started more processes on one machine than on
+    another.
 
     Args:
         unlike: machines may have unlike numbers of devices, since the stages of each pipeline are listed. Lightning
@@ -146,14 +148,14 @@ class TorchrunEnvironment(TorchElasticEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """False: the strategy makes it, Lightning does not choose it."""
+        """Return False: the strategy makes it, Lightning does not choose it."""
         return False
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Compare the Trainer with torchrun, unless ``num_devices`` are those of this machine only.
 
         Raises:
-            ConfigurationError: they differ.
+            ConfigurationError: the numbers of processes differ.
         """
         if not self.unlike and num_devices * num_nodes != self.world_size():
             raise ConfigurationError(
@@ -164,5 +166,6 @@ class TorchrunEnvironment(TorchElasticEnvironment):
 
 
 def environment_for(unlike: bool) -> ClusterEnvironment | None:
-    """Of a job of torchrun, whose machines may be ``unlike``; None if Lightning is to choose it."""
+    """Return the environment of a job of torchrun, whose machines may be ``unlike``; None if Lightning is to choose
+    it."""
     return TorchrunEnvironment(unlike) if TorchElasticEnvironment.detect() else None

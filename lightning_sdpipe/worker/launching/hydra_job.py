@@ -1,8 +1,8 @@
-"""Bringing other processes into the Hydra job that this process runs.
+"""Brings other processes into the Hydra job that this process runs.
 
-A process that ran the command line again would run the whole sweep again, with times and directories of its own. So
-the others get this job's configuration, with its interpolations resolved, in a file: Hydra's ``--experimental-rerun``
-calls the application's task function with it, and writes and composes nothing.
+A process that ran the command line again would run the whole sweep again, with times and directories of its own. So the
+others get this job's configuration, with its interpolations resolved, in a file: Hydra's ``--experimental-rerun`` calls
+the application's task function with it, and writes and composes nothing.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ _QUIET = "ignore:Experimental rerun CLI option:UserWarning"
 
 @dataclass(frozen=True)
 class Rerun:
-    """How to start a process that runs the task function of this job."""
+    """Command and environment of a process that runs the task function of this job."""
 
     command: list[str]
     environment: dict[str, str]
     file: Path
-    """The configuration; to be removed when all processes have read it."""
+    """File with the configuration; to be removed when all processes have read it."""
 
 
 def key() -> object:
-    """What tells this process's Hydra job from others; None outside of Hydra."""
+    """Return an identifier of this process's Hydra job; None outside of Hydra."""
     hydra = _hydra()
     return None if hydra is None else (hydra.runtime.output_dir, hydra.job.get("num"))  # jobs may share a directory
 
 
 def in_sweep() -> bool:
-    """Whether this process may have further jobs to run."""
+    """Return whether this process may have further jobs to run."""
     hydra = _hydra()
     return hydra is not None and getattr(hydra.mode, "name", None) == "MULTIRUN"
 
 
 def rerun() -> Rerun | None:
-    """Writes the configuration into the job's output directory; None outside of Hydra."""
+    """Write the configuration into the job's output directory; None outside of Hydra."""
     hydra = _hydra()
     if hydra is None:
         return None
@@ -55,7 +55,7 @@ def rerun() -> Rerun | None:
 
 
 def _hydra() -> Any:
-    """Hydra's part of the configuration of the job that runs; None if ``hydra.main`` has not started one."""
+    """Return Hydra's part of the configuration of the job that runs; None if ``hydra.main`` has not started one."""
     module = sys.modules.get("hydra.core.hydra_config")
     if module is None or not module.HydraConfig.initialized():
         return None
@@ -64,7 +64,8 @@ def _hydra() -> Any:
 
 
 def _program(start: Path) -> tuple[list[str], dict[str, str]]:
-    """This program, and what its modules need to be found if the job has left ``start``, where it was started."""
+    """Return this program, and the environment in which its modules are found if the job has left ``start``, its first
+    directory."""
     main = sys.modules["__main__"]
     if main.__spec__ is None:
         return [str(start / sys.argv[0])], {}
@@ -73,7 +74,7 @@ def _program(start: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _for_others(hydra: Any) -> Any:
-    """The whole configuration, Hydra's part included, for a process that leaves Hydra's files to this one."""
+    """Return the whole configuration, Hydra's part included, for a process that leaves Hydra's files to this one."""
     from omegaconf import flag_override
 
     config = copy.deepcopy(hydra._get_root())
@@ -91,7 +92,7 @@ def _resolve(node: Any) -> None:
         if OmegaConf.is_missing(node, name):
             continue
         if OmegaConf.is_interpolation(node, name):
-            with suppress(InterpolationResolutionError):  # perhaps it is not needed; where it is, the error is raised
+            with suppress(InterpolationResolutionError):  # it may not be needed; where it is, the error is raised
                 node[name] = node[name]
         if not OmegaConf.is_interpolation(node, name) and OmegaConf.is_config(node[name]):
             _resolve(node[name])

@@ -1,4 +1,4 @@
-"""One job of this process, and what has to be undone at its end: a sweep runs many jobs in one process.
+"""One job of this process, and the functions that undo it at its end: a sweep runs many jobs in one process.
 
 A job ends with the process, when the next one begins, or when :func:`end` is called.
 """
@@ -17,7 +17,7 @@ _key: object = None
 
 
 def begin() -> None:
-    """To be called before anything of a job is set up; ends the previous job if this is another one."""
+    """Begin a job, before anything of it is set up; end the previous job if this is another one."""
     global _key
     key = hydra_job.key()
     if key != _key:
@@ -26,11 +26,11 @@ def begin() -> None:
 
 
 def at_end(function: Callable[..., Any], *arguments: Any) -> None:
-    """Calls ``function(*arguments)`` at the end of the job; what was registered last is called first."""
+    """Call ``function(*arguments)`` at the end of the job; functions are called in reverse order."""
     _undo.callback(function, *arguments)
 
 
 @atexit.register
 def end() -> None:
-    """Undoes what the job has left in this process. Nothing happens if there is nothing to undo."""
+    """Undo what the job has left in this process; do nothing if nothing is left."""
     _undo.close()

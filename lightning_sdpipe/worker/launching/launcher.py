@@ -1,4 +1,4 @@
-"""Lightning's launchers, with a check before they start anything, and an end to what they started."""
+"""Lightning's launchers, with a check before they start anything, and an end to the processes that they started."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 _GRACE = 10.0  # seconds that other processes get to end by themselves after a failure
 _WOKEN = 2.0  # seconds that this process gets to end by itself once they have ended
-_JOINED = "SDPIPE_JOINED"  # in a started process: the pipe through which it says that it has come to its Trainer
+_JOINED = "SDPIPE_JOINED"  # in a started process: the pipe through which it reports that it has come to its Trainer
 _PR_SET_PDEATHSIG = 1
 _SET_FOR_WORKERS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _FORK_INSTEAD = (
@@ -55,10 +55,10 @@ Check = Callable[[Trainer, Any], None]
 
 
 def launcher_for(strategy: Any, start_method: str, check: Check, timeout: float) -> Launcher:
-    """Starts the processes of ``strategy``; see the classes below.
+    """Return a launcher that starts the processes of ``strategy``; see the classes below.
 
     Raises:
-        ConfigurationError: other processes cannot run what is typed into this one.
+        ConfigurationError: other processes cannot run code that is typed into this one.
     """
     if hasattr(sys, "ps1") and start_method != "fork":
         raise ConfigurationError(
@@ -72,13 +72,13 @@ def launcher_for(strategy: Any, start_method: str, check: Check, timeout: float)
 
 
 def end_after_failure(launcher: Launcher | None) -> None:
-    """Sees to it that what was started ends with the job, after the error has been printed."""
+    """Make the started processes end with the job, after the error has been printed."""
     if isinstance(launcher, CheckingLauncher):
         job.at_end(launcher.end_children, _GRACE)
 
 
 def give_up(launcher: Launcher | None, code: int) -> None:
-    """Ends a wait for a tensor that will never come: with its sender if that is a process that this one has started,
+    """End a wait for a tensor that will never come: with its sender, if that is a process that this one has started;
     else, or if that is not enough and this process need not run on, with this exit code."""
     if isinstance(launcher, CheckingLauncher) and launcher.procs:
         sweep = hydra_job.in_sweep()
@@ -90,19 +90,19 @@ def give_up(launcher: Launcher | None, code: int) -> None:
 
 
 def _given(function: Callable[..., Any], arguments: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The loader of training batches among what ``function``, the Trainer's, was called with."""
+    """Return the loader of training batches among the arguments of ``function``, the Trainer's."""
     return inspect.signature(function).bind(*arguments, **kwargs).arguments.get("train_dataloaders")
 
 
 class CheckingLauncher(SubprocessScriptLauncher):
-    """Calls ``check`` in the process that the user started, before any other process exists.
+    """A launcher that calls ``check`` in the process that the user started, before any other process exists.
 
     The others run the user's script; in a Hydra application, its task function on the configuration of this very job.
     They run what this process runs, so they are started once, and end with the job.
 
     Args:
-        environment: knows what starts processes, and where they meet.
-        num_processes: on this machine.
+        environment: knows the launcher of the processes, and where they meet.
+        num_processes: processes on this machine.
         num_nodes: number of machines.
         check: raises if the run cannot work.
         timeout: seconds that started processes get to come to their Trainer, and to end after the job.
@@ -140,7 +140,7 @@ class CheckingLauncher(SubprocessScriptLauncher):
             _Observer.trainer = None
 
     def end_children(self, grace: float) -> None:
-        """Waits ``grace`` seconds for the started processes to end by themselves, then ends them."""
+        """Wait ``grace`` seconds for the started processes to end by themselves, then end them."""
         deadline = time.monotonic() + grace
         for process in self.procs:
             try:
@@ -187,7 +187,8 @@ class CheckingLauncher(SubprocessScriptLauncher):
             _Observer(self.procs).start()
 
     def _await_start(self, pipes: Mapping[int, int]) -> None:
-        """So that no process waits for one that has ended before there is a connection to notice it by."""
+        """Wait until all started processes have come to their Trainer, so that none waits for one that has ended before
+        there is a connection to notice it by."""
         waiting, deadline = dict(pipes), time.monotonic() + self._timeout
         poll = select.poll()
         for reading in pipes:
@@ -219,9 +220,9 @@ class CheckingLauncher(SubprocessScriptLauncher):
 
 class _Observer(ChildProcessObserver):
     """Ends all processes at once when a started one has failed; but not where the user's process knows, and is about to
-    end with its own word and exit code, and the others with it."""
+    end with its own message and exit code, and the others with it."""
 
-    trainer: Trainer | None = None  # that runs now
+    trainer: Trainer | None = None  # the one that runs now
     failed = False
 
     def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
@@ -234,10 +235,10 @@ class _Observer(ChildProcessObserver):
 
 
 class WholeModelLauncher(MultiProcessingLauncher):
-    """Calls ``check`` first, and brings the trained module back to the process that the user started, if the strategy
-    has made it whole at the end.
+    """A launcher that calls ``check`` first, and brings the trained module back to the process that the user started,
+    if the strategy has made it whole at the end.
 
-    Lightning treats exceptions in the process that the user started only. Here the worker tells the others why it
+    Lightning handles exceptions only in the process that the user started. Here the worker tells the others why it
     fails, and no process outlives the user's, however that is told to end.
     """
 
@@ -254,7 +255,7 @@ class WholeModelLauncher(MultiProcessingLauncher):
         openmp.end_threads()
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
-        except KeyboardInterrupt:  # perhaps no process but this one has heard of it
+        except KeyboardInterrupt:  # perhaps only this process was interrupted
             self.kill(signal.SIGTERM)
             raise
         finally:
@@ -276,7 +277,7 @@ class WholeModelLauncher(MultiProcessingLauncher):
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         module = trainer.lightning_module
-        if not is_whole(module):  # a part of it is nothing to bring home
+        if not is_whole(module):  # a part of the module is nothing to bring home
             module.__dict__["state_dict"] = dict
         return super()._collect_rank_zero_results(trainer, results)
 
@@ -289,12 +290,12 @@ class WholeModelLauncher(MultiProcessingLauncher):
 
 
 def _die_with_parent() -> None:
-    """Has Linux kill this process when its parent has ended. Torch asks for SIGINT, which a program in the background
+    """Make Linux kill this process when its parent has ended. Torch asks for SIGINT, which a program in the background
     of a shell ignores."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():  # it ended before that was asked
+    if parent is not None and not parent.is_alive():  # the parent ended before the request
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,7 +1,7 @@
-"""Ending a worker that cannot end by itself.
+"""Ends a worker that cannot end by itself.
 
 gloo offers no way to wake a thread that waits for a tensor of another process while that process lives. So when a run
-is over and a worker has not noticed within a few seconds, another thread says why and gives up.
+is over and a worker has not noticed within a few seconds, another thread prints the reason and gives up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PATIENCE = 2.0  # seconds in which a worker that computes, or waits for the sch
 
 
 class Watchdog:
-    """Armed when another worker has failed; disarmed when this one has noticed."""
+    """A timer that is armed when another worker has failed, and disarmed when this one has noticed."""
 
     def __init__(self, describe: Callable[[Failure], str], give_up: Callable[[], None]) -> None:
         self._describe = describe

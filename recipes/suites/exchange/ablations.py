@@ -1,4 +1,4 @@
-"""What exchanges owe to their parts (BAGUA, table 5): averages of eight workers on two hosts with and without a
+"""Ablations of exchanges (BAGUA, table 5): averages of eight workers on two hosts with and without a
 hierarchy, and of a model in one flat buffer or tensor by tensor. Links are really slow; nothing is trained."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What writing and reading messages costs, in copies of the tensor: one thread, as each worker of a shared machine has.
+"""Cost of writing and reading messages, in copies of the tensor: one thread, as each worker of a shared machine has.
 
 A copy is timed like everything else, in turn with it, in processor time, so that other processes matter little.
 """

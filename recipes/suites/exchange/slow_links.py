@@ -1,4 +1,4 @@
-"""How long averages take on links that are really slow: each worker on a host of its own, as far as the network is
+"""Duration of averages on links that are really slow: each worker on a host of its own, as far as the network is
 concerned. Full precision is gloo's all-reduce."""
 
 from __future__ import annotations

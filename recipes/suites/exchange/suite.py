@@ -1,4 +1,4 @@
-"""What it costs to exchange models, and what it gains: writing and reading messages, and training over slow links."""
+"""Cost and gain of exchanging models: writing and reading messages, and training over slow links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs that pipelines may come and go, where none does: an elastic run over an ordinary one."""
+"""Cost of letting pipelines come and go, where none does: an elastic run over an ordinary one."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ class World:
         return [] if members is None else sorted(members.lives)
 
     def failure(self) -> str | None:
-        """Why the scheduler says that the run has failed, if it does."""
+        """Return why the scheduler says that the run has failed, if it does."""
         status = self.status()
         return status.failure or (None if status.members is None else status.members.over)
 

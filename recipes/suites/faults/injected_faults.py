@@ -1,4 +1,4 @@
-"""Where a process can be made to end itself: each phase of a step, and of what pipelines do between steps."""
+"""Places where a process can be made to end itself: each phase of a step, and of what pipelines do between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What survivors notice of a fault: pipelines that are killed in every phase of their work, under several methods; and
+"""Effects of a fault on survivors: pipelines that are killed in every phase of their work, under several methods; and
 disks that are full.
 
 For each method, role and phase: how much longer than a median step the survivors' longest step took, until when the
@@ -289,7 +289,7 @@ def _figures(
 
 
 def _transfer(records: Sequence[Record], victims: Sequence[int]) -> float:
-    """How long the state of the newest newcomer was on its way."""
+    """Return how long the state of the newest newcomer was on its way."""
     newest = [record for record in records if record.pipeline in victims and record.rank == 0][-1:]
     return max((line["seconds"] for record in newest for line in record.lines if line["what"] == "received"), default=0)
 

@@ -1,4 +1,4 @@
-"""What a bound on staleness costs the methods that average in groups of pipelines, and how well it is kept."""
+"""Cost of a bound on staleness for the methods that average in groups of pipelines, and how well it is kept."""
 
 from __future__ import annotations
 

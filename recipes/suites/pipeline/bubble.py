@@ -1,4 +1,4 @@
-"""What a flush costs: PipeDream's asynchronous 1F1B against 1F1B with a flush, with *emulated* compute.
+"""Cost of a flush: PipeDream's asynchronous 1F1B against 1F1B with a flush, with *emulated* compute.
 
 Stages sleep for the time that they would compute, since on a machine with fewer cores than stages a bubble costs
 nothing: another process takes the core. Sending, scheduling and the optimizer are real. A flush leaves every stage

@@ -1,4 +1,4 @@
-"""What averaging in a group costs beside gloo's own all-reduce, among all workers of a machine: over loopback, so it is
+"""Cost of averaging in a group beside gloo's own all-reduce, among all workers of a machine: over loopback, so it is
 the processors that it costs. On a link, both send the same number of bytes."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What it takes to see what crosses the cuts of a model, beside a training step of it: both in one process."""
+"""Cost of finding what crosses the cuts of a model, beside a training step of it: both in one process."""
 
 from __future__ import annotations
 

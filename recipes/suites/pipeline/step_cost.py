@@ -1,4 +1,4 @@
-"""What a step costs besides its compute: processor time of whole steps under a Trainer, beside Lightning's own DDP.
+"""Cost of a step besides its compute: processor time of whole steps under a Trainer, beside Lightning's own DDP.
 
 The model is tiny and its compute *emulated*, so what uses the processor is Lightning, the strategy, and the messages.
 Pipelines have one stage, and gradients are averaged, as DDP does it. The parameters and the batches are equal.

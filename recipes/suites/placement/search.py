@@ -1,4 +1,4 @@
-"""How good placements are, and how soon: our search against known optima, and against DT-FM's genetic search.
+"""Quality of placements over time: our search against known optima, and against DT-FM's genetic search.
 
 Both search 64 devices for 8 × 8 with the published code's bytes. Seconds are of the processor, of one core, so that
 whatever else runs on the machine favours nobody. The published order of devices is the optimum of some cases, so

@@ -1,4 +1,4 @@
-"""Whether emulated links are like links that the kernel slows down: one sender, one receiver, the same messages.
+"""Comparison of emulated links with links that the kernel slows down: one sender, one receiver, the same messages.
 
 The kernel's are the loopback device of a network namespace of its own behind a token bucket (``tc tbf``), which needs
 root and iproute2; without them there is no row, and a word about why.

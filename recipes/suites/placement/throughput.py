@@ -1,4 +1,4 @@
-"""What a placement gains in a real training over *emulated* slow links, and what its cost had promised.
+"""Gain of a placement in a real training over *emulated* slow links, and what its cost had promised.
 
 Two regions with the links of DT-FM's case 3. Consecutive ranks form a pipeline by default, within a region, so that
 every average crosses the ocean. Compute is emulated too (stages sleep); processes, sockets, the scheduler, averaging

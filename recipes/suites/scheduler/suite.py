@@ -1,4 +1,4 @@
-"""How much the scheduler adds to a bare ZeroMQ echo, and how its policy grows.
+"""Cost of the scheduler beside a bare ZeroMQ echo, and growth of its policy's cost.
 
 All clients of a stage finish an iteration together, the worst moment: every client sends its ready in one
 burst, and the burst ends when all are answered. The floor is an echo, a ROUTER that returns every message of
@@ -311,7 +311,7 @@ def _policy(repeats: int, seed: int) -> dict[int, list[Row]]:
 
 
 def _simulation(repeat: int, seed: int) -> Row:
-    """What a signal costs with the pipelines around the policy: 64000 signals of 4 × 16 workers are 1000 iterations."""
+    """Measure a signal with the pipelines around the policy: 64000 signals of 4 × 16 workers are 1000 iterations."""
     work = Work(
         4, 16, SIMULATED_ITERATIONS, jittered(0.1, 0.05, seed + repeat), heterogeneity=Delays(0.1, 0.3, seed=seed)
     )

@@ -1,4 +1,4 @@
-"""What the meter costs: a call of it by the clock, and a training with it over one without."""
+"""Cost of the meter: a call of it by the clock, and a training with it over one without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs to see a run, how often a slow worker is named, and whether its cost is what a run without it gains."""
+"""Cost of seeing a run, how often a slow worker is named, and whether its cost is what a run without it gains."""
 
 from __future__ import annotations
 

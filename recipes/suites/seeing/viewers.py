@@ -1,4 +1,4 @@
-"""How much longer a ready waits for its answer while programs that have asked the scheduler do not read its replies."""
+"""Delay of the answer to a ready while programs that have asked the scheduler do not read its replies."""
 
 from __future__ import annotations
 

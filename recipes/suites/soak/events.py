@@ -1,4 +1,4 @@
-"""What happens to a run of the soak at drawn times, and how it comes back from that."""
+"""Events that happen to a run of the soak at drawn times, and its recovery from them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Events:
     # ------------------------------------------------------- what has happened
 
     def _is_over(self) -> bool:
-        """Has any pipeline finished, and all others that live?"""
+        """Return whether any pipeline has finished, and so have all others that live."""
         ended = {i for i in self._everybody if i not in self._due and not self._any_lives(i)}
         self.finished = {i for i in ended if not any(self._world.exit_codes(i))}
         return bool(self.finished) and all(i in ended or i in self._due for i in self._everybody)
@@ -143,7 +143,7 @@ class Events:
             raise TimeoutError(f"there was no update for {STILL:g} s; {self._world.said()}")
 
     def _trains(self, pipeline: int) -> bool:
-        """Has its newest start made an update?"""
+        """Return whether its newest start has made an update."""
         return self._world.updates(pipeline) > 0
 
     def _fell(self, pipeline: int) -> bool:

@@ -1,4 +1,4 @@
-"""How much there is to gain, by formula: which delays and which schedule give the paper's headline figures.
+"""Possible gain, by formula: which delays and which schedule give the paper's headline figures.
 
 With one draw per iteration, probability p, a delay of r mini-batches and M × N workers that flush, an iteration of
 all-reduce takes 1 + r(1 − (1 − p)^(MN)) mini-batches, and one of a pipeline that waits for nobody else takes

@@ -1,4 +1,4 @@
-"""What a step of a corrected optimizer costs, beside a step of the bare one: AdamW on parameters shaped as ResNet-50's.
+"""Cost of a step of a corrected optimizer, beside a step of the bare one: AdamW on parameters shaped as ResNet-50's.
 
 One thread, as each worker of a pipeline has on a shared machine. Both optimizers live in one process and take turns,
 on parameters and gradients of their own.

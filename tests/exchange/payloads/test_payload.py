@@ -221,7 +221,7 @@ def test_nothing_longer_than_a_piece_or_a_message_is_made(payload: Payload | Mod
 @pytest.mark.parametrize("payload", PAYLOADS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.complex64])
 def test_refuses_what_cannot_be_averaged(payload: Payload, dtype: torch.dtype) -> None:
-    with pytest.raises(ConfigurationError, match=f"{dtype}.*equal at pauses"):
+    with pytest.raises(ConfigurationError, match=f"{dtype}.*equal at sync points"):
         payload.on(dtype)
 
 

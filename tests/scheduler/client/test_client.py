@@ -25,7 +25,7 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import client
 from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.client.client_thread import Callbacks
-from lightning_sdpipe.scheduler.client.connection import ask_status
+from lightning_sdpipe.scheduler.client.connection import TRIES, ask_status
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.rows import About, Chunk
@@ -105,6 +105,34 @@ def test_another_program_at_the_address_is_told_from_none() -> None:
             pytest.raises(SchedulerError, match="accepts connections but does not speak ZeroMQ"),
         ):
             one.greet()
+
+
+def test_a_proxy_whose_scheduler_is_not_there_yet_is_waited_for_and_no_key_is_blamed() -> None:
+    """As a tunnel, or the service of a cluster, which accepts every connection."""
+    ours, worker = make_keys()
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        port = proxy.getsockname()[1]
+        turned_away = 0
+
+        def close_each() -> None:
+            nonlocal turned_away
+            while turned_away < 2 * TRIES:
+                proxy.accept()[0].close()
+                turned_away += 1
+            proxy.close()
+
+        thread = threading.Thread(target=close_each)
+        thread.start()
+        with clients(f"tcp://127.0.0.1:{port}", W(0, 0), credentials=worker, timeout=30) as (a,):
+            joining = threading.Thread(target=a.join)
+            joining.start()
+            thread.join(30)
+            assert turned_away == 2 * TRIES
+            with serving(AllReduceModels(), 1, 1, keys=ours, bind=f"tcp://127.0.0.1:{port}"):
+                joining.join(30)
+                assert not joining.is_alive()
+                a.ready(0)
+                assert a.group().members == (W(0, 0),)
 
 
 def test_a_scheduler_of_another_mesh_refuses_by_name() -> None:

@@ -122,7 +122,7 @@ def test_a_full_disk_leaves_a_void_journal_until_there_is_space(here: Path, capl
         assert kept[-1] == (restarted is not None)
         assert not path.with_name("journal.new").exists()
     assert kept == [*[False] * (len(kept) - 1), True], "with less than all of it there is nothing"
-    assert "is void until the next pause of the run: File too large" in caplog.text
+    assert "is void until the run's next sync point: File too large" in caplog.text
 
 
 def test_a_journal_that_cannot_even_be_emptied_is_named(here: Path, caplog: pytest.LogCaptureFixture) -> None:

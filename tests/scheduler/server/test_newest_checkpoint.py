@@ -58,7 +58,7 @@ def test_those_that_come_go_on_from_the_newest_checkpoint_if_they_may(tmp_path: 
     assert first(decided).checkpoint == ("/c/2.ckpt" if resume else "")
     (epoch,) = [decision for decision in decided if isinstance(decision, Epoch)]
     assert epoch.reason == (
-        "pipelines 0 start again from /c/2.ckpt, since nobody was left" if resume else "pipelines 0 start together"
+        "pipelines 0 start again from /c/2.ckpt, since no member was left" if resume else "pipelines 0 start together"
     )
     over = [decision for decision in after.hear(Died(W, 6, "was killed")) if isinstance(decision, RunOver)]
     assert [decision.failed for decision in over] == ([] if resume else [True])

@@ -138,7 +138,7 @@ class Diary(Callback):
         self.before = time.monotonic()
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        trainer.should_stop = (self.directory / "stop").exists()  # on whoever sees it first
+        trainer.should_stop |= (self.directory / "stop").exists()  # on whoever sees it first
 
     def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
@@ -152,6 +152,7 @@ def fit(
     accelerator: Any = "cpu",
     average: bool = False,
     more: Sequence[Callback] = (),
+    **limits: Any,
 ) -> None:
     """What the user's script does: it trains until the test says stop."""
     torch.set_num_threads(1)
@@ -168,6 +169,7 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[*callbacks, Diary(directory), *more, ModelCheckpoint(every_n_train_steps=10, save_top_k=-1)],
+        **limits,
     )
     data = Numbered(samples)
     trainer.fit(Model(), DataLoader(data, BATCH, shuffle=True), DataLoader(Subset(data, range(16)), 16))

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdpipe import EightBit, Exchange, SDPipeStrategy, SDPipeWeightAveraging
@@ -47,6 +48,7 @@ def of(model: Model, precision: Any = "32-true", callbacks: Any = None, **option
         (lambda: of(Model(), exchange=Exchange(EightBit())), "exchange", "EightBit"),
         (lambda: of(Model(), precision="bf16-mixed"), "precision", "bf16-mixed"),
         (lambda: of(Model(), callbacks=[SDPipeWeightAveraging(decay=0.5)]), "averaging", "decay=0.5"),
+        (lambda: of(Model(), callbacks=[Timer({"minutes": 2})]), "clocks", "Timer every 120 s"),
     ],
 )
 def test_what_differs_is_named(other: Any, name: str, value: str) -> None:

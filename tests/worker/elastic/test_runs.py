@@ -12,8 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_sdpipe import EightBit, Exchange
 from lightning_sdpipe.membership.members import Met
@@ -25,7 +28,7 @@ from lightning_sdpipe.worker.elastic.barriers import Barriers
 from tests.namespaces import machines, switched
 from tests.namespaces import run as ip
 from tests.worker.elastic import jobs
-from tests.worker.elastic.jobs import ElasticRun, Model, elastic_run, fit, sums
+from tests.worker.elastic.jobs import Diary, ElasticRun, Model, elastic_run, fit, sums
 
 pytestmark = pytest.mark.distributed
 
@@ -305,6 +308,60 @@ def test_the_scheduler_is_killed_and_started_again(tmp_path: Path) -> None:
         check_that_nothing_is_lost(run)
         check_that_replicas_were_equal(run, [0, 1])
         assert all(max(counts.values()) <= 2 for counts in run.trained().values())  # a shuffled epoch may be padded
+
+
+class MyTime(Timer):
+    """Has run out where the test says so."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__({"hours": 1})
+        self.late = directory / f"late-{os.environ['SDPIPE_PIPELINE']}"
+
+    def time_elapsed(self, stage: str = RunningStage.TRAINING) -> float:
+        return 1e6 if self.late.exists() else super().time_elapsed(stage)
+
+
+class NotedSaves(ModelCheckpoint):
+    def on_train_batch_end(self, trainer: L.Trainer, *more: Any) -> None:
+        (diary,) = (each for each in trainer.callbacks if isinstance(each, Diary))  # type: ignore[attr-defined]
+        diary.note(saves=trainer.global_step)
+        super().on_train_batch_end(trainer, *more)
+
+
+def fit_by_the_clock(directory: Path, num_stages: int) -> None:
+    saves = NotedSaves(directory / "by-time", train_time_interval=timedelta(seconds=0.2), save_top_k=-1)
+    more = [MyTime(directory), saves]
+    fit(directory, SAMPLES, {"num_stages": num_stages}, more=more, val_check_interval={"seconds": 0.3})
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_the_leaders_clock_counts(tmp_path: Path, num_stages: int) -> None:
+    work = partial(fit_by_the_clock, tmp_path, num_stages)
+
+    def seen(rows: list[dict[str, Any]], what: str) -> list[int]:
+        return [row[what] for row in rows if what in row]
+
+    with elastic_run(tmp_path, num_stages, 3, "--start-pipelines", "3") as run:
+        for pipeline in range(3):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1, 2], 10)
+        run.jobs[2].signal(signal.SIGKILL)
+        run.wait(run.jobs[2].ended, "the end of pipeline 2")
+        (tmp_path / "late-1").touch()  # which does not lead
+        run.start(2, work)
+        run.wait(lambda: len(run.rows(2)) == 2, "the newcomer's first turn")
+        run.wait_for_turns([0, 1, 2], 10)
+        assert not any(job.ended() for job in run.jobs if job is not run.jobs[2]), run.said()
+        run.jobs[0].signal(signal.SIGKILL)
+        run.wait(lambda: all(job.ended() for job in run.jobs), "the end by the next leader's clock")
+        codes = {job.pipeline: job.ended_with() for job in run.jobs}
+        assert codes[1] == codes[2] == [0] * num_stages, run.said()
+        check_that_replicas_were_equal(run, [1, 2])
+        old, new = run.rows(1)[-1], run.rows(2)[-1]
+        assert seen(old, "ended") == seen(new, "ended")
+        for what in ("saves", "pause"):
+            assert len(seen(new, what)) > 1
+            assert seen(old, what)[-len(seen(new, what)) :] == seen(new, what)
 
 
 def test_too_few_wait_for_more(tmp_path: Path) -> None:
