@@ -94,23 +94,30 @@ class Trace:
 class Slowed:
     """Additional slowness: every device is ``factor`` times slower, on top of another heterogeneity.
 
-    Where a machine has fewer cores than workers, this gives each worker its own device: at 1/``factor`` of a core's
-    speed it needs a core for that part of its time only; a worker that waits does not make others faster.
+    Where a machine has fewer cores than workers, this gives each worker a device of its own: at 1/``factor`` of a
+    core's speed it needs a core for that part of its time only; one that waits for others leaves them no more of it.
+    With a factor for each device, ``Slowed(Delays(...), [1, 2])`` delays devices of unlike speeds.
 
     Args:
         base: the other heterogeneity.
-        factor: at least 1.
+        factor: at least 1; or such factors by global rank, which repeat if there are more devices.
 
     Raises:
-        ConfigurationError: the factor is below 1.
+        ConfigurationError: no factors, or one below 1.
     """
 
     base: Heterogeneity
-    factor: float
+    factor: float | Sequence[float]
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.factor) and self.factor >= 1.0):
-            raise ConfigurationError(f"factor={self.factor!r} must be a finite number of at least 1.")
+        if isinstance(self.factor, Sequence):
+            object.__setattr__(self, "factor", tuple(self.factor))
+        if not self._factors or not all(math.isfinite(factor) and factor >= 1.0 for factor in self._factors):
+            raise ConfigurationError(f"factor={self.factor!r} must be finite numbers of at least 1.")
+
+    @property
+    def _factors(self) -> Sequence[float]:
+        return self.factor if isinstance(self.factor, Sequence) else (self.factor,)
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
         """Returns the delay of the base."""
@@ -118,5 +125,5 @@ class Slowed:
 
     def track(self, rank: int) -> Track | None:
         """Returns the track of the base, made slower."""
-        track = self.base.track(rank) or Track(1.0, (1.0,))
-        return replace(track, speeds=tuple(speed / self.factor for speed in track.speeds))
+        track, factor = self.base.track(rank) or Track(1.0, (1.0,)), self._factors[rank % len(self._factors)]
+        return replace(track, speeds=tuple(speed / factor for speed in track.speeds))
