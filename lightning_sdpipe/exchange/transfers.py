@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,17 +22,16 @@ class Transfers:
     works: list[tuple[str, dist.Work]]  # the other side of each, and the work
     staged: list[tuple[Tensor, Tensor]]  # where a message arrives, and where it is to go
     kept: list[Tensor]
-    limit: timedelta = timedelta(0)  # that of the group
 
     def wait(self) -> None:
         """Waits until all messages have arrived and left.
 
         Raises:
-            WorkerFailedError: a member closed the connection or the timeout passed; the message names it.
+            WorkerFailedError: a member closed the connection or the group's timeout passed; the message names it.
         """
         for peer, work in self.works:
             try:
-                work.wait(self.limit)
+                work.wait()
             except RuntimeError as error:
                 raise _failed(peer, error) from error
         for arrived, aim in self.staged:
@@ -54,7 +52,7 @@ def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: 
     Raises:
         WorkerFailedError: a member is gone already.
     """
-    transfers = Transfers([], [], [], replicas.limit)
+    transfers = Transfers([], [], [])
     replicas.traffic.add(sum(tensor.nbytes for tensor in outgoing.values()))
     operations = []
     for pipeline, aim in into.items():

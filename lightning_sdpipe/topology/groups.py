@@ -46,9 +46,6 @@ class Replicas:
     stage: int
     pipeline: int  # this worker's
     traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
-    limit: timedelta = timedelta(0)
-    """Of a message, if it is not the time in which the group was to be made: that is what gloo takes. NCCL would block
-    the host for it."""
 
     @property
     def pipelines(self) -> Sequence[int]:

@@ -59,10 +59,10 @@ def send_state(state: Mapping[str, Any], store: Store, timeout: timedelta) -> No
             if refused:
                 log.warning("a newcomer did not get the state that it was to be given, which %s", refused)
             data = torch.frombuffer(packed, dtype=torch.uint8)
-            group = _connect(store, 0)
-            group.send([torch.tensor([data.numel(), int(bool(refused))])], 1, 0).wait(timeout)
+            group = _connect(store, 0, timeout)
+            group.send([torch.tensor([data.numel(), int(bool(refused))])], 1, 0).wait()
             for part in torch.split(data, _CHUNK):
-                group.send([part], 1, 0).wait(timeout)
+                group.send([part], 1, 0).wait()
         except RuntimeError as error:
             log.warning("a newcomer did not get the state that it was to be given: %s", str(error).splitlines()[0])
 
@@ -77,13 +77,13 @@ def receive_state(store: Store, timeout: timedelta, donor: str) -> dict[str, Any
         ConfigurationError: the state holds objects that cannot be sent, or are not taken from another process.
     """
     try:
-        group = _connect(store, 1)
+        group = _connect(store, 1, timeout)
         header = torch.zeros(2, dtype=torch.int64)
-        group.recv([header], 0, 0).wait(timeout)
+        group.recv([header], 0, 0).wait()
         size, refused = header.tolist()
         data = torch.empty(size, dtype=torch.uint8)
         for part in torch.split(data, _CHUNK):
-            group.recv([part], 0, 0).wait(timeout)
+            group.recv([part], 0, 0).wait()
     except (RuntimeError, CancelledError) as error:
         raise WorkerFailedError(f"{donor} did not give its state: {str(error).splitlines()[0]}") from error
     if refused:
@@ -110,5 +110,7 @@ def _pack(state: Mapping[str, Any]) -> tuple[memoryview, str]:
     return buffer.getbuffer(), refused
 
 
-def _connect(store: Store, rank: int) -> Any:
-    return dist.ProcessGroupGloo(store, rank, 2, CONNECTING)
+def _connect(store: Store, rank: int, timeout: timedelta) -> Any:
+    group = dist.ProcessGroupGloo(store, rank, 2, CONNECTING)
+    group._set_default_timeout(timeout)
+    return group

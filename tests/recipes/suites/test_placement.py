@@ -62,7 +62,7 @@ class Work:
         self.begun = time.monotonic()
         return self
 
-    def wait(self, limit: object) -> None:
+    def wait(self) -> None:
         assert self.begun
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -58,22 +56,3 @@ def test_a_state_that_cannot_be_sent_is_refused_where_it_is_waited_for(
 def test_objects_that_are_not_taken_from_others_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"not taken from another process: .* Let callbacks"):
         given({"callbacks": {"Mine": Unknown()}})
-
-
-def test_a_donor_that_sends_late_is_waited_for_longer_than_one_that_does_not_come(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(state_transfer, "CONNECTING", timedelta(seconds=4))
-    store = dist.HashStore()
-
-    def give() -> None:
-        group: Any = dist.ProcessGroupGloo(store, 0, 2, state_transfer.CONNECTING)
-        time.sleep(5)
-        group.send([torch.tensor([4, 1])], 1, 0).wait()
-        group.send([torch.frombuffer(bytearray(b"late"), dtype=torch.uint8)], 1, 0).wait()
-
-    donor = threading.Thread(target=give)
-    donor.start()
-    with pytest.raises(ConfigurationError, match="pipeline 3 late"):
-        state_transfer.receive_state(store, SOON, "pipeline 3")
-    donor.join()
