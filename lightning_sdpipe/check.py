@@ -1,8 +1,8 @@
-"""``sdpipe check IMPORT.PATH:factory --stages M``: does the cut model compute what the whole one does?
+"""``sdpipe check IMPORT.PATH:factory --stages M``: compares what the cut model and the whole one compute.
 
 A training step runs on two micro-batches, whole and cut into stages, each stage on a module that the factory has built
-anew. So it finds what nothing else can: values that leave a block where neither a stand-in nor an operation of torch
-shows it, as Python's numbers in a global variable do.
+anew. So it finds errors that no other check can: values that leave a block where neither a stand-in nor an operation of
+torch shows it, as Python's numbers in a global variable do.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(make: Callable[[], Made], cut: Plan) -> tuple[float, str]:
-    """Runs what ``make`` builds whole and cut.
+    """Runs the model that ``make`` builds, whole and cut.
 
     Returns:
         The largest relative difference of a loss or gradient, and a table of the largest ones.
 
     Raises:
-        ConfigurationError: the factory builds another model each time, or the model cannot be cut so.
+        ConfigurationError: the factory builds another model each time, or the model cannot be cut this way.
     """
     (first, _), (second, _) = make(), make()
     for (name, one), (_, other) in zip(first.named_parameters(), second.named_parameters(), strict=True):
@@ -79,8 +79,8 @@ def compare(make: Callable[[], Made], cut: Plan) -> tuple[float, str]:
 
 
 def compare_split(make: Callable[[Sequence[Any]], Made], batch: Any, parts: Sequence[MicroBatch]) -> str:
-    """Says whether the loss of ``batch`` is the mean of those of its ``parts``, as they are weighted, in evaluation
-    mode: nothing else shows that a batch is split by something that is no sample."""
+    """Compares the loss of ``batch`` with the weighted mean of the losses of its ``parts``, in evaluation mode: nothing
+    else shows that a batch is split by something other than samples."""
     losses = []
     module, steps = make([batch, *(part.batch for part in parts)])
     module.eval()
@@ -130,7 +130,7 @@ def _loss(outcome: Any) -> Tensor:
 
 
 def _relative(one: Tensor, other: Tensor, least: float = 1e-12) -> float:
-    """The largest difference over the largest value; infinite where only one is a number."""
+    """Returns the largest difference over the largest value; infinite where only one is a number."""
     difference = (one - other).abs().max() / (one.abs().max() + least)
     return float("inf") if bool(difference.isnan()) else float(difference)
 

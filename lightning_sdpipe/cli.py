@@ -1,13 +1,13 @@
 """``sdpipe``: the operator's commands. Starts without torch.
 
-``sdpipe run`` trains on one machine with several pipelines, any of which may die.
-``sdpipe keygen DIRECTORY`` makes the keys of a run, ``sdpipe scheduler`` serves one, ``sdpipe status`` shows how it
-goes, ``sdpipe trace`` writes it down span by span, ``sdpipe serve`` shows it in a browser, ``sdpipe report LOG`` how it
-went, and ``sdpipe replay FILE`` checks its log. ``sdpipe simulate`` tries a policy in virtual time.
-``sdpipe partition`` shows how a model would be cut, ``sdpipe check`` whether it then computes the same, and
-``sdpipe record FILE`` writes down how fast a device is over time. ``sdpipe measure FILE`` measures links and devices,
-and ``sdpipe place FILE`` decides which device runs what. ``sdpipe demo`` compares methods on handwritten digits, and
-``sdpipe env`` prints what a report of a problem needs.
+``sdpipe run`` trains on one machine with several pipelines, any of which may die. ``sdpipe keygen DIRECTORY`` makes the
+keys of a run, ``sdpipe scheduler`` serves one, ``sdpipe status`` shows its state, ``sdpipe trace`` writes down its
+spans, ``sdpipe serve`` shows it in a browser, ``sdpipe report LOG`` reports on a finished run, and ``sdpipe replay
+FILE`` checks its log. ``sdpipe simulate`` tries a policy in virtual time. ``sdpipe partition`` shows how a model would
+be cut, ``sdpipe check`` whether it then computes the same, and ``sdpipe record FILE`` records a device's speed over
+time. ``sdpipe measure FILE`` measures links and devices, and ``sdpipe place FILE`` decides which device runs which
+stage. ``sdpipe demo`` compares methods on handwritten digits, and ``sdpipe env`` prints the versions for a report of a
+problem.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lightning_sdpipe.scheduler.server.process import SchedulerSettings, serve
 from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits
 from lightning_sdpipe.topology.mesh import depths_of, shape_of
 
-_OWN_OPTIONS = {  # commands that parse their own
+_OWN_OPTIONS = {  # commands that parse their own options
     "partition": "partition.__main__",
     "check": "check",
     "simulate": "simulate.__main__",

@@ -1,6 +1,6 @@
 """Checks of a Hydra configuration against the classes that it names, before anything starts.
 
-The types are those of the classes' own signatures, as OmegaConf's structured configurations: there is no second list
+The types are those of the classes' own signatures, as in OmegaConf's structured configurations: there is no second list
 of options that could differ.
 """
 
@@ -24,21 +24,21 @@ from lightning_sdpipe.errors import ConfigurationError, nearest
 def check(config: DictConfig, typed: Sequence[str] = ("lightning_sdpipe",)) -> None:
     """Raises ConfigurationError for a name or a type that the class or function of a ``_target_`` does not take.
 
-    Values that cannot be resolved yet, such as a directory that Hydra will make, are not looked at.
+    Values that cannot be resolved yet, such as a directory that Hydra will make, are ignored.
 
     Args:
-        config: all of it, or a part.
-        typed: packages whose type hints hold. Of others the names are checked.
+        config: the configuration, or a part of it.
+        typed: packages whose type hints hold. For others only the names are checked.
     """
     for path, node in _targets(config, ""):
         _check_target(path, node, typed)
 
 
 def explain(error: HydraException | OmegaConfBaseException, groups: Iterable[str] = ()) -> str:
-    """What Hydra says when it cannot compose a configuration, with the nearest name that is valid.
+    """Returns Hydra's message about a configuration that it cannot compose, with the nearest valid name.
 
     Args:
-        error: as Hydra raised it.
+        error: the exception that Hydra raised.
         groups: names that are valid beside those of the configuration: its groups.
     """
     if isinstance(error, MissingConfigException) and error.options is not None:
@@ -57,7 +57,8 @@ def explain(error: HydraException | OmegaConfBaseException, groups: Iterable[str
 
 
 def parameters(target: Any) -> dict[str, Any]:
-    """The named parameters of ``target`` with their types, those that a class passes on to its parents included."""
+    """Returns the named parameters of ``target`` with their types, including those that a class passes on to its
+    parents."""
     classes = inspect.getmro(target) if inspect.isclass(target) else (target,)
     found: dict[str, Any] = {}
     for each in classes:
@@ -117,7 +118,7 @@ def _targets(node: Any, path: str) -> Iterator[tuple[str, DictConfig]]:
 
 
 def _resolved(node: DictConfig | ListConfig) -> Iterator[tuple[Any, Any]]:
-    """The entries of ``node`` that are options and that can be resolved."""
+    """Yields the entries of ``node`` that are options and that can be resolved."""
     keys = list(node) if isinstance(node, DictConfig) else range(len(node))
     for key in keys:
         if OmegaConf.is_missing(node, key) or key in ("_target_", "_partial_", "_recursive_", "_convert_", "_args_"):

@@ -44,7 +44,7 @@ WORKERS = 4
 
 @dataclass(frozen=True)
 class Scene:
-    """What is compared; ``lesson`` explains the table."""
+    """A situation in which methods are compared; ``lesson`` explains the table."""
 
     title: str
     lesson: str
@@ -73,8 +73,8 @@ SCENES = (
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one training run. Epochs are timed with their validation; the first one counts only if it is alone. ``line``
-    is what the run says at its end."""
+    """Figures of one training run. Epochs are timed with their validation; the first one counts only if it is alone.
+    ``line`` is the run's last line."""
 
     epoch_seconds: list[float]
     accuracy: float
@@ -86,7 +86,7 @@ class Figures:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status is 2 when something that the demo needs is not installed."""
+    """Run the command; the exit status is 2 when something that the demo needs is not installed."""
     parser = argparse.ArgumentParser(
         prog="sdpipe demo", description="Compares SDPipe with all-reduce on handwritten digits, in about two minutes."
     )
@@ -122,7 +122,7 @@ def _check(epochs: int) -> None:
 
 
 def _hush() -> None:
-    """Leaves out what Lightning and torch tell their users about this script."""
+    """Suppresses the hints of Lightning and torch about this script."""
     torch.set_num_threads(1)  # several workers share a core
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)
@@ -143,7 +143,7 @@ def _compare(number: int, scene: Scene, epochs: int, directory: Path) -> dict[st
 
 
 def _folder(directory: Path, name: str, scene: Scene) -> Path:
-    """Of a run."""
+    """Returns the folder of a run."""
     return directory / f"{name}-{scene.num_stages}"
 
 
@@ -176,12 +176,11 @@ def _train(name: str, scene: Scene, epochs: int, directory: Path) -> Figures:
 
 
 class _Bar(L.Callback):
-    """Shows the epochs of a run, and leaves its figures in a file; on rank 0, which is another process than the
-    user's.
+    """Shows the epochs of a run, and leaves its figures in a file; on rank 0, which is not the user's process.
 
     Args:
-        name: of the run.
-        file: for the figures.
+        name: name of the run.
+        file: file for the figures.
     """
 
     def __init__(self, name: str, file: Path) -> None:
@@ -235,7 +234,7 @@ class DigitsModule(L.LightningModule):
 
 
 def _digits() -> tuple[TensorDataset, TensorDataset]:
-    """scikit-learn's 1797 handwritten digits: 1437 to train on, 360 to validate."""
+    """Loads scikit-learn's 1797 handwritten digits: 1437 to train on, 360 to validate."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -247,7 +246,7 @@ def _digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def _draw(results: Sequence[dict[str, Figures]], file: Path) -> None:
-    """Bars for the median seconds of an epoch, and a point for each epoch."""
+    """Draws bars for the median seconds of an epoch, and a point for each epoch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""The exceptions that reach users, and how their messages end where a name is wrong."""
+"""Exceptions that reach users, and the ends of messages about wrong names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class ConfigurationError(ValueError):
-    """What was asked for cannot work; the message says what was given, what is allowed and what to do."""
+    """The configuration cannot work; the message says what was given, what is allowed and what to do."""
 
 
 class SchedulerError(RuntimeError):
@@ -15,7 +15,7 @@ class SchedulerError(RuntimeError):
 
 
 class RefusedError(SchedulerError):
-    """The scheduler was reached, and says what cannot be: starting again does not mend it."""
+    """The scheduler was reached, and refuses the request: starting again does not help."""
 
 
 class NonFiniteError(RuntimeError):
@@ -37,7 +37,7 @@ class WorkerFailedError(RuntimeError):
 
 
 class MustEndError(WorkerFailedError):
-    """This process was declared lost, or another stage of its pipeline was: it must end, and start anew."""
+    """This process, or another stage of its pipeline, was declared lost: it must end, and be restarted."""
 
     def __init__(self, pipeline: int, reason: str) -> None:
         super().__init__(f"this process of pipeline {pipeline} must end: {reason}")
@@ -49,11 +49,12 @@ ONLY_LIGHTNING = (
 )
 
 LOST_CONNECTION = "gloo/transport"
-"""In the text of an exception of gloo that has lost a connection: it names the line of its own source."""
+"""Part of the message of gloo's exceptions about a lost connection: the name of its source file."""
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost frame in which ``error`` was raised, as in ``train.py:41 in training_step``; empty if none."""
+    """Returns the innermost frame in which ``error`` was raised, as in ``train.py:41 in training_step``; empty if there
+    is none."""
     frames = error.__traceback__
     if frames is None:
         return ""
@@ -64,7 +65,7 @@ def place_of(error: BaseException) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of a message about a wrong ``name``: the one that may have been meant, or all."""
+    """Returns the end of a message about a wrong ``name``: the name that may have been meant, or all names."""
     names = list(dict.fromkeys(names))
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(names) or 'none'}."

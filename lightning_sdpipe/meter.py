@@ -1,13 +1,13 @@
-"""What a worker's training thread does: one phase at a time, and how long.
+"""Meter of a worker's training thread: which phase it is in, one at a time, and for how long.
 
-A thread has a meter of its own, so that what others do beside training does not count. Phases are entered and left as
-on a stack, and time counts for the one on top: a forward from 0 to 9 around a sleep from 3 to 5 is 7 of forward and 2
-of injected. At the end of an update the time since the one before is a :class:`MeterRow` of whole microseconds, in
-which nothing is lost or counted twice. None of a worker's own time waits for another worker: it tells a slow one from
+Each thread has its own meter, so that work beside training does not count. Phases are entered and left as on a stack,
+and time counts for the top one: a forward from 0 to 9 around a sleep from 3 to 5 is 7 of forward and 2 of injected. At
+the end of an update the time since the one before is a :class:`MeterRow` of whole microseconds, in which nothing is
+lost or counted twice. A worker's own time contains no wait for another worker: it distinguishes a slow worker from
 those that wait for it.
 
-The newest spans are kept, too: what was on top from when to when, but for ``other``, with marks in between: where an
-update has ended, and which message to a neighbour of the pipeline was sent or had come.
+The newest spans are kept, too: which phase was on top from when to when, except ``other``, with marks in between: the
+end of an update, and the message to or from a neighbour of the pipeline that was sent or had come.
 """
 
 from __future__ import annotations
@@ -28,30 +28,32 @@ PHASES = (
     *("other", "data", "forward", "backward", "optimizer", "injected", "gc"),
     *("wait_up", "wait_down", "send", "wait_stage", "wait_group", "exchange"),
 )
-"""``other`` is what no span is around. ``wait_up`` is for activations of the stage before, ``wait_down`` for gradients
-of the next, ``send`` until a neighbour has taken what was sent, and ``wait_stage`` anything else of the own pipeline's;
-``wait_group`` is for replicas, and ``exchange`` moves tensors between them."""
+"""Phases of a training thread. ``other`` is the time outside of all spans. ``wait_up`` waits for activations of the
+previous stage, ``wait_down`` for gradients of the next, ``send`` until a neighbour has taken what was sent, and
+``wait_stage`` for anything else of the same pipeline; ``wait_group`` waits for replicas, and ``exchange`` moves tensors
+between them."""
 OTHER, DATA, FORWARD, BACKWARD, OPTIMIZER, INJECTED, GC, WAIT_UP, WAIT_DOWN, SEND, WAIT_STAGE, WAIT_GROUP, EXCHANGE = (
     range(len(PHASES))
 )
 OWN = WAIT_UP
-"""So many of the phases, the first ones, are a worker's own time."""
+"""Number of first phases that are a worker's own time."""
 FOR_NEIGHBOURS = WAIT_UP, WAIT_DOWN, SEND
 
 UPDATE, START, SENT, RECEIVED, HIDDEN = -1, -2, -3, -4, -5
-"""Marks among the spans: the update of that number has ended; what came before belongs to none; a message was sent, or
+"""Marks among the spans: the update of that number has ended; earlier time belongs to no update; a message was sent, or
 had come; and a span of another thread of this worker, which moved tensors beside the training."""
 LANES = 1 << 16
-"""A message is marked by its number on its lane, times this, plus the lane's, which both ends know it by."""
+"""Factor of a message's number on its lane in its mark; the number of the lane, which both ends know, is added."""
 SPANS = 16384
-"""That are kept, marks included."""
+"""Number of spans that are kept, including marks."""
 
 CLOCK = time.perf_counter_ns
 
 
 class MeterRow(NamedTuple):
-    """An update: microseconds of each phase, and those in which the thread was ready to run and had no core. ``ended``
-    is the time of :data:`CLOCK`. ``follows``: it began where another row has ended. ``apart``: see :class:`Meter`."""
+    """The times of an update: microseconds of each phase, and those in which the thread was ready to run and had no
+    core. ``ended`` is the time of :data:`CLOCK`. ``follows``: it began where another row ended. ``apart``: see
+    :class:`Meter`."""
 
     us: tuple[int, ...]
     core: int
@@ -79,22 +81,23 @@ _NO_SPAN: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Meter:
-    """A thread's; see the module's text.
+    """The meter of a thread; see the module's docstring.
 
     Args:
-        clock: nanoseconds.
-        core_wait: nanoseconds that the thread was ready and had no core; as Linux counts them by default.
+        clock: gives nanoseconds.
+        core_wait: gives the nanoseconds for which the thread was ready and had no core; by default those that Linux
+            counts.
     """
 
     def __init__(self, clock: Callable[[], int] = CLOCK, core_wait: Callable[[], int] | None = None) -> None:
         self.spans = [Span(self, phase) for phase in range(len(PHASES))]
-        """Of each phase."""
+        """Nanoseconds of each phase."""
         self.core_wait = core_wait or self._core_wait
         self.apart = 0
-        """How far the model was from the mean of its group in this update, in millionths of the mean; 0 if that was not
-        looked at."""
+        """Distance of the model from the mean of its group in this update, in millionths of the mean; 0 if it was not
+        measured."""
         self.kept: deque[tuple[int, int, int]] = deque(maxlen=SPANS)
-        """Spans, each a phase, its begin and its end; and marks: what, the time, and the number."""
+        """Spans, each a phase, its begin and its end; and marks: kind, time, and number."""
         self._clock = clock
         self._totals = [0] * len(PHASES)
         self._stack = [OTHER]
@@ -108,42 +111,43 @@ class Meter:
         self._closer: weakref.finalize[..., Meter] | None = None
 
     def enter(self, phase: int) -> None:
-        """Time counts for ``phase`` from now on."""
+        """Counts time for ``phase`` from now on."""
         self._count()
         self._stack.append(phase)
 
     def leave(self) -> None:
-        """Time counts for the phase before again."""
+        """Counts time for the previous phase again."""
         self._count()
         self._stack.pop()
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Around a wait for another worker: ``wait_stage``, unless what waits has said which wait it is."""
+        """Returns a context for a wait for another worker: ``wait_stage``, unless a phase of waiting has been entered
+        already."""
         return self.spans[WAIT_STAGE] if self._stack[-1] < OWN else _NO_SPAN
 
     def seconds(self, *phases: int) -> float:
-        """In all of these phases, since this thread began."""
+        """Returns the seconds in all of these phases since this thread began."""
         return sum(self._totals[phase] for phase in phases) / 1e9
 
     def start(self) -> None:
-        """What passed before now belongs to no update."""
+        """Marks that the time before now belongs to no update."""
         self._marked = False
         self.mark(START)
 
     def mark(self, what: int, number: int = 0) -> None:
-        """At the last change of phase."""
+        """Adds a mark at the time of the last change of phase."""
         self.kept.append((what, self._since, number))
 
     def recent(self, updates: int, until: int) -> list[tuple[int, int, int]]:
-        """What is kept of the last so many updates that had ended at ``until``, and of what was between them; for any
-        thread."""
+        """Returns the spans and marks of the last ``updates`` updates that had ended at ``until``, and of the time
+        between them; may be called by any thread."""
         kept = list(self.kept)  # at once, as long as one thread runs Python at a time
         ends = [index for index, (what, at, _) in enumerate(kept) if what == UPDATE and at <= until]
         return kept[ends[max(0, len(ends) - 1 - updates)] : ends[-1] + 1] if len(ends) > 1 else []
 
     def update_ended(self, waited: float) -> MeterRow | None:
-        """An update is over; ``waited`` are all seconds so far that the exchange knows it has waited for replicas. None
-        for the first one after :meth:`start`, which only marks the beginning of the next."""
+        """Ends an update; ``waited`` is the exchange's total of seconds that it has waited for replicas so far. Returns
+        None for the first update after :meth:`start`, which only marks the beginning of the next."""
         self._count()
         totals, more, self._waited = self._totals, waited - self._waited, waited
         if self._marked:
@@ -160,17 +164,17 @@ class Meter:
         return row
 
     def close(self) -> None:
-        """Frees what it reads from."""
+        """Closes the file that the meter reads."""
         if self._closer is not None:
             self._closer()
 
     def _count(self) -> None:
         now = self._clock()
         passed = now - self._since
-        if passed > 0:  # else garbage was collected behind the look at the clock, which has counted until later
+        if passed > 0:  # else garbage was collected after the clock was read, and counted until later
             phase, since = self._stack[-1], self._since
             self._totals[phase] += passed
-            self._since = now  # before anything is made, which may collect garbage
+            self._since = now  # before anything is allocated, which may collect garbage
             if phase:
                 self.kept.append((phase, since, now))
 
@@ -193,7 +197,7 @@ _local = _Local()
 
 
 def current() -> Meter:
-    """This thread's."""
+    """Returns this thread's meter."""
     meter = _local.meter
     if meter is None:
         meter = _local.meter = Meter()
@@ -201,24 +205,26 @@ def current() -> Meter:
 
 
 def phase(number: int) -> Span:
-    """Around what belongs to that phase."""
+    """Returns a context whose time counts for that phase."""
     return current().spans[number]
 
 
 def seconds_without_a_core() -> float:
-    """How long this thread has waited for a core so far, as Linux counts it; 0 where nothing counts."""
+    """Returns the seconds for which this thread has waited for a core so far, as Linux counts them; 0 where they are
+    not counted."""
     return current().core_wait() / 1e9
 
 
 def _forget() -> None:
-    """In a forked process: what is read of is the parent's thread."""
+    """Drops the meter in a forked process, since its file is of the parent's thread."""
     meter, _local.meter = _local.meter, None
     if meter is not None:
         meter.close()
 
 
 def _collecting(event: str, info: dict[str, int], local: _Local = _local, gc: int = GC) -> None:
-    """A full collection of garbage stops the thread that it happens in. When Python ends, it finds no global names."""
+    """Counts a full garbage collection, which stops the thread in which it happens. Global names are gone when Python
+    ends."""
     meter = local.meter
     if meter is not None and info["generation"] == 2:
         if event == "start":

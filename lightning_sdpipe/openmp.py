@@ -1,4 +1,4 @@
-"""OpenMP's threads, which do not survive a fork."""
+"""Ending of OpenMP's threads, which do not survive a fork."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import sys
 from pathlib import Path
 
-_SOFT = 1  # omp_pause_soft: what is set stays
+_SOFT = 1  # omp_pause_soft: settings stay
 
 
 def end_threads() -> None:

@@ -1,4 +1,4 @@
-"""Transfers over a process group, staged through pinned memory where gloo moves an accelerator's tensors; failures name
+"""Transfers over a process group, staged through pinned memory where gloo moves an accelerator's tensors. Failures name
 the peers."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Transfer:
         """Blocks until the peer has taken (or delivered) everything.
 
         Raises:
-            WorkerFailedError: the peer closed the connection or the group's timeout passed; names the peer.
+            WorkerFailedError: the peer closed the connection or the group's timeout passed; the message names the peer.
         """
         with self.naming_the_peer(), meter.current().waiting():
             for work in self.works:
@@ -45,7 +45,7 @@ class Transfer:
 
     @contextmanager
     def naming_the_peer(self) -> Iterator[None]:
-        """Around what fails when the peer is gone."""
+        """Names the peer in failures within the context."""
         try:
             yield
         except RuntimeError as error:
@@ -56,11 +56,11 @@ class Transfer:
 
 @contextmanager
 def waiting_for(group: dist.ProcessGroup, purpose: str) -> Iterator[None]:
-    """Around a collective of ``group``: WorkerFailedError names its members if one of them is gone, or late."""
+    """Surrounds a collective of ``group``: WorkerFailedError names its members if one of them is gone, or late."""
     try:
         with meter.current().waiting():
             yield
-    except WorkerFailedError:  # which says more
+    except WorkerFailedError:  # its message says more
         raise
     except RuntimeError as error:
         ranks = sorted(dist.get_process_group_ranks(group))
@@ -69,8 +69,8 @@ def waiting_for(group: dist.ProcessGroup, purpose: str) -> Iterator[None]:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Around what starts a transfer between two workers. A profiler of torch records it until it is waited for, and if
-    that is in another cycle of the profiler, torch writes to memory that it has freed (seen in 2.13)."""
+    """Surrounds the start of a transfer between two workers. A profiler of torch would record it until it is waited
+    for, and if that is in another cycle of the profiler, torch writes to memory that it has freed (seen in 2.13)."""
     torch._C._autograd._enable_record_function(False)  # of this thread; torch has no name for it without an underscore
     try:
         yield
@@ -79,8 +79,8 @@ def unrecorded() -> Iterator[None]:
 
 
 def labelled(what: str, micro_batch: int | None = None) -> AbstractContextManager[object]:
-    """Around ``what`` a worker does, for one ``micro_batch`` if so, which a profiler of torch shows as ``sdpipe:forward
-    3``. Without a profiler that runs, nothing is made."""
+    """Returns a context that labels ``what`` a worker does, perhaps for one ``micro_batch``, for a profiler of torch,
+    which shows it as ``sdpipe:forward 3``. Nothing is created while no profiler runs."""
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(f"sdpipe:{what}" if micro_batch is None else f"sdpipe:{what} {micro_batch}")
@@ -90,8 +90,8 @@ _NOTHING = nullcontext()
 
 
 def backend_for(device: torch.device, group: Any) -> str:
-    """The name of what moves tensors of ``device`` in ``group``, which may have another backend for each type of
-    device. It is gloo where there is none: messages then go through the memory of the host."""
+    """Returns the name of the backend that moves tensors of ``device`` in ``group``, which may have different backends
+    for types of devices. It is gloo where there is none: messages then go through the memory of the host."""
     if not isinstance(group, dist.ProcessGroup):  # a backend by itself
         return str(group.name())
     if device.type not in {known.type for known in group._device_types}:
@@ -100,17 +100,17 @@ def backend_for(device: torch.device, group: Any) -> str:
 
 
 def through_host(tensor: Tensor, group: Any) -> bool:
-    """Must a message with ``tensor`` go through the memory of the host, since gloo reads no other?"""
+    """Returns whether a message with ``tensor`` must go through the memory of the host, since gloo reads no other."""
     return tensor.device.type != "cpu" and backend_for(tensor.device, group) == "gloo"
 
 
 def pinned_like(tensor: Tensor) -> Tensor:
-    """Memory of the host for what ``tensor`` holds."""
+    """Returns pinned memory of the host for the values of ``tensor``."""
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def _landing(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Where the network puts what is meant for ``tensor``."""
+    """Returns the tensor into which the network writes a message for ``tensor``."""
     return pinned_like(tensor) if through_host(tensor, group) else tensor
 
 
@@ -120,7 +120,7 @@ def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup, tag: int,
     for tensor in tensors:
         payload = tensor.detach().contiguous()
         if through_host(payload, group):
-            payload = pinned_like(payload).copy_(payload)  # which waits for what computes it
+            payload = pinned_like(payload).copy_(payload)  # waits for the computation of its values
         transfer.tensors.append(payload)
         if payload.numel():
             with transfer.naming_the_peer(), unrecorded():
@@ -129,7 +129,7 @@ def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup, tag: int,
 
 
 def receive(into: Sequence[Tensor], source: int, group: dist.ProcessGroup, tag: int, peer: str) -> Transfer:
-    """Starts receiving from global rank ``source`` into contiguous tensors, in the order they were sent."""
+    """Starts receiving from global rank ``source`` into contiguous tensors, in the order in which they were sent."""
     transfer = Transfer(peer, receiving=True)
     for tensor in into:
         staged = _landing(tensor, group)
@@ -148,14 +148,14 @@ def send_bytes(data: bytes, to: int, group: dist.ProcessGroup, tag: int, peer: s
 
 
 def receive_bytes(source: int, group: dist.ProcessGroup, tag: int, peer: str) -> bytes:
-    """Waits for what the peer sent with :func:`send_bytes`."""
+    """Waits for a byte string that the peer sent with :func:`send_bytes`."""
     (length,) = receive([torch.empty(1, dtype=torch.int64)], source, group, tag, peer).wait()
     (payload,) = receive([torch.empty(int(length), dtype=torch.uint8)], source, group, tag, peer).wait()
     return payload.numpy().tobytes()
 
 
 def broadcast_bytes(data: bytes, source: int, group: dist.ProcessGroup) -> bytes:
-    """Every member gets the bytes of global rank ``source``.
+    """Broadcasts the bytes of global rank ``source`` to every member.
 
     Raises:
         WorkerFailedError: a member is gone, or the group's timeout passed.

@@ -1,15 +1,15 @@
 """Random numbers that depend neither on where the model is cut nor on which pipeline trains a batch.
 
 While a step runs, user code outside of the blocks draws from one stream for each (seed, epoch, position of the batch,
-micro-batch), which all stages of a pipeline share, and every block from a stream of its own. A block's call, and that
-of what stands in for it, begins and ends by seeding the generators from the seed that they had: so what a block draws
-does not matter to what follows, and a stage that does not run it is in step all the same. Recomputation sees the same
-numbers, since activation checkpointing restores that seed.
+micro-batch), which all stages of a pipeline share, and every block draws from a separate stream. A block's call, and
+that of its stand-in, begins and ends by seeding the generators from the seed that they had. So draws within a block do
+not affect later ones, and a stage that does not run the block stays in step. Recomputation sees the same numbers, since
+activation checkpointing restores that seed.
 
 The generators are torch's on the CPU and on the worker's device, Python's and NumPy's.
 
-What loads batches has streams of its own: a :class:`Stream` goes on where it ended, and what a data set draws is seeded
-by :func:`seed_generators` for each batch.
+Loading of batches has separate streams: a :class:`Stream` goes on where it ended, and a data set's draws are seeded by
+:func:`seed_generators` for each batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
-    """A seed, from 0 to 2⁶² − 1, that has nothing to do with those of other numbers (the finaliser of SplitMix64,
+    """Returns a seed, from 0 to 2⁶² − 1, that is unrelated to those of other numbers (the finaliser of SplitMix64,
     Steele et al. 2014, after each number)."""
     state = 0x9E3779B97F4A7C15
     for number in numbers:
@@ -39,10 +39,10 @@ def mix(*numbers: int) -> int:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The one that draws on an accelerator come from.
+    """Returns the generator of an accelerator's draws.
 
     Raises:
-        ConfigurationError: torch does not say which it is.
+        ConfigurationError: torch does not name it.
     """
     if device.type == "mps":
         return torch.mps._get_default_mps_generator()
@@ -61,10 +61,10 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 class RandomStreams:
-    """The generators of one worker.
+    """Generators of one worker.
 
     Args:
-        device: where it computes.
+        device: the device where it computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,26 +73,27 @@ class RandomStreams:
             self._torch.append(generator_of(device))
 
     def begin(self, *key: int) -> None:
-        """User code draws from the stream of ``key`` from now on."""
+        """Begins the stream of ``key``, from which user code draws from now on."""
         self._seed(mix(*key))
 
     def enter(self, block: int) -> int:
-        """The block that is known by this number begins to run; returns what :meth:`leave` needs."""
+        """Begins the stream of a block; returns the seed for :meth:`leave`."""
         seed = self.current
         self._seed(mix(seed, block, 1))
         return seed
 
     def leave(self, block: int, seed: int) -> None:
-        """The block has run, or another stage has run it: ``seed`` is what :attr:`current` was before."""
+        """Ends the stream of a block that has run, here or on another stage: ``seed`` is the value of :attr:`current`
+        before it."""
         self._seed(mix(seed, block, 2))
 
     @property
     def current(self) -> int:
-        """The seed of the stream that is drawn from."""
+        """Seed of the stream that is drawn from."""
         return torch.default_generator.initial_seed()
 
     def drawn_from(self) -> bool:
-        """Has anything been drawn since the stream began? Another one must begin then."""
+        """Returns whether anything has been drawn since the stream began. Then another stream must begin."""
         found = self._fingerprint()
         self._seed(self.current)
         return found != self._fingerprint()
@@ -112,7 +113,7 @@ class Stream:
     """Random numbers of the CPU that go on where they ended.
 
     Args:
-        seed: where they begin.
+        seed: seed at the beginning.
     """
 
     def __init__(self, seed: int) -> None:
@@ -121,7 +122,8 @@ class Stream:
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
-        """Draws come from here within. The generators stay where it ends: the next to draw seeds them."""
+        """Draws from this stream within the context. Afterwards the generators stay where it ends: the next user seeds
+        them."""
         if self._states is None:
             seed_generators(self._seed)
         else:
@@ -133,19 +135,19 @@ class Stream:
 
 
 def states() -> tuple[Any, ...]:
-    """Of the CPU's generators; NumPy's takes 0.1 ms."""
+    """Returns the states of the CPU's generators; NumPy's takes 0.1 ms."""
     return torch.default_generator.get_state(), random.getstate(), np.random.get_state()
 
 
 def set_states(found: tuple[Any, ...]) -> None:
-    """Makes the generators go on from there."""
+    """Restores the states of the generators."""
     torch.default_generator.set_state(found[0])
     random.setstate(found[1])
     np.random.set_state(found[2])
 
 
 def seed_generators(seed: int) -> None:
-    """Those of this process that a data set may draw from: torch's, Python's and NumPy's."""
+    """Seeds the generators of this process that a data set may draw from: torch's, Python's and NumPy's."""
     torch.default_generator.manual_seed(seed)
     opened = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if opened:  # never in a process that loads batches

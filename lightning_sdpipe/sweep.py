@@ -1,4 +1,4 @@
-"""A table of a Hydra sweep's jobs, for any Hydra application: name :class:`SweepTable` in ``hydra.callbacks``."""
+"""Table of a Hydra sweep's jobs, for any Hydra application: name :class:`SweepTable` in ``hydra.callbacks``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OnFailure = Literal["continue", "stop"]
 
 @dataclass(frozen=True)
 class Row:
-    """One job: what was chosen for it, how it ended, and its figures."""
+    """One job: its overrides, its outcome, and its figures."""
 
     number: int
     overrides: Mapping[str, str]
@@ -52,7 +52,7 @@ class SweepTable(Callback):
         columns: figures for the terminal; ``*`` stands for any text.
 
     Raises:
-        ConfigurationError: there is no such ``on_failure``.
+        ConfigurationError: ``on_failure`` has another value.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class SweepTable(Callback):
 
 
 def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """The rows with aligned columns: what differs between jobs, and the figures that ``columns`` names."""
+    """Returns the rows with aligned columns: overrides that differ between jobs, and the figures that ``columns``
+    names."""
     names = [name for row in rows for name in row.overrides]
     varied = [name for name in dict.fromkeys(names) if len({row.overrides.get(name) for row in rows}) > 1]
     figures = [name for pattern in columns for row in rows for name in row.figures if fnmatch(name, pattern)]

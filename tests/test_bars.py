@@ -56,7 +56,7 @@ SHAPES = {
     "reaches into another object's privates": 0,
     "uses of Lightning's private names": 0,
     "circles": 0,
-    "summaries without a subject or verb": 121,
+    "summaries without a subject or verb": 73,
 }
 """How many there may be. These numbers are only ever made smaller."""
 
@@ -65,7 +65,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "data": (476, 5),
     "dealing": (440, 5),
     "exchange": (2492, 32),
-    "heterogeneity": (448, 8),
+    "heterogeneity": (453, 8),
     "loop": (2579, 24),
     "membership": (1302, 14),
     "optim": (342, 5),
@@ -73,7 +73,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "pipeline": (1823, 17),
     "placement": (3311, 27),
     "policies": (2498, 26),
-    "recipes": (7768, 113),
+    "recipes": (8159, 118),
     "scheduler": (5499, 43),
     "seeing": (2063, 18),
     "simulate": (687, 6),
@@ -82,7 +82,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "sync": (2012, 17),
     "top": (1332, 11),
     "topology": (612, 7),
-    "worker": (3253, 29),
+    "worker": (3260, 29),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 

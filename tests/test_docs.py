@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from inspect import getdoc, signature
 from pathlib import Path
 from typing import Any
 
@@ -159,12 +160,138 @@ def test_every_symptom_says_how_to_see_it_what_to_pass_and_what_that_costs() -> 
         assert re.search(r"```bash\n.*sdpipe ", section)
 
 
-FIGURES = re.compile(r"\([^()]*one seed|, \**one seed|\bMeasured (for|by `)|\btook \d")
+_FIGURE = r"\b\d+\.\d+\b"
+_RATIO = re.compile(rf"{_FIGURE} (times|×) |\btook \d")
+_EVIDENCE = re.compile(
+    r"[Ss]imulat|[Vv]irtual time|real processes|emulated|one seed|\d seeds"
+    r"|\bMeasured|\b(was|were|ran at|reach(es|ed)) \d"
+)
+_NUMBERS = re.compile(rf"\| {_FIGURE}(?:,? [^|]*)? (?=\|)")
+
+
+def figures(text: str) -> list[str]:
+    """The paragraphs and tables that tell what was measured, but those that say that they follow by arithmetic."""
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    found = []
+    for paragraph in re.split(r"\n\n+|\n(?=- )", text):
+        prose = re.sub(r"`[^`]*`", "", paragraph)
+        told = re.search(_FIGURE, prose) and _EVIDENCE.search(prose)
+        if "|---|" in paragraph:
+            told = len(_NUMBERS.findall(paragraph)) > 3
+        if "<!-- figures: by arithmetic -->" not in paragraph and (told or _RATIO.search(prose)):
+            found.append(paragraph)
+    return found
+
+
+def user_pages() -> dict[str, str]:
+    """The README, and what the tree of the documents has before the pages for contributors."""
+    tree, _, _ = PAGES["docs/index.md"].read_text().partition(":caption: Contributing")
+    names = ["README.md", *(f"docs/{name}.md" for name in re.findall(r"^([a-z_]+)$", tree, re.MULTILINE))]
+    assert len(names) > 30
+    return {name: PAGES[name].read_text() for name in names}
 
 
 def test_figures_of_measurements_are_on_their_own_page() -> None:
-    pages = {page: PAGES[page].read_text() for page in PAGES if page.startswith("docs/") and "benchmarks" not in page}
-    assert {page: found[0] for page, text in pages.items() if (found := FIGURES.search(text))} == {}
+    pages = {page: text for page, text in user_pages().items() if page not in ("README.md", "docs/benchmarks.md")}
+    assert {page: found for page, text in pages.items() if (found := figures(text))} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "In virtual time, with devices of speeds 1 and ½ an epoch is 1.71 times as fast with `NoSync`.",
+        "All-reduce over these 16 devices computes 3.5 times as long as on undisturbed ones.",
+        "In 24 simulations (1 × 4 to 4 × 4) that was 0.92 to 1.04 of what a run without it gained.",
+        "All methods work, except one, which is refused: it would run at 0.32 times the speed of all-reduce.",
+        "On equal devices it loses: with P = 5 of 8 it ran at 0.69 of all-reduce's speed.",
+        "`sdpipe simulate` compares the two: one reaches 0.97 of pipelines that never wait.",
+        "| | none | `b` |\n|---|---|---|\n| `LocalSGD()` | 1.01 | 1.34 |\n| `NoSync()` | 1.02 | 1.55, lag 4 |",
+        "A run took 8 s on an idle machine.",
+    ],
+)
+def test_a_figure_is_found(text: str) -> None:
+    assert figures(text) == [text]
+    assert figures(f"<!-- figures: by arithmetic -->\n{text}") == []
+
+
+def test_limits_and_examples_are_no_figures() -> None:
+    for text in ("Late by 0.05 s until one is known.", "`time_scale=0.1` was given.", "```\n1.52 × as slow\n```"):
+        assert figures(text) == []
+
+
+PACKAGE = ROOT / "lightning_sdpipe"
+INNER = {
+    path.relative_to(PACKAGE).with_suffix("").as_posix()
+    for path in PACKAGE.rglob("*.py")
+    if path.name != "__init__.py" and "conf" not in path.parts
+}
+_SHOWN = {"script.py", *(path.name for path in (ROOT / "recipes/examples").rglob("*.py"))}
+"""Files that users open, some of which are named like one of the package."""
+
+
+def internal_names(text: str) -> list[str]:
+    """Modules that the page of the API does not name, as dotted paths or files."""
+    public = set(re.findall(r"lightning_sdpipe(?:\.\w+)*", PAGES["docs/api.md"].read_text()))
+    public |= {".".join(name.split(".")[:length]) for name in public for length in range(1, name.count(".") + 2)}
+    found = []
+    for name in re.findall(r"(?<![\w/~.-])[\w./]*\w[./]\w+", text):
+        module = name.removeprefix("lightning_sdpipe/").removesuffix(".py").replace("/", ".")
+        inner = module.removeprefix("lightning_sdpipe.").replace(".", "/")
+        if name.startswith("lightning_sdpipe."):
+            if module not in public:
+                found.append(name)
+        elif name.endswith(".py"):
+            stem = "/" + inner
+            if name not in _SHOWN and any(f"/{known}".endswith(stem) for known in INNER):
+                found.append(name)
+        elif any(inner == known or inner.startswith(f"{known}/") for known in INNER if "/" in known):
+            found.append(name)
+    return found
+
+
+def test_pages_for_users_name_public_modules_only() -> None:
+    assert {page: names for page, text in user_pages().items() if (names := internal_names(text))} == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lightning_sdpipe.loop.dealt",
+        "lightning_sdpipe/membership/pipelines.py",
+        "policies/versions.py",
+        "ending.py",
+        "exchange.moving",
+        "sync.capabilities.Capabilities",
+        "exchange/moving",
+    ],
+)
+def test_an_internal_name_is_found(name: str) -> None:
+    assert internal_names(f"It is in `{name}`.") == [name]
+
+
+def test_public_names_and_examples_are_no_internals() -> None:
+    shown = "`lightning_sdpipe.optim.VarianceCorrection`, `recipes/examples/cli.py`, `train.py`, `data.num_workers=2`"
+    assert internal_names(f"{shown}, `lightning_sdpipe.conf`, `exchange.overlap=step`, `worker/test_runs.py`") == []
+
+
+def test_words_live_where_the_page_for_contributors_says() -> None:
+    rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", PAGES["docs/words_in_code.md"].read_text(), re.MULTILINE))
+    meanings = dict(re.findall(r"^\| (.+?) \| (.+) \|$", PAGES["docs/glossary.md"].read_text(), re.MULTILINE))
+    assert rows.keys() == meanings.keys()
+    places = {place for cell in rows.values() for place in re.findall(r"`([^`]+)`", cell)}
+    assert [place for place in sorted(places) if not list(PACKAGE.glob(place.rstrip("/")))] == []
+
+
+def test_the_help_of_the_strategy_has_every_option_with_its_default() -> None:
+    text = getdoc(SDPipeStrategy)
+    assert text is not None
+    described = dict(re.findall(r"^    (\w+): (.+(?:\n     +.+)*)", text, re.MULTILINE))
+    options = [each for each in signature(SDPipeStrategy).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    assert list(described)[: len(options)] == [option.name for option in options]
+    for option in options:
+        default = "timedelta(minutes=30)" if option.name == "timeout" else repr(option.default).replace("'", '"')
+        words = " ".join(described[option.name].split())
+        assert f"Default: ``{default}``" in words, option.name
 
 
 def test_readme_is_short() -> None:

@@ -1,1 +1,2 @@
-"""Saving and loading: one file of the whole model, or a directory to which every rank writes its part."""
+"""Saving and loading of checkpoints: one file of the whole model, or a directory to which every rank writes its
+part."""

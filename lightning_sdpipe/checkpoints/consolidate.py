@@ -1,7 +1,8 @@
-"""One file from a distributed checkpoint: ``python -m lightning_sdpipe.checkpoints.consolidate DIRECTORY [FILE]``.
+"""Consolidation of a distributed checkpoint into one file: ``python -m lightning_sdpipe.checkpoints.consolidate
+DIRECTORY [FILE]``.
 
-Lightning's own tool knows the names that its strategies give to the parts. What this one writes is an ordinary
-checkpoint, which a run on one device resumes from, too.
+Lightning's own tool expects the names that its strategies give to the parts. This command writes an ordinary
+checkpoint, from which a run on one device resumes, too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def consolidate(directory: Path, file: Path) -> None:
     """Writes the checkpoint in ``directory`` into ``file``; it has to fit into memory.
 
     Raises:
-        ValueError: that is no distributed checkpoint, or ``file`` is there already.
+        ValueError: ``directory`` is no distributed checkpoint, or ``file`` exists already.
     """
     if not is_distributed(directory):
         raise ValueError(
@@ -31,7 +32,7 @@ def consolidate(directory: Path, file: Path) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description="Makes one file of a distributed checkpoint.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("file", type=Path, nargs="?", help="DIRECTORY.consolidated by default")

@@ -1,7 +1,7 @@
-"""Checkpoints that every rank writes its own part of, with ``torch.distributed.checkpoint``.
+"""Distributed checkpoints, of which every rank writes its part with ``torch.distributed.checkpoint``.
 
-A checkpoint is a directory: the parameters once, the optimizer's state once per pipeline, and a file with all else.
-It appears under its name when it is complete, so a crash leaves the one before it as it was.
+A checkpoint is a directory: the parameters once, the optimizer's state once per pipeline, and a file with all else. It
+appears under its name when it is complete, so a crash leaves the previous one unchanged.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 _REST = "meta.pt"  # Lightning's name for it, so that its functions read such a directory
 _OPTIMIZER = "optimizer_of_pipeline"
 _MODULES = ("state_dict", "current_model_state")
-"""States of the module that a checkpoint may have: the second, if the first is an average over time."""
+"""States of the module that a checkpoint may have: the second is there if the first is an average over time."""
 _OF_MODULES = tuple(f"{kind}." for kind in _MODULES)
 
 
 def is_distributed(path: str | Path) -> bool:
-    """Whether ``path`` is a checkpoint that :class:`DistributedWriter` wrote."""
+    """Returns whether ``path`` is a checkpoint that :class:`DistributedWriter` wrote."""
     return (Path(path) / _REST).is_file()
 
 
@@ -45,7 +45,7 @@ class DistributedWriter:
     """Writes checkpoints; every rank must make one and call its methods at the same points.
 
     Args:
-        groups: say which rank writes what.
+        groups: the process groups, which decide what each rank writes.
         asynchronous: :meth:`save` returns when the tensors have been copied; a thread writes them.
     """
 
@@ -60,7 +60,7 @@ class DistributedWriter:
         """Writes ``checkpoint``, in which the module's states and ``optimizer_states`` are this rank's parts.
 
         Raises:
-            Exception: what went wrong in writing the checkpoint before this one.
+            Exception: writing the previous checkpoint failed.
         """
         self.wait()
         _, pipeline = self._groups.mesh.locate(self._groups.rank)
@@ -83,7 +83,8 @@ class DistributedWriter:
             self._finish(lambda: save(parts, checkpoint_id=part, process_group=self._group), part, path)
 
     def _finish(self, written: Callable[[], object], part: Path, path: Path) -> None:
-        """``written`` returns, or raises, when all ranks have written their parts."""
+        """Puts the checkpoint in place when ``written``, which waits until all ranks have written their parts, has
+        returned."""
         try:
             written()
         except BaseException:  # as torch's CheckpointException is
@@ -94,7 +95,7 @@ class DistributedWriter:
             _put_in_place(part, path)
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is complete; raises what went wrong in writing it."""
+        """Waits until the last checkpoint is complete; raises the exception of writing it."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
@@ -108,8 +109,8 @@ def _put_in_place(part: Path, path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[None]:
-    """Around what puts a checkpoint of another kind in the place of ``path``, which is removed only afterwards, and put
-    back if that fails."""
+    """Keeps the checkpoint at ``path`` while another kind is put in its place within the context: the old one is
+    removed only afterwards, and restored if that fails."""
     old = path.with_name(f".{path.name}.old")
     _remove(old)
     if path.exists():
@@ -134,13 +135,14 @@ def _remove(path: Path) -> None:
 def read_part(
     path: Path, ownership: Ownership, places: Mapping[int, Any], groups: ProcessGroups, files: CheckpointIO
 ) -> dict[str, Any]:
-    """The checkpoint in ``path`` as far as this rank needs it; of the rest it has the names and shapes.
+    """Reads the part of the checkpoint in ``path`` that this rank needs; of the rest only the names and shapes.
 
     Args:
         path: a directory for which :func:`is_distributed` holds.
-        ownership: which parameters are this stage's.
+        ownership: the owners of the parameters.
         places: the places of this stage's parameters in the whole optimizer.
-        groups: this rank's place. A run with more pipelines than the saved one had begins with their optimizers again.
+        groups: the process groups of this rank. A run with more pipelines than the saved one reuses their optimizers'
+            states in turn.
         files: reads the file with the rest.
     """
     stage, pipeline = groups.mesh.locate(groups.rank)
@@ -161,14 +163,15 @@ def read_part(
 
 
 def read_whole(path: Path, files: CheckpointIO) -> dict[str, Any]:
-    """All that a checkpoint in one file has of the one in ``path``; the optimizer's state is the first pipeline's."""
+    """Reads the checkpoint in ``path`` as one file would hold it; the optimizer's state is that of the first
+    pipeline."""
     metadata = FileSystemReader(path).read_metadata()
     wanted = [key for key in metadata.state_dict_metadata if key.startswith((*_OF_MODULES, f"{_OPTIMIZER}.0."))]
     return _read(path, metadata, wanted, files)
 
 
 def _read(path: Path, metadata: Metadata, wanted: Sequence[str], files: CheckpointIO) -> dict[str, Any]:
-    """The entries that are ``wanted``, where they belong in a checkpoint, of one pipeline's optimizer."""
+    """Reads the ``wanted`` entries into their places in a checkpoint of one pipeline's optimizer."""
     values = {key: _empty(metadata.state_dict_metadata[key], "cpu") for key in wanted}
     load(values, checkpoint_id=path, no_dist=True)
     checkpoint: dict[str, Any] = files.load_checkpoint(path / _REST, weights_only=False)

@@ -1,4 +1,4 @@
-"""Checkpoint files that appear under their names when they are complete."""
+"""Checkpoint files that appear under their names only when they are complete."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from lightning_sdpipe.lightning_internals import WrappingCheckpointIO, is_local_
 
 
 class Publisher(Protocol):
-    """A run several of whose processes write checkpoints, one after another."""
+    """A run in which several processes write checkpoints, one after another."""
 
     @property
     def mark(self) -> str:
-        """Is in the names of what all of them write."""
+        """Part of the names of all files that these processes write."""
 
     def publish(self, path: Path) -> None:
-        """Returns if this process may put what it has written at ``path``.
+        """Checks that this process may put its file at ``path``.
 
         Raises:
-            WorkerFailedError: another one has taken its place.
+            WorkerFailedError: another process has taken its place.
         """
 
     def published(self, path: Path) -> None:
-        """It is there."""
+        """Notes that the file is at ``path``."""
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Lightning's, except that a file on this machine is written beside its place and then renamed. Lightning's own
-    may copy it there from the directory for temporary files, and a full disk leaves the beginning of it.
+    """Lightning's plugin, except that a file on this machine is written beside its place and then renamed. Lightning's
+    own plugin may copy the file from the directory for temporary files, and a full disk leaves the beginning of it.
 
-    What is beside has a name that no other process uses. With a ``publisher``, a process that was stopped while it
-    wrote puts nothing in the place of what its successor has written: it asks before it renames, and its successor has
-    removed what it would rename.
+    The temporary file has a name that no other process uses. With a ``publisher``, a process that was stopped while it
+    wrote does not overwrite the file of its successor: it asks before it renames, and its successor has removed the
+    temporary file.
     """
 
     publisher: Publisher | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Nothing is left of a file that is not written, and one that was there before stays.
+        """Writes the checkpoint. A failure leaves no part of the file, and a previous file stays.
 
         Raises:
-            NotWrittenError: there is no space for it, or it cannot be written for another reason.
-            WorkerFailedError: another process writes checkpoints by now.
+            NotWrittenError: the file cannot be written, for lack of space or another reason.
+            WorkerFailedError: another process has taken over writing checkpoints.
         """
         if storage_options is not None or not is_local_path(path):
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -71,7 +71,7 @@ class WholeFiles(TorchCheckpointIO):
                 os.fsync(file.fileno())
         except BaseException as error:
             beside.unlink(missing_ok=True)
-            of_the_disk = error if isinstance(error, OSError) else error.__context__  # torch raises another one
+            of_the_disk = error if isinstance(error, OSError) else error.__context__  # torch raises another exception
             if isinstance(of_the_disk, OSError):
                 raise _not_written(place, checkpoint, of_the_disk) from error
             raise
@@ -97,7 +97,7 @@ def _own_name() -> str:
 
 
 def _remove_what_the_dead_left(place: Path, mark: str) -> None:
-    """Of this file, written on this machine by processes that were killed."""
+    """Removes the temporary files that killed processes on this machine have left of this file."""
     begins = f".{place.name}.{mark}{socket.gethostname()}-"
     for left in place.parent.glob(f"{escape(begins)}*{_BESIDE}"):
         number = left.name.removeprefix(begins).partition("-")[0]
@@ -118,7 +118,8 @@ def _not_written(place: Path, checkpoint: Any, error: OSError) -> NotWrittenErro
 
 
 def with_whole_files(io: CheckpointIO | None) -> CheckpointIO:
-    """``io``; :class:`WholeFiles` if it is none, and within it if it wraps none."""
+    """Returns ``io`` with :class:`WholeFiles` inside, if it wraps no other plugin; :class:`WholeFiles` if ``io`` is
+    None."""
     if io is None:
         return WholeFiles()
     if isinstance(io, WrappingCheckpointIO):
@@ -127,13 +128,13 @@ def with_whole_files(io: CheckpointIO | None) -> CheckpointIO:
 
 
 def whole_files(io: CheckpointIO | None) -> WholeFiles | None:
-    """The one that ``io`` is, or wraps."""
+    """Returns the :class:`WholeFiles` that ``io`` is, or wraps; else None."""
     inner = io.checkpoint_io if isinstance(io, WrappingCheckpointIO) else io
     return inner if isinstance(inner, WholeFiles) else None
 
 
 def sync_directory(path: Path) -> None:
-    """Returns when the names in ``path`` are on the disk."""
+    """Waits until the names in ``path`` are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

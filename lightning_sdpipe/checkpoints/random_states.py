@@ -1,4 +1,5 @@
-"""The random states of all workers in a checkpoint, so that a resumed run draws what the other would have drawn."""
+"""Random states of all workers in a checkpoint, so that a resumed run draws the same numbers as an uninterrupted
+one."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 def gather(groups: ProcessGroups, device: torch.device) -> dict[str, Any]:
-    """The states of all ranks, each of which computes on its ``device``, on rank 0, and empty on the others; every rank
-    must call it. The mesh says whose they are."""
+    """Gathers the states of all ranks, each of which computes on its ``device``, on rank 0; returns an empty mapping on
+    the others. Every rank must call it. The mesh assigns the states to workers."""
     mine = _collect(device)
     ranks = range(dist.get_world_size())
     flat = torch.cat([state.flatten() for state in mine.values()])
@@ -32,8 +33,8 @@ def gather(groups: ProcessGroups, device: torch.device) -> dict[str, Any]:
 
 
 def restore(saved: Mapping[str, Any], groups: ProcessGroups, device: torch.device) -> None:
-    """Gives this rank the state of the worker that it is now, which another rank may have been back then; on a mesh of
-    another shape, or on other devices, there is none to give."""
+    """Restores the state of the worker that this rank is now, which may have been another rank before; a mesh of
+    another shape, or other devices, have no state to restore."""
     mine = _collect(device)
     sizes = {name: len(state) for name, state in mine.items()}
     before = [list(row) for row in saved.get("mesh", ())]
@@ -52,7 +53,7 @@ def restore(saved: Mapping[str, Any], groups: ProcessGroups, device: torch.devic
 
 
 def _collect(device: torch.device) -> dict[str, torch.Tensor]:
-    """Each generator's state as bytes. The second of a pair of normal numbers that a generator may hold is let go."""
+    """Collects each generator's state as bytes. A second normal number that a generator may hold is dropped."""
     legacy: Any = np.random.get_state()
     _, keys, position, _, _ = legacy
     states = {

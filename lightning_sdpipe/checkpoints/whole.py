@@ -1,7 +1,7 @@
 """Whole checkpoints from parts: each stage holds its own parameters, a ``.ckpt`` file holds them all.
 
-The file is an ordinary Lightning checkpoint. Rank 0 writes it, so the stages of rank 0's pipeline send it what they
-hold; on loading, every rank takes its own part of the file.
+The file is an ordinary Lightning checkpoint. Rank 0 writes it, so the stages of rank 0's pipeline send it their
+parameters; on loading, every rank takes its own part of the file.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.partition.placeholder import Placeholder
 from lightning_sdpipe.topology.groups import ProcessGroups
 
-_EXTRA = "_extra_state"  # what torch calls it
+_EXTRA = "_extra_state"  # torch's name of it
 _TAG = 2**31 - 1  # apart from the tags of the stages' messages
 
 
 def gather_module_state(module: nn.Module, ownership: Ownership, groups: ProcessGroups) -> dict[str, Any]:
-    """The whole module's ``state_dict`` on rank 0; what this rank happens to have on the others.
+    """Returns the whole module's ``state_dict`` on rank 0; on the others, the part that this rank has.
 
     Every rank of rank 0's pipeline must call it.
 
     Raises:
-        ConfigurationError: the module's own state on another stage than rank 0's is of a kind that is not sent.
+        ConfigurationError: a module on another stage than rank 0's has extra state of a kind that cannot be sent.
     """
     stage_of_zero, pipeline_of_zero = groups.mesh.locate(0)
     stage, pipeline = groups.mesh.locate(groups.rank)
@@ -41,7 +41,7 @@ def gather_module_state(module: nn.Module, ownership: Ownership, groups: Process
     if pipeline != pipeline_of_zero:
         return state
     transfers = []
-    more: dict[int, dict[str, Any]] = {}  # by stage, what is no parameter or buffer
+    more: dict[int, dict[str, Any]] = {}  # by stage, entries other than parameters and buffers
     for name, entry in entries.items():
         if stage_of_zero in entry.owners:
             continue
@@ -66,21 +66,21 @@ def gather_module_state(module: nn.Module, ownership: Ownership, groups: Process
 
 
 def part_of_module_state(module: nn.Module, ownership: Ownership, stage: int) -> dict[str, Any]:
-    """What this stage is the last to hold of the module's ``state_dict``: buffers outside of blocks are up to date
-    where the step runs to its end."""
+    """Returns the part of the module's ``state_dict`` that this stage is the last to hold: buffers outside of blocks
+    are up to date where the step runs to its end."""
     state, entries = _state(module, ownership, stage)
     return {name: value for name, value in state.items() if entries[name].owners[-1] == stage}
 
 
 def held_module_state(module: nn.Module, ownership: Ownership, stage: int) -> dict[str, Any]:
-    """All that this stage holds of the module's ``state_dict``; of what it does not, the names (None)."""
+    """Returns the part of the module's ``state_dict`` that this stage holds, and None for all other names."""
     state, entries = _state(module, ownership, stage)
     return {name: value if stage in entries[name].owners else None for name, value in state.items()}
 
 
 def check_module_state(module: nn.Module, ownership: Ownership, stage: int, sends: bool) -> None:
-    """Raises ConfigurationError if the ``state_dict`` that the module and its hooks make has something that no stage
-    alone can give, or that it cannot send, if it ``sends`` its part."""
+    """Raises ConfigurationError if the ``state_dict`` that the module and its hooks make has an entry that no single
+    stage can give, or that this stage cannot send, if it ``sends`` its part."""
     state, entries = _state(module, ownership, stage)
     more = {}
     for name, entry in entries.items():
@@ -101,7 +101,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool)
     """Loads a whole ``state_dict``, of which this stage takes its part: the module's hooks see all of it.
 
     Raises:
-        ConfigurationError: it does not fit the module.
+        ConfigurationError: the state does not fit the module.
     """
     extras = _with_extra_state(module)
     with _instead(extras.values(), "get_extra_state", lambda: None):
@@ -124,15 +124,15 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool)
 
 @dataclass(frozen=True)
 class _Entry:
-    """Which stages have an entry of a ``state_dict``, and whether it is a parameter or buffer."""
+    """The stages that have an entry of a ``state_dict``, and whether it is a parameter or buffer."""
 
     owners: tuple[int, ...]
     is_weight: bool
 
 
 def _state(module: nn.Module, ownership: Ownership, stage: int) -> tuple[dict[str, Any], dict[str, _Entry]]:
-    """The ``state_dict`` as far as this stage has it, and its entries. Modules of other stages are not asked for their
-    extra state, which they may make of buffers that are not here: it is None."""
+    """Returns the part of the ``state_dict`` that this stage has, and its entries. Modules of other stages are not
+    asked for their extra state, which may depend on buffers that are not here: it is None."""
     extras = _with_extra_state(module)
     elsewhere = [part for name, part in extras.items() if ownership.stage_of(name) != stage]
     with _instead(elsewhere, "get_extra_state", lambda: None):
@@ -141,8 +141,8 @@ def _state(module: nn.Module, ownership: Ownership, stage: int) -> tuple[dict[st
 
 
 def _entries(module: nn.Module, ownership: Ownership, state: Mapping[str, Any]) -> dict[str, _Entry]:
-    """Of each entry of ``state``, which hooks may have given another name than the module did. What is neither a
-    parameter nor a buffer (extra state) is where its module runs: the last stage, if that is in no block."""
+    """Returns the entry of each name in ``state``, which hooks may have renamed. A value other than a parameter or
+    buffer (extra state) is where its module runs: on the last stage, if the module is in no block."""
     tensors = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
@@ -163,7 +163,7 @@ def _entries(module: nn.Module, ownership: Ownership, state: Mapping[str, Any]) 
 
 
 def _with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
-    """The parts of ``module`` that keep any, by its name."""
+    """Returns the submodules of ``module`` that keep extra state, by its name."""
     return {
         f"{path}.{_EXTRA}": part
         for path, part in module.named_modules()
@@ -173,7 +173,7 @@ def _with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def _instead(modules: Iterable[nn.Module], method: str, other: Callable[..., Any]) -> Iterator[None]:
-    """Within, ``other`` is called in the place of the ``method`` of each of ``modules``."""
+    """Replaces the ``method`` of each of ``modules`` by ``other`` within the context."""
     changed = [part for part in modules if method not in vars(part)]
     for part in changed:
         vars(part)[method] = other
@@ -185,7 +185,7 @@ def _instead(modules: Iterable[nn.Module], method: str, other: Callable[..., Any
 
 
 def _packed(state: Mapping[Any, Any], of: str = "state_dict", maker: str = "get_extra_state") -> bytes:
-    """As bytes that are unpacked without running code."""
+    """Packs the state as bytes that are unpacked without running code."""
     for name, value in state.items():
         buffer = io.BytesIO()
         try:
@@ -214,8 +214,8 @@ class OptimizerParts:
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._ownership = ownership
         self._stage = stage
-        self._whole: list[list[nn.Parameter]] = []  # those of all stages, by group
-        self._places: list[list[int]] = []  # theirs
+        self._whole: list[list[nn.Parameter]] = []  # parameters of all stages, by group
+        self._places: list[list[int]] = []  # their places
         self._local: dict[int, nn.Parameter] = {}  # place → parameter
         self._owners: dict[int, tuple[int, ...]] = {}
         for group in optimizer.param_groups:
@@ -230,8 +230,8 @@ class OptimizerParts:
         optimizer.__dict__["add_param_group"] = add_param_group
 
     def _take(self, group: dict[str, Any]) -> bool:
-        """Leaves this stage's parameters in ``group``. False if it has none that is new, on any stage: users leave out
-        what the optimizer has already, and of other stages it does not show."""
+        """Leaves this stage's parameters in ``group``. Returns False if it has no new parameter, on any stage: users
+        leave out parameters that the optimizer has already, and it does not show those of other stages."""
         known = {id(p) for parameters in self._whole for p in parameters}
         whole = [p for p in group["params"] if id(p) not in known]
         if not whole and group["params"]:
@@ -249,10 +249,10 @@ class OptimizerParts:
         return True
 
     def groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """``optimizer.param_groups`` with the parameters of all stages.
+        """Returns ``optimizer.param_groups`` with the parameters of all stages.
 
         Raises:
-            ConfigurationError: groups were taken away.
+            ConfigurationError: groups were removed.
         """
         if len(optimizer.param_groups) != len(self._whole):
             raise ConfigurationError(
@@ -264,7 +264,7 @@ class OptimizerParts:
 
     @contextmanager
     def shown(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within, ``optimizer.param_groups`` have the parameters of all stages."""
+        """Shows the parameters of all stages in ``optimizer.param_groups`` within the context."""
         for group, whole in zip(optimizer.param_groups, self._whole, strict=False):
             group["params"] = whole
         try:
@@ -275,22 +275,22 @@ class OptimizerParts:
 
     @property
     def places(self) -> Mapping[int, nn.Parameter]:
-        """This stage's parameters by their place in the whole optimizer."""
+        """Parameters of this stage by their place in the whole optimizer."""
         return self._local
 
     def part(self, optimizer: Optimizer, stage: int) -> dict[str, Any]:
-        """The ``state_dict`` of the whole optimizer with the states of which ``stage`` is the first holder."""
+        """Returns the ``state_dict`` of the whole optimizer with the states of which ``stage`` is the first holder."""
         local = {i: optimizer.state[p] for i, p in self._local.items() if p in optimizer.state}
         state = {i: value for i, value in local.items() if self._owners[i][0] == stage}
         return {"state": state, "param_groups": self._packed(optimizer)}
 
     def held(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The ``state_dict`` of the whole optimizer with all states that this stage has."""
+        """Returns the ``state_dict`` of the whole optimizer with all states that this stage has."""
         state = {i: optimizer.state[p] for i, p in self._local.items() if p in optimizer.state}
         return {"state": state, "param_groups": self._packed(optimizer)}
 
     def gather(self, optimizer: Optimizer, groups: ProcessGroups) -> dict[str, Any]:
-        """The whole optimizer's ``state_dict`` on rank 0; empty on the others."""
+        """Returns the whole optimizer's ``state_dict`` on rank 0; an empty one on the others."""
         stage_of_zero, pipeline_of_zero = groups.mesh.locate(0)
         stage, pipeline = groups.mesh.locate(groups.rank)
         if pipeline != pipeline_of_zero:

@@ -1,4 +1,4 @@
-"""The user's module as one whole again, after a run in which each worker held its stage."""
+"""Reassembly of the user's module after a run in which each worker held its stage."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 def is_whole(module: nn.Module) -> bool:
-    """Whether nothing of ``module`` lies on ``meta``."""
+    """Returns whether no tensor of ``module`` lies on ``meta``."""
     return all(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def to_cpu(module: nn.Module) -> None:
-    """Moves what is not on ``meta`` to the CPU; the tensors stay the same objects."""
+    """Moves the tensors that are not on ``meta`` to the CPU; they stay the same objects."""
     for tensor in (*module.parameters(), *module.buffers()):
         if not (tensor.is_meta or tensor.is_cpu):
             replace_data(tensor, tensor.data.cpu())
 
 
 def tie_again(module: nn.Module, ownership: Ownership) -> None:
-    """Gives tensors that were one memory before the run the memory of the first of them, where they are here."""
+    """Restores shared memory: tensors that were one memory before the run get the memory of the first of them that is
+    here."""
     for first, *others in held_together(module, ownership.memory):
         for other in others:
             replace_data(other, first.data)
 
 
 def make_whole(module: nn.Module, ownership: Ownership, groups: ProcessGroups, keep: bool) -> None:
-    """Gives this worker what the other stages of its pipeline hold, on the CPU, where its own part must be already.
-    Each tensor gets memory of its own; ties between names are kept. All workers of a pipeline must call it.
+    """Gives this worker the tensors of the other stages of its pipeline, on the CPU, where its own part must be
+    already. Each tensor gets separate memory; ties between names are kept. All workers of a pipeline must call it.
 
     Args:
-        module: of which this worker holds a stage.
-        ownership: which stage holds what.
-        groups: this worker's place.
+        module: the module of which this worker holds a stage.
+        ownership: the owners of its tensors.
+        groups: the process groups of this worker.
         keep: False for a worker that only takes part for the sake of the others. It needs memory for one tensor.
     """
     mesh = groups.mesh
@@ -63,7 +64,7 @@ def make_whole(module: nn.Module, ownership: Ownership, groups: ProcessGroups, k
         if not keep:
             continue
         if stage in owners and isinstance(tensor, nn.Parameter):
-            tensor.data = value  # the same object: users may hold it in lists of their own
+            tensor.data = value  # the same object: users may hold it in their own lists
             continue
         new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
         for slot, name, _ in places:

@@ -1,4 +1,4 @@
-"""What a worker has to do with checkpoints: gathered into one file, or written part by part."""
+"""A worker's part in checkpoints, which are gathered into one file or written part by part."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class Checkpoints:
     """Saves and loads this worker's part of ``module`` and of its optimizer.
 
     Args:
-        module: of which this worker holds a stage.
-        ownership: which stage holds what.
-        groups: this worker's place.
-        distributed: as ``SDPipeStrategy(save_distributed_checkpoint=...)``. Both kinds can be loaded in any case.
+        module: the module of which this worker holds a stage.
+        ownership: the owners of its tensors.
+        groups: the process groups of this worker.
+        distributed: the value of ``SDPipeStrategy(save_distributed_checkpoint=...)``. Both kinds can be loaded in any
+            case.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Checkpoints:
     ) -> None:
         self.distributed = distributed
         self.only_held = False
-        """Is the state that is asked for that of this stage, as it is in memory?"""
+        """Whether states are requested of this stage alone, as it is in memory."""
         self._module = module
         self._ownership = ownership
         self._groups = groups
@@ -49,17 +50,18 @@ class Checkpoints:
         self._optimizer = whole.OptimizerParts(optimizer, self._module, self._ownership, self._stage)
 
     def whole_groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """The optimizer's groups with the parameters of all stages."""
+        """Returns the optimizer's groups with the parameters of all stages."""
         return self._parts.groups(optimizer)
 
     @contextmanager
     def whole_groups_shown(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Within, the optimizer's own groups have the parameters of all stages, if there is an optimizer."""
+        """Shows the parameters of all stages in the optimizer's own groups within the context, if there is an
+        optimizer."""
         with self._optimizer.shown(optimizers[0]) if self._optimizer and optimizers else nullcontext():
             yield
 
     def module_state(self) -> dict[str, Any]:
-        """The whole ``state_dict`` on rank 0; for distributed checkpoints this stage's part on every rank."""
+        """Returns the whole ``state_dict`` on rank 0; for distributed checkpoints, this stage's part on every rank."""
         if self.only_held:
             return whole.held_module_state(self._module, self._ownership, self._stage)
         if self.distributed:
@@ -68,7 +70,7 @@ class Checkpoints:
 
     @contextmanager
     def of_this_stage(self) -> Iterator[None]:
-        """Around what asks for the state of this stage alone: no other rank is asked, nor waited for."""
+        """Requests the state of this stage alone within the context: no other rank is asked, nor waited for."""
         self.only_held = True
         try:
             yield
@@ -76,7 +78,7 @@ class Checkpoints:
             self.only_held = False
 
     def check(self) -> None:
-        """Raises ConfigurationError if the module's state is one that cannot be saved."""
+        """Raises ConfigurationError if the module's state cannot be saved."""
         mesh, rank = self._groups.mesh, self._groups.rank
         to_zero = mesh.alike or mesh.locate(rank)[1] == mesh.locate(0)[1]
         sends = to_zero and not self.distributed and not mesh.is_last(rank)
@@ -87,7 +89,7 @@ class Checkpoints:
         whole.load_module_state(self._module, state, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As :meth:`module_state`, of the optimizer."""
+        """Returns the optimizer's state in the same way as :meth:`module_state`."""
         if self.only_held:
             return self._parts.held(optimizer)
         if self.distributed:
@@ -104,12 +106,12 @@ class Checkpoints:
         self._writer.save(checkpoint, path, files)
 
     def load(self, path: Path, files: CheckpointIO) -> dict[str, Any]:
-        """Reads a distributed checkpoint, as far as this worker needs it."""
+        """Reads the part of a distributed checkpoint that this worker needs."""
         places = self._optimizer.places if self._optimizer else {}
         return read_part(path, self._ownership, places, self._groups, files)
 
     def wait(self) -> None:
-        """Returns when what is being written is complete."""
+        """Waits until the checkpoint that is being written is complete."""
         if self._writer is not None:
             self._writer.wait()
 

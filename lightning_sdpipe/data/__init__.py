@@ -1,1 +1,1 @@
-"""The samples of each pipeline: shards, leases of their batches, and loaders that give what was leased."""
+"""Samples of each pipeline: shards, leases of their batches, and loaders that give the leased batches."""

@@ -1,8 +1,8 @@
-"""A loader's batches as they are dealt to this pipeline.
+"""Batches of a loader that are dealt to this pipeline.
 
 The indices go through the user's own DataLoader, with its workers and its prefetching. Its batch sampler runs ahead of
-training by what is prefetched, and asks for a lease when the one before is used up. An empty lease ends the loader's
-iterator: what is prefetched is trained, then the next ask may take as long as others need.
+training by the prefetched batches, and asks for a lease when the previous one is used up. An empty lease ends the
+loader's iterator: prefetched batches are trained, then the next request may take as long as other pipelines need.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.random_streams import mix
 
 Ask = Callable[..., Lease | None]
-"""The lease of that segment and ordinal, perhaps in so many seconds, as
-:meth:`lightning_sdpipe.scheduler.client.client.SchedulerClient.lease` gets it."""
+"""Function that gets the lease of that segment and ordinal, perhaps within a number of seconds, as
+:meth:`lightning_sdpipe.scheduler.client.client.SchedulerClient.lease` does."""
 
 
 @dataclass(frozen=True)
 class DealtBatch:
-    """``data`` of batch ``number`` of shard ``home``.
+    """A batch: the ``data`` of batch ``number`` of shard ``home``.
 
-    ``position`` numbers it in the epoch, N × ``number`` + ``home``, whichever pipeline trains it; ``progress`` are the
-    batches of the epoch that all have trained before, as far as can be foretold.
+    ``position`` is its number in the epoch, N × ``number`` + ``home``, whichever pipeline trains it; ``progress`` is
+    the predicted number of batches of the epoch that all have trained before.
     """
 
     data: Any
@@ -43,13 +43,13 @@ class DealtBatch:
 
 
 class DealtBatches:
-    """What ``loader`` gives of the batches that are dealt to this pipeline.
+    """The batches of ``loader`` that are dealt to this pipeline.
 
     Args:
-        loader: with a DistributedSampler of this pipeline; :func:`~lightning_sdpipe.data.shards.why_sharded` has no
-            objection. It is left as it is.
+        loader: a loader with a DistributedSampler of this pipeline, for which
+            :func:`~lightning_sdpipe.data.shards.why_sharded` returns None. It is left unchanged.
         num_pipelines: N.
-        ask: for leases; waits for the answer.
+        ask: gets a lease; waits for the answer.
     """
 
     def __init__(self, loader: DataLoader[Any], num_pipelines: int, ask: Ask) -> None:
@@ -62,10 +62,10 @@ class DealtBatches:
         self._loader = drawing_copy(loader, self._sampler)
 
     def begin(self, segment: Segment, seed: int) -> None:
-        """``segment`` is dealt from now on; ``seed`` is that of the run, equal on all workers.
+        """Begins ``segment``, which is dealt from now on; ``seed`` is the run's, equal on all workers.
 
         Raises:
-            ConfigurationError: a shard is shorter than its length says.
+            ConfigurationError: a shard is shorter than its length.
         """
         self._iterator = None
         self._given.clear()
@@ -75,10 +75,10 @@ class DealtBatches:
         self._sampler.begin(segment, seed)
 
     def take(self) -> DealtBatch | None:
-        """The next batch; None when there is nothing until :meth:`wait`. Never waits for other pipelines.
+        """Returns the next batch; None when there is none until :meth:`wait`. Never waits for other pipelines.
 
         Raises:
-            ConfigurationError: the loader gives more or fewer batches than it is asked for.
+            ConfigurationError: the loader gives more or fewer batches than its sampler.
         """
         with isolate_rng(include_cuda=False), meter.phase(meter.DATA):
             if self._iterator is None:
@@ -100,8 +100,9 @@ class DealtBatches:
         return DealtBatch(data, lease.home, number, position, lease.progress + k * lease.advance)
 
     def wait(self, *seconds: float) -> bool | None:
-        """Waits until there is more to take, or the segment is over for all: False. All that was taken must be
-        trained, and the scheduler told so, or it is waited for in vain. None if that takes longer than ``seconds``."""
+        """Waits until there is more to take, or the segment is over for all: then returns False. All taken batches must
+        be trained, and reported to the scheduler, or the wait is in vain. Returns None if it takes longer than
+        ``seconds``."""
         return self._sampler.wait(*seconds)
 
 
@@ -109,7 +110,8 @@ _NOTHING = object()
 
 
 class _LeaseSampler:
-    """Batches of indices, lease by lease. It stops at an empty one, and goes on after :meth:`wait`."""
+    """A sampler that gives batches of indices, lease by lease. It stops at an empty lease, and goes on after
+    :meth:`wait`."""
 
     def __init__(self, shards: Shards, num_pipelines: int, ask: Ask, given: deque[tuple[Lease, int]]) -> None:
         self._shards = shards

@@ -1,8 +1,8 @@
-"""The batch that all pipelines train together, whose micro-batches they divide among themselves by their speed.
+"""Joint batches, whose micro-batches all pipelines divide among themselves by their speed.
 
-Round r joins batch r of every home shard. Each of them is cut into P micro-batches as always, so there are N × P at
-fixed positions, whichever pipeline trains them. Pipeline i trains k_i, with Σ k_i = N × P: those of its own shard
-first, then what others leave of theirs. Equal speeds give each its own shard.
+Round r joins batch r of every home shard. Each of these is cut into P micro-batches as always, so there are N × P at
+fixed positions, whichever pipeline trains them. Pipeline i trains k_i, with Σ k_i = N × P: first those of its own
+shard, then those that others leave of theirs. Equal speeds give each pipeline its own shard.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from lightning_sdpipe.pipeline.micro_batches import Portion, part_sizes
 from lightning_sdpipe.random_streams import mix
 
 Counts = Callable[[int], Sequence[int]]
-"""How many micro-batches of a round each pipeline trains."""
+"""Function that gives the number of micro-batches of a round that each pipeline trains."""
 
 
 def divide(counts: Sequence[int], parts: int) -> list[list[tuple[int, int]]]:
-    """Which micro-batches each pipeline trains, as (home shard, number), in order.
+    """Returns the micro-batches that each pipeline trains, as (home shard, number), in order.
 
     Args:
-        counts: of each pipeline; they add up to ``parts`` times their number.
-        parts: of each shard's batch.
+        counts: number of micro-batches of each pipeline; they add up to ``parts`` times the number of pipelines.
+        parts: number of micro-batches of each shard's batch.
     """
     kept = [[(home, number) for number in range(min(count, parts))] for home, count in enumerate(counts)]
     left = iter([(home, number) for home, count in enumerate(counts) for number in range(min(count, parts), parts)])
@@ -38,13 +38,13 @@ def divide(counts: Sequence[int], parts: int) -> list[list[tuple[int, int]]]:
 
 
 class JointBatches:
-    """What ``loader`` gives of the micro-batches that are this pipeline's.
+    """This pipeline's portions of the batches of ``loader``.
 
     Args:
-        loader: with a DistributedSampler of this pipeline; :func:`~lightning_sdpipe.data.shards.why_sharded` has no
-            objection. It is left as it is.
+        loader: a loader with a DistributedSampler of this pipeline, for which
+            :func:`~lightning_sdpipe.data.shards.why_sharded` returns None. It is left unchanged.
         num_pipelines: N.
-        pipeline: this one.
+        pipeline: number of this pipeline.
         parts: P, micro-batches of a shard's batch.
     """
 
@@ -54,19 +54,19 @@ class JointBatches:
         self._iterator: Iterator[Any] | None = None
         self._loader = drawing_copy(loader, self._sampler)
         self.ahead = loader.num_workers * (loader.prefetch_factor or 0)
-        """So many rounds before a batch is taken, it is settled what it holds."""
+        """Number of rounds before a batch is taken at which its contents are settled."""
 
     def begin(self, epoch: int, start: int, counts: Counts, seed: int) -> None:
-        """Rounds from ``start`` on follow; ``seed`` is that of the run, equal on all workers."""
+        """Begins with round ``start``; ``seed`` is the run's, equal on all workers."""
         self._iterator = None
         self._given.clear()
         self._sampler.begin(epoch, start, counts, seed)
 
     def take(self) -> tuple[Any, Portion]:
-        """The batch of the next round, and what it is.
+        """Returns the batch of the next round, and its portion.
 
         Raises:
-            ConfigurationError: the loader gives fewer batches than it is asked for.
+            ConfigurationError: the loader gives fewer batches than its sampler.
         """
         with isolate_rng(include_cuda=False), meter.phase(meter.DATA):
             if self._iterator is None:
@@ -84,7 +84,7 @@ _NOTHING = object()
 
 
 class _PortionSampler:
-    """Indices of this pipeline's portion of one round after the other."""
+    """A sampler that gives the indices of this pipeline's portion of one round after the other."""
 
     def __init__(self, shards: Shards, num_pipelines: int, pipeline: int, parts: int, given: deque[Portion]) -> None:
         self._shards, self._num_pipelines, self._pipeline = shards, num_pipelines, pipeline

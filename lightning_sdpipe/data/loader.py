@@ -1,12 +1,13 @@
-"""A loader's batches as every worker is given them, random shuffling, augmentation and masking included.
+"""Loader of a pipeline's batches with reproducible random shuffling, augmentation and masking.
 
-What is drawn while a batch is loaded comes from streams that depend on neither worker nor process. A sampler draws from
-that of the epoch, which is the same in all pipelines: the shards of what it gives do not overlap. What the data set and
-the collate function draw belongs to the batch, (seed, epoch, position), as where batches are dealt; so it is equal on
-all stages of a pipeline, since the first one needs the masked words and the last one the labels that belong to them.
+Random numbers of loading come from streams that depend on neither worker nor process. A sampler draws from the stream
+of the epoch, which is the same in all pipelines, so that their shards do not overlap. The data set and the collate
+function draw from the stream of the batch, (seed, epoch, position), as they do where batches are dealt. So their draws
+are equal on all stages of a pipeline: the first one needs the masked words and the last one the labels that belong to
+them.
 
-An iterable data set is a sampler and a data set in one. All that it draws comes from the stream of the epoch, or every
-pipeline would take its part of another permutation.
+An iterable data set is a sampler and a data set in one. All its draws come from the stream of the epoch, or every
+pipeline would take its part of a different permutation.
 """
 
 from __future__ import annotations
@@ -50,14 +51,15 @@ class PipelineLoader:
     """A data loader whose random draws come from seeds of the run.
 
     Args:
-        loader: any iterable of batches; its other attributes stay reachable. What it says of its state, and is told to
-            resume, is that of the copy whose batches are given.
-        pipeline: this one.
+        loader: any iterable of batches; its other attributes stay reachable. Saving and loading of its state go to the
+            copy whose batches are given.
+        pipeline: number of this pipeline.
         num_pipelines: N.
         seed: non-negative integers that are equal on all workers, and differ between epochs.
 
     Raises:
-        ConfigurationError: Lightning has put a sampler into the loader, which would give samples instead of batches.
+        ConfigurationError: Lightning has put a sampler into the loader, so that it would give samples instead of
+            batches.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class PipelineLoader:
         self._repetition = 0
         self._longest: int | None = None
         self.even: bool | None = None
-        """Do all pipelines get equally many batches for certain? Known after :meth:`compare`."""
+        """Whether all pipelines are certain to get equally many batches. Known after :meth:`compare`."""
         init = getattr(loader, "worker_init_fn", None)
         if isinstance(init, partial) and init.func is pl_worker_init_function:
             loader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore[attr-defined]
@@ -85,7 +87,7 @@ class PipelineLoader:
             self._source = drawing_copy(loader, self._draws)
         if isinstance(self._source, Stateful):
             self.state_dict, self.load_state_dict = self._source.state_dict, self._source.load_state_dict
-        # Draws of a plain loader are its sampler's or its data set's. What those of another one are is not known.
+        # Draws of a plain loader are its sampler's or its data set's. Those of any other loader are unknown.
         self._plain = isinstance(self._draws, _Positions) and type(loader).__iter__ is DataLoader.__iter__
 
     def __getattr__(self, name: str) -> Any:
@@ -93,7 +95,7 @@ class PipelineLoader:
 
     @property
     def _iterator(self) -> Any:
-        """By which Lightning ends workers that outlive an epoch."""
+        """Iterator by which Lightning ends workers that outlive an epoch."""
         return getattr(self._source, "_iterator", None)
 
     @_iterator.setter
@@ -144,8 +146,8 @@ class PipelineLoader:
 
 
 def _refuse_lost_batches(loader: Any) -> None:
-    """Lightning makes a loader with a plain ``BatchSampler`` anew with its own sampler and the loader's ``batch_size``,
-    which is None there. Samples that are tensors would be taken for batches without a word."""
+    """Refuses a loader that Lightning has made anew, for a plain ``BatchSampler``, with its own sampler and the
+    loader's ``batch_size``, which is None there. Samples that are tensors would be silently taken for batches."""
     made = isinstance(loader, DataLoader) and type(loader.sampler) in (DistributedSampler, DistributedSamplerWrapper)
     if made and loader.batch_size is loader.batch_sampler is None and loader.collate_fn is default_collate:
         raise ConfigurationError(
@@ -157,10 +159,10 @@ def _refuse_lost_batches(loader: Any) -> None:
 
 
 class _Positions:
-    """Batches of indices, each with the seed of what its samples draw.
+    """Batches of indices, each with the seed of its samples' draws.
 
     Args:
-        batches: the loader's own.
+        batches: the loader's own batches.
         pipeline: batch b of pipeline i is number b N + i of the epoch.
         num_pipelines: N.
     """
@@ -170,7 +172,7 @@ class _Positions:
         self._pipeline, self._num_pipelines = pipeline, num_pipelines
 
     def begin(self, *key: int) -> None:
-        """An epoch, of which all workers have the same ``key``."""
+        """Begins an epoch, of which all workers have the same ``key``."""
         self._key, self._stream, self._numbers = key, Stream(mix(mix(*key))), count()  # as dealt batches are drawn
 
     def __len__(self) -> int:
@@ -191,14 +193,15 @@ class _Positions:
 
 
 def _draws_at_once(batches: Any) -> bool:
-    """Is all that these draw drawn with the first batch? Others take 0.2 ms for each."""
+    """Returns whether ``batches`` draw all their random numbers with the first batch. Other samplers take 0.2 ms for
+    each."""
     sampler = batches.sampler if type(batches) is BatchSampler else batches
     return type(sampler) in (DistributedSampler, DistributedSamplerWrapper, RandomSampler, SequentialSampler)
 
 
 @contextmanager
 def _seeding_what_follows() -> Iterator[None]:
-    """What is drawn within does not matter to what follows."""
+    """Isolates random draws within the context from later ones."""
     before = _STREAMS.current
     try:
         yield
@@ -207,17 +210,18 @@ def _seeding_what_follows() -> Iterator[None]:
 
 
 class Drawn(NamedTuple):
-    """What to load (indices, or one index if the loader does not batch), and the seed of what that draws."""
+    """Indices to load (one index if the loader does not batch), and the seed of the draws."""
 
     seed: int
     indices: Any
 
 
 class DrawingDataset:
-    """``dataset``, asked for :class:`Drawn`: transforms and the collate function draw from the batch's own stream.
+    """A wrapper of ``dataset`` that takes :class:`Drawn`: transforms and the collate function draw from the batch's own
+    stream.
 
-    The generators are those of the process that loads: a worker's, or the caller's, which restores them. A loader that
-    asks for anything else by itself asks ``dataset``.
+    The generators are those of the loading process: a worker's, or the caller's, which restores them. Any other request
+    of a loader goes to ``dataset``.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -246,12 +250,12 @@ class DrawingDataset:
 
 
 class DrawingCollate:
-    """The ``collate`` function of a loader of an iterable data set: it draws from streams of its own, so that the data
-    set's go on as if it drew nothing. Pipelines make their batches at other points of that.
+    """The ``collate`` function of a loader of an iterable data set. It draws from separate streams, so that the data
+    set's stream goes on as if it drew nothing: pipelines make their batches at different points of that stream.
 
     Args:
-        collate: the loader's own.
-        pipeline: this one, whose batches draw other numbers than those of others.
+        collate: the loader's own function.
+        pipeline: number of this pipeline, whose batches draw other numbers than those of others.
     """
 
     def __init__(self, collate: Callable[[Any], Any], pipeline: int) -> None:
@@ -259,7 +263,7 @@ class DrawingCollate:
         self._pipeline = pipeline
 
     def begin(self, *key: int) -> None:
-        """An epoch, of which all workers have the same ``key``."""
+        """Begins an epoch, of which all workers have the same ``key``."""
         self._key, self._number = key, 0
 
     def __call__(self, samples: Any) -> Any:
@@ -291,7 +295,8 @@ class WorkerStart:
 
 
 def drawing_copy(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
-    """A copy of ``loader`` that loads what ``batches`` gives: for each batch a :class:`Drawn`, or several."""
+    """Returns a copy of ``loader`` that loads the entries of ``batches``: for each batch a :class:`Drawn`, or
+    several."""
     changes = {
         "sampler" if loader.batch_sampler is None else "batch_sampler": batches,
         "dataset": DrawingDataset(loader.dataset),
@@ -305,7 +310,7 @@ def drawing_copy(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
 
 
 def with_collate(loader: DataLoader[Any], collate: Callable[[Any], Any]) -> DataLoader[Any]:
-    """A copy of ``loader`` with another collate function."""
+    """Returns a copy of ``loader`` with another collate function."""
     inner = copy.copy(loader)
     vars(inner).update({"collate_fn": collate, "_iterator": None})
     return inner

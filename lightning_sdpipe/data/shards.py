@@ -1,4 +1,5 @@
-"""The batches of every home shard: what each replica of a DistributedSampler would train, as indices of the dataset."""
+"""Batches of every home shard: those that each replica of a DistributedSampler would train, as indices of the
+dataset."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from lightning_sdpipe.random_streams import mix, seed_generators
 
 
 def why_sharded(loader: Any, pipeline: int, num_pipelines: int) -> str | None:
-    """Why the batches of ``loader`` cannot be dealt to any pipeline that is free; None if they can.
+    """Returns why the batches of ``loader`` cannot be dealt to any free pipeline; None if they can.
 
-    Each pipeline then trains its own shard, in which no sample is missing, as fast as it can.
+    If they cannot, each pipeline trains its own shard, in which no sample is missing, as fast as it can.
     """
     if not isinstance(loader, DataLoader):
         return f"a {type(loader).__name__} is not a DataLoader, so no other can be given its batches"
@@ -53,27 +54,29 @@ def why_sharded(loader: Any, pipeline: int, num_pipelines: int) -> str | None:
 
 
 def takes_turns(loader: Any) -> bool:
-    """Do replicas take the samples of an epoch by turns, in an order that does not depend on how many they are?"""
+    """Returns whether replicas take the samples of an epoch by turns, in an order that does not depend on their
+    number."""
     batches = loader.batch_sampler
     sampler = getattr(batches, "sampler", None)
     return type(batches) is BatchSampler and type(sampler) in (DistributedSampler, DistributedSamplerWrapper)
 
 
 def refuse_to_deal(reason: str) -> ConfigurationError:
-    """The error for ``data="dealt"`` where it cannot be."""
+    """Returns the error for ``data="dealt"`` where batches cannot be dealt."""
     return ConfigurationError(
         f"data='dealt' was given, but {reason}. Otherwise give data='sharded': each pipeline then trains its own shard."
     )
 
 
 class Shards:
-    """The batches of ``loader``'s N shards in one epoch after the other.
+    """Batches of ``loader``'s N shards in one epoch after the other.
 
     Args:
-        loader: Lightning's, with a DistributedSampler of this pipeline; :func:`why_sharded` has no objection.
+        loader: Lightning's loader with a DistributedSampler of this pipeline, for which :func:`why_sharded` returns
+            None.
 
-    What a sampler of the user's draws comes from one stream per (seed, epoch), so that all pipelines know the same
-    shards, whichever pipeline trains them.
+    Draws of a user's sampler come from one stream per (seed, epoch), so that all pipelines know the same shards,
+    whichever pipeline trains them.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -83,14 +86,14 @@ class Shards:
         self._known: dict[int, list[Any]] = {}
 
     def __len__(self) -> int:
-        """Batches of each shard."""
+        """Returns the number of batches of each shard."""
         return len(_index_sampler(self._loader))
 
     def begin(self, seed: int) -> None:
-        """A new epoch; its samplers have been told which."""
+        """Begins a new epoch, of which its samplers have been told."""
         self._known.clear()
         self._seed = seed
-        # What a sampler keeps (a generator, say) goes on from epoch to epoch, and the shards begin alike in each.
+        # State that a sampler keeps (a generator, say) goes on from epoch to epoch, and the shards begin alike in each.
         live = _index_sampler(self._loader)
         self._source = _copied(live, self._loader)
         mine = _distributed(live)
@@ -99,7 +102,7 @@ class Shards:
             self._known[mine.rank] = self._checked(list(live), mine.rank)
 
     def batch(self, home: int, number: int) -> Any:
-        """The indices of that batch (one index if the loader does not batch)."""
+        """Returns the indices of that batch (one index if the loader does not batch)."""
         if home not in self._known:
             batches = _copied(self._source, self._loader)
             sampler = _distributed(batches)
@@ -124,7 +127,7 @@ def _index_sampler(loader: DataLoader[Any]) -> Any:
 
 
 def _distributed(batches: Any) -> DistributedSampler[Any] | None:
-    """The one that ``batches`` are made from."""
+    """Returns the DistributedSampler that ``batches`` are made from; None if there is none."""
     if isinstance(batches, DistributedSampler):
         return batches
     inside = vars(batches).values() if hasattr(batches, "__dict__") else ()

@@ -16,7 +16,7 @@ values or in the header of every payload, and a part with a NaN is exchanged in 
 
 
 class Codec(Protocol):
-    """How the values of one worker are written for others.
+    """An encoding of one worker's values in messages to others.
 
     ``x`` are always values from :meth:`prepared`, and ``at`` is their offset. An *outcome* is the input from which
     :meth:`apply` makes the new values; float32, or float64 for float64.

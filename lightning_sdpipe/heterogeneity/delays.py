@@ -1,7 +1,7 @@
 """Injected delays: every worker, independently, sleeps now and then (SDPipe, evaluation; conditions A and B).
 
-A draw depends on nothing but the seed, the worker, the iteration and the pass. So every synchronisation
-method meets the same delays at the same iterations, and what they cost at least can be computed beforehand.
+A draw depends only on the seed, the worker, the iteration and the pass. So every synchronisation method meets the same
+delays at the same iterations, and their least cost can be computed beforehand.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _CONDITIONS: dict[tuple[str, str], float] = {
 
 @dataclass(frozen=True)
 class Delays:
-    """How often and how long a worker sleeps. Without arguments: never.
+    """Frequency and length of a worker's sleeps; by default it never sleeps.
 
     Args:
         probability: chance of a delay at each draw, between 0 and 1.
@@ -35,10 +35,10 @@ class Delays:
         draws: "iteration" for one draw per iteration, before its forward (the paper); "pass" for one before
             each forward and each backward of a mini-batch (its published artefact).
         scale: multiplies `seconds`, to shrink the paper's delays along with a smaller model.
-        seed: of all draws.
+        seed: seed of all draws.
 
     Raises:
-        ConfigurationError: a value outside of its range.
+        ConfigurationError: a value is outside of its range.
     """
 
     probability: float = 0.0
@@ -57,7 +57,8 @@ class Delays:
             raise ConfigurationError(f"draws={self.draws!r} must be one of {', '.join(get_args(Draws))}.")
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
-        """Seconds that worker (stage, pipeline) sleeps before this pass of this iteration; a pure function."""
+        """Returns the seconds for which worker (stage, pipeline) sleeps before this pass of this iteration; a pure
+        function."""
         if self.draws == "iteration" and during == "backward":
             return 0.0
         if self.probability == 0.0 or uniform(self.seed, stage, pipeline, iteration, during) >= self.probability:
@@ -65,17 +66,17 @@ class Delays:
         return self.seconds * self.scale
 
     def track(self, rank: int) -> Track | None:
-        """Between its delays, every device runs at full speed."""
+        """Returns None: between its delays, every device runs at full speed."""
         return None
 
 
 def condition(name: Condition, model: Model, *, scale: float = 1.0, seed: int = 0) -> Delays:
-    """The paper's conditions: each worker delayed in 10 % of its iterations.
+    """Returns the delays of one of the paper's conditions: each worker is delayed in 10 % of its iterations.
 
     A: 0.1 s (ResNet) or 0.2 s (BERT); B: 0.3 s or 0.6 s.
 
     Raises:
-        ConfigurationError: no such condition or model.
+        ConfigurationError: the condition or model does not exist.
     """
     if (name, model) not in _CONDITIONS:
         known = "; ".join(f"{condition} with {model}" for condition, model in _CONDITIONS)
@@ -84,6 +85,6 @@ def condition(name: Condition, model: Model, *, scale: float = 1.0, seed: int = 
 
 
 def uniform(*key: object) -> float:
-    """A number in [0, 1), evenly spread over its arguments: a hash in the place of a generator's state."""
+    """Returns a number in [0, 1), evenly spread over its arguments: a hash in the place of a generator's state."""
     text = " ".join(map(str, key)).encode()
     return (int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 11) / (1 << 53)

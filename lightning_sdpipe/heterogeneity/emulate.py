@@ -1,7 +1,7 @@
 """Emulated compute: blocks that take a given time without using the processor.
 
-Sixteen workers cannot compute at once on two cores, but they can sleep at once. Synchronisation,
-communication and the optimizer stay real. What is measured with these blocks must be labelled *emulated*.
+Sixteen workers cannot compute at once on two cores, but they can sleep at once. Synchronisation, communication and the
+optimizer stay real. Measurements with these blocks must be labelled *emulated*.
 """
 
 import math
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 
-# How much of a late awakening the next sleep may make up for. Linux timers wake 0.1 to 0.3 ms late; what is
-# later than this is contention, which an emulated device would not catch up with either.
+# Largest part of a late awakening that the next sleep may make up for. Linux timers wake 0.1 to 0.3 ms late; a later
+# awakening is contention, which an emulated device would not make up for either.
 _MAX_CARRY_SECONDS = 1e-3
 
 
 class Pacer:
-    """Sleeps up to deadlines; what one awakening is late is taken off the next sleep, up to 1 ms.
+    """Sleeps until deadlines; the delay of one awakening is taken off the next sleep, up to 1 ms.
 
     Args:
-        clock: monotonic seconds.
+        clock: gives monotonic seconds.
         sleep: waits for the given seconds, or a little longer.
     """
 
@@ -56,7 +56,7 @@ class EmulatedBlock(nn.Module):
         num_parameters: elements of the parameter `weight`, at least 1.
 
     Raises:
-        ConfigurationError: a negative or infinite time, or a shape or parameter that is empty.
+        ConfigurationError: a time is negative or infinite, or a shape or parameter is empty.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class EmulatedBlock(nn.Module):
         return output
 
     def extra_repr(self) -> str:
-        """The times and shape, for `print(model)`."""
+        """Returns the times and shape, for `print(model)`."""
         return (
             f"forward_seconds={self.forward_seconds}, backward_seconds={self.backward_seconds}, "
             f"out_shape={self.out_shape}, num_parameters={self.weight.numel()}"
@@ -100,7 +100,7 @@ class EmulatedBlock(nn.Module):
 
 
 class _Sleep(torch.autograd.Function):
-    """The identity, late by the block's times in both directions."""
+    """The identity, delayed by the block's times in both directions."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, block: EmulatedBlock, start: float) -> Tensor:

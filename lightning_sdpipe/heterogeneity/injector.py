@@ -1,4 +1,4 @@
-"""Making one worker slow, and keeping the account of it."""
+"""Slowing of one worker, with a record of it."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from lightning_sdpipe.heterogeneity.tracks import Track
 
 @runtime_checkable
 class Heterogeneity(Protocol):
-    """What slows workers down. Both methods are pure: the same question gets the same answer."""
+    """A model of what slows workers down. Both methods are pure: the same arguments give the same result."""
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
-        """Seconds that worker (stage, pipeline) sleeps before this pass of this iteration."""
+        """Returns the seconds for which worker (stage, pipeline) sleeps before this pass of this iteration."""
 
     def track(self, rank: int) -> Track | None:
-        """How fast the device of this global rank is over time; None for full speed."""
+        """Returns the speed of this rank's device over time; None for full speed."""
 
 
 class DelayInjector:
-    """Lets one worker sleep: as long as drawn before a pass, and after each computation until a device as slow as this
-    one would have finished it.
+    """Lets one worker sleep: for the drawn time before a pass, and after each computation until a device of the slow
+    speed would have finished it.
 
     Args:
-        heterogeneity: what to inject.
+        heterogeneity: the slowness to inject.
         stage: the worker's stage.
         pipeline: the worker's pipeline.
         rank: its global rank.
-        settle: returns once the device has computed all that it was given; without it, once the call has returned.
+        settle: waits until the device has computed all its work; without it, a computation ends when its call has
+            returned.
         sleep: called with the seconds of each delay, never with 0.
         clock: monotonic seconds.
-        core_wait: seconds that this thread was ready and had no core: no device's time.
+        core_wait: gives the seconds for which this thread was ready and had no core, which are not the device's time.
     """
 
     def __init__(
@@ -62,33 +63,34 @@ class DelayInjector:
         self._clock = clock
         self._core_wait = core_wait or meter.seconds_without_a_core
         self.measures = False
-        """Is :attr:`computed_seconds` used to tell how fast the device is? Then it waits for what that was given."""
+        """Whether :attr:`computed_seconds` is used to measure the device's speed. Then the injector waits for the
+        device's work."""
         self._start: float | None = None
         self._iteration = 0
         self._by_iteration: defaultdict[int, float] = defaultdict(float)
         self.computed_seconds = 0.0
-        """Inside of :meth:`computing`, without what was injected there."""
+        """Seconds inside of :meth:`computing`, without what was injected there."""
 
     def before_forward(self, iteration: int) -> None:
-        """To be called before the forward of each mini-batch."""
+        """Injects the delay before the forward of each mini-batch."""
         self._iteration = iteration
         self._inject(iteration, "forward")
 
     def before_backward(self, iteration: int) -> None:
-        """To be called before the backward of each mini-batch."""
+        """Injects the delay before the backward of each mini-batch."""
         self._inject(iteration, "backward")
 
     @property
     def slows(self) -> bool:
-        """Does it sleep after computations?"""
+        """True if the worker sleeps after computations."""
         return self._track is not None
 
     @contextmanager
     def computing(
         self, share: float = 1.0, tell: Callable[[], None] = lambda: None, phase: int = meter.BACKWARD
     ) -> Iterator[None]:
-        """To be held around all of the worker's own arithmetic, and nothing that waits for others. ``tell`` is called
-        when such a share of it is over on a device that is made slow, at the end on others. ``phase``: see
+        """Surrounds all of the worker's own arithmetic, and nothing that waits for others. ``tell`` is called when
+        ``share`` of it is over on a device that is made slow, at the end on others. ``phase``: see
         :mod:`~lightning_sdpipe.meter`."""
         start = self._clock()
         if self._start is None:

@@ -1,7 +1,7 @@
-"""Recording how fast a device is over time: ``sdpipe record FILE``.
+"""Recording of a device's speed over time: ``sdpipe record FILE``.
 
-A device that others use too is slower for us while they do. At even intervals a matrix product is repeated for a part
-of the interval; its rate, divided by the best rate of the recording, is the relative speed (SDPipe, §5.5).
+A device that other programs use too is slower for this one meanwhile. At even intervals a matrix product is repeated
+for a part of the interval; its rate, divided by the best rate of the recording, is the relative speed (SDPipe, §5.5).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.tracks import write_tracks
 
 _KERNEL_SECONDS = 2e-3
-"""Length of one product that the matrices are sized for: long against its launch, short against an interval."""
+"""Length of one product for which the matrices are sized: long against its launch, short against an interval."""
 
 _SIZES = (64, 4096)
 """Smallest and largest number of rows."""
@@ -27,17 +27,17 @@ def record(path: Path, device: str, seconds: float, interval: float, share: floa
     """Measures ``device`` and writes a trace file with one track.
 
     Args:
-        path: is overwritten.
-        device: as torch names it, as in ``"cuda:0"``.
+        path: the file, which is overwritten.
+        device: torch's name of the device, as in ``"cuda:0"``.
         seconds: length of the recording.
         interval: seconds between two measurements.
-        share: of each interval for which the device is kept busy, above 0 and at most 1.
+        share: the share of each interval for which the device is kept busy, above 0 and at most 1.
 
     Returns:
         The relative speeds.
 
     Raises:
-        ConfigurationError: a value outside of its range, or no such device.
+        ConfigurationError: a value is outside of its range, or the device does not exist.
     """
     if not (0.0 < interval <= seconds and math.isfinite(seconds)):
         raise ConfigurationError(f"An interval of {interval} s must be above 0 and fit into the {seconds} s in all.")
@@ -55,7 +55,7 @@ def record(path: Path, device: str, seconds: float, interval: float, share: floa
 
 
 def devices() -> list[tuple[str, str]]:
-    """The accelerators of this machine: as torch names them, and what they are."""
+    """Returns the accelerators of this machine: torch's names, and their models."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if kind is None else torch.accelerator.device_count()
     found = [torch.device(kind.type, index) for index in range(count) if kind is not None]
@@ -70,7 +70,7 @@ def sample(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[float]:
-    """Calls of ``kernel`` per second, measured ``samples`` times, ``interval`` seconds apart."""
+    """Returns the calls of ``kernel`` per second, measured ``samples`` times, ``interval`` seconds apart."""
     rates = []
     first = clock()
     for index in range(samples):
@@ -84,8 +84,8 @@ def sample(
 
 
 def matrix_product(device: torch.device) -> tuple[Callable[[], None], int]:
-    """A matrix product that takes about :data:`_KERNEL_SECONDS` here, and returns when it is done; and how many
-    floating-point operations it is."""
+    """Returns a matrix product that takes about :data:`_KERNEL_SECONDS` here, and returns when it is done; and its
+    number of floating-point operations."""
     size = _SIZES[0]
     while True:
         product = _product(size, device)

@@ -25,13 +25,13 @@ FIGURE = SHARED_GPUS.with_name("figure.json")
 
 @dataclass(frozen=True)
 class Static:
-    """Device i is ``factors[i]`` times slower than it could be, always.
+    """Constant slowness: device i is ``factors[i]`` times slower than it could be.
 
     Args:
         factors: each at least 1, by global rank; they repeat if there are more devices.
 
     Raises:
-        ConfigurationError: no factors, or one below 1.
+        ConfigurationError: there are no factors, or one is below 1.
     """
 
     factors: Sequence[float] = (1.0,)
@@ -42,18 +42,18 @@ class Static:
             raise ConfigurationError(f"factors={list(self.factors)} must be finite numbers of at least 1.")
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
-        """Nothing comes on top."""
+        """Returns 0: there is no delay beside the slowness."""
         return 0.0
 
     def track(self, rank: int) -> Track | None:
-        """Constant; None at full speed."""
+        """Returns a constant track; None at full speed."""
         factor = self.factors[rank % len(self.factors)]
         return None if factor == 1.0 else Track(1.0, (1.0 / factor,))
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Replays recorded speeds: device i follows track i, from the moment of its first computation on.
+    """Replays recorded speeds: device i follows track i, from its first computation on.
 
     Args:
         files: trace files, as ``sdpipe record`` writes them, whose tracks are used in this order; None for the
@@ -62,7 +62,7 @@ class Trace:
         seed: with more devices than tracks, tracks are used again from a random moment on, drawn from this.
 
     Raises:
-        ConfigurationError: a file that is no trace, or a scale that is not positive.
+        ConfigurationError: a file is no trace, or the scale is not positive.
     """
 
     files: Sequence[str | Path] | None = None
@@ -80,11 +80,11 @@ class Trace:
         object.__setattr__(self, "_tracks", tuple(track.rescaled(self.time_scale) for track in tracks))
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
-        """Nothing comes on top."""
+        """Returns 0: there is no delay beside the slowness."""
         return 0.0
 
     def track(self, rank: int) -> Track | None:
-        """What this device replays."""
+        """Returns the track that this device replays."""
         lap, index = divmod(rank, len(self._tracks))
         track = self._tracks[index]
         return track if lap == 0 else replace(track, start_seconds=uniform(self.seed, rank) * track.seconds)
@@ -92,31 +92,38 @@ class Trace:
 
 @dataclass(frozen=True)
 class Slowed:
-    """Every device is ``factor`` times slower, on top of another heterogeneity.
+    """Additional slowness: every device is ``factor`` times slower, on top of another heterogeneity.
 
     Where a machine has fewer cores than workers, this gives each worker a device of its own: at 1/``factor`` of a
     core's speed it needs a core for that part of its time only; one that waits for others leaves them no more of it.
+    With a factor for each device, ``Slowed(Delays(...), [1, 2])`` delays devices of unlike speeds.
 
     Args:
-        base: what else happens.
-        factor: at least 1.
+        base: the other heterogeneity.
+        factor: at least 1; or such factors by global rank, which repeat if there are more devices.
 
     Raises:
-        ConfigurationError: a factor below 1.
+        ConfigurationError: no factors, or one below 1.
     """
 
     base: Heterogeneity
-    factor: float
+    factor: float | Sequence[float]
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.factor) and self.factor >= 1.0):
-            raise ConfigurationError(f"factor={self.factor!r} must be a finite number of at least 1.")
+        if isinstance(self.factor, Sequence):
+            object.__setattr__(self, "factor", tuple(self.factor))
+        if not self._factors or not all(math.isfinite(factor) and factor >= 1.0 for factor in self._factors):
+            raise ConfigurationError(f"factor={self.factor!r} must be finite numbers of at least 1.")
+
+    @property
+    def _factors(self) -> Sequence[float]:
+        return self.factor if isinstance(self.factor, Sequence) else (self.factor,)
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
-        """As long as the base's."""
+        """Returns the delay of the base."""
         return self.base.delay(stage, pipeline, iteration, during)
 
     def track(self, rank: int) -> Track | None:
-        """The base's, slower."""
-        track = self.base.track(rank) or Track(1.0, (1.0,))
-        return replace(track, speeds=tuple(speed / self.factor for speed in track.speeds))
+        """Returns the track of the base, made slower."""
+        track, factor = self.base.track(rank) or Track(1.0, (1.0,)), self._factors[rank % len(self._factors)]
+        return replace(track, speeds=tuple(speed / factor for speed in track.speeds))

@@ -1,9 +1,9 @@
 """Synthetic tracks of shared GPUs: ``python -m lightning_sdpipe.heterogeneity.synthetic FILE``.
 
 The paper (SDPipe, §5.5) rented 16 containers with a share of a GPU each, and saw their speed change with what the
-neighbours did. Its recordings are not published as data, so this is a model of the cause: the device serves those that
-have work in turn, so the speed is one over their number. Neighbours start and finish work at random,
-and some devices have more of them than others.
+neighbours did. Its recordings are not published as data, so this is a model of the cause: the device serves all
+programs that have work in turn, so the speed is one over their number. Neighbours start and finish work at random, and
+some devices have more of them than others.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ SAMPLES = 300
 INTERVAL_SECONDS = 1.0
 SEED = 2023
 NEIGHBOURS = (1, 4)
-"""How many others may share a device: drawn evenly from here to there."""
+"""Smallest and largest number of other programs that share a device, drawn evenly."""
 MEAN_BUSY_SECONDS = (5.0, 40.0)
 """Mean length of one neighbour's work, drawn per neighbour."""
 MEAN_IDLE_SECONDS = (20.0, 120.0)
-"""And of its pauses."""
+"""Mean length of one neighbour's pauses, drawn per neighbour."""
 JITTER = 0.05
-"""Largest loss at each sample by what is not modelled."""
+"""Largest loss at each sample by effects that are not modelled."""
 
 
 def shared_gpu_track(rng: random.Random, samples: int = SAMPLES, interval: float = INTERVAL_SECONDS) -> list[float]:
-    """Relative speeds of one device.
+    """Returns relative speeds of one device.
 
     Args:
         rng: the only source of chance; just its ``random`` is used, which all versions of Python compute alike.
-        samples: how many.
+        samples: number of speeds.
         interval: seconds between them.
     """
     count = NEIGHBOURS[0] + int(rng.random() * (NEIGHBOURS[1] - NEIGHBOURS[0] + 1))
@@ -50,7 +50,7 @@ def shared_gpu_track(rng: random.Random, samples: int = SAMPLES, interval: float
 
 
 def shared_gpu_tracks(tracks: int = TRACKS, seed: int = SEED) -> list[list[float]]:
-    """Relative speeds of several devices, drawn independently."""
+    """Returns relative speeds of several devices, drawn independently."""
     return [shared_gpu_track(random.Random(seed + index)) for index in range(tracks)]
 
 

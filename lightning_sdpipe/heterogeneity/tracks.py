@@ -28,7 +28,7 @@ class Track:
         start_seconds: where in the track a replay starts.
 
     Raises:
-        ConfigurationError: no speeds, or a value outside of its range.
+        ConfigurationError: there are no speeds, or a value is outside of its range.
     """
 
     interval_seconds: float
@@ -50,8 +50,8 @@ class Track:
         return self.interval_seconds * len(self.speeds)
 
     def duration(self, since: float, work: float) -> float:
-        """How long this device takes, from ``since`` seconds after the start of the replay on, for what takes ``work``
-        seconds at full speed: until the integral of the speed is ``work``."""
+        """Returns the seconds that this device takes, from ``since`` seconds after the start of the replay on, for work
+        of ``work`` seconds at full speed: until the integral of the speed is ``work``."""
         position, into = divmod(since + self.start_seconds, self.interval_seconds)
         index, elapsed = int(position), 0.0
         while True:
@@ -64,7 +64,7 @@ class Track:
             index, into = index + 1, 0.0
 
     def rescaled(self, time_scale: float) -> Track:
-        """The same course in ``time_scale`` times the time."""
+        """Returns the same course in ``time_scale`` times the time."""
         return replace(
             self, interval_seconds=self.interval_seconds * time_scale, start_seconds=self.start_seconds * time_scale
         )
@@ -78,7 +78,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_tracks(path: Path) -> list[Track]:
-    """The tracks of a trace file, in order.
+    """Reads the tracks of a trace file, in order.
 
     Raises:
         ConfigurationError: the file cannot be read, or is not a trace.
@@ -98,9 +98,9 @@ def write_tracks(path: Path, source: str, interval_seconds: float, tracks: Itera
     """Writes a trace file with one track per line.
 
     Args:
-        path: is overwritten.
-        source: what was recorded, in words.
-        interval_seconds: of all tracks.
+        path: the file, which is overwritten.
+        source: origin of the recording, in words.
+        interval_seconds: interval of all tracks.
         tracks: relative speeds.
     """
     lines = ",\n".join(f"  [{', '.join(f'{speed:.3f}' for speed in track)}]" for track in tracks)

@@ -1,4 +1,4 @@
-"""Optimizers that know that the models or gradients of several workers are averaged."""
+"""Optimizers for workers whose models or gradients are averaged."""
 
 from lightning_sdpipe.optim.frozen_variance import FrozenVariance
 from lightning_sdpipe.optim.variance_correction import VarianceCorrection, is_adam_family

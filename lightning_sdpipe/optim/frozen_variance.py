@@ -1,4 +1,4 @@
-"""Adam whose second moment is measured first and kept then, for gradients that arrive with few bits."""
+"""Adam whose second moment is measured first and then kept, for gradients that arrive with few bits."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from torch.optim import Adam, Optimizer
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.optim.wrapper import OptimizerWrapper
 
-# What the wrapper adds to a parameter's optimizer state.
+# Entries that the wrapper adds to a parameter's optimizer state.
 _MEASURED = "variance_steps"
-"""Gradients in the second moment."""
+"""Number of gradients in the second moment."""
 _SINCE = "frozen_steps"
-"""Gradients after those."""
+"""Number of gradients after those."""
 
 _BUCKET_ELEMENTS = 1 << 20  # updated at a time: their denominators take memory
 
@@ -25,29 +25,29 @@ class FrozenVariance(OptimizerWrapper):
 
     Until then every parameter and moment is bit-equal to the wrapped optimizer's. From then on the step divides by the
     second moment as it is, with *its* bias correction frozen too; the first moment and its bias correction, weight
-    decay and the learning rate go on. So it does no harm that squares of gradients of a few bits mean nothing.
+    decay and the learning rate go on. So meaningless squares of gradients of a few bits do no harm.
 
-    A value that had nearly no gradient so far would be thrown away by its next one, or by an error of compression,
-    which is as large for all values of a block: it would be divided by nearly nothing for good. So frozen second
+    The next gradient of a value that had nearly none so far, or an error of compression, which is equally large for all
+    values of a block, would throw the value far away: it would be divided by nearly nothing for good. So frozen second
     moments are raised to `floor` times the mean of their tensor; and a tensor whose gradients were all zero is not
     updated any more. The published algorithm is `floor=0`.
 
     It shares `param_groups` and `state` with the wrapped optimizer, as
-    :class:`~lightning_sdpipe.optim.VarianceCorrection` does. What a checkpoint has frozen stays frozen, also with a
-    larger `after`. A checkpoint of the bare optimizer counts with all of its gradients.
+    :class:`~lightning_sdpipe.optim.VarianceCorrection` does. A second moment that a checkpoint has frozen stays frozen,
+    also with a larger `after`. A checkpoint of the bare optimizer counts with all of its gradients.
 
     Memory: no tensor beside Adam's; during a step one of the size of the largest parameter.
 
     Args:
         optimizer: torch's Adam or AdamW; any of for-loop, foreach and fused until the variance is frozen, foreach from
             then on; amsgrad, maximize and both kinds of weight decay are respected.
-        after: gradients that the second moment is made of, at least 1: as many as the payload's `after`, and enough for
+        after: number of gradients in the second moment, at least 1: as many as the payload's `after`, and enough for
             it to settle, which it has not before the learning rate's warm-up ends.
         floor: from 0 to 1.
 
     Raises:
-        ConfigurationError: another kind of optimizer; `capturable` or `differentiable` set; complex parameters; `after`
-            below 1; `floor` outside of [0, 1].
+        ConfigurationError: the optimizer is of another kind; `capturable` or `differentiable` set; complex parameters;
+            `after` below 1; `floor` outside of [0, 1].
     """
 
     _kept = ("after", "floor")
@@ -71,7 +71,7 @@ class FrozenVariance(OptimizerWrapper):
         super().__init__(optimizer)
 
     def _step(self) -> None:
-        """The wrapped optimizer's for parameters that are not frozen yet, and ours for the others."""
+        """Steps parameters that are not frozen yet by the wrapped optimizer, and the others by this one."""
         frozen = [(group, [p for p in _trained(group) if self._is_frozen(p)]) for group in self.param_groups]
         gradients = {param: param.grad for _, params in frozen for param in params}
         measured = [p for group in self.param_groups for p in _trained(group) if p not in gradients]
@@ -110,7 +110,7 @@ class FrozenVariance(OptimizerWrapper):
                 self._update(group, bucket, measured, measured + since)
 
     def _update(self, group: dict[str, Any], params: list[Tensor], measured: int, step: int) -> None:
-        """What Adam does without updating the second moment."""
+        """Performs Adam's step without updating the second moment."""
         lr, (beta1, beta2), decay = float(group["lr"]), map(float, group["betas"]), float(group["weight_decay"])
         states = [self.state[param] for param in params]
         grads: list[Tensor] | tuple[Tensor, ...] = [param.grad for param in params if param.grad is not None]
@@ -144,7 +144,7 @@ class FrozenVariance(OptimizerWrapper):
 
 
 def _trained(group: dict[str, Any]) -> Iterator[Tensor]:
-    """The parameters of a group that have a gradient."""
+    """Yields the parameters of a group that have a gradient."""
     for param in group["params"]:
         if param.grad is None:
             continue

@@ -1,8 +1,8 @@
-"""The arithmetic of the variance correction, on lists of tensors.
+"""Arithmetic of the variance correction, on lists of tensors.
 
-With b = beta2 and c = 1 − b^t, Adam's second moment after t gradients is v = b·v + (1 − b)·g². Beside it
-runs the gradient's mean with the same decay, bias-corrected: m = m̃ / c. The part of v that comes from the
-gradient's variance is V = v − c·m², and what Adam shall divide by is u = c·m² + V / n (SDPipe §4).
+With b = beta2 and c = 1 − b^t, Adam's second moment after t gradients is v = b·v + (1 − b)·g². Beside it runs the
+gradient's mean with the same decay, bias-corrected: m = m̃ / c. The part of v that comes from the gradient's variance
+is V = v − c·m², and Adam is to divide by u = c·m² + V / n (SDPipe §4).
 
 V obeys V ← b·V + (1 − b)·(b·c₋/c)·d² with d = g − m₋ (a minus marks values before this gradient), a sum of
 squares. Since u = v − (1 − 1/n)·V, it follows that
@@ -20,29 +20,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Elements handled at a time, so that every operation on a bucket finds in the cache what the one before it
-# touched. Below this, starting the operations costs more than the cache saves.
+# Elements handled at a time, so that every operation on a bucket finds its data in the cache. In smaller buckets,
+# starting the operations costs more than the cache saves.
 _BUCKET_ELEMENTS = 1 << 20
 
 
 class MomentTensors(NamedTuple):
-    """One parameter's tensors, all of its shape; the last two have the same memory layout."""
+    """Tensors of one parameter, all of its shape; the last two have the same memory layout."""
 
     param: Tensor
     grad: Tensor
     mean: Tensor
-    """m, the bias-corrected mean of the gradient."""
+    """Bias-corrected mean m of the gradient."""
     second_moment: Tensor
-    """u, kept where the wrapped optimizer keeps v."""
+    """Second moment u, kept where the wrapped optimizer keeps v."""
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The scalars of one update; equal for all parameters that have seen equally many gradients.
+    """Scalars of one update; equal for all parameters that have seen equally many gradients.
 
     Args:
         beta2: decay of the second moment, in [0, 1).
-        step: gradients seen, this one included; at least 2 (the first gradient only initialises the mean).
+        step: number of gradients seen, including this one; at least 2 (the first gradient only initialises the mean).
         workers: n of this step, at least 1.
         workers_before: n that the stored second moment was computed with, at least 1.
         grad_decay: weight decay that the wrapped optimizer adds to the gradient (0 when decoupled).
@@ -61,12 +61,12 @@ class Coefficients:
 
     @property
     def bias_before(self) -> float:
-        """c₋, the weight that the earlier gradients have in v."""
+        """Weight c₋ of the earlier gradients in v."""
         return 1.0 - self.beta2 ** (self.step - 1)
 
     @property
     def mean_rate(self) -> float:
-        """How far the mean moves towards this gradient."""
+        """Rate at which the mean moves towards this gradient."""
         return (1.0 - self.beta2) / (1.0 - self.beta2**self.step)
 
     @property
@@ -76,7 +76,7 @@ class Coefficients:
 
 
 def advance(tracks: list[MomentTensors], by: Coefficients) -> None:
-    """Moves means and second moments over this step's gradients, up to what the wrapped step still adds.
+    """Moves means and second moments over this step's gradients, up to the part that the wrapped step still adds.
 
     Afterwards `mean` is current, and `second_moment` is the bracket of the module's formula: the wrapped
     optimizer's own update turns it into u. With one worker, before and now, `second_moment` is not touched.
@@ -124,7 +124,7 @@ _Bucket = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 def _buckets(tracks: list[MomentTensors], grad_decay: float) -> Iterator[_Bucket]:
-    """Cuts and packs (gradients, means, second moments), all flat, into buckets that caches can hold."""
+    """Cuts and packs (gradients, means, second moments), all flat, into buckets that fit into caches."""
     grads: list[Tensor] = []
     means: list[Tensor] = []
     seconds: list[Tensor] = []
@@ -148,7 +148,7 @@ def _buckets(tracks: list[MomentTensors], grad_decay: float) -> Iterator[_Bucket
 
 
 def _flat(track: MomentTensors, grad_decay: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient that enters the moments, the mean and the second moment as 1-D tensors in memory order."""
+    """Returns the gradient that enters the moments, the mean and the second moment as 1-D tensors in memory order."""
     param, grad, mean, second = track
     if grad_decay != 0.0:
         grad = grad.add(param, alpha=grad_decay)

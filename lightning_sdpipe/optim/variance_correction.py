@@ -14,25 +14,24 @@ from lightning_sdpipe.optim.wrapper import OptimizerWrapper
 
 _ADAM_FAMILY = (Adam, NAdam, RAdam)  # AdamW is an Adam
 
-# What the wrapper adds to a parameter's optimizer state.
+# Entries that the wrapper adds to a parameter's optimizer state.
 _MEAN = "grad_mean"
 _STEPS = "grad_mean_steps"
 _WORKERS = "num_workers"
 
 
 def is_adam_family(optimizer: Optimizer) -> bool:
-    """Whether `VarianceCorrection` applies to this optimizer: torch's Adam, AdamW, NAdam or RAdam."""
+    """Returns whether `VarianceCorrection` applies to this optimizer: torch's Adam, AdamW, NAdam or RAdam."""
     return isinstance(optimizer, _ADAM_FAMILY)
 
 
 class VarianceCorrection(OptimizerWrapper):
     """Makes an Adam-family optimizer divide by the second moment of the *joint* gradient of n workers.
 
-    A worker sees only its own gradients, whose variance is n times that of the gradient averaged over n
-    workers; once the models are averaged, its second moment is too large by variance × (1 − 1/n). The wrapper
-    keeps the mean m of the gradient with the second moment's decay beta2 and replaces v by m² + (v − m²)/n,
-    every term bias-corrected (SDPipe §4). The theory is in `moments.py`, what remains of the error in
-    docs/variance_correction.md.
+    A worker sees only its own gradients, whose variance is n times that of the gradient averaged over n workers; once
+    the models are averaged, its second moment is too large by variance × (1 − 1/n). The wrapper keeps the mean m of the
+    gradient with the second moment's decay beta2 and replaces v by m² + (v − m²)/n, every term bias-corrected (SDPipe
+    §4). The theory is in `moments.py`, the remaining error in docs/variance_correction.md.
 
     It shares `param_groups` and `state` with the wrapped optimizer, so learning-rate schedulers, hooks,
     `state_dict` and `GradScaler` treat it as that optimizer. With one worker, every parameter and moment is
@@ -48,7 +47,7 @@ class VarianceCorrection(OptimizerWrapper):
             least 1, not necessarily whole. The attribute may be set between steps.
 
     Raises:
-        ConfigurationError: another kind of optimizer; `capturable` or `differentiable` set; parameters that
+        ConfigurationError: the optimizer is of another kind; `capturable` or `differentiable` set; parameters that
             are complex or of less than 32 bits; `num_workers` below 1 or not finite.
     """
 
@@ -65,7 +64,7 @@ class VarianceCorrection(OptimizerWrapper):
 
     @property
     def num_workers(self) -> float:
-        """n, the number of workers whose models are averaged; used from the next step on."""
+        """Number n of workers whose models are averaged; used from the next step on."""
         return self._num_workers
 
     @num_workers.setter
@@ -75,7 +74,7 @@ class VarianceCorrection(OptimizerWrapper):
         self._num_workers = float(value)
 
     def corrected_second_moment(self, param: Tensor) -> Tensor:
-        """What the last step divided by for `param`, before its square root and bias correction.
+        """Returns the divisor of the last step for `param`, before its square root and bias correction.
 
         With amsgrad this is the running maximum. The tensor, of the parameter's shape, is the optimizer's own
         state: do not write to it.
@@ -90,12 +89,12 @@ class VarianceCorrection(OptimizerWrapper):
         return moment
 
     def _step(self) -> None:
-        """The wrapped optimizer's with corrected second moments."""
+        """Performs the wrapped optimizer's step with corrected second moments."""
         started: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
             started.update(self._correct(group))
         self.optimizer.step()
-        # Only now: the wrapped optimizer initialises a parameter's state when it finds it empty.
+        # Only after the step: the wrapped optimizer initialises a parameter's state when it finds it empty.
         for param, mean in started.items():
             self.state[param].update({_MEAN: mean, _STEPS: 1, _WORKERS: self.num_workers})
 
@@ -143,14 +142,14 @@ class VarianceCorrection(OptimizerWrapper):
 
 
 def _decay_in_gradient(group: dict[str, Any]) -> float:
-    """The weight decay inside the moments; negative under maximize, where our mean has the other sign."""
+    """Returns the weight decay inside the moments; negative under maximize, where our mean has the other sign."""
     if group.get("decoupled_weight_decay", False):
         return 0.0
     return float(-group["weight_decay"] if group["maximize"] else group["weight_decay"])
 
 
 def _adopt(state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    """Our share of the state of a parameter that the wrapped optimizer has already stepped alone.
+    """Returns this wrapper's part of the state of a parameter that the wrapped optimizer has already stepped alone.
 
     The mean of its past gradients is unknown; the first moment is the best estimate of it.
     """

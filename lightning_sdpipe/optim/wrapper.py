@@ -1,4 +1,4 @@
-"""What optimizers have in common that add something to the steps of another one."""
+"""Base of optimizers that add something to the steps of another one."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class OptimizerWrapper(Optimizer):
     of the bare optimizer can be loaded.
     """
 
-    _kept: ClassVar[tuple[str, ...]] = ()  # names of attributes that copies and pickles take over
+    _kept: ClassVar[tuple[str, ...]] = ()  # names of attributes that copies and pickles keep
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -43,17 +43,17 @@ class OptimizerWrapper(Optimizer):
 
     @abstractmethod
     def _step(self) -> None:
-        """What a step does with the gradients, without recording any."""
+        """Steps with the present gradients, without recording any."""
 
     @abstractmethod
     def _check(self, group: dict[str, Any]) -> None:
-        """Raises ConfigurationError for a group of parameters that the wrapper cannot do right."""
+        """Raises ConfigurationError for a group of parameters that the wrapper cannot handle."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to this and the wrapped optimizer, which share them.
 
         Raises:
-            ConfigurationError: as for the class.
+            ConfigurationError: see the class.
         """
         super().add_param_group(param_group)
         try:

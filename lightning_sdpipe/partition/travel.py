@@ -54,7 +54,7 @@ NOTHING_MORE = Travel()
 
 
 class Sending:
-    """What a stage sends to the next one about one micro-batch.
+    """Data that a stage sends to the next one about one micro-batch.
 
     Where a block is skipped by chance, the value that it was given is used instead of its output. So the output of the
     block before it travels in place of its own.
@@ -204,7 +204,7 @@ def _version(tensor: Tensor) -> int:
 
 
 class Receiving:
-    """What a stage received about one micro-batch.
+    """Data that a stage received about one micro-batch.
 
     Args:
         message: the message of the stage before.

@@ -45,70 +45,81 @@ from lightning_sdpipe.worker.options import Schedule, resolve
 class SDPipeStrategy(SetupHooks):
     """Pipeline and data parallel training on unequal workers (SDPipe, VLDB 2023).
 
-    ``devices × num_nodes`` workers form N pipelines of ``num_stages`` stages. Each stage runs its part of the user's
-    own steps; the replicas of a stage stay synchronised by the method ``sync``, by default by averaging parameters in
-    groups. ``options`` holds the resolved arguments, as :class:`~lightning_sdpipe.worker.options.Options`.
+    ``devices × num_nodes`` workers form N pipelines of ``num_stages`` stages. Each stage runs its part of your own
+    ``training_step``, and the N replicas of a stage average their models or gradients as ``sync`` says. The batch size
+    is that of one pipeline. ``options`` holds the resolved arguments.
 
     Args:
-        num_stages: M, the stages of a pipeline; must divide the number of workers. Or a list: those of each pipeline,
-            as ``[1, 2, 2]`` for five workers, which torchrun may then start with unlike numbers on each machine.
-        sync: the synchronisation method, from :mod:`lightning_sdpipe.sync`, or its name, as in ``"all_reduce"``, for
-            its defaults; SDPipe's by default. Or the values of a policy of your own, or its import path, as in
-            ``"my_package.policies:RoundRobin"``.
-        exchange: how tensors move between the replicas of a stage, as
-            ``Exchange(EightBit(), overlap="step", hierarchy="hosts")``, or the name of a payload, as in
-            ``"eight_bit"``; in full precision, at once and between any two workers alike by default.
-        schedule: the order of forwards and backwards: ``"1f1b"`` and ``"gpipe"`` finish a mini-batch before the
-            optimizer steps, and so do ``"interleaved_1f1b"`` and ``"zero_bubble"``, which cut the model into
-            ``num_stages × stages_per_worker`` stages; ``"pipedream"`` overlaps mini-batches, with gradients that are
-            up to M − 1 steps late.
-        stages_per_worker: how many stages, ``num_stages`` apart, a worker runs under these two schedules.
-        num_micro_batches: parts of a mini-batch that are in the pipeline at the same time; ``num_stages`` by default,
-            the largest of several. ``"pipedream"`` does not split mini-batches.
-        partition: ``"uniform"`` (equally many blocks), ``"parameters"``, ``"balanced"`` (by measured times) or
-            :class:`~lightning_sdpipe.partition.pipeline_cut.Balanced` with options, or the number of blocks of each
-            stage; ``"placed"`` for those that ``placement`` names. With a list of ``num_stages``, a list for each
-            pipeline, as ``[[26], [13, 13], [15, 11]]``.
-        blocks: paths of the modules that form the chain, in the order in which they run, if the automatic choice does
-            not fit; ``*`` stands for one part of a path.
-        placement: file that says which device runs which stage of which pipeline, as ``sdpipe place`` writes it; by
-            default consecutive ranks form a pipeline.
-        data: ``"dealt"``: batches go to the pipelines by their speed, so that an epoch is as fast as all of them
-            together; ``"sharded"``: each pipeline trains its own shard; ``"auto"``: dealt where ``sync`` and the loader
-            allow it, sharded elsewhere.
-        batch_by_speed: with ``sync=AllReduce()``, all pipelines train one batch of N times the size together, each as
-            many of its ``N × num_micro_batches`` micro-batches as its speed allows.
-        delays: what slows workers down while they train, to study stragglers; from
-            :mod:`lightning_sdpipe.heterogeneity`.
-        scheduler: address of a scheduler that runs already (``sdpipe scheduler``), whose policy then holds instead of
-            that of ``sync``; the environment variable ``SDPIPE_SCHEDULER`` by default. Else rank 0 starts one.
-        scheduler_key_file: the workers' keys for it, as ``sdpipe keygen`` made them; ``SDPIPE_KEY_FILE`` by default.
-        log_dir: directory on rank 0's machine that gets ``scheduler.jsonl``, with every event and decision of the
-            scheduler that rank 0 starts; ``sdpipe replay`` reads it.
+        num_stages: M, the stages of a pipeline, which must divide the number of workers. Or a list with those of each
+            pipeline, as ``[1, 2, 2]`` for five workers. Default: ``1``.
+        sync: the synchronisation method, as ``AllReduce()`` or by its name, as ``"all_reduce"``, with its defaults. Or
+            a policy of your own, or its import path, as ``"my_package.policies:RoundRobin"``. Default: ``None``, which
+            is ``SemiDecentralized()``.
+        schedule: the order of forwards and backwards. ``"1f1b"``, ``"gpipe"``, ``"interleaved_1f1b"`` and
+            ``"zero_bubble"`` finish a mini-batch before the optimizer steps; ``"pipedream"`` overlaps mini-batches,
+            with gradients that are up to M − 1 updates late. Default: ``"1f1b"``.
+        stages_per_worker: stages that a worker runs under ``"interleaved_1f1b"`` and ``"zero_bubble"``, ``num_stages``
+            apart; refused with other schedules. Default: ``2``.
+        num_micro_batches: parts of a mini-batch that are in the pipeline at the same time; refused with
+            ``"pipedream"``, which does not split mini-batches. Default: ``None``, which is ``num_stages``, or the
+            largest of several.
+        partition: where the model is cut: ``"uniform"`` (equally many blocks), ``"parameters"``, ``"balanced"`` (by
+            measured times), :class:`~lightning_sdpipe.Balanced` with options, or the number of blocks of each stage;
+            ``"placed"`` for those in the file of ``placement``. With a list of ``num_stages`` it may be a list for each
+            pipeline, as ``[[26], [13, 13], [15, 11]]``. Default: ``"uniform"``.
+        blocks: paths of the modules that form the chain, in the order in which they run, where ``*`` stands for one
+            part of a path. Default: ``None``, which finds them.
+        exchange: how tensors move between replicas, as ``Exchange(EightBit(), overlap="step", hierarchy="hosts")``, or
+            the name of a payload, as ``"eight_bit"``; refused where the method does not allow it. Default: ``None``,
+            which is in full precision, without overlap or hierarchy.
+        placement: the file of ``sdpipe place``, which says which device runs which stage; refused on other hosts or
+            another mesh. Default: ``None``, by which consecutive ranks form a pipeline.
+        data: ``"dealt"`` deals batches to pipelines by their speed, and is refused where the method or the loader does
+            not allow it; ``"sharded"`` gives each pipeline its own shard; ``"auto"`` deals where it can. Default:
+            ``"auto"``.
+        batch_by_speed: let the pipelines share one batch of N times the size, each as many of its
+            ``N × num_micro_batches`` micro-batches as its speed allows; needs ``sync=AllReduce()`` and several
+            micro-batches. Default: ``False``.
+        delays: slowness to inject, from :mod:`lightning_sdpipe.heterogeneity`, in order to study stragglers. Default:
+            ``None``.
+        scheduler: address of a running ``sdpipe scheduler``, as ``"tcp://10.0.0.1:5555"``; its policy replaces that of
+            ``sync``. Default: ``None``, which is the environment variable ``SDPIPE_SCHEDULER``, or else a scheduler
+            that rank 0 starts.
+        scheduler_key_file: the workers' keys for that scheduler, from ``sdpipe keygen``. Default: ``None``, which is
+            the environment variable ``SDPIPE_KEY_FILE``.
+        log_dir: directory on rank 0's machine for ``scheduler.jsonl``, with every event and decision of the scheduler
+            that rank 0 starts. Default: ``None``, no log.
         variance_correction: correct the second moments of an optimizer of the Adam family for the averaging of models
-            (:class:`~lightning_sdpipe.optim.VarianceCorrection`), by the number of pipelines.
-        dynamic_shapes: a block's output shape may differ between batches of equal shapes.
-        save_distributed_checkpoint: every rank writes its own part of a checkpoint, a directory then, instead of rank 0
-            all of a file; with ``"async"`` in the background.
-        gather_module: give every worker the whole module again when a run has ended (with another start method than
-            ``"popen"``, the user's process only); by default if it was whole before, and not built on ``meta``.
-        on_nonfinite: ``"stop"`` ends the run when the loss, the gradients or the parameters of a pipeline are not
-            finite, before its model reaches the others; in 16-bit mixed precision, where losses and gradients may
-            overflow, only when parameters are not. ``"continue"`` does not look.
+            (:class:`~lightning_sdpipe.optim.VarianceCorrection`), by the number of pipelines. Default: ``False``.
+        dynamic_shapes: the output shapes of a block may differ between batches of equal shapes. Default: ``False``.
+        save_distributed_checkpoint: each rank writes its own part of a checkpoint, which then is a directory; with
+            ``"async"`` in the background. Default: ``False``, by which rank 0 writes one file.
+        gather_module: give every worker the whole module again after a run; with a ``start_method`` other than
+            ``"popen"``, the user's process only. Default: ``None``, which gathers a module that was whole before.
+        on_nonfinite: ``"stop"`` ends the run when the loss, gradients or parameters of a pipeline are not finite,
+            before its model reaches the others; in 16-bit mixed precision, where losses and gradients may overflow,
+            only when parameters are not. ``"continue"`` does not look. Default: ``"stop"``.
         on_checkpoint_error: ``"stop"`` ends the run when a checkpoint cannot be written (a full disk); ``"continue"``
-            says so each time, and keeps the last one that is whole. By default elastic runs continue, and others stop.
-        timeout: how long any transfer or answer may take before the run ends with an error.
-        start_method: how the other processes of a machine start; as for
-            :class:`~lightning.pytorch.strategies.DDPStrategy`, like all that follow.
-        process_group_backend: ``"gloo"``, ``"nccl"`` or both by kind of device; as the accelerator asks by default.
-        accelerator: set by the Trainer, as are the next two.
-        parallel_devices: of this machine.
-        cluster_environment: knows what starts processes, and where they meet.
-        checkpoint_io: writes and reads checkpoint files.
-        precision_plugin: instead of ``Trainer(precision=...)``.
+            reports it, keeps the last whole checkpoint, and is refused with ``save_distributed_checkpoint``. Default:
+            ``None``, which is ``"continue"`` in elastic runs and ``"stop"`` in others.
+        timeout: longest time that a transfer or an answer may take before the run ends with an error. Default:
+            ``timedelta(minutes=30)``.
+        start_method: how the other processes of a machine start: ``"popen"`` runs the command line again; ``"fork"``
+            copies this process, which is quicker and works in notebooks, before CUDA is used; ``"forkserver"`` and
+            ``"spawn"`` pickle the Trainer. Default: ``"popen"``.
+        process_group_backend: ``"gloo"``, ``"nccl"``, or one for each kind of device, as ``"cpu:gloo,cuda:nccl"``.
+            Default: ``None``, which follows the accelerator.
+        accelerator: set by the Trainer. Default: ``None``.
+        parallel_devices: the devices of this machine, set by the Trainer. Default: ``None``.
+        cluster_environment: how processes are started and find each other, set by the Trainer. Default: ``None``,
+            which detects torchrun and SLURM.
+        checkpoint_io: reads and writes checkpoint files. Default: ``None``, Lightning's.
+        precision_plugin: replaces ``Trainer(precision=…)``. Default: ``None``.
 
     Raises:
-        ConfigurationError: at the first moment at which something is known not to work.
+        ConfigurationError: an option is not known, its value is not allowed, or options do not go together. Options are
+            checked here, before any process starts; the rest is checked before training. The message says what was
+            given, what is allowed and what to do.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, cast, get_args
 
@@ -77,6 +77,11 @@ class Case:
         """M × N, as the keys of the ratios have it."""
         return f"{self.num_stages}x{self.num_pipelines}"
 
+    @property
+    def workers(self) -> int:
+        """The number of workers of all pipelines."""
+        return self.num_stages * self.num_pipelines
+
     def seeded(self, what: Named) -> Any:
         """Return what Hydra builds from a specification, with the seed of this case where it takes one."""
         specification = what.specification or {}
@@ -138,6 +143,7 @@ class RealCase(Case):
         variance_correction: of Adam, in the methods that average models.
         data: ``"sharded"``, or ``"auto"`` for batches that are dealt where the method allows it.
         exchange: what Hydra builds it from; None for full precision without overlap.
+        depths: the stages of each pipeline, where they are unlike; ``num_stages`` is the largest then.
     """
 
     workload: Named
@@ -145,6 +151,15 @@ class RealCase(Case):
     variance_correction: bool = False
     data: Literal["sharded", "auto"] = "sharded"
     exchange: Mapping[str, Any] | None = None
+    depths: Sequence[int] = ()
+
+    @property
+    def shape(self) -> str:
+        return "+".join(map(str, self.depths)) or super().shape
+
+    @property
+    def workers(self) -> int:
+        return sum(self.depths) or super().workers
 
     @property
     def slowness(self) -> Heterogeneity:
@@ -158,7 +173,9 @@ AnyCase = EmulatedCase | RealCase
 
 def command(case: AnyCase) -> str:
     """Runs this case of ``suite=throughput`` alone."""
-    own = ("micro_batch_seconds", "num_parameters") if isinstance(case, EmulatedCase) else ("pace",)
+    own: tuple[str, ...] = ("micro_batch_seconds", "num_parameters") if isinstance(case, EmulatedCase) else ("pace",)
+    if isinstance(case, RealCase) and case.depths:
+        own = (*own, "depths")
     shared = ("num_stages", "num_pipelines", "schedule", "num_micro_batches", "iterations", "warm_up")
     panel = {
         "workload": case.workload.name,

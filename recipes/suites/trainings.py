@@ -114,7 +114,7 @@ def _fit(case: AnyCase, module: L.LightningModule, loader: DataLoader[Any]) -> l
             probe: Probe = DelayedProbe(Path(directory), case.warm_up, delays, compute)
         else:
             probe = Probe(Path(directory), case.warm_up)
-        fit(module, loader, strategy(case), case.num_stages * case.num_pipelines, case.iterations, probe)
+        fit(module, loader, strategy(case), case.workers, case.iterations, probe)
         return read_reports(Path(directory))
 
 
@@ -124,7 +124,7 @@ def strategy(case: AnyCase, log_dir: Path | None = None) -> DDPStrategy:
         return lightning_ddp()
     exchange = hydra.utils.instantiate(case.exchange) if isinstance(case, RealCase) and case.exchange else None
     return SDPipeStrategy(
-        num_stages=case.num_stages,
+        num_stages=list(case.depths) if isinstance(case, RealCase) and case.depths else case.num_stages,
         sync=case.seeded(case.method),
         exchange=exchange,
         on_nonfinite="stop" if exchange is None else "continue",  # what few bits make of a model is a result

@@ -1,7 +1,7 @@
 """Trains every method under both kinds of schedule and prints what came out, as JSON: a process of its own, since the
 libraries read at their first use that their results shall not depend on the processor.
 
-``python -m tests.golden.train PIPELINES DIRECTORY SCHEDULE…``
+``python -m tests.golden.train DIRECTORY``
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lightning_sdpipe.worker import scheduler_connection
 from tests.features.running import on_four_ranks, pipelines
 from tests.scheduler.forked import forked_schedulers
 
-UPDATES = 20
+UPDATES = 12  # an epoch and the first two of another
 STAGES = 2
 
 METHODS: dict[str, Any] = {
@@ -63,6 +63,7 @@ METHODS: dict[str, Any] = {
 """What decides by number or by an unlimited window. ``phd_meetings`` has one pipeline in each group."""
 OF_ONE_PIPELINE = ("all_reduce", "semi_decentralized", "diloco", "parameter_server", "no_sync")
 """One of each kind: where there is nothing to decide, the others do what one of these does."""
+CASES = {1: OF_ONE_PIPELINE, 2: tuple(METHODS)}
 
 
 class Model(L.LightningModule):
@@ -133,15 +134,19 @@ def train_all(directory: Path, cases: list[tuple[str, str]]) -> dict[str, Any]:
     return {f"{name}/{schedule}": train(name, schedule, directory / name / schedule) for name, schedule in cases}
 
 
-def main(pipeline_count: int, directory: Path, schedules: list[str]) -> None:
-    """Print an object with an entry for each case."""
-    names = list(METHODS) if pipeline_count > 1 else list(OF_ONE_PIPELINE)
-    cases = [(name, schedule) for name in names for schedule in schedules]
+def main(directory: Path) -> None:
+    """Print an object with an entry for each number of pipelines, which has one for each case."""
+    outcomes = {}
     with forked_schedulers() as kind, mock.patch.object(scheduler_connection, "SchedulerProcess", kind):
-        ranks = on_four_ranks(train_all, directory, cases, count=STAGES * pipeline_count, timeout=250)
-    outcome = {case: {"ranks": [r[case] for r in ranks], "groups": decisions(directory / case)} for case in ranks[0]}
-    print(json.dumps(outcome))
+        for count, names in CASES.items():
+            cases = [(name, schedule) for name in names for schedule in ("1f1b", "pipedream")]
+            place = directory / str(count)
+            ranks = on_four_ranks(train_all, place, cases, count=STAGES * count, timeout=250)
+            outcomes[count] = {
+                case: {"ranks": [rank[case] for rank in ranks], "groups": decisions(place / case)} for case in ranks[0]
+            }
+    print(json.dumps(outcomes))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]))

@@ -138,6 +138,15 @@ def test_slower_devices_meet_the_same_delays_and_courses() -> None:
     assert compute(worker, clock, 0.2) == pytest.approx(1.6)
 
 
+@pytest.mark.parametrize(("rank", "seconds"), [(0, 0.2), (1, 0.4), (2, 0.2)])
+def test_devices_of_unlike_speeds_are_delayed_too(rank: int, seconds: float) -> None:
+    clock = Clock()
+    worker = injector(Slowed(Delays(probability=1.0, seconds=0.3), [1.0, 2.0]), clock, rank=rank)
+    worker.before_forward(0)
+    assert compute(worker, clock, 0.2) == pytest.approx(seconds)
+    assert worker.injected_seconds == pytest.approx(0.3 + seconds - 0.2)
+
+
 def test_delays_leave_devices_at_full_speed() -> None:
     clock = Clock()
     worker = injector(Delays(probability=1.0, seconds=0.3), clock)
@@ -186,6 +195,8 @@ def test_linux_counts_how_long_a_thread_had_no_core() -> None:
         (lambda: Static([0.5]), "at least 1"),
         (lambda: Static([math.inf]), "factors"),
         (lambda: Slowed(Delays(), 0.9), "factor"),
+        (lambda: Slowed(Delays(), [1.0, 0.9]), "at least 1"),
+        (lambda: Slowed(Delays(), []), "factor"),
         (lambda: Trace(time_scale=0.0), "time_scale"),
         (lambda: Trace([]), "no track"),
         (lambda: Trace(["/nowhere/trace.json"]), "/nowhere/trace.json cannot be read: No such file"),

@@ -176,7 +176,7 @@ def test_gradients_of_uneven_shards_are_averaged(tmp_path: Path, schedule: str) 
     assert [name for name, _ in same_for_all(records, [10, 6])] == 2 * one_epoch
 
 
-@supported("Data", "an epoch whose length nobody knows", "with every synchronisation method")
+@supported("Data", "an epoch of unknown length", "with every synchronisation method")
 @pytest.mark.distributed
 @pytest.mark.parametrize("sync", [None, AllReduce(), HetPipe(), ADPSGD(asynchronous=True)], ids=repr)
 @pytest.mark.parametrize("batches", [(1, 4), (6, 1)])

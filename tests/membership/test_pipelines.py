@@ -39,7 +39,7 @@ def test_what_is_gone_stays_gone() -> None:
 
 
 def test_the_tables_in_the_documentation_are_the_ones_that_hold() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "scheduler.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     for first, table in (("a process", PROCESSES), ("a start", PIPELINES)):
         (begins,) = [place for place, row in enumerate(rows) if row[0] == first]
@@ -50,7 +50,7 @@ def test_the_tables_in_the_documentation_are_the_ones_that_hold() -> None:
 
 
 def test_the_documentation_names_each_message() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "scheduler.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
     kinds = [kind for union in (m.Request, m.Reply, e.Request, e.Reply) for kind in get_args(union)]
     for told_to_people in (m.StatusReply, m.RowsReply, m.SpansReply):
         kinds.remove(told_to_people)

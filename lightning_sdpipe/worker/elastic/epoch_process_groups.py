@@ -144,6 +144,7 @@ class EpochGroups:
         self._among = among
         self._traffic = Traffic() if traffic is None else traffic
         self._made: dict[int, _OfEpoch] = {}
+        self._given_up: set[int] = set()  # epochs
         self._epoch: Epoch | None = None  # the newest
         self._starts: dict[int, dict[int, Member]] = {}  # start of each pipeline, by known epoch
         self._in_use: Group | None = None
@@ -160,6 +161,7 @@ class EpochGroups:
             self._starts[epoch.number] = {member.pipeline: member for member in epoch.members}
             used = self._in_use
             broken = used is not None and self._has_lost(used)
+            self._lock.notify_all()
         present = set(epoch.pipelines)
         if used is not None and broken:
             self._poison(used.epoch)
@@ -197,8 +199,10 @@ class EpochGroups:
 
     def _of(self, group: Group) -> _OfEpoch:
         with self._lock:
-            if group.epoch not in self._made and group.epoch == self._newest:
-                self._lock.wait_for(lambda: group.epoch in self._made, CONNECTING.total_seconds())
+            self._lock.wait_for(
+                lambda: group.epoch != self._newest or group.epoch in {*self._made, *self._given_up},
+                CONNECTING.total_seconds(),
+            )
             made = self._made.get(group.epoch)
         if made is None:
             raise WorkerFailedError(f"the process group of epoch {group.epoch} is not there (any more)")
@@ -275,11 +279,14 @@ class EpochGroups:
     def _poison(self, number: int) -> None:
         with self._lock:
             made = self._made.pop(number, None)
+            if made is not None:
+                self._given_up.add(number)
+                self._lock.notify_all()
         if made is not None:
             group: Any = made.replicas.group
-            peer = (group.rank() + 1) % group.size()
-            with suppress(RuntimeError):  # the timeout is expected
-                group.recv([torch.zeros(1)], peer, _POISON).wait(timedelta(milliseconds=1))
+            for peer in {*range(group.size())} - {group.rank()}:  # one that is gone cannot time out
+                with suppress(RuntimeError):  # the timeout is expected
+                    group.recv([torch.zeros(1)], peer, _POISON).wait(timedelta(milliseconds=1))
             self._report.holds(self.held)
 
     def _make(self, epoch: Epoch) -> None:

@@ -142,7 +142,7 @@ def _measured(
     row = journal.measured(
         asked,
         lambda: (
-            {"curve": learning_curve(case, metric, points)} if in_turn else _train(case, frozen, metric, every, points)
+            {"curve": learning_curve(case, metric, points)} if in_turn else train(case, metric, every, points, frozen)
         ),
     )
     curve, target, rising = row["curve"], experiment["target"], experiment["rising"]
@@ -169,15 +169,25 @@ def _measured(
     }
 
 
-def _train(case: RealCase, frozen: Mapping[str, Any] | None, metric: str, every: int, points: int) -> Row:
+def train(
+    case: RealCase, metric: str, every: int, points: int, frozen: Mapping[str, Any] | None = None
+) -> dict[str, list[list[float]]]:
+    """Returns the ``curve`` of a training: seconds, samples of all pipelines, and the metric.
+
+    Args:
+        case: what is trained.
+        metric: that ``validation_step`` logs.
+        every: so many iterations each worker writes down its part.
+        points: of the curve.
+        frozen: arguments of :class:`~lightning_sdpipe.optim.FrozenVariance`, if its optimizer has one.
+    """
     with tempfile.TemporaryDirectory() as directory:
         module, loader = trainings.real_training(case)
         if frozen is not None:
             configure = module.configure_optimizers
             module.configure_optimizers = lambda: FrozenVariance(configure(), **frozen)  # type: ignore[method-assign, arg-type]
-        workers = case.num_stages * case.num_pipelines
         snapshots = Snapshots(Path(directory), every)
-        trainings.fit(module, loader, trainings.strategy(case), workers, case.iterations, snapshots)
+        trainings.fit(module, loader, trainings.strategy(case), case.workers, case.iterations, snapshots)
         arguments = (Path(directory), case.workload.specification, metric, loader.batch_size, points)
         (curve,) = run_processes(1, evaluate, *arguments, timeout=EVALUATION_TIMEOUT)
     return {"curve": [list(point) for point in curve]}

@@ -141,7 +141,7 @@ def _measured(
     loaders = [random_features(part[name] * pipelines, parts) for name in ("batches", "validation_batches")]
     shape = f"{stages}x{pipelines}"
     print(f"{shape} {condition} {what}, repeat {repeat}", end=": ", flush=True)
-    lengths = _epochs(module, loaders, strategy, stages * pipelines, part["epochs"])
+    lengths = epoch_lengths(module, loaders, strategy, stages * pipelines, part["epochs"])
     print(f"{statistics.mean(lengths):.2f} s per epoch", flush=True)
     samples = part["batches"] * pipelines * parts
     own = _own_rates(slowness, part) if isinstance(slowness, Static) and stages == 1 else None
@@ -159,7 +159,7 @@ def _measured(
     }
 
 
-def _epochs(
+def epoch_lengths(
     module: L.LightningModule, loaders: Sequence[DataLoader[Any]], strategy: SDPipeStrategy, workers: int, epochs: int
 ) -> list[float]:
     """Seconds of each epoch but the first, in which everything is started and no speed is known yet."""

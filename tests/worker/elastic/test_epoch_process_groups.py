@@ -116,14 +116,71 @@ def test_what_an_exchange_that_broke_off_has_left_on_its_way_does_not_hold_up_th
                 finish(mover.start([torch.zeros(3)], group(1, 0, 1)))
         groups.give_up(group(1, 0, 1))
         groups.use(None)
+        began = time.monotonic()
         with pytest.raises(WorkerFailedError, match="epoch 1 is not there"):
             groups.exchange(group(1, 0, 1))
+        assert time.monotonic() - began < epoch_process_groups.CONNECTING.total_seconds() / 2
         groups.enter(epoch(2, 0, 1))
         tensor = torch.full((3,), float(pipeline))
         finish(groups.mover(group(2, 0, 1)).start([tensor], group(2, 0, 1)))
         return groups.held, tensor.tolist()
 
     assert together(2, work) == [([2], [0.5] * 3)] * 2
+
+
+def test_an_exchange_that_breaks_off_ends_even_if_another_member_is_gone() -> None:
+    """A receive from a member that is gone fails at once, and ends no wait for those that live."""
+    stores: dict[str, Store] = {"epoch-1-0": dist.HashStore()}
+    kept: list[EpochGroups] = []
+    gone = threading.Event()
+
+    def work(pipeline: int) -> str:
+        groups = EpochGroups(
+            Worker(0, pipeline), lambda name, cancelled: stores[name], timedelta(seconds=60), Reports()
+        )
+        groups.enter(epoch(1, 0, 1, 2))
+        mover = groups.mover(group(1, 0, 2))
+        if pipeline == 1:
+            groups.give_up(group(1, 0, 1, 2))  # closes its connections, as its end does
+            gone.set()
+            return "gone"
+        if pipeline == 2:
+            kept.append(groups)  # it lives, but sends nothing
+            return "lives"
+        assert gone.wait(20)
+        groups.use(group(1, 0, 2))
+        threading.Timer(0.2, groups.broke, [7]).start()
+        began = time.monotonic()
+        with pytest.raises(WorkerFailedError, match="pipeline 2"):
+            finish(mover.start([torch.zeros(3)], group(1, 0, 2)))
+        assert time.monotonic() - began < epoch_process_groups.CONNECTING.total_seconds() / 2
+        return "went on"
+
+    assert together(3, work) == ["went on", "gone", "lives"]
+
+
+def test_a_group_that_is_not_made_is_not_waited_for_once_there_is_a_newer_epoch() -> None:
+    ends = threading.Event()
+
+    class Nobody(dist.HashStore):  # type: ignore[misc]
+        """The other member never says where it is."""
+
+        def wait(self, keys: object, timeout: object = None) -> None:
+            ends.wait(60)
+            raise RuntimeError("ended")
+
+        get = wait
+
+    groups = EpochGroups(Worker(0, 0), lambda name, cancelled: Nobody(), timedelta(seconds=60), Reports())
+    groups.enter(epoch(1, 0, 1))
+    threading.Timer(0.2, groups.enter, [epoch(2, 0)]).start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(WorkerFailedError, match="epoch 1 is not there"):
+            groups.exchange(group(1, 0, 1))
+        assert time.monotonic() - began < epoch_process_groups.CONNECTING.total_seconds() / 2
+    finally:
+        ends.set()
 
 
 @pytest.mark.parametrize("left", [epoch(2, 0), Epoch(2, (Member(0, 100), Member(1, 201)), "came back")])

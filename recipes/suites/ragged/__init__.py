@@ -1,0 +1,1 @@
+"""The suite ``ragged`` (``conf/suite/ragged.yaml``)."""

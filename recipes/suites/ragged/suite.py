@@ -1,0 +1,176 @@
+"""Pipelines of unlike depths and cuts: what they make of fleets that are no rectangles, in whole epochs.
+
+Workers sleep instead of computing, at the speeds of assumed devices; only ``samples`` computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from recipes.suites import machine, trainings
+from recipes.suites.cases import refuse_unknown
+from recipes.suites.journal import Journal
+from recipes.suites.parts import check_parts
+from recipes.suites.ragged import samples as real
+from recipes.suites.ragged.fleets import Shape, network, rectangle, unlike
+from recipes.suites.ragged.trainings import BY_SPEED, Emulated, Epochs, Training, quotients
+from recipes.suites.ratios import Ratios, Row, ratio, rotated
+
+LOWER_IS_BETTER = frozenset({"samples", "place", "search"})
+
+RAGGED, RECTANGLE = "ragged", "rectangle"
+OURS, BASELINE, ALONE = "sdpipe", "all_reduce", "nosync"
+RECTANGLE_GOALS = {"1+4": 1.30, "5": 1.08, "2+4": 1.03}
+BOUND_GOALS = {"1+4": 0.85}
+NOSYNC_GOAL, SAME_GOAL, PLACE_GOAL, SEARCH_GOAL = 0.90, 0.98, 0.05, 1.0
+ALL_REDUCE_FLEET, ALL_REDUCE_GOAL = "1+4", 1.25
+SAME = "2x3"
+SAME_CUTS = ((6, 7), (7, 6), (6, 7)), ((6, 7),) * 3
+"""Thirteen blocks, one of which takes no time: on whichever side of a cut it is, the work is the same."""
+PARTS = ("fleets", "all_reduce", "same", "samples")
+
+
+def run(
+    *,
+    methods: Mapping[str, Any],
+    heterogeneity: Mapping[str, Any],
+    workloads: Mapping[str, Any],
+    fleets: Mapping[str, Mapping[str, Any]],
+    measured: Sequence[str],
+    model: Mapping[str, Any],
+    cut: float,
+    kept: float,
+    conditions: Sequence[str],
+    samples: Mapping[str, Any],
+    only: Sequence[str],
+    repeats: int,
+    output: str | None,
+    seed: int,
+) -> tuple[list[Row], Ratios]:
+    """Runs the parts that ``only`` names.
+
+    Args:
+        methods: specifications for Hydra, by name.
+        heterogeneity: likewise.
+        workloads: the ``model`` and ``data`` of each, likewise.
+        fleets: by name, as :func:`~recipes.suites.ragged.fleets.network` takes them.
+        measured: names of fleets.
+        model: fields of :class:`~recipes.suites.ragged.trainings.Emulated`.
+        cut: what a cut takes, where shapes are searched.
+        kept: bytes in flight, likewise.
+        conditions: names of ``heterogeneity``, besides unlike speeds.
+        samples: arguments of :func:`recipes.suites.ragged.samples.measure`.
+        only: names of parts.
+        repeats: with seeds that count up.
+        output: finished rows are kept beside this file; None for nowhere.
+        seed: of the first repeat.
+
+    Raises:
+        ConfigurationError: a part, a fleet or a condition that there is not.
+    """
+    check_parts("ragged", only, PARTS)
+    refuse_unknown("heterogeneity", conditions, heterogeneity)
+    refuse_unknown("fleets", measured, fleets)
+    fleets = {name: fleets[name] for name in measured}
+    trainings.quiet()
+    journal = Journal(None if output is None else Path(output).with_suffix(".rows.jsonl"), machine.setting())
+    emulated = Emulated(**model)
+    rows: list[Row] = []
+    for part, of_model in (("fleets", emulated), ("all_reduce", emulated), ("same", with_a_free_block(emulated))):
+        epochs = Epochs(of_model, methods, heterogeneity, journal)
+        for repeat in range(repeats if part in only else 0):
+            planned = list(plan(part, fleets, emulated.blocks, emulated.num_micro_batches, cut, kept, conditions))
+            rows += [epochs.row(planned[n], repeat, seed + repeat) for n in _turns(len(planned), repeat)]
+    found = ratios(rows)
+    if "fleets" in only:
+        found |= _searches(fleets, emulated, cut, kept)
+    if "samples" in only:
+        more = real.measure(
+            **samples, workloads=workloads, method=methods[OURS], repeats=repeats, journal=journal, seed=seed
+        )
+        rows, found = [*rows, *more[0]], found | more[1]
+    return rows, found
+
+
+def with_a_free_block(model: Emulated) -> Emulated:
+    """Returns the same with a block in the middle that takes no time."""
+    return replace(model, free=model.blocks // 2)
+
+
+def plan(
+    part: str,
+    fleets: Mapping[str, Mapping[str, Any]],
+    blocks: int,
+    micro_batches: int,
+    cut: float,
+    kept: float,
+    conditions: Sequence[str],
+) -> Iterator[Training]:
+    """Yields the trainings of one part of the suite. Arguments are those of :func:`run`."""
+    if part == "same":
+        for mesh, cuts in zip((RAGGED, RECTANGLE), SAME_CUTS, strict=True):
+            yield Training(SAME, mesh, OURS, "none", Shape(cuts, (1.0,) * 6))
+        return
+    for name, fleet in fleets.items():
+        devices = network(fleet, blocks, micro_batches, cut, kept)
+        if part == "fleets":
+            ragged = unlike(devices, micro_batches, "groups")
+            for condition in conditions:
+                for method in (OURS, ALONE):
+                    yield Training(name, RAGGED, method, condition, ragged)
+            yield Training(name, RECTANGLE, OURS, "none", rectangle(devices, micro_batches, "groups"))
+        elif name == ALL_REDUCE_FLEET:
+            yield Training(name, RAGGED, BASELINE, "none", unlike(devices, micro_batches, "all_reduce"))
+            yield Training(name, RECTANGLE, BASELINE, "none", rectangle(devices, micro_batches, "all_reduce"))
+            by_speed = rectangle(devices, micro_batches, "groups")
+            yield Training(name, RECTANGLE, f"{BASELINE}/{BY_SPEED}", "none", by_speed)
+
+
+def _turns(count: int, repeat: int) -> list[int]:
+    return [int(name) for name in rotated([str(number) for number in range(count)], repeat)]
+
+
+def ratios(rows: Sequence[Row]) -> Ratios:
+    """Returns those that were measured."""
+    found: Ratios = {}
+    for fleet in dict.fromkeys(row["fleet"] for row in rows):
+        ours, alone = (f"{RAGGED} {method}" for method in (OURS, ALONE))
+        base, rectangular = f"{RAGGED} {BASELINE}", f"{RECTANGLE} {OURS}"
+        own = [row for row in rows if row["fleet"] == fleet]
+        for key, mine, other, condition, goal in (
+            (f"same/{fleet}" if fleet == SAME else f"rectangle/{fleet}", ours, rectangular, "none", _goal(fleet)),
+            (f"nosync/{fleet}/none", ours, alone, "none", NOSYNC_GOAL),
+            (f"nosync/{fleet}/b", ours, alone, "b", NOSYNC_GOAL),
+            (f"all_reduce/{fleet}", base, f"{RECTANGLE} {BASELINE}", "none", ALL_REDUCE_GOAL),
+            (f"all_reduce/{fleet}/by_speed", base, f"{RECTANGLE} {BASELINE}/{BY_SPEED}", "none", ALL_REDUCE_GOAL),
+        ):
+            if values := quotients(rows, fleet, (mine, condition), (other, condition)):
+                found[key] = ratio(values, goal, f"s per epoch, {fleet} emulated, {condition}: {other} over {mine}")
+        speeds = [r["batches_per_s"] / r["sum_of_speeds"] for r in own if _is(r, ours)]
+        if speeds and fleet != SAME:
+            meaning = f"mini-batches/s of whole epochs, {fleet} emulated: {ours} over the sum of the devices' own"
+            found[f"bound/{fleet}"] = ratio(speeds, BOUND_GOALS.get(fleet), meaning)
+        if errors := [abs(r["predicted_per_s"] / r["batches_per_s"] - 1) for r in own if _is(r, alone)]:
+            meaning = f"how far mini-batches/s are predicted from those of {alone}, {fleet} emulated"
+            found[f"place/{fleet}"] = ratio(errors, PLACE_GOAL, meaning)
+    return found
+
+
+def _goal(fleet: str) -> float | None:
+    return SAME_GOAL if fleet == SAME else RECTANGLE_GOALS.get(fleet)
+
+
+def _is(row: Row, what: str) -> bool:
+    return bool((row["what"], row["heterogeneity"]) == (what, "none"))
+
+
+def _searches(fleets: Mapping[str, Mapping[str, Any]], model: Emulated, cut: float, kept: float) -> Ratios:
+    found: Ratios = {}
+    for name, fleet in fleets.items():
+        devices = network(fleet, model.blocks, model.num_micro_batches, cut, kept)
+        seconds = unlike(devices, model.num_micro_batches, "groups").search_seconds
+        found[f"search/{name}"] = ratio([seconds], SEARCH_GOAL, f"processor seconds of the search, {name}")
+    return found
