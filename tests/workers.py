@@ -115,6 +115,7 @@ def _worker(
             world_size=count,
             timeout=timedelta(seconds=20),
         )
+        dist.barrier()  # a rank with nothing to do would close its connections while another still makes them
         outcome = True, work(rank, *arguments)
     except BaseException:
         outcome = False, f"rank {rank}: {traceback.format_exc()}"
