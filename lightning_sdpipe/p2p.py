@@ -171,7 +171,7 @@ def broadcast_bytes(data: bytes, source: int, group: dist.ProcessGroup) -> bytes
 
 
 def broadcast_value(value: Any, source: int, group: dist.ProcessGroup) -> Any:
-    """Gives every member what rank ``source`` has, of what JSON can say, as :func:`broadcast_bytes` does."""
+    """Broadcasts the JSON value of global rank ``source`` to every member; raises as :func:`broadcast_bytes` does."""
     return json.loads(broadcast_bytes(json.dumps(value).encode(), source, group))
 
 

@@ -74,7 +74,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "placement": (3311, 27),
     "policies": (2498, 26),
     "recipes": (8159, 118),
-    "scheduler": (5499, 43),
+    "scheduler": (5501, 43),
     "seeing": (2063, 18),
     "simulate": (687, 6),
     "strategy": (939, 7),

@@ -108,7 +108,7 @@ class TrainingRun(Protocol):
         local. Every worker must call it."""
 
     def from_leader(self, numbers: list[float]) -> list[float]:
-        """Gives all workers those of the first rank of the pipeline that leads. Every worker must call it."""
+        """Return the ``numbers`` of the first rank of the pipeline that leads. Every worker must call it."""
 
     def vote(self, decision: bool, all: bool) -> bool:
         """Return whether all are for it, or (not ``all``) any. Every worker must call it."""

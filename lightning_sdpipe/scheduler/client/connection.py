@@ -182,7 +182,9 @@ class Connection:
 
 def _greets(address: str) -> bool:
     """Return whether the program at ``address`` speaks first, as ZeroMQ does. A proxy that cannot reach its target
-    closes the connection instead."""
+    closes the connection instead; there is none but over TCP."""
+    if not address.startswith("tcp://"):
+        return True
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
         with sockets.create_connection((host.strip("[]"), int(port)), GREETING) as connection:

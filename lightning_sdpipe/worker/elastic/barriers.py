@@ -159,8 +159,11 @@ class Barriers:
 def agree(
     meetings: Barriers, groups: ProcessGroups, mine: Any, decide: Callable[[Mapping[int, Any]], _Decision]
 ) -> _Decision:
-    """Returns what ``decide`` makes of what the first ranks of all pipelines that meet say, by pipeline: the same on
-    all stages, each of which must call it. All of it is what JSON can say."""
+    """Return what ``decide`` makes of the values ``mine`` of the pipelines that meet, by pipeline.
+
+    The first rank of each pipeline meets the others and decides, and its stages take over the decision. Every stage
+    must call it; values and decision are JSON.
+    """
     decision = None
     if groups.rank == 0:
         met = meetings.meet(json.dumps(mine).encode())

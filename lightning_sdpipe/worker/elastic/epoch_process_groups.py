@@ -144,7 +144,7 @@ class EpochGroups:
         self._among = among
         self._traffic = Traffic() if traffic is None else traffic
         self._made: dict[int, _OfEpoch] = {}
-        self._given_up: set[int] = set()  # epochs
+        self._given_up = -1  # the newest epoch whose group was
         self._epoch: Epoch | None = None  # the newest
         self._starts: dict[int, dict[int, Member]] = {}  # start of each pipeline, by known epoch
         self._in_use: Group | None = None
@@ -200,7 +200,7 @@ class EpochGroups:
     def _of(self, group: Group) -> _OfEpoch:
         with self._lock:
             self._lock.wait_for(
-                lambda: group.epoch != self._newest or group.epoch in {*self._made, *self._given_up},
+                lambda: group.epoch != self._newest or group.epoch in self._made or group.epoch == self._given_up,
                 CONNECTING.total_seconds(),
             )
             made = self._made.get(group.epoch)
@@ -280,7 +280,7 @@ class EpochGroups:
         with self._lock:
             made = self._made.pop(number, None)
             if made is not None:
-                self._given_up.add(number)
+                self._given_up = max(self._given_up, number)
                 self._lock.notify_all()
         if made is not None:
             group: Any = made.replicas.group

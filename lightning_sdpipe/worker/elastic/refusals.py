@@ -53,6 +53,6 @@ def check_trainer(trainer: Trainer, options: Options) -> None:
         )
     if trainer.state.fn == TrainerFn.PREDICTING:
         raise ConfigurationError(
-            f"predict does not work {_HOW}: none collects the predictions of pipelines that come and go. Load the "
-            "checkpoint in a job without SDPIPE_PIPELINE."
+            f"predict does not work {_HOW}: no process collects the predictions of pipelines that come and go. Load "
+            "the checkpoint in a job without SDPIPE_PIPELINE."
         )

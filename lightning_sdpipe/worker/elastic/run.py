@@ -278,10 +278,10 @@ class ElasticRun:
         return agree(self._meetings, self.groups, values, lambda each: _means([*each.values()]))
 
     def from_leader(self, numbers: list[float]) -> list[float]:
-        """Gives all those of a pipeline that leads, or else of the first of those that are there."""
+        """Return the numbers of the pipeline that leads, or if none does, of the first that is there."""
 
         def leaders(each: Mapping[int, tuple[bool, list[float]]]) -> list[float]:
-            return sorted(each.values(), key=lambda said: not said[0])[0][1]
+            return min(each.values(), key=lambda said: not said[0])[1]
 
         assert self._meetings is not None
         return agree(self._meetings, self.groups, (self.leads, numbers), leaders)
