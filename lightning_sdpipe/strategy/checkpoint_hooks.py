@@ -26,7 +26,7 @@ from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, NotWrittenError
 from lightning_sdpipe.loop import finetuning
 from lightning_sdpipe.loop.resume_position import Split
-from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.p2p import broadcast_value, waiting_for
 from lightning_sdpipe.strategy.collectives import Collectives
 
 PREFIX = "sdpipe_"
@@ -126,8 +126,13 @@ class CheckpointHooks(Collectives):
         self.training.sync.load_parameter_states(taken_from(self.optimizers[0]))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        in_parts = self._assembled is not None and self._checkpoints.distributed
         if (files := whole_files(self.checkpoint_io)) is not None:
-            files.publisher = self._run.publisher
+            files.publisher = None if in_parts else self._run.publisher
+        if in_parts:
+            if broadcast_value(self._run.leads, 0, self.groups.everybody):  # its stages may hear of it at other times
+                self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io, self._run.publisher)
+            return
         try:
             self._save_checkpoint(checkpoint, filepath, storage_options)
         except NotWrittenError as error:
@@ -139,9 +144,7 @@ class CheckpointHooks(Collectives):
             self._lacks_checkpoint = False
 
     def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        if self._assembled is not None and self._checkpoints.distributed:
-            self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io)
-        elif self.is_global_zero and is_distributed(filepath):  # a file would be moved into that directory
+        if self.is_global_zero and is_distributed(filepath):  # a file would be moved into that directory
             with replacing(Path(filepath)):
                 super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
