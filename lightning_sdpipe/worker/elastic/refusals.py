@@ -23,8 +23,8 @@ def check_options(options: Options) -> None:
         (
             options.schedule == "pipedream" and of_gradients,
             f"schedule='pipedream' with sync={options.sync!r}",
-            "the members of a round are named as a turn begins, and the updates that drain a pipeline have no turn. Use "
-            "schedule='1f1b', or sync=SemiDecentralized()",
+            "the members of a round are named as a turn begins, and the updates that drain a pipeline have no turn. "
+            "Use schedule='1f1b', or sync=SemiDecentralized()",
         ),
         (is_measured(options.partition), f"partition={options.partition!r}", "use 'parameters', or the numbers"),
         (options.batch_by_speed, "batch_by_speed", "leave it out; batches are dealt by speed in any case"),
