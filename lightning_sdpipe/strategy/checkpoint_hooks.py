@@ -23,7 +23,7 @@ from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
 from lightning_sdpipe.checkpoints.files import whole_files, with_whole_files
 from lightning_sdpipe.checkpoints.worker import Checkpoints
-from lightning_sdpipe.errors import NotWrittenError
+from lightning_sdpipe.errors import ConfigurationError, NotWrittenError
 from lightning_sdpipe.loop import finetuning
 from lightning_sdpipe.loop.resume_position import Split
 from lightning_sdpipe.p2p import broadcast_value, waiting_for
@@ -115,6 +115,12 @@ class CheckpointHooks(Collectives):
             return gathered
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if not checkpoint["optimizer_states"]:
+            raise ConfigurationError(
+                "The checkpoint has the state of no optimizer, so training cannot go on from it. It may be of a "
+                "process that did not train, as the first one with start_method='fork': save in a callback such as "
+                "ModelCheckpoint. Load its state_dict into the module to begin training with its weights."
+            )
         finetuning.restore_groups(self._trainer, self.optimizers[0])
         self._checkpoints.load_optimizer(self.optimizers[0], checkpoint["optimizer_states"][0])
         self.training.sync.load_parameter_states(taken_from(self.optimizers[0]))
