@@ -86,7 +86,7 @@ class Held:
         self._begun.set()
 
     def wait(self) -> None:
-        """Until the receiver has taken it."""
+        """Waits until the receiver has taken it."""
         if not self._begun.wait(PATIENCE):
             raise RuntimeError(f"an emulated link was busy for {PATIENCE:.0f} s")
         if self._error is not None:
