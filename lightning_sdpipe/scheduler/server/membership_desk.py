@@ -24,7 +24,7 @@ from lightning_sdpipe.scheduler.server.key_value_store import KeyValueStore
 from lightning_sdpipe.scheduler.server.lease_desk import LeaseDesk
 from lightning_sdpipe.scheduler.server.liveness import Levels, Liveness
 from lightning_sdpipe.scheduler.server.outbox import DeferredRequests, Outbox
-from lightning_sdpipe.scheduler.server.process_groups import REMAKE_AFTER, ProcessGroupRegistry
+from lightning_sdpipe.scheduler.server.process_groups import ProcessGroupRegistry
 from lightning_sdpipe.scheduler.server.row_desk import SpanDesk
 from lightning_sdpipe.scheduler.server.setting_out import SettingOut
 

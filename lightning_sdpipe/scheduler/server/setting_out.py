@@ -52,8 +52,8 @@ class SettingOut:
         return self._together and not self._membership.terms.fixed
 
     def may_begin(self, request: m.Request | e.Enrol, now: float) -> bool:
-        """Return whether the worker may take part now. After a restart of the scheduler, a worker goes on in the round in
-        which others are; one that had joined, and was in no round yet, counts as joining."""
+        """Return whether the worker may take part now. After a restart of the scheduler, a worker goes on in the round
+        in which others are; one that had joined, and was in no round yet, counts as joining."""
         worker, sessions = request.worker, self._groups.sessions
         if sessions.takes_part(worker) and sessions.of(worker, request.incarnation) is not None:
             return True
