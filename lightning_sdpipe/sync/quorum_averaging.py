@@ -129,8 +129,8 @@ class QuorumAveraging(OuterAveraging):
         """Computes the outcome of a round: None if it was dropped."""
         if group.lineage is None:
             raise ConfigurationError(
-                "DiLoCo by quorum needs a scheduler that decides by outer_rounds, and this one says nothing of bases in "
-                f"group {group.sequence} ({group.reason}). Start it with --policy outer_rounds, or leave --policy out."
+                "DiLoCo by quorum needs a scheduler that decides by outer_rounds, and this one names no bases in group "
+                f"{group.sequence} ({group.reason}). Start it with --policy outer_rounds, or leave --policy out."
             )
         if self._bases is not None:
             self._came = self._bases.run(tensors, group)
