@@ -349,6 +349,7 @@ class _Duties:
         fit = self._run.fit
         if command.kind is CommandKind.LEAVE:
             fit.training.sync.stop()  # others may wait for exchanges that are under way
+            fit.checkpoints.wait()
             raise SIGTERMException
         fit.give(command.text, turns)
         self.commands.done()  # no stage comes to the next barrier before all have reported
