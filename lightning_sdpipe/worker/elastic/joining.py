@@ -175,20 +175,26 @@ class Fit:
 
     def receive(self, what: Receive) -> State:
         """Receive the state of the donor's stage; it is given up when another donor is found, since others may wait."""
-        store = self.store(what.transfer, lambda: self.line.offered != what.transfer)
-        return state_transfer.receive_state(store, self._limit, f"pipeline {what.donor}")
+
+        def is_in_vain() -> bool:
+            return self.line.offered != what.transfer
+
+        store = self.store(what.transfer, is_in_vain)
+        return state_transfer.receive_state(store, self._limit, f"pipeline {what.donor}", is_in_vain)
 
     def give(self, transfer: str, turns: State) -> None:
         """Copy this stage's state, with that of its ``turns``, and send it while training goes on."""
         with self.checkpoints.of_this_stage():
             state = state_transfer.snapshot(self.trainer)
         state["elastic"] = {"turns": turns, "updates": self.training.updates, "names": leader.names(self.trainer)}
+        state["sync"] = self.training.sync.handover()
         self.line.snapshot_taken(transfer, self.training.updates)
         state_transfer.send_state(state, self.store(transfer), self._limit)
 
     def go_on_from(self, state: State) -> None:
         """Make Lightning resume from ``state``, whatever checkpoint the run began with."""
         own = state.pop("elastic")
+        self.training.sync.take(state.pop("sync"))
         self.source.load(own["turns"])
         self.training.begin_at(own["updates"])
         leader.adopt(self.trainer, own["names"])
