@@ -78,9 +78,9 @@ SIZES: dict[str, tuple[int, int]] = {
     "seeing": (2063, 18),
     "simulate": (687, 6),
     "strategy": (952, 7),
-    "supervision": (1329, 14),
+    "supervision": (1338, 14),
     "sync": (2172, 19),
-    "top": (1329, 11),
+    "top": (1336, 11),
     "topology": (614, 7),
     "worker": (3425, 31),
 }
