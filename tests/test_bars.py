@@ -73,7 +73,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "pipeline": (1820, 17),
     "placement": (3311, 27),
     "policies": (2677, 27),
-    "recipes": (8182, 118),
+    "recipes": (8184, 118),
     "scheduler": (5511, 43),
     "seeing": (2063, 18),
     "simulate": (687, 6),
