@@ -122,15 +122,8 @@ class Training:
         samples = size * self.trainer.accumulate_grad_batches if isinstance(size, int) else None
         options = self.trainer.strategy.options  # type: ignore[attr-defined]
         sync = options.sync if isinstance(options.sync, str) else type(options.sync).__name__
-        self.client.about = About(
-            socket.gethostname(),
-            str(self._device),
-            self.groups.rank,
-            samples,
-            options.schedule,
-            options.num_micro_batches,
-            sync,
-        )
+        how = options.schedule, options.num_micro_batches, sync
+        self.client.about = About(socket.gethostname(), str(self._device), self.groups.rank, samples, *how)
 
     def begin_batch(self, batch: Any, source: BatchSource) -> None:
         """Take part from now on, unless there is nothing to train; Lightning shows ``batch`` to the hooks."""
@@ -299,6 +292,10 @@ class Training:
     @property
     def unfinished(self) -> int:
         return self.parts.pipeline.unfinished
+
+    @property
+    def loose(self) -> int:
+        return self.sync.loose * self.trainer.accumulate_grad_batches
 
     def _refuse_underway(self) -> None:
         if self.underway and not self.together:
