@@ -63,14 +63,14 @@ SHAPES = {
 SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (690, 8),
     "data": (476, 5),
-    "dealing": (443, 5),
+    "dealing": (449, 5),
     "exchange": (2596, 33),
     "heterogeneity": (469, 8),
-    "loop": (2581, 24),
+    "loop": (2582, 24),
     "membership": (1307, 14),
     "optim": (342, 5),
     "partition": (3902, 32),
-    "pipeline": (1820, 17),
+    "pipeline": (1828, 17),
     "placement": (3311, 27),
     "policies": (2677, 27),
     "recipes": (8185, 118),
@@ -79,10 +79,10 @@ SIZES: dict[str, tuple[int, int]] = {
     "simulate": (687, 6),
     "strategy": (952, 7),
     "supervision": (1338, 14),
-    "sync": (2172, 19),
-    "top": (1336, 11),
+    "sync": (2180, 19),
+    "top": (1341, 11),
     "topology": (615, 7),
-    "worker": (3445, 31),
+    "worker": (3441, 31),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 
