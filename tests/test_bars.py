@@ -71,7 +71,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "optim": (342, 5),
     "partition": (3911, 32),
     "pipeline": (1828, 17),
-    "placement": (3311, 27),
+    "placement": (3303, 27),
     "policies": (2677, 27),
     "recipes": (8185, 118),
     "scheduler": (5534, 43),
