@@ -227,8 +227,8 @@ class MembershipDesk:
         if resumes is None or not resumes.epoch.number:
             self._decide(w.Enrolled(worker, incarnation, request.fingerprint), now)
         else:
-            told = request.fingerprint, resumes.epoch, resumes.met, resumes.since
-            self._decide(w.Resumed(worker, incarnation, *told), now)
+            resumed = w.Resumed(worker, incarnation, request.fingerprint, resumes.epoch, resumes.met, resumes.since)
+            self._decide(resumed, now)
             self._process_groups.holds(worker, resumes.holds)
         if core.is_here(worker, incarnation):
             self._presence.comes(worker, incarnation, now)
@@ -249,13 +249,14 @@ class MembershipDesk:
 
     def _from_a_stranger(self, peer: bytes, request: e.Request, now: float) -> None:
         """Deal with a message of a process that has not enrolled here, or must no longer be here."""
-        worker, incarnation = request.worker, request.incarnation
-        reason = self.membership.roster.tombstone(worker.pipeline, incarnation)
+        reason = self.membership.roster.tombstone(request.worker.pipeline, request.incarnation)
         if isinstance(request, e.Depart):
             self._outbox.say(peer, e.Noted(request.number))
-            self._decide(w.Departed(worker, incarnation, request.finished), now)  # it may claim another's number
+            self._decide(w.Departed(request.worker, request.incarnation, request.finished), now)  # of another, perhaps
         elif reason is not None:
             self._outbox.say(peer, e.must_end(reason))
+        elif isinstance(request, e.Store):  # what it has to know before it enrols; beats tell it that it must again
+            self._store.handle(peer, request, self._outbox, now)
         elif not (isinstance(request, e.Beat) and not request.enrolled):  # else the process has yet to enrol
             self._outbox.say(peer, e.Stranger())
 
