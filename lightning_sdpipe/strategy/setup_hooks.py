@@ -179,7 +179,7 @@ class SetupHooks(TrainingSetup):
                 return plan_on_rank_zero(planning)
 
             fits = trainer.state.fn == TrainerFn.FITTING
-            self._plans = self.module, self._run.plan(options.all_cuts, made) if fits else made(options.all_cuts)
+            self._plans = self.module, self.membership.plan(options.all_cuts, made) if fits else made(options.all_cuts)
         return self._plans[1]
 
     def _cut(self, trainer: Trainer) -> None:

@@ -16,8 +16,6 @@ from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource
 from lightning_sdpipe.loop.loop import ClockChecks
-from lightning_sdpipe.partition.pipeline_cut import PipelineCut
-from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.sync.rendezvous import Rendezvous
@@ -137,11 +135,6 @@ class FixedRun:
     @property
     def evaluation_sampler(self) -> dict[str, int]:
         return self.sampler
-
-    def plan(
-        self, cuts: Sequence[PipelineCut], make: Callable[[Sequence[PipelineCut]], Sequence[Plan]]
-    ) -> Sequence[Plan]:
-        return make(cuts)
 
     # ------------------------------------------------------------ what they do
 

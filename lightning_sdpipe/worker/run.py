@@ -7,7 +7,7 @@ pipelines come and go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +19,6 @@ from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.loop.batch_source import BatchSource
 from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.loop.loop import ClockChecks
-from lightning_sdpipe.partition.pipeline_cut import PipelineCut
-from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -85,12 +83,6 @@ class TrainingRun(Protocol):
     @property
     def evaluation_sampler(self) -> dict[str, int]:
         """Arguments as :attr:`sampler`, for validation and tests."""
-
-    def plan(
-        self, cuts: Sequence[PipelineCut], make: Callable[[Sequence[PipelineCut]], Sequence[Plan]]
-    ) -> Sequence[Plan]:
-        """Return the plans that ``make`` makes of ``cuts``, or of the sizes by which other pipelines of the run are cut
-        already. Every worker must call it."""
 
     # ------------------------------------------------------------ what they do
 

@@ -301,8 +301,7 @@ class Conversation:
             case e.TellSnapshot(transfer=transfer):
                 self._dealt_with.append(transfer)
             case e.Publish(done=True) | e.Store() if told:
-                key = "lasts", type(request).__name__
-                self._lasting[key] = request
+                self._lasting[key := ("lasts", type(request).__name__)] = request
             case e.Depart():
                 self._enrolment, self._member = None, False
         if key in self._open and not told:

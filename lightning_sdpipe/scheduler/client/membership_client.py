@@ -231,8 +231,8 @@ class MembershipClient:
         self.thread.ask(f"the scheduler to let it write {path}", e.Publish, path, update, False)
 
     def keep(self, key: str, value: bytes) -> None:
-        """Have the scheduler, and each that follows it in this run, keep ``value`` under ``key`` of the key-value
-        store: one value at most. Does not wait."""
+        """Keep ``value`` under ``key`` in the key-value store of the scheduler, and of each that follows it in this
+        run: one value at most. Does not wait."""
         with self.thread.talking() as talk:
             talk.tell(e.Store, "put", (key,), value)
 

@@ -227,8 +227,8 @@ class MembershipDesk:
         if resumes is None or not resumes.epoch.number:
             self._decide(w.Enrolled(worker, incarnation, request.fingerprint), now)
         else:
-            resumed = w.Resumed(worker, incarnation, request.fingerprint, resumes.epoch, resumes.met, resumes.since)
-            self._decide(resumed, now)
+            told = request.fingerprint, resumes.epoch, resumes.met, resumes.since
+            self._decide(w.Resumed(worker, incarnation, *told), now)
             self._process_groups.holds(worker, resumes.holds)
         if core.is_here(worker, incarnation):
             self._presence.comes(worker, incarnation, now)
@@ -242,7 +242,7 @@ class MembershipDesk:
                 self._levels.tell()  # so that its connection is there when it starts
             if resumes is not None:
                 self._early.keep(peer, request, now)  # the rest of it is for when all are back
-            if resumes is None and fixed and not core.recovering:
+            elif fixed and not core.recovering:
                 self._outbox.say(peer, e.Start(core.epoch, fresh=True))
         if resumes is None and not core.roster.is_member(worker.pipeline, incarnation):
             self._outbox.say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))

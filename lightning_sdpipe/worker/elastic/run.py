@@ -14,7 +14,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
@@ -23,8 +22,6 @@ from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
-from lightning_sdpipe.partition.pipeline_cut import PipelineCut, is_measured
-from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Group
@@ -42,7 +39,7 @@ from lightning_sdpipe.topology.hosts import roll_call
 from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.worker.assembly import Assembled
-from lightning_sdpipe.worker.elastic import joining, leader, refusals, shared_cut
+from lightning_sdpipe.worker.elastic import joining, leader, refusals
 from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous, ElasticReplica, agree
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, State
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, SchedulerStore
@@ -233,31 +230,6 @@ class ElasticRun:
         """Arguments with which every pipeline evaluates all of the data, since it is not known beforehand which will be
         there."""
         return {"num_replicas": 1, "rank": 0}
-
-    def plan(
-        self, cuts: Sequence[PipelineCut], make: Callable[[Sequence[PipelineCut]], Sequence[Plan]]
-    ) -> Sequence[Plan]:
-        (cut,) = cuts
-        if not is_measured(cut.partition):
-            return make(cuts)
-        line, everybody = self._opened.line, self.groups.everybody
-
-        def on_rank_zero(ask: Callable[[], list[int] | None]) -> list[int] | None:
-            told: list[int] | None = p2p.broadcast_value(ask() if self.groups.rank == 0 else None, 0, everybody)
-            return told
-
-        made: Sequence[Plan] = ()
-        sizes = on_rank_zero(lambda: shared_cut.known(line.store, cut))
-        if sizes is None:
-            made = make(cuts)
-            mine = [len(span) for span in made[0].spans]
-            sizes = on_rank_zero(lambda: shared_cut.agree(line.store, cut, mine))
-            assert sizes is not None
-        if not made or [len(span) for span in made[0].spans] != sizes:
-            made = make([replace(cut, partition=sizes)])
-        if self.groups.rank == 0:
-            line.keep(shared_cut.key_of(cut), shared_cut.encode(sizes))
-        return made
 
     # ------------------------------------------------------------ what they do
 

@@ -11,11 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import torch.distributed as dist
+
+from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import SchedulerError
-from lightning_sdpipe.partition.pipeline_cut import PipelineCut
+from lightning_sdpipe.partition.pipeline_cut import PipelineCut, is_measured
+from lightning_sdpipe.partition.plan import Plan
+from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
+from lightning_sdpipe.scheduler.client.store import StoreClient
+from lightning_sdpipe.worker.scheduler_connection import MakePlans
 
 log = logging.getLogger(__name__)
 
@@ -23,20 +30,36 @@ _TELLING = 20.0
 """Seconds in which who has number 1 must have told its cut; that takes it one message."""
 
 
-class Store(Protocol):
-    """The scheduler's key-value store; see :class:`~lightning_sdpipe.scheduler.client.store.StoreClient`."""
+def plan(line: MembershipClient, cuts: Sequence[PipelineCut], make: MakePlans) -> Sequence[Plan]:
+    """Return the plans of the one cut that the pipelines of a run have, the same on all of them.
 
-    def put(self, key: str, value: bytes, timeout: float | None = None) -> None:
-        """Set ``key`` for all processes."""
+    Args:
+        line: client of the scheduler.
+        cuts: the cut that was asked for.
+        make: makes the plans of a cut, and measures for it if that is needed.
+    """
+    (cut,) = cuts
+    if not is_measured(cut.partition):
+        return make(cuts)
+    made: Sequence[Plan] = ()
+    sizes = _from_rank_zero(lambda: known(line.store, cut))
+    if sizes is None:
+        made = make(cuts)
+        mine = [len(span) for span in made[0].spans]
+        sizes = _from_rank_zero(lambda: agree(line.store, cut, mine))
+        assert sizes is not None
+    if not made or [len(span) for span in made[0].spans] != sizes:
+        made = make([replace(cut, partition=sizes)])
+    if dist.get_rank() == 0:
+        line.keep(key_of(cut), encode(sizes))
+    return made
 
-    def fetch(self, keys: Sequence[str], timeout: float | None = None) -> tuple[bytes | None, ...]:
-        """Return the present values of ``keys``, None where there is none."""
 
-    def wait(self, keys: Sequence[str], timeout: float | None = None) -> tuple[bytes, ...]:
-        """Return the values of ``keys`` when all are there."""
-
-    def add(self, key: str, amount: int, timeout: float | None = None) -> int:
-        """Add to the number at ``key``, 0 at first; return the sum."""
+def _from_rank_zero(ask: Callable[[], list[int] | None]) -> list[int] | None:
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    told: list[int] | None = p2p.broadcast_value(ask() if dist.get_rank() == 0 else None, 0, everybody)
+    return told
 
 
 def key_of(cut: PipelineCut, name: str = "kept") -> str:
@@ -51,7 +74,7 @@ def encode(sizes: Sequence[int]) -> bytes:
     return json.dumps([*sizes]).encode()
 
 
-def known(store: Store, cut: PipelineCut) -> list[int] | None:
+def known(store: StoreClient, cut: PipelineCut) -> list[int] | None:
     """Return the sizes that a pipeline of the run has told; None if none has."""
     for value in store.fetch([key_of(cut), key_of(cut, "sizes")]):
         if value is not None:
@@ -60,7 +83,7 @@ def known(store: Store, cut: PipelineCut) -> list[int] | None:
     return None
 
 
-def agree(store: Store, cut: PipelineCut, mine: Sequence[int], seconds: float = _TELLING) -> list[int]:
+def agree(store: StoreClient, cut: PipelineCut, mine: Sequence[int], seconds: float = _TELLING) -> list[int]:
     """Return the sizes that all pipelines use: ``mine``, which follow from this pipeline's measurement, unless another
     was first. One that is lost when it was first, and has not told, is waited for ``seconds``."""
     if store.add(key_of(cut, "number"), 1) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.loop import planning
 from lightning_sdpipe.partition.pipeline_cut import Balanced, PipelineCut
 from lightning_sdpipe.partition.profile import BlockProfile
+from lightning_sdpipe.scheduler.client.store import StoreClient
 from lightning_sdpipe.scheduler.server.key_value_store import KeyValueStore
 from lightning_sdpipe.worker.elastic.shared_cut import agree, encode, key_of, known
 from tests.worker.elastic.jobs import Model, elastic_run, fit
@@ -23,7 +24,7 @@ from tests.worker.elastic.test_runs import SAMPLES, check_that_nothing_is_lost, 
 CUT = PipelineCut(2, "balanced")
 
 
-class Held:
+class Held(StoreClient):
     """The scheduler's store, without the scheduler."""
 
     def __init__(self) -> None:
@@ -36,7 +37,9 @@ class Held:
     def fetch(self, keys: Sequence[str], timeout: float | None = None) -> tuple[bytes | None, ...]:
         return self.store.get(keys)
 
-    def wait(self, keys: Sequence[str], timeout: float | None = None) -> tuple[bytes, ...]:
+    def wait(
+        self, keys: Sequence[str], timeout: float | None = None, cancelled: Callable[[], bool] | None = None
+    ) -> tuple[bytes, ...]:
         self.waited.append(timeout)
         if not self.store.has(keys):
             raise SchedulerError("nobody has set it")
