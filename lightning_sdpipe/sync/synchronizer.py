@@ -272,6 +272,9 @@ class Synchronizer:
         """
         return 1
 
+    loose = 0
+    """Number of the last updates of this worker that no other one's model has, if the method counts them."""
+
     by_samples = False
     """Whether :meth:`weigh` is called for each mini-batch before its backward."""
 
@@ -298,7 +301,7 @@ class Synchronizer:
 
     @property
     def shares_next(self) -> bool:
-        """Whether :meth:`synchronise` will give this worker's model to others."""
+        """True if :meth:`synchronise` will give this worker's model to others."""
         return False
 
     def synchronise(self) -> None:
