@@ -80,7 +80,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "strategy": (952, 7),
     "supervision": (1338, 14),
     "sync": (2180, 19),
-    "top": (1341, 11),
+    "top": (1343, 11),
     "topology": (615, 7),
     "worker": (3441, 31),
 }
