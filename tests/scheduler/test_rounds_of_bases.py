@@ -35,9 +35,9 @@ class Member(Process):
 
 
 class Bases(Rounds):
-    def __init__(self, seed: int, breaks: float, quorum: float | None) -> None:
+    def __init__(self, seed: int, breaks: float, restarts: float, quorum: float | None) -> None:
         self.quorum = quorum
-        super().__init__(seed, breaks, restarts=0.0)
+        super().__init__(seed, breaks, restarts)
         self.processes = [Member(process.talk) for process in self.processes]
         self.contents: dict[int, Updates] = {-1: frozenset()}
         self.parents: dict[int, int] = {}
@@ -56,6 +56,8 @@ class Bases(Rounds):
             alive = [p for p in self.members if not p.dead]
             if len(alive) > 1 and self.rng.random() < 0.01:
                 self.die(self.rng.choice(alive))
+            if self.restarts and self.now > 1.0 and self.rng.random() < self.restarts:
+                self.service = self.start_scheduler()
             self.deliver(self.service.tick(self.now))
             for process in self.rng.sample(alive, len(alive)):
                 if not process.dead:
@@ -174,11 +176,11 @@ class Bases(Rounds):
 
 
 @pytest.mark.parametrize("quorum", [None, 0.5, 1])
-@pytest.mark.parametrize("breaks", [0.0, 0.2])
-def test_bases_stay_in_one_line_and_nothing_is_put_in_twice(breaks: float, quorum: Any) -> None:
+@pytest.mark.parametrize(("breaks", "restarts"), [(0.0, 0.0), (0.2, 0.0), (0.0, 0.03), (0.1, 0.02)])
+def test_bases_stay_in_one_line_and_nothing_is_put_in_twice(breaks: float, restarts: float, quorum: Any) -> None:
     happened = [0, 0, 0]
     for seed in range(15):
-        rounds = Bases(seed, breaks, quorum)
+        rounds = Bases(seed, breaks, restarts, quorum)
         rounds.run()
         happened = [a + b for a, b in zip(happened, (len(rounds.contents), rounds.taken, rounds.dropped), strict=True)]
     assert happened[0] > 15
