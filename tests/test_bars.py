@@ -35,7 +35,8 @@ from tests.features.running import Regression, on_four_ranks, pipelines, train_l
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "lightning_sdpipe"
-INTERNALS = f"{PACKAGE}.lightning_internals"
+INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
+"""Where names that Lightning keeps private may be used."""
 
 LONGEST = 400  # lines of a module; tests/test_layers.py names those that are longer
 METHODS = 25  # of a class, besides those that override Lightning's
@@ -194,7 +195,7 @@ def privates() -> list[str]:
     """Where a private attribute that no class of the same module has is read from something else than ``self``."""
     found = []
     for module in of_the_package():
-        if module == INTERNALS:
+        if module in INTERNALS:
             continue
         own = {name for node in ast.walk(tree(module)) for name in _declared(node)}
         for node in ast.walk(tree(module)):
@@ -209,13 +210,13 @@ def privates() -> list[str]:
 
 
 def names_of_lightning() -> list[str]:
-    """Where a module other than lightning_internals.py uses what Lightning keeps private, besides what it overrides."""
+    """Where a module other than those of INTERNALS uses what Lightning keeps private, besides what it overrides."""
     ours = {name for module in of_the_package() for node in ast.walk(tree(module)) for name in _declared(node)}
-    foreign = _privates_of_lightning() - import_module(INTERNALS).OVERRIDDEN.keys()
+    foreign = _privates_of_lightning() - import_module(INTERNALS[0]).OVERRIDDEN.keys()
     known = foreign - ours - {*dir(nn.Module()), *dir(nn.Parameter()), *dir(DataLoader)}
     found = []
     for module in of_the_package():
-        if module == INTERNALS:
+        if module in INTERNALS:
             continue
         for node in ast.walk(tree(module)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(LIGHTNING):
@@ -237,7 +238,7 @@ def names_of_lightning() -> list[str]:
 def knows_lightning(module: str) -> bool:
     """Does it import something of Lightning's, or the names of ours for that?"""
     imported = [node.module or "" for node in ast.walk(tree(module)) if isinstance(node, ast.ImportFrom)]
-    return any(f"{other}.".startswith((*LIGHTNING, INTERNALS)) for other in imported)
+    return any(f"{other}.".startswith((*LIGHTNING, *INTERNALS)) for other in imported)
 
 
 def _is_own(node: ast.AST) -> TypeGuard[ast.Attribute]:

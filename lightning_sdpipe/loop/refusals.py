@@ -26,7 +26,6 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.lightning_internals import (
     Method,
     is_compiled,
-    names_logged_by_step,
     of_its_class,
     records_modules,
     replace,
