@@ -1,8 +1,8 @@
 """Access to what Lightning keeps under private names and the package uses, under plain names.
 
 Lightning may change these in any release. Nothing else in the package names them but lightning_results.py, for what has
-been logged. tests/test_lightning_internals.py says of each what it is used for and, when Lightning has changed it, which
-function to mend.
+been logged. tests/test_lightning_internals.py says of each what it is used for and, when Lightning has changed it,
+which function to mend.
 """
 
 from __future__ import annotations

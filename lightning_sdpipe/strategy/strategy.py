@@ -284,8 +284,13 @@ class SDPipeStrategy(SetupHooks):
 
     def on_validation_start(self) -> None:
         self._state.begin()
+        with self._first_failure():
+            self._run.share_evaluation(self._trainer, self._seed_of_epoch(), self._state.prints, self._first_failure)
 
-    on_test_start = on_predict_start = on_validation_start
+    def on_test_start(self) -> None:
+        self._state.begin()
+
+    on_predict_start = on_test_start
 
     def on_validation_end(self) -> None:
         self._parts.pipeline.settle()

@@ -170,6 +170,9 @@ class FixedRun:
     def set_out(self, trainer: Trainer, data_seed: int) -> int:
         return data_seed
 
+    def share_evaluation(self, *_: Any) -> None:
+        """Share nothing: each pipeline has a shard to evaluate."""
+
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """Return rank 0's values, which rank 0 gets unchanged."""
         everybodys = p2p.broadcast_value(values, 0, self.groups.everybody)

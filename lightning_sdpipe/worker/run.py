@@ -7,7 +7,8 @@ pipelines come and go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -102,6 +103,23 @@ class TrainingRun(Protocol):
     def set_out(self, trainer: Trainer, data_seed: int) -> int:
         """Set out when all is set up, and nothing restored yet. Return the seed of the run's data: ``data_seed``, which
         is this worker's, unless it begins together with others."""
+
+    def share_evaluation(
+        self,
+        trainer: Trainer,
+        seed: Sequence[int],
+        prints: Callable[[], Mapping[str, Any]],
+        first_failure: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Share the validation of a fit, which begins, among the pipelines where each would evaluate all of the data.
+        Every worker must call it.
+
+        Args:
+            trainer: evaluates.
+            seed: non-negative integers of this epoch, equal on all workers.
+            prints: returns a print of each value that the module keeps, by its name.
+            first_failure: context for waits for others.
+        """
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """Return the metrics that every worker gets from ``values``, those that each has; unchanged where they stay
