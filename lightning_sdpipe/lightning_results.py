@@ -92,11 +92,15 @@ def merge_results(trainer: Trainer, each: Sequence[bytes]) -> None:
     module = trainer.lightning_module
     for key in dict.fromkeys(key for logged, _ in parts for key in logged):
         said = [logged[key] for logged, _ in parts if key in logged]
-        if key not in results:  # none of this pipeline's batches has logged it
-            options = said[0]["options"]
-            name = options["metric_attribute"]
-            value = said[0]["states"]["value"] if name is None else module.get_submodule(name)
+        options = said[0]["options"]
+        name = options["metric_attribute"]
+        value = said[0]["states"]["value"] if name is None else module.get_submodule(name)
+        if key not in results:  # this pipeline has never logged it; when it does, it may be with other options
             results.log(value=value, batch_size=1, **options)
+            results[f"{key} of others"] = results.pop(key)
+            key = f"{key} of others"
+        elif results[key].has_reset:  # it has, in an earlier evaluation
+            results.update_metrics(key, value, 1)
         _merge_logged(results[key], said)
     metrics = _metrics(module)
     for name in dict.fromkeys(name for _, states in parts for name in states):

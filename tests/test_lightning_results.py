@@ -120,6 +120,34 @@ def test_what_parts_logged_is_what_one_process_logs_of_all(whole: dict[str, floa
     assert set(whole) >= {"mean", "sum", "max", "min", "only_once", "accuracy", "auroc", "MulticlassPrecision"}
 
 
+def test_what_only_others_have_logged_may_be_logged_later() -> None:
+    """A value that was logged by others first, then by nobody, then by this pipeline, then by others again."""
+    each = [packed([3]), packed([0])]
+    found: list[dict[str, float]] = []
+
+    class Repeated(Model):
+        def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+            super().validation_step(batch, 3 if len(found) == 2 else 0)
+            if batch_idx == 0 and len(found) in (0, 3):
+                merge_results(self.trainer, each)
+
+        def on_validation_end(self) -> None:
+            found.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+    trainer = L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    model, loader = Repeated(), torch.utils.data.DataLoader(Part([0]), batch_size=None)
+    for _ in range(4):
+        trainer.validate(model, loader, verbose=False)
+    assert [("only_once" in metrics) for metrics in found] == [True, False, True, True]
+    assert found[0]["only_once"] == found[3]["only_once"] != found[2]["only_once"]
+
+
 def test_a_metric_goes_on_after_it_was_merged() -> None:
     """It keeps its states in a list, if it did before, and computes again over processes."""
     model = Model()
