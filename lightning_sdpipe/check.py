@@ -73,9 +73,8 @@ def compare(make: Callable[[], Made], cut: Plan) -> tuple[float, str]:
     shown = sorted(differences, key=lambda row: -row[1])[:_SHOWN]
     rows = "\n".join(f"{difference:10.1e}  {name}" for name, difference in shown)
     verdict = "the same" if worst <= TOLERANCE else "NOT the same"
-    return worst, (
-        f"{len(cut.spans)} stages compute {verdict} as the whole model. Relative differences, largest first:\n{rows}"
-    )
+    stages = "1 stage computes" if len(cut.spans) == 1 else f"{len(cut.spans)} stages compute"
+    return worst, f"{stages} {verdict} as the whole model. Relative differences, largest first:\n{rows}"
 
 
 def compare_split(make: Callable[[Sequence[Any]], Made], batch: Any, parts: Sequence[MicroBatch]) -> str:

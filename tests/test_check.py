@@ -94,7 +94,7 @@ def test_a_cut_model_that_computes_the_same(capsys: pytest.CaptureFixture[str]) 
 def test_each_cut_is_compared_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{__name__}:residual", "--stages", "1,3,2,3"]) == 0
     printed = capsys.readouterr().out
-    for line in ("Pipeline 0: 1 stages compute", "Pipelines 1, 3: 3 stages compute", "Pipeline 2: 2 stages compute"):
+    for line in ("Pipeline 0: 1 stage computes", "Pipelines 1, 3: 3 stages compute", "Pipeline 2: 2 stages compute"):
         assert printed.count(f"{line} the same as the whole model") == 1
 
 

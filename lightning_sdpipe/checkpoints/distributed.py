@@ -1,7 +1,8 @@
 """Distributed checkpoints, of which every rank writes its part with ``torch.distributed.checkpoint``.
 
 A checkpoint is a directory: the parameters once, the optimizer's state once per pipeline, and a file with all else. It
-appears under its name when it is complete, so a crash leaves the previous one unchanged.
+appears under its name when it is complete, so a crash leaves the previous one unchanged. In an elastic run one pipeline
+writes, as if there were no other. If it is lost meanwhile, the next one that writes removes what is there of it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from lightning_sdpipe.checkpoints.files import sync_directory
-from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.checkpoints.files import Publisher, beside_it, of_predecessors, sync_directory
+from lightning_sdpipe.p2p import broadcast_value
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.topology.groups import ProcessGroups
 
@@ -34,6 +35,7 @@ _OPTIMIZER = "optimizer_of_pipeline"
 _MODULES = ("state_dict", "current_model_state")
 """States of the module that a checkpoint may have: the second is there if the first is an average over time."""
 _OF_MODULES = tuple(f"{kind}." for kind in _MODULES)
+_PART = ".part"
 
 
 def is_distributed(path: str | Path) -> bool:
@@ -56,43 +58,62 @@ class DistributedWriter:
         self._thread = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
 
-    def save(self, checkpoint: dict[str, Any], path: Path, files: CheckpointIO) -> None:
+    def save(
+        self, checkpoint: dict[str, Any], path: Path, files: CheckpointIO, publisher: Publisher | None = None
+    ) -> None:
         """Writes ``checkpoint``, in which the module's states and ``optimizer_states`` are this rank's parts.
+
+        Args:
+            checkpoint: loses what goes into the files of the ranks.
+            path: its place.
+            files: writes the file with all else.
+            publisher: is asked on rank 0 before the checkpoint takes its place; None if no other pipeline may have
+                begun to write.
 
         Raises:
             Exception: writing the previous checkpoint failed.
         """
         self.wait()
-        _, pipeline = self._groups.mesh.locate(self._groups.rank)
         states = {kind: checkpoint.pop(kind) for kind in _MODULES if kind in checkpoint}
-        parts = {kind: state if pipeline == 0 else {} for kind, state in states.items()}
+        parts = {kind: state if self._row == 0 else {} for kind, state in states.items()}
         for optimizer in checkpoint.get("optimizer_states", ()):
             moments = optimizer.pop("state")
-            parts[_OPTIMIZER] = {str(pipeline): {str(place): state for place, state in moments.items()}}
-        part = path.with_name(f".{path.name}.part")
+            parts[_OPTIMIZER] = {str(self._row): {str(place): state for place, state in moments.items()}}
+        part = path.with_name(f".{path.name}{_PART}") if publisher is None else beside_it(path, publisher.mark, _PART)
         if self._groups.rank == 0:
             _remove(part)
             files.save_checkpoint(checkpoint, part / _REST)
-        with waiting_for(self._group, "beginning a checkpoint"):  # rank 0 clears the place first
-            dist.barrier(self._group)
+        part = Path(broadcast_value(str(part), 0, self._group))  # rank 0 names the place, and clears it first
         if self._asynchronous:
             written = async_save(parts, checkpoint_id=part, process_group=self._group)
             assert isinstance(written, Future)
-            self._pending = self._thread.submit(self._finish, written.result, part, path)
+            self._pending = self._thread.submit(self._finish, written.result, part, path, publisher)
         else:
-            self._finish(lambda: save(parts, checkpoint_id=part, process_group=self._group), part, path)
+            self._finish(lambda: save(parts, checkpoint_id=part, process_group=self._group), part, path, publisher)
 
-    def _finish(self, written: Callable[[], object], part: Path, path: Path) -> None:
+    @property
+    def _row(self) -> int:
+        """Number of this rank's pipeline among those that write: the only one of its world in an elastic run."""
+        return next(number for number, ranks in enumerate(self._groups.mesh.ranks) if self._groups.rank in ranks)
+
+    def _finish(self, written: Callable[[], object], part: Path, path: Path, publisher: Publisher | None) -> None:
         """Puts the checkpoint in place when ``written``, which waits until all ranks have written their parts, has
         returned."""
+        first = self._groups.rank == 0
         try:
             written()
+            if first and publisher is not None:
+                publisher.publish(path)
+                for other in of_predecessors(path, publisher.mark, _PART):
+                    shutil.rmtree(other, ignore_errors=True)  # a stage of the one that is lost may still write there
         except BaseException:  # as torch's CheckpointException is
-            if self._groups.rank == 0:
+            if first:
                 _remove(part)
             raise
-        if self._groups.rank == 0:
+        if first:
             _put_in_place(part, path)
+            if publisher is not None:
+                publisher.published(path)
 
     def wait(self) -> None:
         """Waits until the last checkpoint is complete; raises the exception of writing it."""

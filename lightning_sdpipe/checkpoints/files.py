@@ -61,7 +61,7 @@ class WholeFiles(TorchCheckpointIO):
             return
         place = Path(get_filesystem(path)._strip_protocol(str(path)))
         mark = "" if self.publisher is None else self.publisher.mark
-        beside = place.with_name(f".{place.name}.{mark}{_own_name()}-{secrets.token_hex(4)}{_BESIDE}")
+        beside = beside_it(place, mark, _BESIDE)
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             _remove_what_the_dead_left(place, mark)
@@ -78,9 +78,8 @@ class WholeFiles(TorchCheckpointIO):
         try:
             if self.publisher is not None:
                 self.publisher.publish(place)
-                for other in place.parent.glob(f".*.{mark}*{_BESIDE}"):
-                    if f".{mark}{_own_name()}-" not in other.name:
-                        other.unlink(missing_ok=True)
+                for other in of_predecessors(place, mark, _BESIDE):
+                    other.unlink(missing_ok=True)
             os.replace(beside, place)
         finally:
             beside.unlink(missing_ok=True)
@@ -90,6 +89,17 @@ class WholeFiles(TorchCheckpointIO):
 
 
 _BESIDE = ".writing"
+
+
+def beside_it(place: Path, mark: str, ending: str) -> Path:
+    """Returns a path next to ``place`` that no other process uses, and that bears the ``mark`` of the run."""
+    return place.with_name(f".{place.name}.{mark}{_own_name()}-{secrets.token_hex(4)}{ending}")
+
+
+def of_predecessors(place: Path, mark: str, ending: str) -> list[Path]:
+    """Returns what :func:`beside_it` has named for other processes of the run, in the directory of ``place``."""
+    own = f".{mark}{_own_name()}-"
+    return [other for other in place.parent.glob(f".*.{mark}*{ending}") if own not in other.name]
 
 
 def _own_name() -> str:

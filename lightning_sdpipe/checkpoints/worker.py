@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_sdpipe.checkpoints import whole
 from lightning_sdpipe.checkpoints.distributed import DistributedWriter, read_part
+from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.topology.groups import ProcessGroups
 
@@ -99,11 +100,13 @@ class Checkpoints:
     def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         self._parts.load(optimizer, state)
 
-    def save(self, checkpoint: dict[str, Any], path: Path, files: CheckpointIO) -> None:
+    def save(
+        self, checkpoint: dict[str, Any], path: Path, files: CheckpointIO, publisher: Publisher | None = None
+    ) -> None:
         """Writes a distributed checkpoint; see :class:`~lightning_sdpipe.checkpoints.distributed.DistributedWriter`."""
         if self._writer is None:
             self._writer = DistributedWriter(self._groups, self.distributed == "async")
-        self._writer.save(checkpoint, path, files)
+        self._writer.save(checkpoint, path, files, publisher)
 
     def load(self, path: Path, files: CheckpointIO) -> dict[str, Any]:
         """Reads the part of a distributed checkpoint that this worker needs."""

@@ -86,7 +86,9 @@ def divide_again(
     return divide([piece for piece in range(number) if piece not in done], seconds)
 
 
-def micro_batches_by_speed(seconds: Sequence[float], total: int, least: int = 1, bubble: float = 0) -> list[int]:
+def micro_batches_by_speed(
+    seconds: Sequence[float], total: int, least: int = 1, bubbles: Sequence[float] = ()
+) -> list[int]:
     """Return micro-batches k_i of each pipeline with Σ k_i = ``total``, such that the slowest is done as soon as
     possible.
 
@@ -94,7 +96,7 @@ def micro_batches_by_speed(seconds: Sequence[float], total: int, least: int = 1,
         seconds: seconds that each pipeline takes for a micro-batch.
         total: micro-batches of all pipelines: N times the number that each has when speeds are equal.
         least: micro-batches that a pipeline's schedule needs.
-        bubble: idle time of a pipeline in each mini-batch, in micro-batches; M − 1 with a flush.
+        bubbles: idle time of each pipeline in each mini-batch, in micro-batches; M − 1 with a flush. None by default.
 
     Raises:
         ConfigurationError: there are fewer than all need, or seconds are not above 0.
@@ -106,7 +108,8 @@ def micro_batches_by_speed(seconds: Sequence[float], total: int, least: int = 1,
         )
     if not all(math.isfinite(s) and s > 0 for s in seconds):
         raise ConfigurationError(f"seconds={list(seconds)} is not allowed; give finite numbers above 0")
+    idle = bubbles or [0.0] * len(seconds)
     more = proportional_shares(
-        total - least * len(seconds), {i: ((least + bubble) * s, s) for i, s in enumerate(seconds)}
+        total - least * len(seconds), {i: ((least + idle[i]) * s, s) for i, s in enumerate(seconds)}
     )
     return [least + more[i] for i in range(len(seconds))]

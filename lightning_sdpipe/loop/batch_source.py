@@ -168,7 +168,7 @@ class ShardBatchSource:
     def __init__(self, trainer: Trainer, turns: Turns) -> None:
         self._trainer, self._turns = trainer, turns
         self._last: Item | None = None
-        self._meeting: SyncPoint | None = None  # where this worker, which is out of data, will find the others
+        self._sync_point: SyncPoint | None = None  # where this worker, which is out of data, will find the others
 
     @property
     def zeroes_gradients(self) -> bool:
@@ -213,7 +213,7 @@ class ShardBatchSource:
     def _start(self, fetcher: Fetcher) -> None:
         fetcher.done = False  # it is when all are
         self._turns.begin_shards(uneven=True)
-        self._last = self._meeting = None
+        self._last = self._sync_point = None
         if not fetcher.batches:
             self._look_ahead(fetcher)
         if not fetcher.batches:
@@ -232,9 +232,9 @@ class ShardBatchSource:
         """Return whether the last batch, the only one left, is to be trained in this turn, like the last of every
         pipeline."""
         position = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        meeting = self._meeting
-        if meeting is None or (position == meeting.position and not meeting.closing):
-            meeting = self._meeting = self._turns.wait_for_others()
-        last = meeting.closing and position == meeting.position - 1
+        sync_point = self._sync_point
+        if sync_point is None or (position == sync_point.position and not sync_point.closing):
+            sync_point = self._sync_point = self._turns.wait_for_others()
+        last = sync_point.closing and position == sync_point.position - 1
         self._turns.begin_turn(has_batch=last)
         return last

@@ -155,13 +155,13 @@ class JointBatchSource:
 
     def _look(self, number: int) -> None:
         """Compare the speeds of all workers. A new division holds from round ``number`` on."""
-        first, bubble = self._rounds == 1, self._groups.mesh.num_stages - 1
+        first, bubbles = self._rounds == 1, [depth - 1 for depth in self._groups.mesh.depths]
         self._look_at += min(2 * self._rounds, LONGEST)
         seconds = self._measured()
         if first or min(seconds) <= 0:  # a first round makes what the others find
             return
-        new = divided(seconds, self._parts, self._unit, bubble)
-        if _longest(new, seconds, bubble) < WORTH * _longest(self.counts, seconds, bubble):
+        new = divided(seconds, self._parts, self._unit, bubbles)
+        if _longest(new, seconds, bubbles) < WORTH * _longest(self.counts, seconds, bubbles):
             self.counts = new
             self._plan.append((number, new))
 
@@ -187,14 +187,15 @@ class JointBatchSource:
         return found
 
 
-def divided(seconds: Sequence[float], parts: int, unit: int, bubble: int) -> list[int]:
-    """Return the micro-batches of each pipeline, by the ``seconds`` that each takes for one: ``parts`` on average."""
-    total = parts * len(seconds) // unit
-    return [unit * count for count in micro_batches_by_speed([unit * s for s in seconds], total, 1, bubble / unit)]
+def divided(seconds: Sequence[float], parts: int, unit: int, bubbles: Sequence[int]) -> list[int]:
+    """Return the micro-batches of each pipeline, by the ``seconds`` that each takes for one: ``parts`` on average.
+    ``bubbles`` are the micro-batches' times for which each is idle in a round."""
+    total, idle = parts * len(seconds) // unit, [bubble / unit for bubble in bubbles]
+    return [unit * count for count in micro_batches_by_speed([unit * s for s in seconds], total, 1, idle)]
 
 
-def _longest(counts: Sequence[int], seconds: Sequence[float], bubble: int) -> float:
-    return max((count + bubble) * each for count, each in zip(counts, seconds, strict=True))
+def _longest(counts: Sequence[int], seconds: Sequence[float], bubbles: Sequence[int]) -> float:
+    return max((count + idle) * each for count, each, idle in zip(counts, seconds, bubbles, strict=True))
 
 
 def _refuse(reason: str) -> ConfigurationError:

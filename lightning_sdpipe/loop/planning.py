@@ -72,14 +72,17 @@ def plan_on_rank_zero(planning: Planning) -> list[plan.Plan]:
     """Return the plans for the trainer's module, one for each cut, the same on every rank; all must call it.
 
     Raises:
-        ConfigurationError: the module cannot be cut so.
+        ConfigurationError: the module cannot be cut so, or this rank has another one than rank 0.
         WorkerFailedError: rank 0 failed for another reason.
     """
     everybody = dist.group.WORLD
     assert everybody is not None
+    module = planning.trainer.lightning_module
     if dist.get_rank() == 0:
         try:
-            answer = b"p" + msgspec.json.encode([plan.encode(made) for made in _plans(planning)])
+            made = _plans(planning)
+            sizes = [plan.num_parameters(module, block) for block in made[0].blocks]
+            answer = b"p" + msgspec.json.encode(_Sent([plan.encode(each) for each in made], sizes))
         except ConfigurationError as error:
             p2p.broadcast_bytes(b"c" + str(error).encode(), 0, everybody)
             raise
@@ -93,7 +96,17 @@ def plan_on_rank_zero(planning: Planning) -> list[plan.Plan]:
         raise ConfigurationError(answer[1:].decode())
     if answer[:1] == b"e":
         raise WorkerFailedError(f"Rank 0 could not plan the stages: {answer[1:].decode()}")
-    return [plan.decode(made) for made in msgspec.json.decode(answer[1:], type=list[bytes])]
+    sent = msgspec.json.decode(answer[1:], type=_Sent)
+    made = [plan.decode(each) for each in sent.plans]
+    plan.check_same_chain(module, made[0].blocks, sent.sizes)
+    return made
+
+
+class _Sent(msgspec.Struct):
+    """Rank 0's plans, and the number of parameters of each block there."""
+
+    plans: list[bytes]
+    sizes: list[int]
 
 
 class _Answer(msgspec.Struct):

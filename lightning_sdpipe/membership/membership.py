@@ -98,7 +98,7 @@ class Membership(RunState):
                     return self._without_state(worker.pipeline, given_up, now)
                 return self._repeat(worker.pipeline)
             case w.Meets(_, _, key, value):
-                met = self.meetings.comes(worker.stage, worker.pipeline, key, value)
+                met = self.barriers.comes(worker.stage, worker.pipeline, key, value)
                 return self._meet() if met is None else [met]
             case w.Died() | w.FellSilent() if done:
                 return []  # as it said it would
@@ -169,7 +169,7 @@ class Membership(RunState):
         again = self.epoch.number and not self.terms.fixed
         if not (all_there or gathered) or (again and not self.ending.may_resume):
             return []
-        self.meetings.begin_anew()
+        self.barriers.begin_anew()
         checkpoint = self.ending.resume()
         for start in complete.values():
             start.move("begins")
@@ -222,7 +222,7 @@ class Membership(RunState):
         """End the run, since a process of a fixed roster has ended."""
         here = self.roster.here[worker.pipeline]
         self.roster.goes(worker.pipeline, reason)
-        self.meetings.goes(worker.pipeline)
+        self.barriers.goes(worker.pipeline)
         return [*self.ending.ends(reason, worker), w.Gone(worker.pipeline, here.incarnation, reason, was_member=False)]
 
     def _goes(self, pipeline: int, reason: str, now: float, left: bool = False) -> list[MemberDecision]:
@@ -230,7 +230,7 @@ class Membership(RunState):
         here = self.roster.here[pipeline]
         was_member = here.member
         self.roster.goes(pipeline, reason)
-        self.meetings.goes(pipeline)
+        self.barriers.goes(pipeline)
         decisions: list[MemberDecision] = [w.Gone(pipeline, here.incarnation, reason, was_member, left)]
         decisions += self.donations.end(pipeline)
         self.donations.forget(pipeline)
@@ -329,7 +329,7 @@ class Membership(RunState):
             self._entry.binds(event, anew=True)
             self._returning.delays(self.roster, event.fingerprint)
         for met in event.met:
-            self.meetings.remember(met)
+            self.barriers.remember(met)
         self._returning.hear(event)
         return self._end_recovery(self._returning, now) if self._returning.complete() else []
 
@@ -385,10 +385,10 @@ class Membership(RunState):
     def _meet(self) -> list[MemberDecision]:
         """Decide the barriers that all have reached; refuse workers that wait at different keys."""
         awaited = [self.awaited(stage) for stage in range(self._num_stages)]
-        decided = self.meetings.decide(awaited)
+        decided = self.barriers.decide(awaited)
         self.ending.meet(i for met in decided if len(met.pipelines) > 1 for i in met.pipelines)
         decisions: list[MemberDecision] = [*decided]
-        for stage, where in self.meetings.contradictions(awaited).items():
+        for stage, where in self.barriers.contradictions(awaited).items():
             said = ", ".join(f"pipeline {i} at {key}" for i, key in where.items())
             for i in where:
                 reason = (

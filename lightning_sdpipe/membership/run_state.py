@@ -28,7 +28,7 @@ class RunState:
         self.ever: set[int] = set()
         """Pipelines that were members at any time."""
         self.donations = StateTransfers(num_stages)
-        self.meetings = DecidedBarriers(num_stages)
+        self.barriers = DecidedBarriers(num_stages)
         self._num_stages, self._num_pipelines = num_stages, num_pipelines
         self._settled = now + terms.settle
         self._entry = EntryRules(num_stages, terms)
@@ -129,7 +129,7 @@ class RunState:
         if self.terms.fixed and over is not None and not over.failed:
             for pipeline in [*self.roster.here]:
                 self.roster.goes(pipeline, "its run is over, and another has begun")
-                self.meetings.goes(pipeline)
+                self.barriers.goes(pipeline)
             self.epoch = Epoch(0, (), "no pipeline has come yet")
             self.ever.clear()
             self.ending.begin_anew()

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from lightning_sdpipe.membership.members import Exchanging
 from lightning_sdpipe.policies.events import Worker
 
-MEETINGS = 2**30
+BARRIERS = 2**30
 """Lowest number of barriers' exchanges; those of groups are below it."""
 
 
@@ -67,4 +67,4 @@ class Stuck:
         return stuck
 
     def _has_left(self, worker: Worker, sequence: int) -> bool:
-        return self._left.get(worker, (-1, -1))[sequence >= MEETINGS] >= sequence
+        return self._left.get(worker, (-1, -1))[sequence >= BARRIERS] >= sequence

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.balance import balance
-from lightning_sdpipe.partition.chain import Block, find_chains, join_ends, refuse_compiled
+from lightning_sdpipe.partition.chain import Block, described, find_chains, join_ends, refuse_compiled
 from lightning_sdpipe.partition.cut import cut
 from lightning_sdpipe.partition.memory import Memory
 from lightning_sdpipe.partition.pipeline_cut import (
@@ -234,6 +234,20 @@ def check(
             return
     assert refused is not None
     raise refused
+
+
+def check_same_chain(module: nn.Module, blocks: Sequence[Block], sizes: Sequence[int]) -> None:
+    """Raises ConfigurationError if ``module`` lacks one of the ``blocks`` of rank 0's, with so many parameters."""
+    for block, size in zip(blocks, sizes, strict=True):
+        try:
+            own = f"has {num_parameters(module, block):,}"
+        except AttributeError:
+            own = "is missing"
+        if own != f"has {size:,}":
+            raise ConfigurationError(
+                f"This process has another model than rank 0, whose chain is {described(blocks)}: {block[0]} has "
+                f"{size:,} parameters on rank 0, and {own} here. Start all processes with the same configuration."
+            )
 
 
 def encode(plan: Plan) -> bytes:

@@ -23,10 +23,10 @@ from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
 from lightning_sdpipe.checkpoints.files import whole_files, with_whole_files
 from lightning_sdpipe.checkpoints.worker import Checkpoints
-from lightning_sdpipe.errors import NotWrittenError
+from lightning_sdpipe.errors import ConfigurationError, NotWrittenError
 from lightning_sdpipe.loop import finetuning
 from lightning_sdpipe.loop.resume_position import Split
-from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.p2p import broadcast_value, waiting_for
 from lightning_sdpipe.strategy.collectives import Collectives
 
 PREFIX = "sdpipe_"
@@ -115,13 +115,24 @@ class CheckpointHooks(Collectives):
             return gathered
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if not checkpoint["optimizer_states"]:
+            raise ConfigurationError(
+                "The checkpoint has the state of no optimizer, so training cannot go on from it. It may be of a "
+                "process that did not train, as the first one with start_method='fork': save in a callback such as "
+                "ModelCheckpoint. Load its state_dict into the module to begin training with its weights."
+            )
         finetuning.restore_groups(self._trainer, self.optimizers[0])
         self._checkpoints.load_optimizer(self.optimizers[0], checkpoint["optimizer_states"][0])
         self.training.sync.load_parameter_states(taken_from(self.optimizers[0]))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        in_parts = self._assembled is not None and self._checkpoints.distributed
         if (files := whole_files(self.checkpoint_io)) is not None:
-            files.publisher = self._run.publisher
+            files.publisher = None if in_parts else self._run.publisher
+        if in_parts:
+            if broadcast_value(self._run.leads, 0, self.groups.everybody):  # its stages may hear of it at other times
+                self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io, self._run.publisher)
+            return
         try:
             self._save_checkpoint(checkpoint, filepath, storage_options)
         except NotWrittenError as error:
@@ -133,9 +144,7 @@ class CheckpointHooks(Collectives):
             self._lacks_checkpoint = False
 
     def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        if self._assembled is not None and self._checkpoints.distributed:
-            self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io)
-        elif self.is_global_zero and is_distributed(filepath):  # a file would be moved into that directory
+        if self.is_global_zero and is_distributed(filepath):  # a file would be moved into that directory
             with replacing(Path(filepath)):
                 super().save_checkpoint(checkpoint, filepath, storage_options)
         else:

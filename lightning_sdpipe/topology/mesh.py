@@ -48,11 +48,14 @@ class Mesh:
         return cls(_rows([num_stages] * (world_size // num_stages)))
 
     @classmethod
-    def of_depths(cls, world_size: int, depths: Sequence[int], alike: bool) -> Mesh:
-        """Build a mesh as :meth:`build`, for pipelines of these numbers of stages."""
+    def of_depths(
+        cls, world_size: int, depths: Sequence[int], alike: bool, counted: str = "devices × num_nodes are"
+    ) -> Mesh:
+        """Build a mesh as :meth:`build`, for pipelines of these numbers of stages. ``counted`` says to people where
+        the number of workers comes from."""
         if sum(depths) != world_size:
             raise ConfigurationError(
-                f"num_stages={list(depths)} are {sum(depths)} workers, and devices × num_nodes are {world_size}. "
+                f"num_stages={list(depths)} are {sum(depths)} workers, and {counted} {world_size}. "
                 "Change one of them: each stage of each pipeline is a worker."
             )
         return cls(_rows(depths), alike)

@@ -60,11 +60,12 @@ class FixedRun:
         if self._placed is not None:
             return self._placed
         workers, options = self._strategy.num_nodes * self._strategy.num_processes, self.options
-        if self._unlike_machines:
+        started = self._unlike_machines
+        if started:
             workers = self._strategy.world_size
         if options.placement is not None:
             check_shape(options.placement, options.num_stages, workers, options.depths)
-        return options.mesh(workers)
+        return options.mesh(workers, "torchrun has started") if started else options.mesh(workers)
 
     def check(self) -> None:
         mesh, placement = self.mesh, self.options.placement

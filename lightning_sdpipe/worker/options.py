@@ -89,15 +89,15 @@ class Options:
         """Cut of each pipeline, or the one that all have."""
         return self.cuts or (PipelineCut(self.total_stages, self.partition, self.in_flight),)
 
-    def mesh(self, workers: int) -> Mesh:
-        """Return the mesh of so many workers.
+    def mesh(self, workers: int, counted: str = "devices × num_nodes are") -> Mesh:
+        """Return the mesh of so many workers; ``counted`` says to people where that number comes from.
 
         Raises:
             ConfigurationError: the workers do not make up whole pipelines.
         """
         if not self.depths:
             return Mesh.build(workers, self.num_stages)
-        return Mesh.of_depths(workers, self.depths, alike=not self.cuts)
+        return Mesh.of_depths(workers, self.depths, not self.cuts, counted)
 
     @property
     def division(self) -> tuple[int, int]:
@@ -213,15 +213,11 @@ def _named(option: str, name: str, kinds: Mapping[str, type]) -> Any:
 
 def _check_unlike(options: Options) -> None:
     """Raise ConfigurationError for options that need pipelines of one depth and cut, whatever the method."""
-    for given, name, instead in (
-        (options.schedule not in ("1f1b", "gpipe"), f"schedule={options.schedule!r}", "use '1f1b' or 'gpipe'"),
-        (options.batch_by_speed, "batch_by_speed=True", "leave it out"),
-    ):
-        if given:
-            raise ConfigurationError(
-                f"{name} needs pipelines of one depth and cut, and those of num_stages={list(options.depths)} are "
-                f"unlike: {instead}."
-            )
+    if options.schedule not in ("1f1b", "gpipe"):
+        raise ConfigurationError(
+            f"schedule={options.schedule!r} needs pipelines of one depth and cut, and those of "
+            f"num_stages={list(options.depths)} are unlike: use '1f1b' or 'gpipe'."
+        )
 
 
 def _check_division(schedule: str, num_micro_batches: int) -> None:

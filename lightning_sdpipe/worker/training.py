@@ -226,7 +226,7 @@ class Training:
             self.rendezvous.join()
         self.sync.announce(self.updates)
 
-    # -------------------------------------------------------------- meeting
+    # -------------------------------------------------------------- sync points
 
     def pause(self) -> None:
         """Finish what is in the pipeline and make all replicas equal."""

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.checkpoints import files
-from lightning_sdpipe.checkpoints.distributed import DistributedWriter
+from lightning_sdpipe.checkpoints.distributed import DistributedWriter, read_whole
 from lightning_sdpipe.checkpoints.files import WholeFiles
 from lightning_sdpipe.errors import NotWrittenError, WorkerFailedError
 from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.topology.mesh import Mesh
+from lightning_sdpipe.topology.mesh import Mesh, OnePipeline
 from tests.workers import run_workers
 
 
@@ -225,3 +225,50 @@ def test_a_distributed_checkpoint_that_one_rank_cannot_write(tmp_path: Path, asy
         assert message
         assert left == ["last.ckpt"]
     assert torch.load(path / "meta.pt")["epoch"] == 10
+
+
+class OneRun:
+    """A run whose scheduler lets this pipeline write, or not."""
+
+    mark = "2a-"
+
+    def __init__(self, may: bool) -> None:
+        self.may, self.heard = may, list[Path]()
+
+    def publish(self, path: Path) -> None:
+        if not self.may:
+            raise WorkerFailedError("it was replaced")
+
+    def published(self, path: Path) -> None:
+        self.heard.append(path)
+
+
+def _save_in_a_run(rank: int, path: Path, asynchronous: bool) -> list[str]:
+    """Saves as pipeline 3 of an elastic run, and again when another one has taken its place."""
+    groups = ProcessGroups.open(OnePipeline.of(2, 3, 4), timedelta(seconds=20))
+    writer, heard = DistributedWriter(groups, asynchronous), list[Path]()
+    for may in (True, False):
+        run = OneRun(may)
+        parts = {"state_dict": {f"weight {rank}": torch.ones(10)}, "optimizer_states": [{"state": {rank: {}}}]}
+        try:
+            writer.save(parts, path, WholeFiles(), run)
+            writer.wait()
+        except WorkerFailedError:
+            assert (rank, may) == (0, False)
+        heard += run.heard
+    torch.distributed.barrier()
+    return [*map(str, heard), *names(path.parent)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_who_leads_writes_all_parts_and_removes_what_a_lost_one_has_begun(tmp_path: Path, asynchronous: bool) -> None:
+    path, other = tmp_path / "last.ckpt", ".last.ckpt.3b-elsewhere-7-abcd.part"
+    for name in (".earlier.ckpt.2a-elsewhere-7-abcd.part", other):  # of this run, and of one that writes there, too
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "meta.pt").touch()
+    first, second = run_workers(2, _save_in_a_run, path, asynchronous)
+    assert first == [str(path), other, "last.ckpt"]
+    assert second == [other, "last.ckpt"]
+    state = read_whole(path, WholeFiles())["state_dict"]
+    assert sorted(state) == ["weight 0", "weight 1"]

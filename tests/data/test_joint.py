@@ -20,7 +20,7 @@ SPEEDS = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=6)
 @given(seconds=SPEEDS, units=st.integers(1, 8), unit=st.integers(1, 3), bubble=st.integers(0, 3))
 def test_every_micro_batch_is_somebodys(seconds: list[float], units: int, unit: int, bubble: int) -> None:
     parts, number = units * unit, len(seconds)
-    counts = divided(seconds, parts, unit, bubble)
+    counts = divided(seconds, parts, unit, [bubble] * number)
     portions = divide(counts, parts)
     assert [len(portion) for portion in portions] == counts
     assert min(counts) >= unit
@@ -32,12 +32,16 @@ def test_every_micro_batch_is_somebodys(seconds: list[float], units: int, unit: 
 
 
 def test_equal_speeds_give_everybody_its_own() -> None:
-    assert divided([0.3] * 4, 8, 1, 0) == [8] * 4
+    assert divided([0.3] * 4, 8, 1, [0] * 4) == [8] * 4
 
 
 def test_who_is_twice_as_slow_trains_half() -> None:
-    assert divided([1, 1, 1, 2], 7, 1, 0) == [8, 8, 8, 4]
-    assert divided([1, 3], 8, 1, 1) == [13, 3]  # with two stages: 14 and 12 micro-batches' time, not 13 and 15
+    assert divided([1, 1, 1, 2], 7, 1, [0] * 4) == [8, 8, 8, 4]
+    assert divided([1, 3], 8, 1, [1, 1]) == [13, 3]  # with two stages: 14 and 12 micro-batches' time, not 13 and 15
+
+
+def test_a_deeper_pipeline_idles_longer_and_so_trains_less() -> None:
+    assert divided([1, 1], 4, 1, [0, 2]) == [5, 3]
 
 
 class Drawing(Dataset[torch.Tensor]):

@@ -31,8 +31,8 @@ class Said:
 
     underway, unfinished, first_failure = False, 0, nullcontext
 
-    def __init__(self, meetings: list[SyncPoint]) -> None:
-        self.meetings, self.calls = meetings, []  # type: ignore[var-annotated]
+    def __init__(self, sync_points: list[SyncPoint]) -> None:
+        self.sync_points, self.calls = sync_points, []  # type: ignore[var-annotated]
 
     def __getattr__(self, name: str) -> Any:
         return lambda **more: self.calls.append(name if not more.get("uneven") else f"{name} uneven")
@@ -42,10 +42,10 @@ class Said:
 
     def wait_for_others(self) -> SyncPoint:
         self.calls.append("waits")
-        return self.meetings.pop(0)
+        return self.sync_points.pop(0)
 
 
-def fetched_by(shard: Shard, meetings: list[SyncPoint]) -> tuple[DataFetcher, Said, Any]:
+def fetched_by(shard: Shard, sync_points: list[SyncPoint]) -> tuple[DataFetcher, Said, Any]:
     """The fetcher of an epoch, what is said meanwhile, and the trainer."""
     combined = CombinedLoader(shard, "max_size_cycle")
     fetcher = PrefetchDataFetcher()
@@ -54,7 +54,7 @@ def fetched_by(shard: Shard, meetings: list[SyncPoint]) -> tuple[DataFetcher, Sa
     progress = SimpleNamespace(current=SimpleNamespace(ready=0))
     fit_loop = SimpleNamespace(_combined_loader=combined, epoch_loop=SimpleNamespace(batch_progress=progress))
     trainer: Any = SimpleNamespace(fit_loop=fit_loop, accumulate_grad_batches=1)
-    said = Said(meetings)
+    said = Said(sync_points)
     source = ShardBatchSource(trainer, said)
     taken = source.take_over(fetcher)
     assert source.take_over(taken) is taken, "once"

@@ -316,7 +316,7 @@ def test_a_second_job_of_one_number_takes_the_place_of_one_that_is_gone() -> Non
     assert kinds(run.on(w.Enrolled(Worker(0, 1), 999, SAME))) == ["Donate"]
 
 
-def test_meetings_wait_for_the_living_and_are_decided_once() -> None:
+def test_barriers_wait_for_the_living_and_are_decided_once() -> None:
     run = Run(start_pipelines=3)
     for pipeline in (0, 1, 2):
         run.enrol(pipeline)
@@ -330,7 +330,7 @@ def test_meetings_wait_for_the_living_and_are_decided_once() -> None:
     assert late == Met(0, "pause/1", (2,), (b"c",), 0, past=True)
 
 
-def test_stages_that_have_finished_first_do_not_keep_others_from_their_last_meeting() -> None:
+def test_stages_that_have_finished_first_do_not_keep_others_from_their_last_barrier() -> None:
     run = Run(stages=2, start_pipelines=2)
     run.enrol(0), run.enrol(1)
     assert run.say(w.Meets, 0, "last", b"", stage=1) == []
@@ -340,7 +340,7 @@ def test_stages_that_have_finished_first_do_not_keep_others_from_their_last_meet
     assert met.pipelines == (0, 1)
 
 
-def test_a_meeting_waits_for_a_newcomer_whose_state_has_been_taken() -> None:
+def test_a_barrier_waits_for_a_newcomer_whose_state_has_been_taken() -> None:
     run = Run()
     run.enrol(0)
     (donate,) = run.enrol(1)
@@ -465,7 +465,7 @@ def test_a_process_that_was_replaced_does_not_come_back_to_a_new_scheduler() -> 
     assert isinstance(ended, w.Ended)
 
 
-def test_meetings_that_a_member_heard_of_are_not_decided_again() -> None:
+def test_barriers_that_a_member_heard_of_are_not_decided_again() -> None:
     epoch = Epoch(7, (Member(0, 10), Member(1, 11)), "")
     met = Met(0, "pause/4", (0, 1), (b"a", b"b"), 17)
     run = Run()
@@ -565,7 +565,7 @@ class Promises:
                 case w.Receive(donor=donor):
                     assert donor in self.core.members
                 case Met(stage, key, pipelines, past=False):
-                    assert self.met.setdefault((stage, key), pipelines) == pipelines, "a meeting is decided once"
+                    assert self.met.setdefault((stage, key), pipelines) == pipelines, "a barrier is decided once"
         self.core.validate()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_sdpipe.membership.members import Exchanging
-from lightning_sdpipe.membership.stuck import MEETINGS, Stuck
+from lightning_sdpipe.membership.stuck import BARRIERS, Stuck
 from lightning_sdpipe.policies import Worker
 
 A, B, C = (Worker(0, i) for i in range(3))
@@ -49,13 +49,13 @@ def test_what_moves_is_not_stuck_however_long_it_takes() -> None:
         assert stuck.look(4.0 * piece + 3.9, [A, B]) == []
 
 
-def test_meetings_are_numbered_apart_from_groups() -> None:
+def test_barriers_are_numbered_apart_from_groups() -> None:
     stuck = Stuck(5.0)
-    stuck.hear(A, within(MEETINGS, 0, 1), (900, -1), 0.0)
+    stuck.hear(A, within(BARRIERS, 0, 1), (900, -1), 0.0)
     stuck.hear(B, None, (901, -1), 0.0)
     assert stuck.look(60.0, [A, B]) == []
-    stuck.hear(B, None, (901, MEETINGS), 60.0)
-    assert stuck.look(60.0, [A, B]) == [(MEETINGS, [A])]
+    stuck.hear(B, None, (901, BARRIERS), 60.0)
+    assert stuck.look(60.0, [A, B]) == [(BARRIERS, [A])]
 
 
 def test_with_nobody_in_an_exchange_there_is_nothing_to_look_for() -> None:

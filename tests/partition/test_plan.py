@@ -6,7 +6,7 @@ from torch import nn
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.pipeline_cut import Balanced, PipelineCut, in_flight
-from lightning_sdpipe.partition.plan import Plan, check, plan, plans
+from lightning_sdpipe.partition.plan import Plan, check, check_same_chain, plan, plans
 from lightning_sdpipe.partition.profile import BlockProfile
 from tests.partition.families import ResNet
 
@@ -26,6 +26,17 @@ def test_parameters_are_balanced() -> None:
     model = chain(10, 10, 1, 1, 1, 1)
     assert plan(model, 2).spans == (range(3), range(3, 5))
     assert plan(model, 2, "parameters").spans == (range(1), range(1, 5))
+
+
+def test_another_chain_than_that_of_rank_0_is_refused_with_both_sides() -> None:
+    blocks = plan(chain(3, 3, 3), 2).blocks
+    check_same_chain(chain(3, 3, 3), blocks, [9, 9])
+    with pytest.raises(
+        ConfigurationError, match=r"chain is 0 … 1 \(2\): 1 has 9 parameters on rank 0, and has 12 here"
+    ):
+        check_same_chain(chain(3, 3, 4), blocks, [9, 9])
+    with pytest.raises(ConfigurationError, match="1 has 9 parameters on rank 0, and is missing here"):
+        check_same_chain(chain(3, 3), blocks, [9, 9])
 
 
 def measured(blocks: object) -> list[BlockProfile]:

@@ -111,7 +111,7 @@ class World:
         """How often a stage copies its state a turn later than it was told."""
         self.run_number = 0
         """Of the run that those which started together have begun."""
-        self.words: dict[tuple[int, int], list[Command]] = defaultdict(list)
+        self.commands: dict[tuple[int, int], list[Command]] = defaultdict(list)
         """What stage 0 of each job has said before each of its turns."""
         self.trained: dict[Segment, set[tuple[int, int]]] = defaultdict(set)
         """Batches of each shard that were, by anybody."""
@@ -396,7 +396,7 @@ class World:
     def left(self, process: Process) -> None:
         assert process.lease is not None
         if process.lease.over:
-            self.set_state(process, "meeting")
+            self.set_state(process, "barrier")
             key = f"pause/{process.segment.run}/{process.segment.epoch}"
             self.ask(process, lambda reply: self.met(process, reply), e.Meet, key, b"%d" % process.worker.pipeline)
         else:
@@ -408,7 +408,7 @@ class World:
         met: Met = reply.met
         assert process.worker.pipeline in met.pipelines
         if met.past:
-            self.die(process, "it came late to a meeting")
+            self.die(process, "it came late to a barrier")
             return
         segment = process.segment
         if self.knows_leases:
@@ -469,7 +469,7 @@ class World:
 
     def may_begin(self, process: Process) -> bool:
         """Orders what is to be done before the turn, on stage 0, or does what was ordered."""
-        job, said = self.job(process), self.words[process.incarnation, process.turns]
+        job, said = self.job(process), self.commands[process.incarnation, process.turns]
         if any(p.turns < process.turns or p.state in ("joining", "receiving") for p in job if p is not process):
             return False  # its neighbours have nothing for it yet
         go, there = Command(CommandKind.GO), not process.talk.training.asks(m.AskLease)

@@ -23,6 +23,7 @@ from lightning_sdpipe import (
 )
 from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
 from lightning_sdpipe.worker.fixed_run import FixedRun
+from lightning_sdpipe.worker.launching.environment import environment_for
 from lightning_sdpipe.worker.options import Options
 
 
@@ -117,7 +118,6 @@ def test_a_list_of_equal_pipelines_is_one_number() -> None:
             {"exchange": "eight_bit"},
             r"exchange=.* does not go with num_stages=.* in full, in flat groups. Leave exchange",
         ),
-        ({"batch_by_speed": True}, "batch_by_speed=True needs pipelines of one depth and cut"),
         ({"data": "dealt"}, "data='dealt' does not go with"),
     ],
 )
@@ -147,4 +147,13 @@ def test_a_placement_may_have_the_cut_of_each_pipeline(tmp_path: Path) -> None:
 def test_the_workers_of_unlike_pipelines_are_counted() -> None:
     workers: Any = SimpleNamespace(num_nodes=1, num_processes=4, cluster_environment=None)
     with pytest.raises(ConfigurationError, match=r"num_stages=\[1, 2, 2\] are 5 workers, and .* are 4"):
+        FixedRun(unlike(), workers, lambda: None).check()
+
+
+def test_the_processes_of_torchrun_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "tests")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    torchrun = environment_for(True)
+    workers: Any = SimpleNamespace(num_nodes=2, num_processes=3, world_size=4, cluster_environment=torchrun)
+    with pytest.raises(ConfigurationError, match=r"num_stages=\[1, 2, 2\] are 5 workers, and torchrun has started 4"):
         FixedRun(unlike(), workers, lambda: None).check()

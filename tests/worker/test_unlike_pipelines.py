@@ -77,6 +77,13 @@ def test_all_reduce_on_pipelines_of_unlike_depths_is_one_process(tmp_path: Path)
     expected = run.predict(module, DataLoader(loader(1).dataset, BATCH))
     torch.testing.assert_close(ranks[0]["predicted"], expected, rtol=0, atol=1e-4)
 
+    by_speed, losses, sizes = zip(*(rank["by_speed"] for rank in ranks), strict=True)
+    assert_parts([*by_speed], by_speed[0])
+    assert_parts([{**by_speed[0], "count": by_speed[0]["count"] * 3}], alone, atol=1e-5)
+    assert losses[0] == pytest.approx(module.losses, abs=1e-5)
+    assert {sum(together) for together in zip(*(sizes[own[0]] for own in ROWS), strict=True)} == {3 * BATCH}
+    assert max(sizes[0]) > BATCH
+
     assert_parts([rank["alike"] for rank in ranks], of_file(tmp_path / "unlike.ckpt"))
     assert_parts([rank["unlike"] for rank in ranks], of_file(tmp_path / "alike.ckpt"))
     assert {rank["placed"] for rank in ranks} == {PLACED}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_sdpipe import PHDPSGD, AllReduce, EightBit, Exchange, SDPipeStrategy, SemiDecentralized
+from lightning_sdpipe.loop.joint import JointBatchSource
 from lightning_sdpipe.topology.hosts import device_name
 from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
 from tests.policies.by_script import Scripted
@@ -37,6 +40,7 @@ class Tied(L.LightningModule):
         self.losses: list[float] = []
         self.begun_with: dict[str, Tensor] = {}
         self.ended_with: dict[str, Tensor] = {}
+        self.sizes: list[int] = []
         self.seen: list[Any] = []
         """After each batch of SDPipe's: its first value, and what several stages hold."""
 
@@ -66,6 +70,7 @@ class Tied(L.LightningModule):
         self.blocks[2].requires_grad_(self.current_epoch == 0)
 
     def on_train_batch_end(self, outputs: Any, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.sizes.append(len(batch[0]))
         shared = {"scale": self.scale, "weight": self.blocks[0].weight}
         self.seen.append(
             (float(batch[1][0, 0]), {name: p.detach().clone() for name, p in shared.items() if not p.is_meta})
@@ -176,7 +181,19 @@ def train(directory: Path) -> dict[str, Any]:
     run.fit(module, loader(3))
     run.save_checkpoint(alike)
     placed = SDPipeStrategy([3, 2, 1], AllReduce(), partition="placed", placement=a_placement(directory))
-    return {**seen, "unlike": go_on(alike, placed), "placed": placed.mesh.ranks}
+    seen |= {"unlike": go_on(alike, placed), "placed": placed.mesh.ranks}
+    return {**seen, "by_speed": by_speed(directory)}
+
+
+def by_speed(directory: Path) -> tuple[dict[str, Tensor], list[float], list[int]]:
+    """What a worker has in the end, its losses, and the samples of each of its batches, where the pipelines divide
+    a batch by speeds that are said to change."""
+    said = cycle([[9.0, 1.0, 4.0], [1.0, 3.0, 1.0], [4.0, 1.0, 9.0]])
+    with mock.patch.object(JointBatchSource, "_measured", side_effect=said):
+        strategy = SDPipeStrategy(DEPTHS, AllReduce(), partition=CUTS, num_micro_batches=4, batch_by_speed=True)
+        module = Tied()
+        trainer(directory, strategy).fit(module, loader(3))
+    return module.ended_with, module.losses, module.sizes
 
 
 def a_placement(directory: Path) -> Path:

@@ -34,7 +34,7 @@ from typing import TypeVar
 
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Met
-from lightning_sdpipe.membership.stuck import MEETINGS
+from lightning_sdpipe.membership.stuck import BARRIERS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
@@ -173,8 +173,8 @@ class Conversation:
         """Set the exchange that this worker is in, if any."""
         before, self._exchange = self._exchange, exchange
         if before is not None and (exchange is None or exchange.sequence != before.sequence):
-            last, (groups, meetings) = before.sequence, self._left
-            self._left = (groups, last) if last >= MEETINGS else (last, meetings)
+            last, (groups, barriers) = before.sequence, self._left
+            self._left = (groups, last) if last >= BARRIERS else (last, barriers)
 
     def completed(self, sequence: int) -> None:
         """Note that the result of the group ``sequence`` is in the model; told only if another member misses it."""

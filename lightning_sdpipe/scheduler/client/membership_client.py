@@ -235,7 +235,7 @@ class MembershipClient:
         with self.thread.talking() as talk:
             talk.tell(e.Publish, path, update, True)
 
-    # -------------------------------------------------------------- meeting, trying again
+    # -------------------------------------------------------------- barriers, trying again
 
     def meet(self, key: str, value: bytes = b"", timeout: float | None = None) -> Met:
         """Wait for all replicas of this worker's stage at the barrier ``key``; one that dies is not waited for.

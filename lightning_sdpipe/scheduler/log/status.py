@@ -110,7 +110,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     iteration: int | None
     """Last iteration reported."""
     staleness: int | None
-    """Iterations that the worker is behind the furthest worker of its stage."""
+    """Iterations that the worker is behind the furthest worker of its stage; of all, where groups are of whole
+    pipelines."""
     last_group: int | None
     """Number of the worker's last group."""
     silent: float | None
@@ -175,7 +176,8 @@ class Status(msgspec.Struct, frozen=True):
         """Return every worker that ever joined, by stage and pipeline."""
         rows = []
         for number, stage in enumerate(self.stages):
-            furthest = max((iteration for iteration in stage.iterations if iteration is not None), default=0)
+            beside = self.stages if self.depths else [stage]
+            furthest = max((k for each in beside for k in each.iterations if k is not None), default=0)
             for pipeline, letter in enumerate(stage.states):
                 iteration = stage.iterations[pipeline]
                 if letter != "-":

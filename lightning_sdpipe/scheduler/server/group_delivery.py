@@ -264,7 +264,7 @@ class GroupDelivery:
                 weights = [x for x, w in zip(kept.group.weights, kept.group.members, strict=True) if w in there]
                 again = self._groups.regroup(kept.group, there, weights, now)
                 self._say_or_keep(self._process_groups.keepable(again, now, kept.broken))
-        self._met = [meeting for meeting in self._met if not self._say_met(meeting)]
+        self._met = [kept for kept in self._met if not self._say_met(kept)]
         for broken in list(self._regrouping.settled(self.is_gone, takes_part)):
             self._settle(broken, now)
         for sequence, handed in list(self._handed.items()):

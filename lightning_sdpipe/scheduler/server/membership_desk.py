@@ -284,8 +284,8 @@ class MembershipDesk:
                 say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
             case e.Meet(key=key, value=value):
                 self._decide(w.Meets(worker, incarnation, key, value), now)
-                if core.meetings.key(worker.stage, worker.pipeline) == key:
-                    missing = core.meetings.missing(worker.stage, key, core.awaited(worker.stage))
+                if core.barriers.key(worker.stage, worker.pipeline) == key:
+                    missing = core.barriers.missing(worker.stage, key, core.awaited(worker.stage))
                     names = ", ".join(str(Worker(worker.stage, i)) for i in missing) or "a common process group"
                     say(peer, e.Waits(request.number, f"it waits for {names} at {key}"))
             case e.AskRegroup():

@@ -25,7 +25,7 @@ from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.membership.members import Met
-from lightning_sdpipe.membership.stuck import MEETINGS
+from lightning_sdpipe.membership.stuck import BARRIERS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
@@ -179,7 +179,7 @@ class Barriers:
         if len(weights) == 1:
             return True
         workers = tuple(Worker(self._worker.stage, pipeline) for pipeline in weights)
-        group = Group(workers, tuple(weights.values()), MEETINGS + met.sequence, "pause", epoch=met.epoch)
+        group = Group(workers, tuple(weights.values()), BARRIERS + met.sequence, "pause", epoch=met.epoch)
         self._epochs.use(group)
         begun = False
         try:
@@ -197,7 +197,7 @@ class Barriers:
 
 
 def agree(
-    meetings: Barriers, groups: ProcessGroups, mine: Any, decide: Callable[[Mapping[int, Any]], _Decision]
+    barriers: Barriers, groups: ProcessGroups, mine: Any, decide: Callable[[Mapping[int, Any]], _Decision]
 ) -> _Decision:
     """Return what ``decide`` makes of the values ``mine`` of the pipelines that meet, by pipeline.
 
@@ -206,7 +206,7 @@ def agree(
     """
     decision = None
     if groups.rank == 0:
-        met = meetings.meet(json.dumps(mine).encode())
+        met = barriers.meet(json.dumps(mine).encode())
         decision = decide(dict(zip(met.pipelines, map(json.loads, met.values), strict=True)))
     agreed: _Decision = p2p.broadcast_value(decision, 0, groups.everybody)
     return agreed
@@ -250,23 +250,23 @@ class ElasticRendezvous(Rendezvous):
     """The rendezvous of one worker. It waits for no other when it sets out: a worker that comes later finds its groups
     then."""
 
-    def __init__(self, sync: Synchronizer, meetings: Barriers) -> None:
+    def __init__(self, sync: Synchronizer, barriers: Barriers) -> None:
         super().__init__(sync)
-        self._meetings = meetings
+        self._barriers = barriers
 
     def wait_for_others(self, position: int) -> SyncPoint:
         """Raise an error, since data are dealt, and no pipeline runs out of its own."""
         raise ConfigurationError("In an elastic job data are dealt, so no pipeline runs out of its own.")
 
     def _meet_others(self, position: int) -> None:
-        self._meetings.meet()
+        self._barriers.meet()
 
     def _leave(self) -> None:
         self._sync.stop()  # first: a worker that has left cannot retry a group that breaks
         super()._leave()
 
     def _set_out(self) -> None:
-        self._meetings.set_out()
+        self._barriers.set_out()
         self.rejoin()
 
 
@@ -274,7 +274,7 @@ class ElasticRendezvous(Rendezvous):
 class ElasticReplica(Replica):
     """A replica in an elastic job; see :class:`~lightning_sdpipe.sync.synchronizer.Replica`."""
 
-    meetings: Barriers = field(kw_only=True)
+    barriers: Barriers = field(kw_only=True)
     means: Mover = field(kw_only=True)  # averages among the members of a group, some of which may be lost
     present: Callable[[], int] = field(kw_only=True)  # number of pipelines
     of_present: RoundsOfPresent = field(kw_only=True)
@@ -290,7 +290,7 @@ class ElasticReplica(Replica):
         return self.of_present
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        self.meetings.average(tensors)
+        self.barriers.average(tensors)
 
     def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
         raise ConfigurationError(

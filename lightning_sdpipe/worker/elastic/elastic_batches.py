@@ -30,12 +30,12 @@ State = dict[str, Any]
 class Duties(Protocol):
     """Duties of a worker between two turns."""
 
-    words: CommandChannel
+    commands: CommandChannel
 
     def order(self) -> Command | None:
         """Return the command of stage 0, by :func:`~lightning_sdpipe.membership.turn_order.turn_order`."""
 
-    def act(self, word: Command, turns: State) -> None:
+    def act(self, command: Command, turns: State) -> None:
         """Carry out a command other than to train; ``turns`` is the source's state."""
 
     def between(self) -> None:
@@ -92,26 +92,26 @@ class ElasticBatchSource(DealtBatchSource):
         """Carry out commands while stage 0 waits between two turns. Return whether a turn may begin now."""
         if not self._waits_between_turns:
             return False
-        while (word := self._duties.order()) is not None and word.kind is not CommandKind.GO:
-            self._duties.words.send(word)
-            self._duties.act(word, self.state)
-        return word is not None
+        while (command := self._duties.order()) is not None and command.kind is not CommandKind.GO:
+            self._duties.commands.send(command)
+            self._duties.act(command, self.state)
+        return command is not None
 
     def _between_turns(self) -> None:
         waits = self._turns.underway and self._next is None and not self._over
         if waits:
             self._rest()
-        if self._duties.words.speaks:
+        if self._duties.commands.speaks:
             self._waits_between_turns = True
             while not self.serve():
                 time.sleep(_GLANCE)
             if waits:
                 self._wait()
             self._waits_between_turns = False
-            self._duties.words.send(Command(CommandKind.GO))
+            self._duties.commands.send(Command(CommandKind.GO))
         else:
-            while (word := self._duties.words.receive()).kind is not CommandKind.GO:
-                self._duties.act(word, self.state)
+            while (command := self._duties.commands.receive()).kind is not CommandKind.GO:
+                self._duties.act(command, self.state)
             if waits:
                 self._wait()
         self._duties.between()

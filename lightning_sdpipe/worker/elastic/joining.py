@@ -114,7 +114,7 @@ def join(
     return answer, None if answer.fresh else state
 
 
-def begin_together(meetings: Barriers, tensors: Sequence[Tensor], says: bytes, gather: Gather) -> bytes:
+def begin_together(barriers: Barriers, tensors: Sequence[Tensor], says: bytes, gather: Gather) -> bytes:
     """Give ``tensors`` on all of the first pipelines the values of one of them, the same one in every stage.
 
     Each stage meets by itself. When a pipeline is lost meanwhile, one stage may have met with it and another without,
@@ -123,7 +123,7 @@ def begin_together(meetings: Barriers, tensors: Sequence[Tensor], says: bytes, g
     that are left have its tensors in every stage, all begin again with what they had at first.
 
     Args:
-        meetings: those of this worker's stage, at a point of their own.
+        barriers: those of this worker's stage, at a point of their own.
         tensors: parameters and buffers, changed when the source is agreed on.
         says: what else the source is to tell, without a zero byte.
         gather: gathers among the stages of this worker's pipeline.
@@ -137,12 +137,12 @@ def begin_together(meetings: Barriers, tensors: Sequence[Tensor], says: bytes, g
     """
     floating, integers = split(tensors)
     while True:
-        met = meetings.meet(says + _END + pack(integers))
+        met = barriers.meet(says + _END + pack(integers))
         members = sorted(set.intersection(*map(set, gather(met.pipelines))))
         source = members[0]
         copies = [tensor.detach().clone() for tensor in floating]
-        copied = meetings.weighted_sum(copies, met, {pipeline: float(pipeline == source) for pipeline in members})
-        done = meetings.meet(_DONE if copied else _NOT)
+        copied = barriers.weighted_sum(copies, met, {pipeline: float(pipeline == source) for pipeline in members})
+        done = barriers.meet(_DONE if copied else _NOT)
         if all(gather(all(value == _DONE for value in done.values))):
             break
     said, _, of_source = met.values[met.pipelines.index(source)].partition(_END)
@@ -204,14 +204,14 @@ class Fit:
         log.warning("No pipeline was left of the run: it goes on from %s.", path)
         lightning_internals.resume_from_file(self.trainer, path)
 
-    def begin_together(self, meetings: Barriers, groups: ProcessGroups, data_seed: int) -> int:
+    def begin_together(self, barriers: Barriers, groups: ProcessGroups, data_seed: int) -> int:
         """Make the first pipelines equal, and return the data's seed of the first of them, which all take over."""
         parts = self.training.parts
-        with meetings.at("beginning"):  # at no epoch: if a pipeline is lost, starts may name different ones
+        with barriers.at("beginning"):  # at no epoch: if a pipeline is lost, starts may name different ones
             mine = {"turns": self.source.state, "seed": data_seed, "names": leader.names(self.trainer)}
             tensors = [*tensors_of(parts.freezing.buckets), *parts.buffers]
             says = json.dumps(mine).encode()
-            first = json.loads(begin_together(meetings, tensors, says, partial(_of_all_stages, groups)))
+            first = json.loads(begin_together(barriers, tensors, says, partial(_of_all_stages, groups)))
         self.source.load(first["turns"])
         leader.adopt(self.trainer, first["names"])
         seed: int = first["seed"]

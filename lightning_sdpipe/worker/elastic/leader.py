@@ -71,20 +71,20 @@ class LeadersCheckpoints:
 
     Args:
         line: client of the scheduler.
-        trainer: counts the updates.
+        trainer: has counted the updates of the checkpoint.
         run: the number of the fit.
     """
 
     def __init__(self, line: MembershipClient, trainer: Trainer, run: int) -> None:
-        self._line, self._trainer = line, trainer
+        self._line, self._update = line, trainer.global_step  # a thread may write while training goes on
         self.mark = f"{run:x}-"
 
     def publish(self, path: Path) -> None:
         """Ask for leave; see :class:`~lightning_sdpipe.checkpoints.files.Publisher`, as for the next method."""
-        self._line.publish(str(path.absolute()), self._trainer.global_step)
+        self._line.publish(str(path.absolute()), self._update)
 
     def published(self, path: Path) -> None:
-        self._line.published(str(path.absolute()), self._trainer.global_step)
+        self._line.published(str(path.absolute()), self._update)
 
 
 def names(trainer: Trainer) -> dict[str, list[Any]]:

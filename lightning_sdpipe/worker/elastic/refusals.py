@@ -20,7 +20,6 @@ def check_options(options: Options) -> None:
     capabilities.check(options.method, capabilities.Combination(options.sync, options.exchange, elastic=True))
     for given, name, instead in (
         (options.schedule == "pipedream", "schedule='pipedream'", "use a schedule with a flush, such as '1f1b'"),
-        (bool(options.save_distributed_checkpoint), "save_distributed_checkpoint", "leave it out"),
         (is_measured(options.partition), f"partition={options.partition!r}", "use 'parameters', or the numbers"),
         (options.batch_by_speed, "batch_by_speed", "leave it out; batches are dealt by speed in any case"),
         (options.exchange.overlap == "free", "overlap='free'", "use overlap='step'"),

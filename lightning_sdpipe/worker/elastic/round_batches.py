@@ -114,8 +114,8 @@ class RoundBatchSource(ElasticBatchSource):
 
     def _between_turns(self) -> None:
         self._idle = False
-        words = self._duties.words
-        if words.speaks:
+        commands = self._duties.commands
+        if commands.speaks:
             self._waits_between_turns = True
             while not self.serve():
                 time.sleep(_SOON)
@@ -128,11 +128,11 @@ class RoundBatchSource(ElasticBatchSource):
                 passed += self._pass_over()
             self._idle |= self._turns.underway and self._next is None and not self._over
             self._waits_between_turns = False
-            words.send(Command(CommandKind.GO, f"{passed} {_IDLE if self._idle else ''}"))
+            commands.send(Command(CommandKind.GO, f"{passed} {_IDLE if self._idle else ''}"))
         else:
-            while (word := words.receive()).kind is not CommandKind.GO:
-                self._agree() if word.kind is CommandKind.AGREE else self._duties.act(word, self.state)
-            number, idle = word.text.split(" ")
+            while (command := commands.receive()).kind is not CommandKind.GO:
+                self._agree() if command.kind is CommandKind.AGREE else self._duties.act(command, self.state)
+            number, idle = command.text.split(" ")
             for _ in range(int(number)):
                 self._need()
                 self._drop()
@@ -146,8 +146,8 @@ class RoundBatchSource(ElasticBatchSource):
         passed = 0
         if self._doubts or self._is_known():
             self._doubts = False
-            if not self._duties.words.alone:
-                self._duties.words.send(Command(CommandKind.AGREE))
+            if not self._duties.commands.alone:
+                self._duties.commands.send(Command(CommandKind.AGREE))
                 self._agree()
         while self._is_known():
             passed += 1
@@ -163,7 +163,7 @@ class RoundBatchSource(ElasticBatchSource):
         if known is None:
             return
         before = known.count
-        self._duties.words.least(known.flags)
+        self._duties.commands.least(known.flags)
         known.recount()
         if known.count < before:
             log.warning(

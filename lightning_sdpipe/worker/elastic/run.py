@@ -67,7 +67,7 @@ class _Place:
     line: MembershipClient
     client: SchedulerClient
     epochs: EpochGroups
-    words: CommandChannel
+    commands: CommandChannel
     leaving: LeaveNotice
     rounds: SurvivingRounds
 
@@ -92,7 +92,7 @@ class ElasticRun:
         self._groups: ProcessGroups | None = None
         self.membership: ElasticConnection | None = None
         self._place: _Place | None = None
-        self._meetings: Barriers | None = None
+        self._barriers: Barriers | None = None
         self._evaluations: SharedEvaluations | None = None
         self._fit: joining.Fit | None = None
 
@@ -160,21 +160,21 @@ class ElasticRun:
 
         traffic = self._groups.traffic
         epochs = EpochGroups(worker, store, options.run_timeout, line, among_groups(options.exchange), traffic)
-        words = CommandChannel(self._groups)
-        leaving = LeaveNotice(line, job.pipeline, words)
+        commands = CommandChannel(self._groups)
+        leaving = LeaveNotice(line, job.pipeline, commands)
         rounds = SurvivingRounds(
             worker,
             connection.client,
             line,
             epochs,
             lambda said: self._met(said),
-            words.on_any_stage,
+            commands.on_any_stage,
         )
-        self._place = _Place(worker, line, connection.client, epochs, words, leaving, rounds)
+        self._place = _Place(worker, line, connection.client, epochs, commands, leaving, rounds)
 
     def _met(self, said: bytes) -> Met:
-        assert self._meetings is not None
-        return self._meetings.meet(said)
+        assert self._barriers is not None
+        return self._barriers.meet(said)
 
     def _placed_row(self, placement: Placement) -> tuple[int, ...]:
         device = self._strategy.root_device
@@ -200,7 +200,7 @@ class ElasticRun:
         """Lead from now on if all pipelines before this one have gone, and not if one of them is there. Called between
         two turns, and after barriers."""
         members = [member.pipeline for member in self._opened.line.epoch.members]
-        here = members if self._meetings is None else self._meetings.present(members)
+        here = members if self._barriers is None else self._barriers.present(members)
         if members:
             self._lead.take([pipeline for pipeline in members if pipeline in here])
 
@@ -218,7 +218,7 @@ class ElasticRun:
 
     @property
     def evaluation_sampler(self) -> dict[str, int]:
-        """Arguments with which every pipeline evaluates all of the data, since it is not known beforehand which will be
+        """Arguments by which every pipeline knows all of the data, since it is not known beforehand which will be
         there."""
         return {"num_replicas": 1, "rank": 0}
 
@@ -229,8 +229,8 @@ class ElasticRun:
     ) -> Replica:
         place, line = self._opened, self._opened.line
         self._fit = None
-        self._meetings = Barriers(place.worker, line, place.epochs, self._point, self.take_lead)
-        self._evaluations = SharedEvaluations(self._job.pipeline, self._meetings, self.groups)
+        self._barriers = Barriers(place.worker, line, place.epochs, self._point, self.take_lead)
+        self._evaluations = SharedEvaluations(self._job.pipeline, self._barriers, self.groups)
         return ElasticReplica(
             place.client,
             self.groups,
@@ -242,15 +242,15 @@ class ElasticRun:
             self.options.exchange,
             loss_scale,
             progress,
-            meetings=self._meetings,
+            barriers=self._barriers,
             means=FaultTolerantMean(place.epochs, line),
             present=lambda: max(1, len(line.epoch.members)),
             of_present=place.rounds,
         )
 
     def rendezvous(self, sync: Synchronizer) -> Rendezvous:
-        assert self._meetings is not None
-        return ElasticRendezvous(sync, self._meetings)
+        assert self._barriers is not None
+        return ElasticRendezvous(sync, self._barriers)
 
     def dealt_batches(
         self, trainer: Trainer, training: Training, checkpoints: Checkpoints, checks: ClockChecks, dealing: Dealing
@@ -290,8 +290,8 @@ class ElasticRun:
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """Return the mean over the pipelines that are there, of each value over those that have it."""
-        assert self._meetings is not None
-        return agree(self._meetings, self.groups, values, lambda each: _means([*each.values()]))
+        assert self._barriers is not None
+        return agree(self._barriers, self.groups, values, lambda each: _means([*each.values()]))
 
     def from_leader(self, numbers: list[float]) -> list[float]:
         """Return the numbers of the pipeline that leads, or if none does, of the first that is there."""
@@ -299,12 +299,12 @@ class ElasticRun:
         def leaders(each: Mapping[int, tuple[bool, list[float]]]) -> list[float]:
             return min(each.values(), key=lambda said: not said[0])[1]
 
-        assert self._meetings is not None
-        return agree(self._meetings, self.groups, (self.leads, numbers), leaders)
+        assert self._barriers is not None
+        return agree(self._barriers, self.groups, (self.leads, numbers), leaders)
 
     def vote(self, decision: bool, all: bool) -> bool:
-        assert self._meetings is not None
-        votes = [said == b"1" for said in self._meetings.meet(b"1" if decision else b"0").values]
+        assert self._barriers is not None
+        votes = [said == b"1" for said in self._barriers.meet(b"1" if decision else b"0").values]
         return vote_in_the_world(min(votes) if all else max(votes), all, self._strategy.root_device)
 
     def random_states(self) -> Mapping[str, Any]:
@@ -325,8 +325,8 @@ class ElasticRun:
         elif answer.checkpoint:
             fit.go_on_from_file(answer.checkpoint)
         if state is None and len(answer.epoch.members) > 1:
-            assert self._meetings is not None
-            data_seed = fit.begin_together(self._meetings, self.groups, data_seed)
+            assert self._barriers is not None
+            data_seed = fit.begin_together(self._barriers, self.groups, data_seed)
         self.take_lead()
         self._lead.begin(trainer)
         place.leaving.listen(trainer)
@@ -354,20 +354,21 @@ class _Duties:
     :class:`~lightning_sdpipe.worker.elastic.elastic_batches.Duties`."""
 
     def __init__(self, run: ElasticRun, place: _Place) -> None:
-        self._run, self._leaving, self.words = run, place.leaving, place.words
+        self._run, self._leaving, self.commands = run, place.leaving, place.commands
         self._line = place.line
 
     def order(self) -> Command | None:
         leaving = self._leaving.given
         return turn_order(leaving, self._line.donations, "" if leaving else self._line.held_up)
 
-    def act(self, word: Command, turns: State) -> None:
+    def act(self, command: Command, turns: State) -> None:
         fit = self._run.fit
-        if word.kind is CommandKind.LEAVE:
+        if command.kind is CommandKind.LEAVE:
             fit.training.sync.stop()  # others may wait for exchanges that are under way
+            fit.checkpoints.wait()
             raise SIGTERMException
-        fit.give(word.text, turns)
-        self.words.done()  # no stage comes to the next barrier before all have reported
+        fit.give(command.text, turns)
+        self.commands.done()  # no stage comes to the next barrier before all have reported
 
     def between(self) -> None:
         self._run.take_lead()

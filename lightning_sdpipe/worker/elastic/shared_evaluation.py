@@ -61,12 +61,13 @@ class SharedEvaluations:
 
     Args:
         pipeline: that of this worker.
-        meetings: at which the first rank of each pipeline meets the others; it has the last stage, where results are.
+        barriers: those of this worker's stage; the first rank of each pipeline, which has the last stage and with it the
+            results, uses them.
         groups: this worker's process groups.
     """
 
-    def __init__(self, pipeline: int, meetings: Barriers, groups: ProcessGroups) -> None:
-        self._pipeline, self._meetings, self._groups = pipeline, meetings, groups
+    def __init__(self, pipeline: int, barriers: Barriers, groups: ProcessGroups) -> None:
+        self._pipeline, self._barriers, self._groups = pipeline, barriers, groups
         self._loaders: list[NumberedBatches] = []
         self._paces: dict[int, float] = {}  # seconds for a batch, of each pipeline that takes part
         self._seconds, self._number = 0.0, 0  # of the batches of this evaluation or, as it begins, of the one before
@@ -132,7 +133,7 @@ class SharedEvaluations:
             if any(given.values()):
                 continue
             speaks = self._groups.rank == 0
-            each = self._meetings.gather(data, {i: said[1] for i, said in met.items()}) if speaks else None
+            each = self._barriers.gather(data, {i: said[1] for i, said in met.items()}) if speaks else None
             if all(self._meet(each is not None).values()):  # also if one that gave its own is lost now
                 if each is not None:
                     merge_results(evaluation.trainer, each)
@@ -167,7 +168,7 @@ class SharedEvaluations:
 
     def _meet(self, mine: Any) -> dict[int, Any]:
         """Return what each pipeline that comes has said, in the order of the pipelines; equal on all workers."""
-        return dict(agree(self._meetings, self._groups, mine, lambda each: [*each.items()]))
+        return dict(agree(self._barriers, self._groups, mine, lambda each: [*each.items()]))
 
     def _tell(self, refused: str) -> None:
         if refused != self._told:

@@ -36,11 +36,11 @@ class CommandChannel:
         self._first = mesh.rank(0, pipeline)
         self._group = groups.pipeline
 
-    def send(self, word: Command) -> None:
+    def send(self, command: Command) -> None:
         """Send a command from stage 0 to the others, without waiting for them to act."""
         if not self.alone:
-            text = word.text.encode("ascii")
-            self._pass_on(torch.tensor([word.kind, len(text), *text.ljust(_BYTES, b"\0")], dtype=torch.uint8))
+            text = command.text.encode("ascii")
+            self._pass_on(torch.tensor([command.kind, len(text), *text.ljust(_BYTES, b"\0")], dtype=torch.uint8))
 
     def receive(self) -> Command:
         """Wait for the command of stage 0."""
@@ -78,11 +78,11 @@ class LeaveNotice:
         line: client of the scheduler, whose store passes the notice to stage 0: the run's own processes alone reach it,
             and the pipeline's TCPStore has no keys.
         pipeline: that of this worker.
-        words: knows whether this is stage 0, and whether there are other stages.
+        commands: knows whether this is stage 0, and whether there are other stages.
     """
 
-    def __init__(self, line: MembershipClient, pipeline: int, words: CommandChannel) -> None:
-        self._line, self._words = line, words
+    def __init__(self, line: MembershipClient, pipeline: int, commands: CommandChannel) -> None:
+        self._line, self._commands = line, commands
         self._key = f"leaving-{pipeline}-{line.incarnation:x}/now"
         self._closed = False
         self.given = False
@@ -91,7 +91,7 @@ class LeaveNotice:
     def listen(self, trainer: Trainer) -> None:
         """Listen for notices; ``trainer`` is about to train."""
         lightning_internals.on_sigterm(trainer, self._note)
-        if self._words.speaks and not self._words.alone:
+        if self._commands.speaks and not self._commands.alone:
             threading.Thread(target=self._hear, name="sdpipe leaving", daemon=True).start()
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class LeaveNotice:
     def _note(self, signum: int | signal.Signals, _: FrameType) -> None:
         if not self.given:
             self.given = True
-            if not self._words.speaks:
+            if not self._commands.speaks:
                 threading.Thread(target=self._tell, daemon=True).start()
 
     def _tell(self) -> None:

@@ -125,8 +125,9 @@ def plan(
         elif name == ALL_REDUCE_FLEET:
             yield Training(name, RAGGED, BASELINE, "none", unlike(devices, micro_batches, "all_reduce"))
             yield Training(name, RECTANGLE, BASELINE, "none", rectangle(devices, micro_batches, "all_reduce"))
-            by_speed = rectangle(devices, micro_batches, "groups")
-            yield Training(name, RECTANGLE, f"{BASELINE}/{BY_SPEED}", "none", by_speed)
+            for mesh, shape in ((RAGGED, unlike), (RECTANGLE, rectangle)):
+                by_speed = shape(devices, micro_batches, "groups")  # speeds add up, as where pipelines do not wait
+                yield Training(name, mesh, f"{BASELINE}/{BY_SPEED}", "none", by_speed)
 
 
 def _turns(count: int, repeat: int) -> list[int]:
@@ -145,7 +146,13 @@ def ratios(rows: Sequence[Row]) -> Ratios:
             (f"nosync/{fleet}/none", ours, alone, "none", NOSYNC_GOAL),
             (f"nosync/{fleet}/b", ours, alone, "b", NOSYNC_GOAL),
             (f"all_reduce/{fleet}", base, f"{RECTANGLE} {BASELINE}", "none", ALL_REDUCE_GOAL),
-            (f"all_reduce/{fleet}/by_speed", base, f"{RECTANGLE} {BASELINE}/{BY_SPEED}", "none", ALL_REDUCE_GOAL),
+            (
+                f"all_reduce/{fleet}/by_speed",
+                f"{base}/{BY_SPEED}",
+                f"{RECTANGLE} {BASELINE}/{BY_SPEED}",
+                "none",
+                ALL_REDUCE_GOAL,
+            ),
         ):
             if values := quotients(rows, fleet, (mine, condition), (other, condition)):
                 found[key] = ratio(values, goal, f"s per epoch, {fleet} emulated, {condition}: {other} over {mine}")

@@ -1,4 +1,4 @@
-"""What replicas do at a meeting, with a scheduler that is played by the test and threads that meet over gloo."""
+"""What replicas do at a barrier, with a scheduler that is played by the test and threads that meet over gloo."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Place:
             return self._met[key]
 
     def _decide(self) -> None:
-        """The answer to a meeting is the same for all, whenever they hear it."""
+        """The answer to a barrier is the same for all, whenever they hear it."""
         for key, here in self._here.items():
             if key not in self._met and self.pipelines <= here.keys():
                 members = tuple(sorted(self.pipelines))
@@ -120,10 +120,10 @@ def together(count: int, table: Table, work: Callable[[Barriers, int], Any]) -> 
     place, outcomes = Place(set(range(count))), [None] * count
 
     def run(pipeline: int) -> None:
-        meetings = Barriers(Worker(0, pipeline), Line(pipeline, place), Epochs(pipeline, table), lambda: "here")  # type: ignore[arg-type]
-        meetings.set_out()
+        barriers = Barriers(Worker(0, pipeline), Line(pipeline, place), Epochs(pipeline, table), lambda: "here")  # type: ignore[arg-type]
+        barriers.set_out()
         try:
-            outcomes[pipeline] = work(meetings, pipeline)
+            outcomes[pipeline] = work(barriers, pipeline)
         except SystemExit:
             place.loses(pipeline)
 
@@ -144,10 +144,10 @@ def tensors(table: Table, pipeline: int) -> list[Tensor]:
 def test_the_mean_of_what_is_floating_and_the_largest_of_what_counts() -> None:
     table = Table()
 
-    def average(meetings: Barriers, pipeline: int) -> list[list[float]]:
+    def average(barriers: Barriers, pipeline: int) -> list[list[float]]:
         mine = tensors(table, pipeline)
-        meetings.meet()  # so that all have laid theirs on the table
-        meetings.average(mine)
+        barriers.meet()  # so that all have laid theirs on the table
+        barriers.average(mine)
         return [tensor.tolist() for tensor in mine]
 
     expected = [[7 / 3] * 3, [2, 10], []]
@@ -159,14 +159,14 @@ def test_if_somebody_is_lost_all_that_are_left_do_it_again() -> None:
     lost: list[int] = []
     table = Table(fails=lambda pipeline: pipeline == 1 and not lost)
 
-    def average(meetings: Barriers, pipeline: int) -> list[float]:
+    def average(barriers: Barriers, pipeline: int) -> list[float]:
         mine = tensors(table, pipeline)
-        meetings.meet()
+        barriers.meet()
         if pipeline == 2:
-            meetings.meet(b"\0")  # the meeting at which the average begins
+            barriers.meet(b"\0")  # the barrier at which the average begins
             lost.append(2)
             raise SystemExit
-        meetings.average(mine[:1])
+        barriers.average(mine[:1])
         return mine[0].tolist()
 
     first, second, third = together(3, table, average)
@@ -176,23 +176,23 @@ def test_if_somebody_is_lost_all_that_are_left_do_it_again() -> None:
 
 def test_before_its_first_segment_a_worker_is_alone() -> None:
     place = Place({0, 1})
-    meetings = Barriers(Worker(0, 1), Line(1, place), Epochs(1, Table()), lambda: "here")  # type: ignore[arg-type]
+    barriers = Barriers(Worker(0, 1), Line(1, place), Epochs(1, Table()), lambda: "here")  # type: ignore[arg-type]
     mine = torch.ones(2)
-    assert meetings.average([mine]).pipelines == (1,)
-    assert meetings.meet(b"word").values == (b"word",)
+    assert barriers.average([mine]).pipelines == (1,)
+    assert barriers.meet(b"word").values == (b"word",)
     assert place.keys == []
 
 
-def test_meetings_are_numbered_from_each_segment_on() -> None:
+def test_barriers_are_numbered_from_each_segment_on() -> None:
     place, where = Place({0}), iter(["a", "a", "b"])
-    meetings = Barriers(Worker(0, 0), Line(0, place), Epochs(0, Table()), lambda: next(where))  # type: ignore[arg-type]
-    meetings.set_out()
-    meetings.meet()
-    meetings.meet()
-    meetings.set_out()
-    meetings.meet()
-    with meetings.at("the beginning"):
-        meetings.meet()
+    barriers = Barriers(Worker(0, 0), Line(0, place), Epochs(0, Table()), lambda: next(where))  # type: ignore[arg-type]
+    barriers.set_out()
+    barriers.meet()
+    barriers.meet()
+    barriers.set_out()
+    barriers.meet()
+    with barriers.at("the beginning"):
+        barriers.meet()
     assert place.keys == ["a/0", "a/1", "b/0", "the beginning/0"]
 
 
@@ -201,13 +201,13 @@ def test_who_comes_late_is_told_to_join_again() -> None:
         def meet(self, key: str, value: bytes = b"") -> Met:
             return Met(0, key, (0,), (value,), 3, past=True)
 
-    meetings = Barriers(Worker(0, 0), Past(), Epochs(0, Table()), lambda: "here")  # type: ignore[arg-type]
-    meetings.set_out()
+    barriers = Barriers(Worker(0, 0), Past(), Epochs(0, Table()), lambda: "here")  # type: ignore[arg-type]
+    barriers.set_out()
     with pytest.raises(WorkerFailedError, match="join again"):
-        meetings.meet()
+        barriers.meet()
 
 
 def test_integers_that_are_too_many_are_refused() -> None:
-    meetings = Barriers(Worker(0, 0), Line(0, Place({0})), Epochs(0, Table()), lambda: "here")  # type: ignore[arg-type]
+    barriers = Barriers(Worker(0, 0), Line(0, Place({0})), Epochs(0, Table()), lambda: "here")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="integer buffers"):
-        meetings.average([torch.zeros(MOST_BYTES, dtype=torch.int64)])
+        barriers.average([torch.zeros(MOST_BYTES, dtype=torch.int64)])

@@ -53,7 +53,7 @@ def group(number: int, *pipelines: int) -> Group:
 
 
 def test_a_group_of_somebody_that_was_lost_before_fails_at_once_and_those_that_are_left_exchange() -> None:
-    """As at a meeting: one of those that met is lost before they share a process group, which is then made without."""
+    """As at a barrier: one of those that met is lost before they share a process group, which is then made without."""
     stores: dict[str, Store] = {"epoch-2-0": dist.HashStore()}
 
     def work(pipeline: int) -> tuple[float, list[int], list[float]]:

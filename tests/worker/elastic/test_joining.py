@@ -109,7 +109,7 @@ class Stages:
             return dict(laid)
 
     def meet(self, stage: int, pipeline: int, number: int, key: str, value: bytes) -> Met:
-        moment = (f"meeting {number}", stage, pipeline)
+        moment = (f"barrier {number}", stage, pipeline)
         self._before(moment)
         met = self.places[stage].meet(pipeline, key, value)
         with self.changed:
@@ -135,7 +135,7 @@ class Stages:
     def _work(self, stage: int, pipeline: int) -> None:
         numbers = count()
         worker = OneWorker(self, stage, pipeline)
-        meetings = Barriers(Worker(stage, pipeline), worker, worker, lambda: "unused")  # type: ignore[arg-type]
+        barriers = Barriers(Worker(stage, pipeline), worker, worker, lambda: "unused")  # type: ignore[arg-type]
         weights, steps = torch.full((3,), float(2**pipeline)), torch.tensor([pipeline])
 
         def gather(value: Any) -> list[Any]:
@@ -143,8 +143,8 @@ class Stages:
             return [said[j] for j in range(2)]
 
         try:
-            with meetings.at("beginning"):
-                said = begin_together(meetings, [weights, steps], b"words of %d" % pipeline, gather)
+            with barriers.at("beginning"):
+                said = begin_together(barriers, [weights, steps], b"words of %d" % pipeline, gather)
         except (SystemExit, WorkerFailedError):
             self.lose(pipeline)
         else:
@@ -214,7 +214,7 @@ def test_those_that_begin_together_begin_with_what_the_first_one_has() -> None:
     assert stages.outcomes == dict.fromkeys(stages.workers, what_it_has(0))
 
 
-@pytest.mark.parametrize(("lost_before", "source"), [("meeting 0", 1), ("gather", 1), ("copy", 1), ("meeting 1", 0)])
+@pytest.mark.parametrize(("lost_before", "source"), [("barrier 0", 1), ("gather", 1), ("copy", 1), ("barrier 1", 0)])
 def test_all_stages_begin_with_what_one_pipeline_has_whoever_is_lost(lost_before: str, source: int) -> None:
     """Stage 1 of pipeline 0 is lost when stage 0 has gone on from there, in all pipelines where that is possible."""
 

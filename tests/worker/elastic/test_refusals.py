@@ -63,7 +63,6 @@ def test_other_methods_are_refused(sync: Any) -> None:
     ("name", "value"),
     [
         ("schedule", "pipedream"),
-        ("save_distributed_checkpoint", True),
         ("partition", "balanced"),
         ("start_method", "fork"),
         ("batch_by_speed", True),
@@ -84,6 +83,11 @@ def test_groups_may_send_eight_bits_and_average_beside_the_next_step(sync: Any) 
 def test_what_everybody_must_share_is_refused(exchange: Exchange) -> None:
     with pytest.raises(ConfigurationError, match="does not work in an elastic job"):
         refusals.check_options(SDPipeStrategy(sync=LocalSGD(every=1), exchange=exchange).options)
+
+
+@pytest.mark.parametrize("distributed", [True, "async"])
+def test_a_checkpoint_may_be_written_in_parts(distributed: Any) -> None:
+    refusals.check_options(SDPipeStrategy(save_distributed_checkpoint=distributed).options)
 
 
 def test_there_is_a_scheduler_and_as_many_stages_as_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def pair() -> Iterator[tuple[ElasticConnection, Other]]:
     ("failure", "said"),
     [
         (ValueError("a bug"), "failed: ValueError: a bug"),
-        (WorkerFailedError("it came to a meeting when the others had gone on"), "its connection closed"),
+        (WorkerFailedError("it came to a barrier when the others had gone on"), "its connection closed"),
         (SIGTERMException(), "was told to end"),
     ],
     ids=["its own", "of others", "notice"],
