@@ -63,11 +63,11 @@ SHAPES = {
 
 SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (690, 8),
-    "data": (476, 5),
-    "dealing": (443, 5),
+    "data": (513, 5),
+    "dealing": (461, 5),
     "exchange": (2492, 32),
     "heterogeneity": (453, 8),
-    "loop": (2588, 24),
+    "loop": (2600, 24),
     "membership": (1302, 14),
     "optim": (342, 5),
     "partition": (3902, 32),
@@ -78,12 +78,12 @@ SIZES: dict[str, tuple[int, int]] = {
     "scheduler": (5502, 43),
     "seeing": (2063, 18),
     "simulate": (687, 6),
-    "strategy": (948, 7),
+    "strategy": (956, 7),
     "supervision": (1329, 14),
     "sync": (2012, 17),
-    "top": (1332, 11),
+    "top": (1427, 12),
     "topology": (614, 7),
-    "worker": (3260, 29),
+    "worker": (3438, 30),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 

@@ -44,6 +44,7 @@ class FixedRun:
 
     leads = True  # no other pipeline has rank 0, which alone writes
     publisher = None
+    evaluations = None
 
     def __init__(self, options: Options, strategy: DDPStrategy, give_up: Callable[[], None]) -> None:
         self.options = options
@@ -170,9 +171,6 @@ class FixedRun:
 
     def set_out(self, trainer: Trainer, data_seed: int) -> int:
         return data_seed
-
-    def share_evaluation(self, *_: Any) -> None:
-        """Share nothing: each pipeline has a shard to evaluate."""
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """Return rank 0's values, which rank 0 gets unchanged."""

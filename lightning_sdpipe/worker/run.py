@@ -7,8 +7,7 @@ pipelines come and go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +24,7 @@ from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingSt
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.assembly import Assembled
+from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.scheduler_connection import RunConnection
 from lightning_sdpipe.worker.training import Training
@@ -85,6 +85,10 @@ class TrainingRun(Protocol):
     def evaluation_sampler(self) -> dict[str, int]:
         """Arguments as :attr:`sampler`, for validation and tests."""
 
+    @property
+    def evaluations(self) -> SharedEvaluations | None:
+        """Divides the evaluations of a fit among the pipelines; None where each has a shard of its own."""
+
     # ------------------------------------------------------------ what they do
 
     def replica(
@@ -103,23 +107,6 @@ class TrainingRun(Protocol):
     def set_out(self, trainer: Trainer, data_seed: int) -> int:
         """Set out when all is set up, and nothing restored yet. Return the seed of the run's data: ``data_seed``, which
         is this worker's, unless it begins together with others."""
-
-    def share_evaluation(
-        self,
-        trainer: Trainer,
-        seed: Sequence[int],
-        prints: Callable[[], Mapping[str, Any]],
-        first_failure: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """Share the validation of a fit, which begins, among the pipelines where each would evaluate all of the data.
-        Every worker must call it.
-
-        Args:
-            trainer: evaluates.
-            seed: non-negative integers of this epoch, equal on all workers.
-            prints: returns a print of each value that the module keeps, by its name.
-            first_failure: context for waits for others.
-        """
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """Return the metrics that every worker gets from ``values``, those that each has; unchanged where they stay

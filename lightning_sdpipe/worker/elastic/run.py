@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +27,6 @@ from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.random_streams import mix
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
@@ -47,7 +45,7 @@ from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, Sc
 from lightning_sdpipe.worker.elastic.fault_tolerant_mean import FaultTolerantMean
 from lightning_sdpipe.worker.elastic.round_batches import RoundBatchSource
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection
-from lightning_sdpipe.worker.elastic.shared_evaluation import Evaluation, SharedEvaluations
+from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
 from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
 from lightning_sdpipe.worker.options import Options
@@ -93,7 +91,7 @@ class ElasticRun:
         self.membership: ElasticConnection | None = None
         self._place: _Place | None = None
         self._barriers: Barriers | None = None
-        self._evaluations: SharedEvaluations | None = None
+        self.evaluations: SharedEvaluations | None = None
         self._fit: joining.Fit | None = None
 
     # ------------------------------------------------------------------ places
@@ -230,7 +228,7 @@ class ElasticRun:
         place, line = self._opened, self._opened.line
         self._fit = None
         self._barriers = Barriers(place.worker, line, place.epochs, self._point, self.take_lead)
-        self._evaluations = SharedEvaluations(self._job.pipeline, self._barriers, self.groups)
+        self.evaluations = SharedEvaluations(self._job.pipeline, self._barriers, self.groups)
         return ElasticReplica(
             place.client,
             self.groups,
@@ -276,17 +274,6 @@ class ElasticRun:
         """The fit of this worker."""
         assert self._fit is not None, "setup makes it for a fit"
         return self._fit
-
-    def share_evaluation(
-        self,
-        trainer: Trainer,
-        seed: Sequence[int],
-        prints: Callable[[], Mapping[str, Any]],
-        first_failure: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        if self._evaluations is not None and trainer.state.fn == TrainerFn.FITTING:
-            of_all = mix(*seed, loop.batches(trainer))
-            self._evaluations.begin(Evaluation(trainer, of_all, prints, first_failure))
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """Return the mean over the pipelines that are there, of each value over those that have it."""

@@ -35,6 +35,8 @@ from lightning_sdpipe.lightning_results import (
 )
 from lightning_sdpipe.loop.batch_source import Item
 from lightning_sdpipe.loop.last_stage import has_own_rule
+from lightning_sdpipe.loop.loop import batches as batches_begun
+from lightning_sdpipe.random_streams import mix
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.worker.elastic.barriers import Barriers, agree
 
@@ -45,13 +47,13 @@ class Evaluation:
 
     Args:
         trainer: evaluates.
-        seed: of the draws of samplers and data sets, equal on all workers.
+        seed: non-negative integers of this epoch, for draws of samplers and data sets, equal on all workers.
         prints: returns a print of each value that the module keeps, by its name.
         first_failure: context for waits for others.
     """
 
     trainer: Trainer
-    seed: int
+    seed: Sequence[int]
     prints: Callable[[], Mapping[str, Any]]
     first_failure: Callable[[], AbstractContextManager[None]]
 
@@ -61,8 +63,7 @@ class SharedEvaluations:
 
     Args:
         pipeline: that of this worker.
-        barriers: those of this worker's stage; the first rank of each pipeline, which has the last stage and with it the
-            results, uses them.
+        barriers: at which the first rank of each pipeline meets the others; it has the last stage, where results are.
         groups: this worker's process groups.
     """
 
@@ -87,7 +88,8 @@ class SharedEvaluations:
             known = {id(batches.loader): batches for batches in self._loaders}
             self._loaders = [known.get(id(loader)) or NumberedBatches(loader) for loader in loaders]
             sizes = [int(limit) for limit in loop.max_batches]
-            sums = [batches.begin(evaluation.seed, size) for batches, size in zip(self._loaders, sizes, strict=True)]
+            seed = mix(*evaluation.seed, batches_begun(evaluation.trainer))
+            sums = [batches.begin(seed, size) for batches, size in zip(self._loaders, sizes, strict=True)]
         met = self._meet([refused, sums, self._seconds / self._number if self._number else None])
         if len(met) == 1:
             return
