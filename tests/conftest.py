@@ -119,6 +119,23 @@ def packages_are_looked_through_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def a_training_has_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What Python and Lightning remember from the first training on is a quarter of the processor time of a short one,
+    and every fork would find it out again."""
+    if "lightning.pytorch" in sys.modules:
+        from tests.features.running import Regression, eval_loader, one_process, train_loader
+
+        with torch.random.fork_rng():
+            one_process(tmp_path_factory.mktemp("first")).fit(Regression(), train_loader(), eval_loader())
+
+
+@pytest.fixture(autouse=True)
+def forks_know_trainings(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("distributed"):
+        request.getfixturevalue("a_training_has_run")
+
+
+@pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In place of the one in the home directory."""
     return tmp_path_factory.mktemp("cache")

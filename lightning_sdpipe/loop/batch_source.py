@@ -64,6 +64,9 @@ class Turns(Protocol):
     def begin_dealt(self) -> None:
         """Begin a segment of dealt batches. All workers are together, and take part from now on."""
 
+    def drain(self) -> None:
+        """Finish what is in the pipeline, while other pipelines train."""
+
     def rest(self) -> None:
         """Rest while there is no batch: finish what is in the pipeline, and hold up no other pipeline."""
 

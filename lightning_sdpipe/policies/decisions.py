@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from lightning_sdpipe.policies.events import Count, Worker
+from lightning_sdpipe.policies.events import Base, Count, Worker
 
 Weight: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 TOLERANCE = 1e-9
@@ -42,6 +42,23 @@ class Reason(StrEnum):
     """Their previous group broke, since a member of it was lost or could not be reached."""
 
 
+class Lineage(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Origin of the bases that the members of a group train from.
+
+    ``bases`` has for each member, in order, the sequence of the group that has made its base (-1: the first one), and
+    ``newest`` that of the newest base that a worker of the stage may have. If no member has that one, the group makes
+    no base, since there would be two that do not know of each other.
+    """
+
+    bases: tuple[Base, ...]
+    newest: Base
+
+    @property
+    def goes_on(self) -> bool:
+        """Returns whether a member has the newest base."""
+        return self.newest in self.bases
+
+
 class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="group"):
     """Workers of one stage that average their models now.
 
@@ -51,7 +68,7 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
     ``passive`` members take part without being answered: they average while they compute (asynchronous AD-PSGD), or
     before they wait on (PHD-PSGD under its bound). The latter are ``standing``: the models that they contribute contain
     the step that they are ready with. ``neighbours``, where it is not empty, has for each member, in order, the members
-    that it averages with instead of all.
+    that it averages with instead of all. ``lineage`` is there if members train from bases.
 
     ``epoch`` is for elastic runs, and not a policy's to decide: the epoch of membership whose process group holds all
     members; 0 in any other run.
@@ -65,6 +82,7 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
     neighbours: tuple[tuple[Worker, ...], ...] = ()
     standing: tuple[Worker, ...] = ()
     epoch: Count = 0
+    lineage: Lineage | None = None
 
     @property
     def stage(self) -> int:
@@ -100,6 +118,8 @@ def check_group(group: Group, next_sequence: int) -> None:
             f"{group} cannot go out: members must be workers of one stage in increasing order, weights as many, with a "
             f"sum of 1, neighbours none or as many, and the sequence at least {next_sequence}"
         )
+    if group.lineage is not None and len(group.lineage.bases) != len(members):
+        raise BrokenRule(f"{group} cannot go out: its lineage must have one base for each member")
     if group.passive and not set(group.passive) < set(members):
         raise BrokenRule(f"{group} cannot go out: some of its members must be passive, but not all")
     if group.standing and not set(group.standing) <= set(group.passive):

@@ -13,6 +13,8 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """Integer that a message may hold: counting on from it stays within 64 bits."""
 Last: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)]
 """Number of the last item, or -1 before the first."""
+Base: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=(1 << 63) - 1)]
+"""Sequence of the group that has made a base, -1 for the first one; lower ones order bases that were given up."""
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 """Length of time that a message may hold."""
 
@@ -27,11 +29,15 @@ class Worker(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False)
         return f"(stage {self.stage}, pipeline {self.pipeline})"
 
 
-class Ready(msgspec.Struct, frozen=True, gc=False, tag="ready"):
-    """The local step of ``iteration`` is finished, or needs no other worker, and ``worker`` waits for a group."""
+class Ready(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="ready"):
+    """The local step of ``iteration`` is finished, or needs no other worker, and ``worker`` waits for a group.
+
+    Where workers train from a common ``base``, it is the sequence of the group that has made it, -1 for the first one.
+    """
 
     worker: Worker
     iteration: int
+    base: Last | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, gc=False, tag="progress"):
@@ -67,6 +73,12 @@ class Lost(msgspec.Struct, frozen=True, gc=False, tag="lost"):
     worker: Worker
 
 
+class Vanished(msgspec.Struct, frozen=True, gc=False, tag="vanished"):
+    """End of the process of ``worker``, which had left before."""
+
+    worker: Worker
+
+
 class Broken(msgspec.Struct, frozen=True, gc=False, tag="broken"):
     """Failure of group ``sequence``, whose members did not average after all; several of them may report it."""
 
@@ -86,8 +98,9 @@ class Answered(msgspec.Struct, frozen=True, gc=False, tag="answered"):
     iteration: int
 
 
-class Regrouped(msgspec.Struct, frozen=True, gc=False, tag="regrouped"):
-    """Retry of the broken group ``sequence`` by ``members``, which had these ``weights`` in it.
+class Regrouped(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="regrouped"):
+    """Retry of the broken group ``sequence`` by ``members``, which had these ``weights`` in it, and these ``bases``, if
+    any.
 
     They wait for that, but not for an answer to a ready. The one decision that follows is a group of exactly these
     members.
@@ -96,6 +109,7 @@ class Regrouped(msgspec.Struct, frozen=True, gc=False, tag="regrouped"):
     sequence: int
     members: tuple[Worker, ...]
     weights: tuple[float, ...]
+    bases: tuple[Base, ...] = ()
 
 
 class Widened(msgspec.Struct, frozen=True, gc=False, tag="widened"):
@@ -108,4 +122,6 @@ class Tick(msgspec.Struct, frozen=True, gc=False, tag="tick"):
     """Passage of time; due when the policy's deadline says so, harmless at any other time."""
 
 
-Event: TypeAlias = Ready | Progress | Joined | Left | Lost | Broken | Restarted | Answered | Regrouped | Widened | Tick
+Event: TypeAlias = (
+    Ready | Progress | Joined | Left | Lost | Vanished | Broken | Restarted | Answered | Regrouped | Widened | Tick
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_sdpipe.policies.decisions import Decision
+from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import (
     Answered,
     Broken,
@@ -15,6 +15,7 @@ from lightning_sdpipe.policies.events import (
     Regrouped,
     Restarted,
     Tick,
+    Vanished,
     Widened,
     Worker,
 )
@@ -40,6 +41,8 @@ class GroupPolicy:
             participants.check_waits(worker, iteration)
             decisions = self.time_passed(now)
             participants.waiting[worker.stage][worker.pipeline] = iteration
+            if event.base is not None:
+                self.worker_has_base(worker, event.base)
             return decisions + self.worker_ready(worker, iteration, now)
         match event:
             case Tick():
@@ -58,6 +61,8 @@ class GroupPolicy:
             case Progress(worker):
                 participants.check_takes_part(worker, "went on")
                 return self.time_passed(now) + self.worker_progressed(event, now)
+            case Vanished(worker):
+                self.worker_vanished(worker)
             case Broken(sequence):
                 participants.check_group_was(sequence)
                 return self.time_passed(now) + self.group_broke(sequence, now)
@@ -67,8 +72,8 @@ class GroupPolicy:
             case Answered(worker, iteration):
                 participants.is_answered(worker, iteration)
                 return self.worker_answered(worker, now)
-            case Regrouped(_, members, weights):
-                return [participants.regroup(members, weights)]
+            case Regrouped():
+                return [self.group_retries(event)]
             case Widened(num_pipelines):
                 if num_pipelines > participants.num_pipelines:
                     self.widened(num_pipelines)
@@ -92,6 +97,9 @@ class GroupPolicy:
         """Handles ``worker``, which fell silent and may come back with another model."""
         return self.worker_left(worker, now)
 
+    def worker_vanished(self, worker: Worker) -> None:
+        """Notes that ``worker``, which had left, will not come back as it was."""
+
     def worker_joined(self, worker: Worker, now: float) -> list[Decision]:
         """Handles ``worker``, which takes part now."""
         return []
@@ -103,6 +111,13 @@ class GroupPolicy:
     def group_broke(self, sequence: int, now: float) -> list[Decision]:
         """Handles a group whose members did not average; it may be reported more than once."""
         return []
+
+    def group_retries(self, event: Regrouped) -> Group:
+        """Returns the group of the members of a broken one that try again."""
+        return self.participants.regroup(event.members, event.weights)
+
+    def worker_has_base(self, worker: Worker, base: int) -> None:
+        """Notes the base that ``worker``, which is about to wait for a group, trains from."""
 
     def scheduler_restarted(self, now: float) -> list[Decision]:
         """Handles a restart of the scheduler; the knowledge of the one that decided before is lost."""

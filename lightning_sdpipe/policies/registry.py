@@ -23,6 +23,7 @@ BUILT_IN: Mapping[str, str] = {
     "semi_decentralized": "lightning_sdpipe.policies.semi_decentralized:SemiDecentralized",
     "all_reduce": "lightning_sdpipe.policies.all_reduce:AllReduceModels",
     "all_present": "lightning_sdpipe.policies.all_reduce:AllPresent",
+    "outer_rounds": "lightning_sdpipe.policies.outer_rounds:OuterRounds",
     "local_sgd": "lightning_sdpipe.policies.local_sgd:LocalSGD",
     "partial_reduce": "lightning_sdpipe.policies.partial_reduce:PartialReduce",
     "ad_psgd": "lightning_sdpipe.policies.ad_psgd:ADPSGD",

@@ -16,7 +16,7 @@ import msgspec
 
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.policies.events import Count, Worker
+from lightning_sdpipe.policies.events import Count, Last, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.rows import MOST_UPDATES, About, NewRows
@@ -95,9 +95,11 @@ class Join(TrainingRequest, frozen=True, gc=False, tag="join"):
 
 
 class Ready(TrainingRequest, frozen=True, gc=False, tag="ready"):
-    """The worker needs no other worker to finish the local step of ``iteration``, and waits for a group."""
+    """The worker needs no other worker to finish the local step of ``iteration``, and waits for a group. ``base`` is
+    that of :class:`~lightning_sdpipe.policies.events.Ready`."""
 
     iteration: Count
+    base: Last | None = None
 
 
 class Leave(TrainingRequest, frozen=True, gc=False, tag="leave"):

@@ -231,7 +231,7 @@ class Training:
     def pause(self) -> None:
         """Finish what is in the pipeline and make all replicas equal."""
         self._refuse_underway()
-        self._drain()
+        self.drain()
         with self._phases.within(Event.LEAVE), self.first_failure():
             self.parts.pipeline.settle()
             self._look()
@@ -252,7 +252,7 @@ class Training:
             return
         self._refuse_underway()
         if not self.whereabouts.in_step:
-            self._drain()
+            self.drain()
         with self._phases.within(Event.LEAVE), self.first_failure():
             self._look()
             self.rendezvous.come_together(loop.position(self.trainer))
@@ -265,7 +265,7 @@ class Training:
         self._phases.go(Event.BATCH)
 
     def wait_for_others(self) -> SyncPoint:
-        self._drain()
+        self.drain()
         with self.first_failure():
             self._look()
             return self.rendezvous.wait_for_others(loop.position(self.trainer))
@@ -282,7 +282,7 @@ class Training:
             self.rendezvous.join()
 
     def rest(self) -> None:
-        self._drain()
+        self.drain()
         with self._phases.within(Event.LEAVE), self.first_failure():
             self.parts.pipeline.settle()
             self._look()
@@ -352,7 +352,7 @@ class Training:
             self.client.step_ended(self.updates - 1, self.sync.statistics.seconds_waiting)
         return output
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         pipeline, strategy = self.parts.pipeline, self.trainer.strategy
         if pipeline.flushes or (self.updating and not pipeline.draining):
             return

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy
+from lightning_sdpipe.checkpoints import consolidate
 from lightning_sdpipe.checkpoints.distributed import is_distributed
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
@@ -33,7 +34,7 @@ from tests.features.running import (
     weights,
 )
 from tests.features.table import supported
-from tests.own_session import script
+from tests.own_session import module, script
 from tests.scripts import save_forever
 
 pytestmark = pytest.mark.distributed
@@ -95,15 +96,15 @@ def test_ordinary(tmp_path: Path) -> None:
 
 def _resume(
     directory: Path,
+    whole: list[tuple[dict[str, Tensor], int]],
     count: int,
     num_stages: int,
     distributed: Any = False,
     sync: Any = None,
     exchange: Exchange | None = None,
 ) -> None:
-    """Trains two epochs at once, and one after the other."""
+    """Trains two epochs one after the other, to compare with those that ``whole`` has trained at once."""
     how = distributed, sync, exchange
-    whole = on_four_ranks(_train, directory / "whole", Random, 2, num_stages, None, *how, count=count)
     on_four_ranks(_train, directory / "half", Random, 1, num_stages, None, *how, count=count)
     half = directory / "half" / "last.ckpt"
     assert is_distributed(half) == bool(distributed)
@@ -122,39 +123,55 @@ def _resume(
     ("count", "num_stages", "exchange"), [(1, 1, None), (4, 2, Exchange(OneBit(block=8, after=6)))], ids=str
 )
 def test_resume(tmp_path: Path, count: int, num_stages: int, exchange: Exchange | None) -> None:
-    _resume(tmp_path, count, num_stages, exchange=exchange)
+    how = False, None, exchange
+    whole = on_four_ranks(_train, tmp_path / "whole", Random, 2, num_stages, None, *how, count=count)
+    _resume(tmp_path, whole, count, num_stages, exchange=exchange)
 
 
 @supported("Checkpoints", "a checkpoint of M × N workers resumes on M′ × N′")
-@pytest.mark.parametrize(("count", "num_stages"), [(1, 1), (2, 1), (4, 4), (3, 3)])
 @pytest.mark.parametrize("distributed", [False, True])
-def test_resume_on_others(tmp_path: Path, count: int, num_stages: int, distributed: bool) -> None:
+def test_resume_on_others(tmp_path: Path, distributed: bool) -> None:
     on_four_ranks(_train, tmp_path / "half", Regression, 1, 2, None, distributed)
-    half, rest = tmp_path / "half" / "last.ckpt", tmp_path / "rest"
-    ranks = on_four_ranks(_train, rest, Regression, 2, num_stages, half, distributed, count=count)
+    half = tmp_path / "half" / "last.ckpt"
+
+    def rest(num_stages: int, num_pipelines: int) -> list[tuple[dict[str, Tensor], int]]:
+        place, count = tmp_path / f"{num_stages} {num_pipelines}", num_stages * num_pipelines
+        return on_four_ranks(_train, place, Regression, 2, num_stages, half, distributed, count=count)
+
     # each pipeline takes batches of the same size, so with N′ of them a step takes N′ times as many samples
-    expected = on_four_ranks(_train, tmp_path / "other", Regression, 2, 1, half, distributed, count=count // num_stages)
-    for parts, steps in ranks:
-        assert steps == expected[0][1] == 4 + 8 // (count // num_stages)
-        assert_same([parts], {name: expected[0][0][name] for name in parts})
+    expected = {count: rest(1, count)[0] for count in (1, 2)}
+    assert [steps for _, steps in expected.values()] == [4 + 8, 4 + 4]
+    for count, num_stages in ((1, 4), (1, 3)) if distributed else ((1, 3), (2, 2)):
+        for parts, steps in rest(num_stages, count):
+            assert steps == expected[count][1]
+            assert_same([parts], {name: expected[count][0][name] for name in parts})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[dict[str, Tensor], int]], Path]:
+    """Two epochs at once, saved by all ranks, each pipeline for itself."""
+    directory = tmp_path_factory.mktemp("at once") / "whole"
+    return on_four_ranks(_train, directory, Random, 2, 2, None, True, NoSync()), directory
 
 
 @supported("Checkpoints", "`SDPipeStrategy(save_distributed_checkpoint=True)` or `\"async\"`",
            "each rank writes its part with `torch.distributed.checkpoint`, with the optimizer states of all pipelines; "
            "`python -m lightning_sdpipe.checkpoints.consolidate` makes one file")  # fmt: skip
 @pytest.mark.parametrize("distributed", [True, "async"])
-def test_distributed_checkpoint(tmp_path: Path, distributed: Literal[True, "async"]) -> None:
-    _resume(tmp_path, 4, 2, distributed, NoSync())  # the optimizers of the two pipelines differ
+def test_distributed_checkpoint(tmp_path: Path, whole: Any, distributed: Literal[True, "async"]) -> None:
+    ranks, directory = whole
+    _resume(tmp_path, ranks, 4, 2, distributed, NoSync())  # the optimizers of the two pipelines differ
     one, several = tmp_path / "one.ckpt", tmp_path / "half" / "last.ckpt"
-    subprocess.run([sys.executable, "-m", "lightning_sdpipe.checkpoints.consolidate", several, one], check=True)
+    with script(tmp_path, module, consolidate.__name__, str(several), str(one)) as run:
+        assert run.wait(60) == 0, run.printed()
     trainer = one_process(tmp_path / "rest of one")
     trainer.fit(Random(), train_loader(), ckpt_path=one, weights_only=False)
     assert trainer.global_step > 4
     (optimizer,) = trainer.optimizers
     assert len(optimizer.state) == len(list(Random().parameters()))
-    files = [path.name for path in (tmp_path / "whole" / "last.ckpt").iterdir()]
-    assert len([name for name in files if name.endswith(".distcp")]) == 4
-    assert not list((tmp_path / "whole").glob(".*"))
+    for place in (directory, tmp_path / "the rest"):
+        assert len([*(place / "last.ckpt").glob("*.distcp")]) == 4
+        assert not list(place.glob(".*"))
 
 
 class OnMeta(Regression):

@@ -28,6 +28,7 @@ from lightning_sdpipe.policies.ad_psgd import ADPSGD, ADPSGDPolicy, Asynchronous
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.decisions import check_group
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
+from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -66,6 +67,9 @@ specs = st.one_of(
             ADPSGD(seed=1, staleness=1),
             ADPSGD(seed=2, staleness=3),
             ADPSGD(asynchronous=True),
+            OuterRounds(),
+            OuterRounds(2, grace=0.5),
+            OuterRounds(0.5),
             PHDPSGD(staleness=2),
             PHDPSGD(staleness=None, every=2, gamma=0.0),
             PHDPSGD(staleness=1, asynchronous=True),
@@ -81,8 +85,8 @@ class AnyPolicy(RuleBasedStateMachine):
     def start(self, spec: PolicyConfig, stages: int, pipelines: int) -> None:
         if isinstance(spec, PHDPSGD) or (isinstance(spec, ADPSGD) and spec.staleness is not None):
             stages = 1  # stages before the last wait for it, which does not take part here: see test_phd_psgd.py
-        if isinstance(spec, PartialReduce):
-            pipelines = max(pipelines, spec.group_size)
+        if isinstance(spec, PartialReduce | OuterRounds):
+            pipelines = max(pipelines, 2 if isinstance(spec, OuterRounds) else spec.group_size)
         self.spec, self.stages, self.pipelines = spec, stages, pipelines
         self.policy = build(spec, stages, pipelines)
         self.told: list[tuple[float, Event, list[Decision]]] = []

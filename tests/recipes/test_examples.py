@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
 import runpy
@@ -102,6 +104,7 @@ def test_an_elastic_run(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints/last.ckpt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
 @needs_jupyter
@@ -117,6 +120,27 @@ def test_the_notebook(tmp_path: Path) -> None:
         signal.signal(signal.SIGINT, before)
     (last,) = notebook.cells[-1].outputs
     assert re.fullmatch(r"'loss \d+\.\d\d before, \d+\.\d\d after'", last.data["text/plain"])
+
+
+@pytest.mark.distributed
+def test_the_cells_of_the_notebook(tmp_path: Path) -> None:
+    """One after the other, without Jupyter."""
+    with script(tmp_path, _run_cells, tmp_path) as running:
+        assert running.wait(100) == 0, running.printed()
+        assert running.left() == []
+    assert re.search(r"^'loss \d+\.\d\d before, \d+\.\d\d after'$", running.printed(), re.MULTILINE)
+
+
+def _run_cells(directory: Path) -> None:
+    os.chdir(directory)
+    cells = [
+        cell for cell in json.loads((EXAMPLES / "tutorial.ipynb").read_text())["cells"] if cell["cell_type"] == "code"
+    ]
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in cells:
+        *lines, last = ast.parse("".join(cell["source"])).body
+        exec(compile(ast.Module(lines, []), "cell", "exec"), names)
+        exec(compile(ast.Interactive([last]), "cell", "single"), names)  # which shows what Jupyter would
 
 
 @pytest.mark.distributed

@@ -92,6 +92,7 @@ def test_elements_of_a_slurm_array(tmp_path: Path) -> None:
     assert "SDPIPE_SCHEDULER: is the address of the scheduler" in output
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_pods_of_an_indexed_job(tmp_path: Path) -> None:
     """Their command, as in the manifest; only paths and the script are others."""
@@ -144,5 +145,7 @@ def manifest() -> dict[str, Any]:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_the_job_script_is_one() -> None:
+def test_the_job_script_is_one_and_so_is_the_command_of_a_pod() -> None:
     subprocess.run(["bash", "-n", str(FAULTS / "pipeline.sbatch")], check=True)
+    (text,) = manifest()["Job"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    subprocess.run(["bash", "-n", "-c", text], check=True)

@@ -64,9 +64,9 @@ def test_it_learns_and_ends_each_epoch_with_equal_replicas(
     [
         (AllReduce(), Exchange(OneBit(block=8))),
         (LocalSGD(every=1), Exchange(EightBit(block=8), "free", interval=0.0)),
-        (DiLoCo(every=2), Exchange(EightBit(block=8), "step")),
-        (Decentralized("ring"), Exchange(EightBit(block=8))),
-        (SemiDecentralized(), Exchange(Half(), "step")),
+        pytest.param(DiLoCo(every=2), Exchange(EightBit(block=8), "step"), marks=pytest.mark.slow),
+        pytest.param(Decentralized("ring"), Exchange(EightBit(block=8)), marks=pytest.mark.slow),
+        pytest.param(SemiDecentralized(), Exchange(Half(), "step"), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -131,7 +131,13 @@ def test_eight_bits_on_a_model_in_bfloat16(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("sync", "stages"), [(DiLoCo(every=4, fragments=2), 2), (DiLoCo(every=4), 1), (LocalSGD(every=4), 2)], ids=str
+    ("sync", "stages"),
+    [
+        (DiLoCo(every=4, fragments=2), 2),
+        (DiLoCo(every=4), 1),
+        pytest.param(LocalSGD(every=4), 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_resumed_run_goes_on_with_its_rounds_and_the_outer_momentum(tmp_path: Path, sync: Any, stages: int) -> None:
     """Six updates are done: the next round is due after the eighth. Also on another number of stages. (Fragments are

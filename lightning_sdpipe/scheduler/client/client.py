@@ -121,8 +121,9 @@ class SchedulerClient:
         noted = self._wait(m.Leave, e.Noted, "the scheduler to let it leave")
         self._wait_for_invitations(noted.invitations)
 
-    def ready(self, iteration: int) -> None:
-        """Report the local step of ``iteration`` as done, without waiting; :meth:`group` fetches the answer."""
+    def ready(self, iteration: int, base: int | None = None) -> None:
+        """Report the local step of ``iteration`` as done, without waiting; :meth:`group` fetches the answer. ``base``
+        is that of :class:`~lightning_sdpipe.policies.events.Ready`."""
         if not self._asks.joined:
             raise SchedulerError(
                 f"worker {self.worker} reported iteration {iteration} without having joined; call join() first"
@@ -133,7 +134,7 @@ class SchedulerClient:
                 f"iteration {self._iteration}; call group() after every ready()"
             )
         self._iteration = iteration
-        self._ask(m.Ready, iteration)
+        self._ask(m.Ready, iteration, base)
 
     def group(self) -> Group:
         """Wait for the answer to the last :meth:`ready`, and for the invitations that were sent before it."""

@@ -15,6 +15,7 @@ from lightning_sdpipe.policies.events import (
     Ready,
     Regrouped,
     Tick,
+    Vanished,
     Widened,
     Worker,
 )
@@ -163,11 +164,16 @@ class GroupDesk:
     def lose(self, pipeline: int, left: bool, now: float) -> None:
         """End the participation of ``pipeline`` of an elastic run: it has left, or is lost."""
         for session in self.sessions:
-            if session.worker.pipeline == pipeline and session.active:
+            if session.worker.pipeline != pipeline:
+                continue
+            active = session.active
+            if active:
                 event = (Left if left else Lost)(session.worker)
                 decisions = self._drop(session, event, LEAVES if left else FALLS_SILENT, now)
                 session.answer = None
                 self._carry_out(decisions, now)
+            if left or not active:
+                self._carry_out(self._driver.tell(Vanished(session.worker), now), now)
 
     def _drop(self, session: Session, event: Left | Lost, input: Input, now: float) -> list[Decision]:
         self.let_time_pass(now)  # a window of this very moment may still answer the worker
@@ -227,7 +233,7 @@ class GroupDesk:
         else:
             if self._driver.deadline <= now:
                 self.let_time_pass(now)
-            decisions = self._driver.tell(Ready(session.worker, iteration), now)
+            decisions = self._driver.tell(Ready(session.worker, iteration, request.base), now)
             session.is_ready(iteration)
             self._carry_out(decisions, now)
 
@@ -270,7 +276,9 @@ class GroupDesk:
         """
         if group.sequence < self._driver.next_sequence:
             self._carry_out(self._driver.tell(Broken(group.sequence), now), now)
-        decisions = self._driver.tell(Regrouped(group.sequence, tuple(members), tuple(weights)), now)
+        bases = {} if group.lineage is None else dict(zip(group.members, group.lineage.bases, strict=True))
+        of = tuple(bases[member] for member in members if member in bases)
+        decisions = self._driver.tell(Regrouped(group.sequence, tuple(members), tuple(weights), of), now)
         if len(decisions) != 1 or decisions[0].members != tuple(members):
             raise PolicyFailed(
                 f"group {group.sequence}, which broke, and decided {decisions} where its members {list(members)} were "

@@ -94,8 +94,15 @@ class ElasticBatchSource(DealtBatchSource):
             return False
         while (command := self._duties.order()) is not None and command.kind is not CommandKind.GO:
             self._duties.commands.send(command)
-            self._duties.act(command, self.state)
+            self._act(command)
         return command is not None
+
+    def _act(self, command: Command) -> None:
+        """Carry out a command. A state that is given has no batch half trained, and a pipeline that leaves has none."""
+        if self._turns.underway:
+            self._turns.drain()
+            self._client.trained(self._trained)
+        self._duties.act(command, self.state)
 
     def _between_turns(self) -> None:
         waits = self._turns.underway and self._next is None and not self._over
@@ -111,7 +118,7 @@ class ElasticBatchSource(DealtBatchSource):
             self._duties.commands.send(Command(CommandKind.GO))
         else:
             while (command := self._duties.commands.receive()).kind is not CommandKind.GO:
-                self._duties.act(command, self.state)
+                self._act(command)
             if waits:
                 self._wait()
         self._duties.between()

@@ -18,8 +18,14 @@ _HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
 def check_options(options: Options) -> None:
     """Raise ConfigurationError for options of the strategy that an elastic job cannot carry out."""
     capabilities.check(options.method, capabilities.Combination(options.sync, options.exchange, elastic=True))
+    of_gradients = _policy(options).keeps_equal
     for given, name, instead in (
-        (options.schedule == "pipedream", "schedule='pipedream'", "use a schedule with a flush, such as '1f1b'"),
+        (
+            options.schedule == "pipedream" and of_gradients,
+            f"schedule='pipedream' with sync={options.sync!r}",
+            "the members of a round are named as a turn begins, and the updates that drain a pipeline have no turn. "
+            "Use schedule='1f1b', or sync=SemiDecentralized()",
+        ),
         (is_measured(options.partition), f"partition={options.partition!r}", "use 'parameters', or the numbers"),
         (options.batch_by_speed, "batch_by_speed", "leave it out; batches are dealt by speed in any case"),
         (options.exchange.overlap == "free", "overlap='free'", "use overlap='step'"),
@@ -43,8 +49,7 @@ def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) 
 
 def check_trainer(trainer: Trainer, options: Options) -> None:
     """Raise ConfigurationError for what a Trainer is asked for and an elastic job cannot do."""
-    policy = getattr(options.method, "elastic_policy", options.method.policy)
-    if trainer.state.fn == TrainerFn.FITTING and policy.keeps_equal and trainer.accumulate_grad_batches > 1:
+    if trainer.state.fn == TrainerFn.FITTING and _policy(options).keeps_equal and trainer.accumulate_grad_batches > 1:
         raise ConfigurationError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches} with sync={options.sync!r} does not work "
             f"{_HOW} yet: a pipeline that is lost would take the gradients of several batches with it. Use "
@@ -55,3 +60,9 @@ def check_trainer(trainer: Trainer, options: Options) -> None:
             f"predict does not work {_HOW}: no process collects the predictions of pipelines that come and go. Load "
             "the checkpoint in a job without SDPIPE_PIPELINE."
         )
+
+
+def _policy(options: Options) -> PolicyConfig:
+    """Return the policy by which the scheduler of an elastic run decides."""
+    policy: PolicyConfig = getattr(options.method, "elastic_policy", options.method.policy)
+    return policy

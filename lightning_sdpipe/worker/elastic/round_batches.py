@@ -131,7 +131,7 @@ class RoundBatchSource(ElasticBatchSource):
             commands.send(Command(CommandKind.GO, f"{passed} {_IDLE if self._idle else ''}"))
         else:
             while (command := commands.receive()).kind is not CommandKind.GO:
-                self._agree() if command.kind is CommandKind.AGREE else self._duties.act(command, self.state)
+                self._agree() if command.kind is CommandKind.AGREE else self._act(command)
             number, idle = command.text.split(" ")
             for _ in range(int(number)):
                 self._need()

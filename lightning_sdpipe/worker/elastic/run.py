@@ -351,6 +351,7 @@ class _Duties:
     def act(self, command: Command, turns: State) -> None:
         fit = self._run.fit
         if command.kind is CommandKind.LEAVE:
+            self.commands.done()  # when one stage leaves, all of them must end at once
             fit.training.sync.stop()  # others may wait for exchanges that are under way
             fit.checkpoints.wait()
             raise SIGTERMException

@@ -132,7 +132,9 @@ def check(run: ElasticRun, pipelines: list[int]) -> dict[str, int]:
     return dict(found)
 
 
-@pytest.mark.parametrize(("num_stages", "phase"), [(1, "amid"), (1, "after"), (2, "amid")])
+@pytest.mark.parametrize(
+    ("num_stages", "phase"), [pytest.param(1, "amid", marks=pytest.mark.slow), (1, "after"), (2, "amid")]
+)
 def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, num_stages: int, phase: str) -> None:
     options = "--start-pipelines", "3", "--policy", "all_present"
     with elastic_run(tmp_path, num_stages, 3, *options) as run:

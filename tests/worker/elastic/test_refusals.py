@@ -62,7 +62,6 @@ def test_other_methods_are_refused(sync: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("schedule", "pipedream"),
         ("partition", "balanced"),
         ("start_method", "fork"),
         ("batch_by_speed", True),
@@ -83,6 +82,13 @@ def test_groups_may_send_eight_bits_and_average_beside_the_next_step(sync: Any) 
 def test_what_everybody_must_share_is_refused(exchange: Exchange) -> None:
     with pytest.raises(ConfigurationError, match="does not work in an elastic job"):
         refusals.check_options(SDPipeStrategy(sync=LocalSGD(every=1), exchange=exchange).options)
+
+
+@pytest.mark.parametrize("sync", [SemiDecentralized(), LocalSGD(every=2), ADPSGD()])
+def test_models_may_be_averaged_without_a_flush_and_gradients_may_not(sync: Any) -> None:
+    refusals.check_options(SDPipeStrategy(sync=sync, schedule="pipedream").options)
+    with pytest.raises(ConfigurationError, match=r"schedule='1f1b', or sync=SemiDecentralized\(\)"):
+        refusals.check_options(SDPipeStrategy(sync=AllReduce(), schedule="pipedream").options)
 
 
 @pytest.mark.parametrize("distributed", [True, "async"])

@@ -62,9 +62,13 @@ def check_that_replicas_were_equal(run: ElasticRun, pipelines: list[int]) -> Non
     [
         (SemiDecentralized(), Exchange()),
         (SemiDecentralized(), Exchange(EightBit(block=8), overlap="step")),
-        (LocalSGD(every=2), Exchange()),
+        pytest.param(LocalSGD(every=2), Exchange(), marks=pytest.mark.slow),
         (PHDPSGD(groups=[[0], [1, 2]], within="models", times=[1, 1, 1]), Exchange()),  # type: ignore[arg-type]
-        (PHDPSGD(groups=[[0, 1], [2]], within="models", every=2), Exchange(EightBit(block=8))),  # type: ignore[arg-type]
+        pytest.param(
+            PHDPSGD(groups=[[0, 1], [2]], within="models", every=2),  # type: ignore[arg-type]
+            Exchange(EightBit(block=8)),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -263,7 +267,7 @@ def test_a_leader_that_wakes_up_late_writes_nothing_over_the_checkpoint_of_the_n
         check_that_nothing_is_lost(run)
 
 
-@pytest.mark.parametrize("scheduler", ["lives", "dies, too"])
+@pytest.mark.parametrize("scheduler", ["lives", pytest.param("dies, too", marks=pytest.mark.slow)])
 def test_all_are_killed_and_those_that_come_go_on_from_the_newest_checkpoint(tmp_path: Path, scheduler: str) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
     with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2", "--resume") as run:
@@ -334,7 +338,7 @@ def fit_by_the_clock(directory: Path, num_stages: int) -> None:
     fit(directory, SAMPLES, {"num_stages": num_stages}, more=more, val_check_interval={"seconds": 0.3})
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_leaders_clock_counts(tmp_path: Path, num_stages: int) -> None:
     work = partial(fit_by_the_clock, tmp_path, num_stages)
 
