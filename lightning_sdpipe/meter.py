@@ -71,10 +71,10 @@ class Span:
         self._meter, self._phase = meter, phase
 
     def __enter__(self) -> None:
-        self._meter.enter(self._phase)
+        self._meter.change().append(self._phase)
 
     def __exit__(self, *_: object) -> None:
-        self._meter.leave()
+        self._meter.change().pop()
 
 
 _NO_SPAN: AbstractContextManager[None] = contextlib.nullcontext()
@@ -110,16 +110,6 @@ class Meter:
         self._descriptor: int | None = None
         self._closer: weakref.finalize[..., Meter] | None = None
 
-    def enter(self, phase: int) -> None:
-        """Counts time for ``phase`` from now on."""
-        self._count()
-        self._stack.append(phase)
-
-    def leave(self) -> None:
-        """Counts time for the previous phase again."""
-        self._count()
-        self._stack.pop()
-
     def waiting(self) -> AbstractContextManager[None]:
         """Returns a context for a wait for another worker: ``wait_stage``, unless a phase of waiting has been entered
         already."""
@@ -148,7 +138,7 @@ class Meter:
     def update_ended(self, waited: float) -> MeterRow | None:
         """Ends an update; ``waited`` is the exchange's total of seconds that it has waited for replicas so far. Returns
         None for the first update after :meth:`start`, which only marks the beginning of the next."""
-        self._count()
+        self.change()
         totals, more, self._waited = self._totals, waited - self._waited, waited
         if self._marked:
             moved = min(max(0, round(more * 1e9)), totals[EXCHANGE] - 1000 * self._mark[EXCHANGE])
@@ -168,7 +158,8 @@ class Meter:
         if self._closer is not None:
             self._closer()
 
-    def _count(self) -> None:
+    def change(self) -> list[int]:
+        """Counts the time until now for the top phase; returns the stack, whose top counts from now on."""
         now = self._clock()
         passed = now - self._since
         if passed > 0:  # else garbage was collected after the clock was read, and counted until later
@@ -177,6 +168,7 @@ class Meter:
             self._since = now  # before anything is allocated, which may collect garbage
             if phase:
                 self.kept.append((phase, since, now))
+        return self._stack
 
     def _core_wait(self) -> int:
         if self._descriptor is None:
@@ -206,7 +198,7 @@ def current() -> Meter:
 
 def phase(number: int) -> Span:
     """Returns a context whose time counts for that phase."""
-    return current().spans[number]
+    return (_local.meter or current()).spans[number]
 
 
 def seconds_without_a_core() -> float:
@@ -228,9 +220,9 @@ def _collecting(event: str, info: dict[str, int], local: _Local = _local, gc: in
     meter = local.meter
     if meter is not None and info["generation"] == 2:
         if event == "start":
-            meter.enter(gc)
+            meter.spans[gc].__enter__()
         else:
-            meter.leave()
+            meter.spans[gc].__exit__()
 
 
 os.register_at_fork(after_in_child=_forget)

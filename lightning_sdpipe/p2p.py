@@ -4,8 +4,8 @@ the peers."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,12 @@ class Transfer:
         Raises:
             WorkerFailedError: the peer closed the connection or the group's timeout passed; the message names the peer.
         """
-        with self.naming_the_peer(), meter.current().waiting():
-            for work in self.works:
-                work.wait()
+        with meter.current().waiting():
+            try:
+                for work in self.works:
+                    work.wait()
+            except RuntimeError as error:
+                raise self.failed(error) from error
         self.works.clear()
         if self.receiving:
             for tensor, copy in zip(self.tensors, self.staged, strict=True):
@@ -43,39 +46,49 @@ class Transfer:
                     tensor.copy_(copy)
         return self.tensors
 
-    @contextmanager
-    def naming_the_peer(self) -> Iterator[None]:
-        """Names the peer in failures within the context."""
+    def failed(self, error: RuntimeError) -> WorkerFailedError:
+        """Returns the error of this transfer that ``error`` is, with the name of the peer."""
+        verb = "receiving from" if self.receiving else "sending to"
+        return WorkerFailedError(f"{verb} {self.peer} failed: {str(error).splitlines()[0]}")
+
+    def start(self, begin: Callable[..., dist.Work | None], tensor: Tensor, rank: int, group: Any, tag: int) -> None:
+        """Starts sending or receiving one tensor by ``begin``."""
         try:
-            yield
+            with unrecorded():
+                self.works.append(_started(begin(tensor, rank, group=group, tag=tag)))
         except RuntimeError as error:
-            verb = "receiving from" if self.receiving else "sending to"
-            reason = str(error).splitlines()[0]
-            raise WorkerFailedError(f"{verb} {self.peer} failed: {reason}") from error
+            raise self.failed(error) from error
 
 
-@contextmanager
-def waiting_for(group: dist.ProcessGroup, purpose: str) -> Iterator[None]:
-    """Surrounds a collective of ``group``: WorkerFailedError names its members if one of them is gone, or late."""
-    try:
-        with meter.current().waiting():
-            yield
-    except WorkerFailedError:  # its message says more
-        raise
-    except RuntimeError as error:
-        ranks = sorted(dist.get_process_group_ranks(group))
-        raise WorkerFailedError(f"{purpose} among ranks {ranks} failed: {str(error).splitlines()[0]}") from error
-
-
-@contextmanager
-def unrecorded() -> Iterator[None]:
+class unrecorded:
     """Surrounds the start of a transfer between two workers. A profiler of torch would record it until it is waited
     for, and if that is in another cycle of the profiler, torch writes to memory that it has freed (seen in 2.13)."""
-    torch._C._autograd._enable_record_function(False)  # of this thread; torch has no name for it without an underscore
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        torch._C._autograd._enable_record_function(False)  # of this thread; torch names it with an underscore only
+
+    def __exit__(self, *_: object) -> None:
         torch._C._autograd._enable_record_function(True)
+
+
+class waiting_for:
+    """Surrounds a collective of ``group``: WorkerFailedError names its members if one of them is gone, or late."""
+
+    __slots__ = ("_group", "_purpose", "_waiting")
+
+    def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
+        self._group, self._purpose = group, purpose
+
+    def __enter__(self) -> None:
+        self._waiting = meter.current().waiting()
+        self._waiting.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._waiting.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and not isinstance(error, WorkerFailedError):  # whose message says more
+            ranks = sorted(dist.get_process_group_ranks(self._group))
+            reason = str(error).splitlines()[0]
+            raise WorkerFailedError(f"{self._purpose} among ranks {ranks} failed: {reason}") from error
 
 
 def labelled(what: str, micro_batch: int | None = None) -> AbstractContextManager[object]:
@@ -123,8 +136,7 @@ def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup, tag: int,
             payload = pinned_like(payload).copy_(payload)  # waits for the computation of its values
         transfer.tensors.append(payload)
         if payload.numel():
-            with transfer.naming_the_peer(), unrecorded():
-                transfer.works.append(_started(dist.isend(payload, to, group=group, tag=tag)))
+            transfer.start(dist.isend, payload, to, group, tag)
     return transfer
 
 
@@ -136,8 +148,7 @@ def receive(into: Sequence[Tensor], source: int, group: dist.ProcessGroup, tag: 
         transfer.tensors.append(tensor)
         transfer.staged.append(staged)
         if staged.numel():
-            with transfer.naming_the_peer(), unrecorded():
-                transfer.works.append(_started(dist.irecv(staged, source, group=group, tag=tag)))
+            transfer.start(dist.irecv, staged, source, group, tag)
     return transfer
 
 

@@ -145,8 +145,8 @@ def test_a_collection_behind_the_look_at_the_clock_counts_once() -> None:
     with it.spans[GC]:
         clock.now = 3
     it._clock = look
-    it._count()
-    it._count()
+    it.change()
+    it.change()
     it._clock = clock
     clock.now = 6
     assert phases(it.update_ended(0.0)) == {"other": 3, "gc": 3}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from lightning_sdpipe import meter
@@ -85,32 +84,13 @@ class DelayInjector:
         """True if the worker sleeps after computations."""
         return self._track is not None
 
-    @contextmanager
     def computing(
-        self, share: float = 1.0, tell: Callable[[], None] = lambda: None, phase: int = meter.BACKWARD
-    ) -> Iterator[None]:
-        """Surrounds all of the worker's own arithmetic, and nothing that waits for others. ``tell`` is called when
-        ``share`` of it is over on a device that is made slow, at the end on others. ``phase``: see
-        :mod:`~lightning_sdpipe.meter`."""
-        start = self._clock()
-        if self._start is None:
-            self._start = start
-        waited = self._core_wait() if self._track else 0.0
-        with meter.phase(phase):
-            yield
-            if self._settle is not None and (self.measures or self._track is not None):
-                self._settle()
-        passed = work = self._clock() - start
-        if self._track is not None:
-            work = max(0.0, passed - self._core_wait() + waited)
-            whole = self._track.duration(start - self._start, work)
-            before = max(0.0, share * whole - passed)
-            self._record(self._iteration, before)
-            tell()
-            self._record(self._iteration, whole - passed - before)
-        else:
-            tell()
-        self.computed_seconds += work
+        self, share: float = 1.0, tell: Callable[[], None] | None = None, phase: int = meter.BACKWARD
+    ) -> Computing:
+        """Returns a context for all of the worker's own arithmetic, and nothing that waits for others. ``tell`` is
+        called when ``share`` of it is over on a device that is made slow, at the end on others; not after an error.
+        ``phase``: see :mod:`~lightning_sdpipe.meter`."""
+        return Computing(self, share, tell, phase)
 
     @property
     def injected_seconds(self) -> float:
@@ -122,6 +102,23 @@ class DelayInjector:
         """Seconds of delay in each iteration that had any."""
         return dict(self._by_iteration)
 
+    def _computed(self, start: float, waited: float, share: float, tell: Callable[[], None] | None) -> None:
+        """Sleeps for as long as a device of the slow speed would have computed longer since ``start``."""
+        passed = work = self._clock() - start
+        rest = 0.0
+        if self._track is not None:
+            assert self._start is not None
+            work = max(0.0, passed - self._core_wait() + waited)
+            whole = self._track.duration(start - self._start, work)
+            before = max(0.0, share * whole - passed)
+            rest = whole - passed - before
+            self._record(self._iteration, before)
+        if tell is not None:
+            tell()
+        if rest > 0.0:
+            self._record(self._iteration, rest)
+        self.computed_seconds += work
+
     def _inject(self, iteration: int, during: Pass) -> None:
         if not self._never:
             self._record(iteration, self.heterogeneity.delay(self.stage, self.pipeline, iteration, during))
@@ -131,3 +128,31 @@ class DelayInjector:
             self._by_iteration[iteration] += seconds
             with meter.phase(meter.INJECTED):
                 self._sleep(seconds)
+
+
+class Computing:
+    """A context that :meth:`DelayInjector.computing` returns."""
+
+    __slots__ = ("_injector", "_share", "_span", "_start", "_tell", "_waited")
+
+    def __init__(self, injector: DelayInjector, share: float, tell: Callable[[], None] | None, phase: int) -> None:
+        self._injector, self._share, self._tell = injector, share, tell
+        self._span = meter.phase(phase)
+
+    def __enter__(self) -> None:
+        injector = self._injector
+        self._start = injector._clock()
+        if injector._start is None:
+            injector._start = self._start
+        self._waited = injector._core_wait() if injector._track is not None else 0.0
+        self._span.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        injector = self._injector
+        try:
+            if kind is None and injector._settle is not None and (injector.measures or injector.slows):
+                injector._settle()
+        finally:
+            self._span.__exit__()
+        if kind is None:
+            injector._computed(self._start, self._waited, self._share, self._tell)

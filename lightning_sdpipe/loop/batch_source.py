@@ -13,7 +13,6 @@ pipeline has one batch left, all train it, and the epoch ends for all of them at
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
@@ -41,7 +40,7 @@ class Turns(Protocol):
         """True while batches are dealt, so that each pipeline is at a number of its own until the next sync point."""
 
     @property
-    def first_failure(self) -> Callable[[], AbstractContextManager[None]]:
+    def first_failure(self) -> AbstractContextManager[None]:
         """Context for waits for others, one of which may have failed."""
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from lightning_sdpipe.errors import ConfigurationError
 
 
 class CollectiveGuard:
-    """The guard of one worker's strategy.
+    """The guard of one worker's strategy. As a context, which :meth:`running` returns, it ends what runs.
 
     Args:
         num_stages: M. A stage that is the only one runs everything.
@@ -36,14 +37,16 @@ class CollectiveGuard:
         """True while a step runs."""
         return self._now.endswith("_step")
 
-    @contextmanager
-    def running(self, name: str) -> Iterator[None]:
-        """Note that a step, or a hook that runs on last stages only, runs in the block."""
+    def running(self, name: str) -> Self:
+        """Note that a step, or a hook that runs on last stages only, runs in the block of this ``with``."""
         self._now = name
-        try:
-            yield
-        finally:
-            self._now = ""
+        return self
+
+    def __enter__(self) -> None:
+        """Enter the block of what runs."""
+
+    def __exit__(self, *_: object) -> None:
+        self._now = ""
 
     @contextmanager
     def rehearsal(self, name: str) -> Iterator[None]:

@@ -237,7 +237,7 @@ class DealtBatchSource:
         if start == 0:
             self._accumulated = 0  # what an epoch that was cut short has left is zeroed, as without dealing
         self._turns.begin_dealt()
-        with self._turns.first_failure():
+        with self._turns.first_failure:
             self._client.greet()
             dealt.begin(self._segment, self._dealing.seed())
         self._looked = self._over = False
@@ -258,7 +258,7 @@ class DealtBatchSource:
         """Look at the next batch, without waiting for another worker."""
         assert self._dealt is not None
         if not self._looked:
-            with self._turns.first_failure():
+            with self._turns.first_failure:
                 self._next = self._dealt.take()
             self._looked = True
 
@@ -276,7 +276,7 @@ class DealtBatchSource:
         """Wait for others, until there is something to train, or will not be in this segment."""
         dealt = self._dealt
         assert dealt is not None
-        with self._turns.first_failure():
+        with self._turns.first_failure:
             while self._next is None and dealt.wait():
                 self._next = dealt.take()
         self._over = self._next is None

@@ -49,6 +49,9 @@ class EpochCallback(Callback):
         self._draws = draws
         self._to_load: Mapping[str, Any] | None = None
 
+    # Lightning asks every callback for these at each batch, and passes over what is none
+    on_before_zero_grad = on_before_backward = on_after_backward = on_before_optimizer_step = None  # type: ignore[assignment]
+
     def put_first(self, trainer: Any) -> None:
         """Put this before the callbacks of ``trainer``, in the place of one that an earlier run has left there."""
         trainer.callbacks = [self, *(c for c in trainer.callbacks if not isinstance(c, EpochCallback))]
@@ -99,7 +102,7 @@ class EpochCallback(Callback):
             self._turns.pause()
             self._share_metrics(trainer)
             if due:
-                with self._turns.first_failure():
+                with self._turns.first_failure:
                     self._checks.look()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -112,7 +115,7 @@ class EpochCallback(Callback):
         self._draws.between_batches("on_validation_end")
 
     def _share_metrics(self, trainer: Trainer) -> None:
-        with self._turns.first_failure():
+        with self._turns.first_failure:
             mine = {name: float(value) for name, value in trainer.callback_metrics.items()}  # reduces: on every rank
             everybodys = self._share(mine)
         if everybodys is not mine:

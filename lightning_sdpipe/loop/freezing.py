@@ -7,8 +7,7 @@ together; until then all go by what was agreed last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -22,7 +21,8 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 class Freezing:
-    """Tracks which parameters of a stage train.
+    """Tracks which parameters of a stage train. As a context around a step it refuses changes within: then the block
+    ends with a ConfigurationError.
 
     Args:
         module: the whole module. Parameters of other stages are on ``meta``, and have ``requires_grad`` all the same.
@@ -84,25 +84,15 @@ class Freezing:
         self.generation += 1
         self._agree()
 
-    @contextmanager
-    def refused(self) -> Iterator[None]:
-        """Refuse changes within the block, around a step.
+    def __enter__(self) -> None:
+        """Enter a step, in which changes are refused."""
 
-        Raises:
-            ConfigurationError: something was frozen or unfrozen within.
-        """
-        failure: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            failure = error
-        if self.changed():
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if (error is None or isinstance(error, Exception)) and self.changed():
             raise ConfigurationError(
                 "requires_grad was changed within training_step, which runs once for each micro-batch. Freeze and "
                 "unfreeze layers in on_train_epoch_start or on_train_batch_start."
-            ) from failure
-        if failure is not None:
-            raise failure
+            ) from error
 
     def _refuse_different(self, flags: Sequence[bool], doing: str) -> None:
         different = self._different(flags, doing)

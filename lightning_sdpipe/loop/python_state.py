@@ -78,7 +78,7 @@ class PythonState:
         ownership: Ownership,
         groups: ProcessGroups,
         device: torch.device,
-        first_failure: Callable[[], AbstractContextManager[None]],
+        first_failure: AbstractContextManager[None],
         late: Sequence[str],
     ) -> None:
         self._trainer: Any = trainer
@@ -125,7 +125,7 @@ class PythonState:
             return
         last = self._ranks[-1]
         group = self._groups.everybody  # a process that fails closes it at once, and ends with its other groups
-        with self._first_failure():
+        with self._first_failure:
             if self._is_last:
                 data = json.dumps(changes()).encode()
                 others = self._ranks[:-1]

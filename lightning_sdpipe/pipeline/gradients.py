@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,26 +27,27 @@ def put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | No
         p.grad = grad
 
 
-@contextmanager
-def reported_to(
-    exchange: GradientExchange, parameters: Sequence[nn.Parameter], numbers: Iterable[int]
-) -> Iterator[None]:
+class reported_to:
     """Within the context, ``exchange`` is told of each of these parameters as soon as a backward has added to its
     gradient."""
 
-    def report(number: int, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        exchange.gradient_ready(number, parameter.grad)
+    def __init__(self, exchange: GradientExchange, parameters: Sequence[nn.Parameter], numbers: Iterable[int]) -> None:
+        self._exchange, self._parameters, self._numbers = exchange, parameters, numbers
 
-    hooks = [
-        parameters[n].register_post_accumulate_grad_hook(partial(report, n))  # type: ignore[no-untyped-call]
-        for n in numbers
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
+    def __enter__(self) -> None:
+        parameters, report = self._parameters, self._report
+        self._hooks = [
+            parameters[n].register_post_accumulate_grad_hook(partial(report, n))  # type: ignore[no-untyped-call]
+            for n in self._numbers
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
             hook.remove()
+
+    def _report(self, number: int, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._exchange.gradient_ready(number, parameter.grad)
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:

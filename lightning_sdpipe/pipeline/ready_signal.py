@@ -72,23 +72,22 @@ class ReadySignal:
 
     def computing(self, delays: DelayInjector) -> AbstractContextManager[None]:
         """Returns the context to hold around every backward; ``delays`` make this worker slow, if it was asked to."""
-        waits = self._expected and self._in_last_backward and self._last == "backward"
-        return self._computing_the_last(delays) if waits else delays.computing()
+        if not (self._expected and self._in_last_backward and self._last == "backward"):
+            return delays.computing()
+        computing = delays.computing(self._share, self._pass_backward)
+        if self._parameter is None or not self._parameter.requires_grad or delays.slows:
+            return computing
+        return self._hearing(self._parameter, computing)
 
     @contextmanager
-    def _computing_the_last(self, delays: DelayInjector) -> Iterator[None]:
-        hook = None
-        if self._parameter is not None and self._parameter.requires_grad and not delays.slows:
-            hook = self._parameter.register_hook(self._hear)  # type: ignore[no-untyped-call]
+    def _hearing(self, parameter: Tensor, computing: AbstractContextManager[None]) -> Iterator[None]:
+        """Passes when the gradient of ``parameter`` is there."""
+        hook = parameter.register_hook(self._pass_backward)  # type: ignore[no-untyped-call]
         try:
-            with delays.computing(self._share, self._pass_backward):
+            with computing:
                 yield
         finally:
-            if hook is not None:
-                hook.remove()
+            hook.remove()
 
-    def _hear(self, _: Tensor) -> None:
-        self._pass_backward()
-
-    def _pass_backward(self) -> None:
+    def _pass_backward(self, *_: Tensor) -> None:
         self.passed("backward")

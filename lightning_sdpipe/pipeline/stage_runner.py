@@ -5,8 +5,8 @@ Within a cut step, the values that ``self.log`` gets for the micro-batches of on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,14 +88,17 @@ def _as_logged(value: Tensor | float) -> Tensor:
     return torch.as_tensor(value, dtype=type_of_logged_values())
 
 
-@contextmanager
-def logging_through(module: LightningModule, log: Log) -> Iterator[None]:
+class logging_through:
     """Replaces ``module.log`` (which ``log_dict`` calls) by ``log`` within the context."""
-    module.__dict__["log"] = log
-    try:
-        yield
-    finally:
-        del module.__dict__["log"]
+
+    def __init__(self, module: LightningModule, log: Log) -> None:
+        self._values, self._log = module.__dict__, log
+
+    def __enter__(self) -> None:
+        self._values["log"] = self._log
+
+    def __exit__(self, *_: object) -> None:
+        del self._values["log"]
 
 
 @dataclass(frozen=True)

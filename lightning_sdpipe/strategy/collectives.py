@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
@@ -38,6 +38,24 @@ from lightning_sdpipe.worker.scheduler_connection import RunConnection
 from lightning_sdpipe.worker.training import Training
 
 _T = TypeVar("_T")
+
+
+class FirstFailure:
+    """A context for waits for other workers, whose errors say which worker failed first, and why.
+
+    Args:
+        explain: raises the cause of an error, if it is known.
+    """
+
+    def __init__(self, explain: Callable[[Exception], None]) -> None:
+        self._explain = explain
+
+    def __enter__(self) -> None:
+        """Enter the wait."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, WorkerFailedError | SchedulerError):
+            self._explain(error)
 
 
 class Collectives(DDPStrategy):
@@ -227,16 +245,13 @@ class Collectives(DDPStrategy):
         if not self._run.opened:
             yield
         else:
-            with self._first_failure(), waiting_for(group or self.groups.everybody, purpose):
+            with self._first_failure, waiting_for(group or self.groups.everybody, purpose):
                 yield
 
-    @contextmanager
-    def _first_failure(self) -> Iterator[None]:
-        """Let an error of the block, which waits for other workers, say which worker failed first, and why."""
-        membership = self._run.membership
-        try:
-            yield
-        except (WorkerFailedError, SchedulerError) as error:
-            if membership is not None:  # else the run is over
-                membership.explain(error, lambda: self._trainer.received_sigterm)
-            raise
+    @cached_property
+    def _first_failure(self) -> FirstFailure:
+        return FirstFailure(self._explain)
+
+    def _explain(self, error: Exception) -> None:
+        if self._run.membership is not None:  # else the run is over
+            self._run.membership.explain(error, lambda: self._trainer.received_sigterm)

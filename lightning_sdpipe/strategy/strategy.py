@@ -261,7 +261,7 @@ class SDPipeStrategy(SetupHooks):
         return self.training.step(batch, arguments, self._batches)
 
     def backward(self, closure_loss: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
-        with self._first_failure():  # gradients may be averaged here
+        with self._first_failure:  # gradients may be averaged here
             return super().backward(closure_loss, *arguments, **kwargs)
 
     def optimizer_step(
@@ -361,7 +361,7 @@ class SDPipeStrategy(SetupHooks):
         ends_here = self.options.start_method != "popen"  # all but one process of each machine
         keepers = [rank for rank in range(self.world_size) if not ends_here or rank % self.num_processes == 0]
         if set(keepers) & set(self.mesh.pipeline_ranks(self._worker.pipeline)):
-            with self._first_failure():
+            with self._first_failure:
                 make_whole(self.module, parts.ownership, self.groups, self.global_rank in keepers)
 
     @classmethod

@@ -81,6 +81,9 @@ _PAIRS = Incompatible(
 _ADDS_NOTHING = Incompatible(
     "a ring adds up nothing that a machine could add up first", "Use hierarchy='flat', or LocalSGD(every=1)"
 )
+_HALF_A_HOST = Incompatible(
+    "a round by quorum may have one pipeline of a machine and not the others", "Use hierarchy='flat', or quorum=None"
+)
 _OWN_HIERARCHY = Incompatible(
     "its groups are a hierarchy", "Use hierarchy='flat', and a group for each host, as without group_size"
 )
@@ -107,7 +110,7 @@ _ALONE = Incompatible(
 )
 _WAITS = Incompatible(
     "its exchanges would wait for all pipelines, or for ones that may be gone",
-    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=...), ADPSGD(), AllReduce() or NoSync()",
+    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=...), DiLoCo(), ADPSGD(), AllReduce() or NoSync()",
 )
 _HELD_UP = Incompatible(
     "the pipelines of a group average gradients, and none could take a step without one that may be gone",
@@ -204,7 +207,8 @@ BY_SAMPLES = replace(
     hierarchies={"hosts": _WEIGHED},
     divides=_DIVIDED,
 )
-OUTER = Capabilities(_COMMON, {"free": _ROUNDS}, {})
+OUTER = Capabilities(_COMMON, {"free": _ROUNDS}, {}, elastic=None, elastic_payloads=None)
+WHOLE = replace(OUTER, hierarchies={"hosts": _HALF_A_HOST})
 _EVERYBODY = Capabilities(_COMMON, {}, {}, elastic=None, ragged=None)
 _RING = Capabilities(_COMMON | {"few_bits": _FEW_BITS}, {}, {"hosts": _ADDS_NOTHING}, ragged=None)
 _NEIGHBOURS = Capabilities(_SEVERAL, {}, {"hosts": _PAIRS}, ragged=None)

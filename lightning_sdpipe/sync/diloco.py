@@ -1,38 +1,30 @@
-"""DiLoCo (Douillard et al. 2023) and Streaming DiLoCo (2025): local training, with an outer optimizer for its result.
-
-A sync point, such as a validation, is an early round of all fragments, so that replicas are equal there.
-"""
+"""DiLoCo (Douillard et al. 2023) and Streaming DiLoCo (2025): local training, and an outer optimizer for its result."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-
-from lightning_sdpipe.exchange.background import Background, Job
-from lightning_sdpipe.exchange.buckets import as_real, tensors_of
-from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
-from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.exchange.moving import finish, pieces_of
-from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov, OuterModel
-from lightning_sdpipe.exchange.overlapped import turn_into_changes
-from lightning_sdpipe.p2p import waiting_for
-from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov
 from lightning_sdpipe.policies.local_sgd import LocalSGD
+from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.sync.capabilities import OUTER, Capabilities, Incompatible
-from lightning_sdpipe.sync.mover_choice import hosts_of
+from lightning_sdpipe.sync.capabilities import OUTER, WHOLE, Capabilities, Incompatible
+from lightning_sdpipe.sync.outer_averaging import OuterAveraging
+from lightning_sdpipe.sync.quorum_averaging import QuorumAveraging
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
-from lightning_sdpipe.topology.groups import Replicas
 
-MOMENTUM = "outer_momentum"
 _MIXES = Incompatible(
     "mix= says what becomes of updates that were made meanwhile, and overlap='step' keeps them all",
     "Use delay= with mix=, or leave mix out",
+)
+_EACH_UPDATE = Incompatible(
+    "a round that begins in each update needs the base of the one before", "Use every=2, or more"
+)
+_STREAMS = Incompatible(
+    "fragments, and means that arrive later, would have bases of their own, of which a newcomer may lack some",
+    "Use DiLoCo(every=...) with fragments=1 and delay=0, and overlap='step' to hide the transfer",
 )
 
 
@@ -45,6 +37,11 @@ class DiLoCo:
     ``delay`` updates their means may travel. Then a worker takes over the new base, and keeps the share ``mix`` of its
     own fragment; the rest of what it has trained meanwhile is lost. With ``overlap="step"`` it keeps all of it: the new
     base minus the sent fragment is added.
+
+    A round waits for all pipelines, or for as many as ``quorum`` says: their number, or their share of those present,
+    such as 0.5. It then waits for more of them as long as ``grace``: seconds, or ``"auto"``, until those have come that
+    are expected soon. One that comes later is in a later round, with what it has moved by since its own base, and gets
+    the newest base there. A quorum goes with ``fragments=1`` and ``delay=0``.
     """
 
     every: int = 500
@@ -53,222 +50,44 @@ class DiLoCo:
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
+    quorum: int | float | None = None
+    grace: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         Nesterov(self.lr, self.momentum)  # each refuses its values
         Fragments(self.every, self.fragments, self.delay, self.mix)
+        OuterRounds(self.quorum, self.grace)
+        for name, value, instead in (("fragments", self.fragments, 1), ("delay", self.delay, 0), ("mix", self.mix, 0)):
+            if self.quorum is not None and value != instead:
+                raise ConfigurationError(
+                    f"{name}={value} does not go with quorum={self.quorum}: in a round by quorum each member has one "
+                    f"base for the whole model. Use {name}={instead}, with exchange=Exchange(overlap='step') to hide "
+                    "the transfer; or quorum=None."
+                )
 
     @property
     def policy(self) -> PolicyConfig:
-        return LocalSGD(every=1)  # workers ask when a round is due
+        """Policy of an ordinary run; workers ask when a round is due."""
+        return LocalSGD(every=1) if self.quorum is None else self.elastic_policy
+
+    @property
+    def elastic_policy(self) -> OuterRounds:
+        """Policy for pipelines that come and go."""
+        return OuterRounds(self.quorum, self.grace)
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(OUTER, overlaps={"step": _MIXES, **OUTER.overlaps}) if self.mix else OUTER
+        row = OUTER if self.quorum is None else WHOLE
+        if (self.fragments, self.delay, self.mix) != (1, 0, 0):
+            row = replace(row, elastic=_STREAMS)
+        if self.mix or self.every == 1:
+            row = replace(row, overlaps={"step": _MIXES if self.mix else _EACH_UPDATE, **row.overlaps})
+        return row
 
     def build(self, replica: Replica) -> Synchronizer:
+        nesterov, bases = Nesterov(self.lr, self.momentum), replica.bases()
+        if bases is not None or self.quorum is not None:
+            return QuorumAveraging(replica, nesterov, self.every, bases)
         keeps = replica.exchange.overlap == "step"
         delay = max(self.delay, 1) if keeps else self.delay
-        return OuterAveraging(
-            replica, Nesterov(self.lr, self.momentum), Fragments(self.every, self.fragments, delay, self.mix), keeps
-        )
-
-
-class _Fragment:
-    """A part of a stage's model, and its round under way."""
-
-    def __init__(self, common: OuterModel, mover: EncodedMean, keeps: bool) -> None:
-        self.common = common
-        self.mover = mover
-        self.keeps = keeps  # whether updates that were made meanwhile are kept
-        self.tensors: list[Tensor] = []
-        self.copies: list[Tensor] = []
-        self.job: Job | None = None
-        self.since = 0  # number of updates since its last round began
-
-    def take_over(self) -> float:
-        """Waits for the round that is under way, and takes over the base; returns the seconds waited."""
-        if self.job is None:
-            return 0.0
-        job, self.job = self.job, None
-        waited = job.wait()
-        if self.keeps:
-            for tensor, change in zip(self.tensors, self.copies, strict=True):
-                tensor.add_(change)
-        else:
-            for number, piece in enumerate(pieces_of(self.tensors)):
-                self.common.take_over(piece, number)
-            if not self.common.mix:
-                self.since = 0  # training since then is lost
-        return waited
-
-    def exchange(self, group: Group) -> None:
-        """Exchanges copies of the fragment, beside training."""
-        if self.keeps:
-            turn_into_changes(self.mover, self.copies, group)
-        else:
-            finish(self.mover.start(self.copies, group))
-
-
-class OuterAveraging(Synchronizer):
-    """Averages in rounds over all replicas. Memory: twice the model, once without momentum; and a fragment while its
-    mean travels.
-
-    Args:
-        replica: this worker.
-        nesterov: options of the outer optimizer.
-        schedule: schedule of the rounds.
-        keeps: whether updates that were made while a mean travelled are kept.
-    """
-
-    def __init__(self, replica: Replica, nesterov: Nesterov, schedule: Fragments, keeps: bool) -> None:
-        super().__init__(replica)
-        self._schedule = schedule
-        beside = schedule.delay or replica.exchange.hierarchy == "hosts"
-        channel = replica.groups.side_channel(replica.timeout) if beside else None
-        replicas, hosts = replica.groups.replicas(channel), hosts_of(replica)
-        commons = [
-            OuterModel(replica.exchange.payload, replica.pipeline, nesterov, schedule.mix)
-            for _ in range(schedule.fragments)
-        ]
-        self._fragments = [_Fragment(common, EncodedMean(replicas, common, hosts), keeps) for common in commons]
-        self._background = Background("averaging what models have moved by", 2 * replica.timeout.total_seconds())
-        self._update = 0
-        self._rounds = 0
-        self._laid_out: list[Sequence[nn.Parameter]] = []  # parameters of each bucket whose momentum the fragments have
-        self._kept: dict[nn.Parameter, Tensor] = {}  # momenta that the fragments lack: of frozen layers, or loaded
-
-    def announce(self, iteration: int) -> None:
-        """Tells the scheduler that this worker is ready if a round begins after this update."""
-        self._update = iteration + 1
-        if self._schedule.begin(self._update):
-            self.replica.client.ready(iteration)
-            self.announced = True
-
-    @property
-    def equal_at_start(self) -> Replicas | None:
-        """See the base class."""
-        return self.replica.groups.replicas()
-
-    @property
-    def shares_next(self) -> bool:
-        """See the base class."""
-        return self.announced
-
-    def synchronise(self) -> None:
-        """Takes over the bases that are due, and begins the rounds that are due."""
-        start = time.perf_counter()
-        for fragment in self._fragments:
-            fragment.since += 1
-        ending = self._schedule.end(self._update) if self._schedule.delay else []
-        waited = sum(self._fragments[number].take_over() for number in ending)
-        members = 1
-        if self.announced:
-            asked = time.perf_counter()
-            group = self.replica.client.group()
-            self.announced = False
-            waited += time.perf_counter() - asked
-            members = len(group.members)
-            self._rounds += 1
-            for number in self._schedule.begin(self._update):
-                waited += self._begin(self._fragments[number], group)
-        self.statistics.count(members, waited, time.perf_counter() - start - waited)
-
-    def start(self) -> None:
-        """Sets the common model, since all replicas are equal."""
-        self._rounds = 0
-        laid_out = [bucket.parameters for bucket in self.replica.exchanged]
-        if _ids(laid_out) != _ids(self._laid_out):  # layers were frozen or unfrozen: the layout changed
-            self._kept = self._momenta()
-        trained = tensors_of(self.replica.exchanged)
-        parts = [torch.tensor_split(tensor, len(self._fragments)) for tensor in trained]
-        for number, fragment in enumerate(self._fragments):
-            fragment.tensors = [part[number] for part in parts]
-            fragment.common.begin(fragment.tensors)
-            fragment.since = 0
-        self._laid_out = laid_out
-        if self._kept:
-            self._lay_out_momenta()
-
-    def stop(self) -> None:
-        for fragment in self._fragments:
-            fragment.take_over()
-
-    def resynchronise(self) -> None:
-        self.make_parameters_equal()
-
-    def make_parameters_equal(self) -> None:
-        """Runs an early round of all fragments, unless no pipeline has trained since the last one."""
-        size = len(self.replica.ranks)
-        counts = torch.tensor([0] * size + [fragment.since for fragment in self._fragments], device=self.replica.device)
-        counts[self.replica.pipeline] = self._rounds
-        with waiting_for(self.replica.groups.stage, "averaging what models have moved by"):
-            dist.all_reduce(counts, group=self.replica.groups.stage)
-        rounds, updates = counts[:size].tolist(), counts[size:].tolist()
-        furthest = rounds.index(max(rounds))
-        for fragment, since in zip(self._fragments, updates, strict=True):
-            bases = [outer.base for outer in fragment.common.outer]
-            pieces = list(pieces_of(fragment.tensors))
-            moved = [piece - base for piece, base in zip(pieces, bases, strict=True)]
-            finish(FullMean(self.replica.groups.replicas()).start(moved, self.replica.everybody()))
-            if len(set(rounds)) > 1:  # a pipeline that was out of data has missed rounds
-                state = [tensor for outer in fragment.common.outer for tensor in outer.state_dict().values()]
-                weights = [float(pipeline == furthest) for pipeline in range(len(rounds))]
-                finish(TakeOver(self.replica.groups.replicas()).start(state, self.replica.everybody(weights)))
-            for piece, outer, change in zip(pieces, fragment.common.outer, moved, strict=True):
-                if since:
-                    outer.step(change)
-                piece.copy_(outer.base)
-        self._average([b for b in self.replica.parameters if not b.trains and torch.is_floating_point(b.buffer)])
-
-    def parameter_states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Returns the outer momentum."""
-        return {parameter: {MOMENTUM: momentum} for parameter, momentum in self._momenta().items()}
-
-    def load_parameter_states(self, states: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-        self._laid_out = []
-        self._kept = {parameter: state[MOMENTUM] for parameter, state in states.items() if MOMENTUM in state}
-
-    def _momenta(self) -> dict[nn.Parameter, Tensor]:
-        """Returns the momentum of each parameter that has one, frozen ones too."""
-        zeros = [[torch.zeros_like(p).view(-1) for p in parameters] for parameters in self._laid_out]
-        flats = [as_real(torch.cat(each)) for each in zeros]
-        for number, fragment in enumerate(self._fragments):
-            parts = [torch.tensor_split(flat, len(self._fragments))[number] for flat in flats]
-            for piece, momentum in zip(pieces_of(parts), fragment.common.momentum, strict=False):
-                piece.copy_(momentum)
-        found = dict(self._kept)
-        for parameters, flat in zip(self._laid_out, flats, strict=True):
-            like_parameters = flat.view(parameters[0].dtype)  # complex ones lie in buckets as real numbers
-            sizes = [p.numel() for p in parameters]
-            for p, part in zip(parameters, like_parameters.split_with_sizes(sizes), strict=True):
-                if part.any():
-                    found[p] = part.view(p.shape)
-        return found
-
-    def _lay_out_momenta(self) -> None:
-        """Gives fragments the momenta of their parameters; momenta of frozen parameters stay kept."""
-        kept = self._kept
-        flats = [
-            as_real(torch.cat([kept.pop(p, torch.zeros_like(p)).to(p).reshape(-1) for p in parameters]))
-            for parameters in self._laid_out
-        ]
-        for number, fragment in enumerate(self._fragments):
-            parts = [torch.tensor_split(flat, len(self._fragments))[number] for flat in flats]
-            fragment.common.load_momentum(parts)
-
-    def _begin(self, fragment: _Fragment, group: Group) -> float:
-        """Begins or runs one round; returns the seconds waited for the others."""
-        fragment.since = 0
-        if not self._schedule.delay:
-            return finish(fragment.mover.start(fragment.tensors, group))
-        if [copy.shape for copy in fragment.copies] != [tensor.shape for tensor in fragment.tensors]:
-            fragment.copies = [torch.empty_like(tensor) for tensor in fragment.tensors]
-        for copy, tensor in zip(fragment.copies, fragment.tensors, strict=True):
-            copy.copy_(tensor)
-        fragment.job = self._background.do(lambda: fragment.exchange(group))
-        return 0.0
-
-
-def _ids(laid_out: Sequence[Sequence[nn.Parameter]]) -> list[list[int]]:
-    return [[id(parameter) for parameter in parameters] for parameters in laid_out]
+        return OuterAveraging(replica, nesterov, Fragments(self.every, self.fragments, delay, self.mix), keeps)

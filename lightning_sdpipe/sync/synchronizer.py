@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.gradients import GradientExchange
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.options import Exchange
+from lightning_sdpipe.exchange.outer_state import NewBase, OuterState
 from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
 from lightning_sdpipe.exchange.sectioned import OwnSections
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
@@ -155,6 +156,11 @@ class Replica:
         None."""
         return None
 
+    def bases(self) -> RoundsOfBases | None:
+        """Returns the rounds of an outer optimizer among the replicas that are present, where these come and go; else
+        None."""
+        return None
+
     def mover(self) -> Mover | None:
         """Returns the mover that averages models in groups, where the exchange does not choose it; else None."""
         return None
@@ -213,6 +219,25 @@ class RoundsOfPresent(Protocol):
 
     def check_equal(self, digest: int) -> None:
         """Ends the run if the digests of the replicas, which are all together, differ."""
+
+
+class RoundsOfBases(Protocol):
+    """Rounds of an outer optimizer among replicas that come and go."""
+
+    def arrange(self, state: OuterState) -> None:
+        """Sets the state of this worker."""
+
+    def run(self, tensors: Sequence[Tensor], group: Group) -> NewBase | None:
+        """Computes the outcome of the round of ``group`` for the model ``tensors``; None if the round was dropped. Any
+        thread may call it."""
+
+    def accept(self, new: NewBase, adopt: Callable[[], None]) -> None:
+        """Calls ``adopt``, by which this worker takes over the outcome of the last round; the thread that trains calls
+        it."""
+
+    def meet(self, tensors: Sequence[Tensor], since: int) -> None:
+        """Runs a round of all replicas, which are together, unless none has trained since the last one; ``since`` is
+        the number of updates that this worker has made."""
 
 
 class Synchronizer:
@@ -300,6 +325,14 @@ class Synchronizer:
 
     def load_parameter_states(self, states: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
         """Loads the state of :meth:`parameter_states`, perhaps of another mesh; called before training."""
+
+    def handover(self) -> dict[str, Any]:
+        """Returns state that a newcomer needs besides the parameters and :meth:`parameter_states`: copies of tensors,
+        on the CPU, and numbers. Called between two turns."""
+        return {}
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Takes over the state of another pipeline's :meth:`handover`; called before training."""
 
     def _average(self, buckets: Sequence[FlatBucket]) -> None:
         self.replica.average(tensors_of(buckets))

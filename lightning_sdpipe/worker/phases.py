@@ -16,9 +16,9 @@ worker drains before it leaves and before it is absent, and does not drain withi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from enum import Enum
+from typing import Self
 
 from lightning_sdpipe.errors import ConfigurationError
 
@@ -76,8 +76,9 @@ def following(phase: Phase, event: Event) -> Phase:
     Raises:
         ConfigurationError: the user's code has caused an event that may not happen in this phase.
     """
-    if event in TRANSITIONS[phase]:
-        return TRANSITIONS[phase][event]
+    follows = TRANSITIONS[phase].get(event)
+    if follows is not None:
+        return follows
     if event in (Event.DRAIN, Event.LEAVE):
         raise ConfigurationError(
             "Something communicates with the other pipelines within an optimizer step, while older mini-batches are "
@@ -89,7 +90,8 @@ def following(phase: Phase, event: Event) -> Phase:
 
 
 class Phases:
-    """The phases that one worker is in: the one that lasts, and those that have begun in it."""
+    """The phases that one worker is in: the one that lasts, and those that have begun in it. As a context, which
+    :meth:`within` returns, it ends the innermost one."""
 
     def __init__(self) -> None:
         self._begun = [Phase.STEPPING]
@@ -101,17 +103,22 @@ class Phases:
 
     def among(self, *phases: Phase) -> bool:
         """Return whether the worker is in one of ``phases``, innermost or not."""
-        return any(phase in phases for phase in self._begun)
+        for begun in self._begun:  # noqa: SIM110  # asked often, and quicker than any() of a generator
+            if begun in phases:
+                return True
+        return False
 
     def go(self, event: Event) -> None:
         """Note that ``event`` happens, after which one of the lasting phases begins."""
-        self._begun[-1] = following(self.now, event)
+        self._begun[-1] = following(self._begun[-1], event)
 
-    @contextmanager
-    def within(self, event: Event) -> Iterator[None]:
-        """Enter the phase that follows ``event`` for the block."""
-        self._begun.append(following(self.now, event))
-        try:
-            yield
-        finally:
-            self._begun.pop()
+    def within(self, event: Event) -> Self:
+        """Begin the phase that follows ``event``; to be used as ``with phases.within(event):``, for the block."""
+        self._begun.append(following(self._begun[-1], event))
+        return self
+
+    def __enter__(self) -> None:
+        """Enter the block of the phase that has begun."""
+
+    def __exit__(self, *_: object) -> None:
+        self._begun.pop()

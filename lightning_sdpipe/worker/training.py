@@ -67,7 +67,7 @@ class Training:
     draws: StreamSwitches
     whereabouts: CollectiveGuard
     watch: NonfiniteWatch | None
-    first_failure: Callable[[], AbstractContextManager[None]]
+    first_failure: AbstractContextManager[None]
     state: PythonState | None = None
     mini_batches: int = 0
     """Mini-batches that this worker has begun since training started."""
@@ -142,7 +142,7 @@ class Training:
             size = getattr(self.trainer.train_dataloader, "batch_size", None)
             refuse_time_first(batch, size, self.trainer.lightning_module)
         if self.together:
-            with self.first_failure():
+            with self.first_failure:
                 self.rendezvous.join()
 
     def step(self, batch: Any, arguments: tuple[Any, ...], source: BatchSource) -> Tensor:
@@ -156,7 +156,7 @@ class Training:
                 return loss_with_gradients(loss, trained, [None] * len(trained), scale, self.sync.gradients)
             return self.parts.pipeline.rest(loss) if self.updating else loss
         precision, freezing = self.trainer.precision_plugin, self.parts.freezing
-        with self.whereabouts.running("training_step"), self.first_failure(), freezing.refused():
+        with self.whereabouts.running("training_step"), self.first_failure, freezing:
             context, stream, closes = precision.train_step_context, self.draws.stream, self._closes
             scale = loss_scale(precision, self._device) if self._scales else None
             step = Step("training_step", arguments, context, stream, scale, closes, freezing.generation, source.portion)
@@ -187,7 +187,7 @@ class Training:
                 with self._phases.within(Event.UPDATE):
                     return self._update(optimizer, closure, alone=True, **kwargs)
             if self._gives_nothing:
-                with self.first_failure():
+                with self.first_failure:
                     updates = self.sync.begin_without_batch(self.updates)
                 if updates:
                     with self._phases.within(Event.UPDATE):
@@ -203,7 +203,7 @@ class Training:
                     output = closure()
             else:
                 with self._phases.within(Event.UPDATE):
-                    with self.first_failure():
+                    with self.first_failure:
                         self.sync.begin(self.updates)
                     output = self._update(optimizer, closure, **kwargs)
         finally:
@@ -214,7 +214,7 @@ class Training:
 
     def evaluate(self, name: str, batch: Any, arguments: tuple[Any, ...], context: Any) -> Any:
         """Run another of the user's steps: return what the last of this worker's stages returned."""
-        with self.whereabouts.running(name), self.first_failure():
+        with self.whereabouts.running(name), self.first_failure:
             step = Step(name, arguments, context, self.draws.stream)
             output = [runner.evaluate(batch, step) for runner in self.parts.runners][-1]
         self.draws.between_steps(Point.STEP_ENDED)
@@ -232,7 +232,7 @@ class Training:
         """Finish what is in the pipeline and make all replicas equal."""
         self._refuse_underway()
         self.drain()
-        with self._phases.within(Event.LEAVE), self.first_failure():
+        with self._phases.within(Event.LEAVE), self.first_failure:
             self.parts.pipeline.settle()
             self._look()
             self.rendezvous.pause(loop.position(self.trainer))
@@ -253,7 +253,7 @@ class Training:
         self._refuse_underway()
         if not self.whereabouts.in_step:
             self.drain()
-        with self._phases.within(Event.LEAVE), self.first_failure():
+        with self._phases.within(Event.LEAVE), self.first_failure:
             self._look()
             self.rendezvous.come_together(loop.position(self.trainer))
 
@@ -266,7 +266,7 @@ class Training:
 
     def wait_for_others(self) -> SyncPoint:
         self.drain()
-        with self.first_failure():
+        with self.first_failure:
             self._look()
             return self.rendezvous.wait_for_others(loop.position(self.trainer))
 
@@ -278,18 +278,18 @@ class Training:
         self._take_over_freezing()
         self._phases.go(Event.BATCH)
         self._uneven, self.underway = False, True
-        with self.first_failure():
+        with self.first_failure:
             self.rendezvous.join()
 
     def rest(self) -> None:
         self.drain()
-        with self._phases.within(Event.LEAVE), self.first_failure():
+        with self._phases.within(Event.LEAVE), self.first_failure:
             self.parts.pipeline.settle()
             self._look()
             self.rendezvous.rest()
 
     def go_on(self) -> None:
-        with self.first_failure():
+        with self.first_failure:
             self.rendezvous.rejoin()
 
     def end_dealt(self) -> None:
@@ -315,13 +315,13 @@ class Training:
         freezing = self.parts.freezing
         if not freezing.changed():
             return
-        with self.first_failure():  # before any wait for stages that may have changed nothing
+        with self.first_failure:  # before any wait for stages that may have changed nothing
             for runner in self.parts.runners:
                 runner.link.tell_freezing()
             if self.together:
                 self.rendezvous.tell_freezing(True)
         self.pause()
-        with self.first_failure():
+        with self.first_failure:
             freezing.take_over()
             self.rendezvous.join()
 
@@ -344,7 +344,7 @@ class Training:
             self.watch.parameters(self.updates)
         self.updates += 1
         if not alone:
-            with self.first_failure():
+            with self.first_failure:
                 if self.sync.shares_next:
                     self._look()
                 with self.meter.spans[meter.EXCHANGE]:
@@ -362,7 +362,7 @@ class Training:
             strategy.optimizers[0].zero_grad()
             return strategy.backward(loss / self.trainer.accumulate_grad_batches, strategy.optimizers[0])
 
-        with self._phases.within(Event.DRAIN), torch.inference_mode(False), torch.enable_grad(), self.first_failure():
+        with self._phases.within(Event.DRAIN), torch.inference_mode(False), torch.enable_grad(), self.first_failure:
             late = 0
             while pipeline.draining:
                 self._update(strategy.optimizers[0], backward)

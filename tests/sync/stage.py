@@ -78,8 +78,8 @@ class Client:
     def leave(self) -> None:
         self._office.tell(Left(self._worker))
 
-    def ready(self, iteration: int) -> None:
-        self._office.tell(Ready(self._worker, iteration))
+    def ready(self, iteration: int, base: int | None = None) -> None:
+        self._office.tell(Ready(self._worker, iteration, base))
 
     def group(self) -> Group:
         return self._office.answer(self._worker.pipeline)
@@ -117,6 +117,7 @@ class Stage:
         train: Callable[[int, nn.Parameter, Synchronizer, Rendezvous], Any],
         scale: Callable[[], float] = lambda: 1.0,
         watch: bool = True,
+        groups: list[Group] | None = None,
     ) -> list[Any]:
         """What ``train(pipeline, parameter, synchronizer, rendezvous)`` returns for each pipeline.
 
@@ -127,8 +128,10 @@ class Stage:
             train: begins and ends outside of training.
             scale: of the loss.
             watch: see :class:`~lightning_sdpipe.sync.synchronizer.Replica`.
+            groups: gets those that were decided.
         """
         office = Office(method.policy, self.size)
+        office.groups = office.groups if groups is None else groups
 
         def work(rank: int) -> Any:
             places: Any = Places(self._crew, self._beside, rank)

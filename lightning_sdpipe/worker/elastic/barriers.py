@@ -30,7 +30,7 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
-from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfPresent, Synchronizer
+from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfBases, RoundsOfPresent, Synchronizer
 from lightning_sdpipe.topology.groups import ProcessGroups, Replicas
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
@@ -278,6 +278,7 @@ class ElasticReplica(Replica):
     means: Mover = field(kw_only=True)  # averages among the members of a group, some of which may be lost
     present: Callable[[], int] = field(kw_only=True)  # number of pipelines
     of_present: RoundsOfPresent = field(kw_only=True)
+    of_bases: RoundsOfBases | None = field(kw_only=True, default=None)
 
     @property
     def count(self) -> int:
@@ -288,6 +289,9 @@ class ElasticReplica(Replica):
 
     def rounds(self) -> RoundsOfPresent:
         return self.of_present
+
+    def bases(self) -> RoundsOfBases | None:
+        return self.of_bases
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         self.barriers.average(tensors)

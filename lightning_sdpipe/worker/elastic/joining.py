@@ -183,12 +183,14 @@ class Fit:
         with self.checkpoints.of_this_stage():
             state = state_transfer.snapshot(self.trainer)
         state["elastic"] = {"turns": turns, "updates": self.training.updates, "names": leader.names(self.trainer)}
+        state["sync"] = self.training.sync.handover()
         self.line.snapshot_taken(transfer, self.training.updates)
         state_transfer.send_state(state, self.store(transfer), self._limit)
 
     def go_on_from(self, state: State) -> None:
         """Make Lightning resume from ``state``, whatever checkpoint the run began with."""
         own = state.pop("elastic")
+        self.training.sync.take(state.pop("sync"))
         self.source.load(own["turns"])
         self.training.begin_at(own["updates"])
         leader.adopt(self.trainer, own["names"])

@@ -8,6 +8,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.pipeline_cut import is_measured
 from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import capabilities
 from lightning_sdpipe.worker.options import Options
@@ -37,9 +38,8 @@ def check_options(options: Options) -> None:
 
 
 def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) -> None:
-    """Raise ConfigurationError if a method keeps replicas equal and the scheduler decides by another policy than it
-    needs."""
-    if needed.keeps_equal and held != needed:
+    """Raise ConfigurationError if a method has rounds, and the scheduler decides by another policy than it needs."""
+    if (needed.keeps_equal or isinstance(needed, OuterRounds)) and type(held) is not type(needed):
         name = registry.name_of(needed)
         raise ConfigurationError(
             f"sync={options.sync!r} needs a scheduler that decides by {name}, and this one decides by "

@@ -183,7 +183,7 @@ class RoundBatchSource(ElasticBatchSource):
         """Wait for more batches, or for the end of the segment."""
         dealt = self._dealt
         assert dealt is not None
-        with self._turns.first_failure():
+        with self._turns.first_failure:
             while self._next is None and (more := dealt.wait(*seconds)):
                 self._next = dealt.take()
         if self._next is None:

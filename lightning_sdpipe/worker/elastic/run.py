@@ -21,11 +21,12 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.loop.loop import ClockChecks
-from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
@@ -47,6 +48,7 @@ from lightning_sdpipe.worker.elastic.round_batches import RoundBatchSource
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection
 from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
 from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice
+from lightning_sdpipe.worker.elastic.surviving_bases import SurvivingBases
 from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.run import vote_in_the_world
@@ -68,6 +70,12 @@ class _Place:
     commands: CommandChannel
     leaving: LeaveNotice
     rounds: SurvivingRounds
+    bases: SurvivingBases | None
+    """Rounds of an outer optimizer, if the method has one."""
+
+    def hand_over(self, sequence: int, group: Group) -> None:
+        """Give other members of ``group`` the result of a group."""
+        (self.bases or self.rounds).hand_over(sequence, group)
 
 
 class ElasticRun:
@@ -135,7 +143,7 @@ class ElasticRun:
             Callbacks(
                 epoch=lambda epoch: self._opened.epochs.enter(epoch),
                 broke=lambda sequence: self._opened.epochs.broke(sequence),
-                hands_over=lambda sequence, group: self._opened.rounds.hand_over(sequence, group),
+                hands_over=lambda sequence, group: self._opened.hand_over(sequence, group),
             ),
             self._give_up,
         )
@@ -165,14 +173,19 @@ class ElasticRun:
             connection.client,
             line,
             epochs,
-            lambda said: self._met(said),
+            lambda said: self._where_to_meet().meet(said),
             commands.on_any_stage,
         )
-        self._place = _Place(worker, line, connection.client, epochs, commands, leaving, rounds)
+        bases = (
+            SurvivingBases(worker, connection.client, line, epochs, self._where_to_meet, traffic)
+            if isinstance(policy, OuterRounds)
+            else None
+        )
+        self._place = _Place(worker, line, connection.client, epochs, commands, leaving, rounds, bases)
 
-    def _met(self, said: bytes) -> Met:
+    def _where_to_meet(self) -> Barriers:
         assert self._barriers is not None
-        return self._barriers.meet(said)
+        return self._barriers
 
     def _placed_row(self, placement: Placement) -> tuple[int, ...]:
         device = self._strategy.root_device
@@ -244,6 +257,7 @@ class ElasticRun:
             means=FaultTolerantMean(place.epochs, line),
             present=lambda: max(1, len(line.epoch.members)),
             of_present=place.rounds,
+            of_bases=place.bases,
         )
 
     def rendezvous(self, sync: Synchronizer) -> Rendezvous:

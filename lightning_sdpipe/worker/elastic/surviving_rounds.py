@@ -23,8 +23,9 @@ from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler import membership_protocol as e
+from lightning_sdpipe.topology.groups import Replicas
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
+from lightning_sdpipe.worker.elastic.hand_overs import HandOvers, TogetherService
 
 log = logging.getLogger(__name__)
 
@@ -42,16 +43,6 @@ class Readiness(Protocol):
 
     def group_if_known(self) -> Group | None:
         """Return the members of the round, if they are known."""
-
-
-class TogetherService(Protocol):
-    """The scheduler's interface to any thread."""
-
-    def completed(self, sequence: int) -> None:
-        """Report that this worker has the result of the group of that number."""
-
-    def regroup(self, group: Group) -> e.Again:
-        """Report that this worker lacks the result; return which members try again, or which one hands it over."""
 
 
 class SurvivingRounds:
@@ -81,15 +72,13 @@ class SurvivingRounds:
         """Batch that the next round is trained on, if any."""
         self.on_round: Callable[[Round], None] = lambda outcome: None
         """Called with each outcome, before the optimizer steps."""
-        self.retried = self.taken = 0
-        """Number of rounds that were tried again, and of those whose mean was handed over."""
+        self.hand_overs = HandOvers(line, epochs, self._give)
         self._rounds: PresentRounds | None = None
         self._sums: SumInPlace | None = None
         self._group: Group | None = None
         self._number = -1  # of the round; pipelines differ in how many rounds they took part in without a batch
         self._waits = False
         self._thread = 0
-        self._given: set[tuple[int, int]] = set()
 
     def arrange(self, parameters: Sequence[nn.Parameter], cap: int, watch: bool) -> None:
         """Take the gradients of ``parameters`` from now on."""
@@ -131,7 +120,7 @@ class SurvivingRounds:
                 log.info("the round %d has broken: %s", group.sequence, str(error).splitlines()[0])
                 self._break_off(group)
                 self.rounds.begin_again()
-                outcome, group = self._ask(group)
+                outcome, group = self.hand_overs.ask(group, self._take)
         self._epochs.use(None)
         if len(group.members) > 1:
             self._line.completed(group.sequence)
@@ -142,9 +131,7 @@ class SurvivingRounds:
     def hand_over(self, sequence: int, group: Group) -> None:
         """Give the other members of ``group`` the mean of the group ``sequence``, which this worker has. Does not wait;
         any thread may call it, and again."""
-        if (sequence, group.epoch) not in self._given:
-            self._given.add((sequence, group.epoch))
-            threading.Thread(target=self._give, args=[sequence, group], name="handing over", daemon=True).start()
+        self.hand_overs.hand_over(sequence, group)
 
     def check_equal(self, digest: int) -> None:
         """End the run if replicas, which are all together, are not equal.
@@ -190,32 +177,11 @@ class SurvivingRounds:
             self._epochs.give_up(group)
         self._epochs.use(None)
 
-    def _ask(self, group: Group) -> tuple[Round | None, Group]:
-        """Return the outcome of ``group``, if a member has it; else the members that try again."""
-        while True:
-            self._epochs.wait_for_newest()
-            again = self._line.regroup(group)
-            if again.source < 0:
-                self.retried += 1
-                return None, again.group
-            self._epochs.use(again.group)
-            try:
-                replicas = self._epochs.replicas(again.group)
-                outcome = self.rounds.take_over(again.source, group, replicas)
-            except WorkerFailedError as error:
-                log.info("the mean of round %d did not come: %s", group.sequence, str(error).splitlines()[0])
-                self._epochs.give_up(again.group)
-                self._epochs.use(None)
-            else:
-                self.taken += 1
-                return outcome, group
+    def _take(self, source: int, broken: Group, group: Group, replicas: Replicas) -> Round:
+        return self.rounds.take_over(source, broken, replicas)
 
-    def _give(self, sequence: int, group: Group) -> None:
-        try:
-            if not self.rounds.hand_over(sequence, group, self._epochs.replicas(group)):
-                log.warning("the mean of round %d is asked for, and not kept any more", sequence)
-        except WorkerFailedError as error:  # members that did not get it ask again
-            log.info("the mean of round %d was not taken: %s", sequence, str(error).splitlines()[0])
+    def _give(self, sequence: int, group: Group, replicas: Replicas) -> bool:
+        return self.rounds.hand_over(sequence, group, replicas)
 
     def _check(self, outcome: Round) -> None:
         mine = outcome.marks[self._worker.pipeline]

@@ -1,0 +1,152 @@
+"""Worker's half of DiLoCo by quorum: rounds of those that are ready, whose bases may differ.
+
+A round goes on at once, or with ``overlap="step"`` beside the next mini-batch. Its outcome is put into the model by the
+thread that trains, whole. Where pipelines come and go, ``bases`` carries rounds out among those that are there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.background import Background, Job
+from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov, OuterModel
+from lightning_sdpipe.exchange.outer_state import NewBase, OuterState, OwnBase
+from lightning_sdpipe.p2p import labelled
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.sync.outer_averaging import OuterAveraging
+from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfBases
+
+
+class QuorumAveraging(OuterAveraging):
+    """Averages in rounds of some replicas. Memory: that of :class:`OuterAveraging`, and the model once more during a
+    round; with ``overlap="step"`` a copy of the model besides.
+
+    Args:
+        replica: this worker.
+        nesterov: options of the outer optimizer.
+        every: updates between two rounds.
+        bases: rounds where pipelines come and go; else None.
+    """
+
+    def __init__(self, replica: Replica, nesterov: Nesterov, every: int, bases: RoundsOfBases | None) -> None:
+        self._late = replica.exchange.overlap == "step"
+        super().__init__(replica, nesterov, Fragments(every, delay=int(self._late)), keeps=False)
+        (self._whole,) = self._fragments
+        self._state, self._bases = OuterState(self._whole.common), bases
+        if bases is not None:
+            bases.arrange(self._state)
+        self._beside = Background("a round of bases beside training", 2 * replica.timeout.total_seconds())
+        self._job: Job | None = None
+        self._came: NewBase | None = None
+        self._sent: list[Tensor] = []
+        self._before = 0
+        """Number of updates since the round before the last one."""
+        self._given: tuple[int, list[Tensor]] | None = None
+        self._begins_anew = True
+        """Whether the model is the base when training starts next."""
+
+    @classmethod
+    def codec(cls, replica: Replica, nesterov: Nesterov, mix: float) -> OuterModel:
+        return OwnBase(replica.exchange.payload, replica.pipeline, nesterov, mix)
+
+    def announce(self, iteration: int) -> None:
+        """Tells the scheduler that this worker is ready, and what its base is, if a round begins after this update."""
+        self._update = iteration + 1
+        if self._schedule.begin(self._update):
+            self.replica.client.ready(iteration, self._state.base)
+            self.announced = True
+
+    def synchronise(self) -> None:
+        """Adopts the base of the last round, and runs or begins the round that is due."""
+        start = time.perf_counter()
+        self._whole.since += 1
+        waited, members = self._adopt(), 1
+        if self.announced:
+            asked = time.perf_counter()
+            with labelled("group"):
+                group = self.replica.client.group()
+            self.announced = False
+            waited += time.perf_counter() - asked
+            members = len(group.members)
+            self._begin_round(group)
+        self.statistics.count(members, waited, time.perf_counter() - start - waited)
+
+    def start(self) -> None:
+        """Begins with the model as the base, unless it only rested; or with the base that another pipeline gave."""
+        if not self._begins_anew:
+            return
+        self._begins_anew = False
+        super().start()
+        if self._given is not None:
+            self._state.load(*self._given)
+            self._state.put(self._whole.tensors)
+            self._given = None
+
+    def stop(self) -> None:
+        self._adopt()
+
+    def make_parameters_equal(self) -> None:
+        """See the base class; here it is a round of all that are present."""
+        self._begins_anew = True
+        if self._bases is None:
+            self._base = self._state.base
+            super().make_parameters_equal()
+            self._state.base = self._base
+            return
+        self._bases.meet(self._whole.tensors, self._whole.since)
+        self._average_frozen()
+
+    def handover(self) -> dict[str, Any]:
+        """See the base class: the base, and its momentum."""
+        base, tensors = self._state.copy()
+        return {"base": base, "state": [tensor.cpu() for tensor in tensors]}
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        self._given = state["base"], state["state"]
+
+    def _begin_round(self, group: Group) -> None:
+        """Runs the round of ``group``, or begins it beside training."""
+        tensors, self._before, self._whole.since = self._whole.tensors, self._whole.since, 0
+        if self._late:
+            if [copy.shape for copy in self._sent] != [tensor.shape for tensor in tensors]:
+                self._sent = [torch.empty_like(tensor) for tensor in tensors]
+            for copy, tensor in zip(self._sent, tensors, strict=True):
+                copy.copy_(tensor)
+            self._job = self._beside.do(lambda: self._run(self._sent, group))
+        else:
+            with torch.no_grad():
+                self._run(tensors, group)
+            self._adopt()
+
+    def _run(self, tensors: Sequence[Tensor], group: Group) -> None:
+        """Computes the outcome of a round: None if it was dropped."""
+        if group.lineage is None:
+            raise ConfigurationError(
+                "DiLoCo by quorum needs a scheduler that decides by outer_rounds, and this one names no bases in group "
+                f"{group.sequence} ({group.reason}). Start it with --policy outer_rounds, or leave --policy out."
+            )
+        if self._bases is not None:
+            self._came = self._bases.run(tensors, group)
+        elif group.lineage.goes_on:
+            self._came = self._state.make(tensors, group, self._whole.mover, self._replicas)
+        if self._came is None:
+            self._whole.since += self._before
+
+    def _adopt(self) -> float:
+        """Puts the outcome of the round that is under way into the model; returns the seconds waited for it."""
+        waited = 0.0
+        if self._job is not None:
+            job, self._job = self._job, None
+            waited = job.wait()
+        new, self._came = self._came, None
+        if new is not None:
+            adopt = partial(self._state.adopt, new, self._whole.tensors, self._sent if self._late else None)
+            adopt() if self._bases is None else self._bases.accept(new, adopt)
+        return waited

@@ -1,0 +1,135 @@
+"""DiLoCo by quorum, in threads, beside its formula: what members bring are changes from bases of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.options import Exchange
+from lightning_sdpipe.exchange.payloads import EightBit
+from lightning_sdpipe.policies import Group
+from lightning_sdpipe.sync import DiLoCo
+from lightning_sdpipe.sync.rendezvous import Rendezvous
+from lightning_sdpipe.sync.synchronizer import Synchronizer
+from tests.exchange.test_group_mean import values
+from tests.exchange.threads import one_thread
+from tests.sync.stage import Stage
+
+N, SIZE, EVERY = 3, 50, 2
+LR, MOMENTUM = 0.7, 0.9
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with one_thread():
+        yield Stage(N)
+
+
+def equal(pipeline: int) -> Tensor:
+    return values(99, SIZE)
+
+
+def change(pipeline: int, update: int) -> Tensor:
+    return 0.1 * values(100 * update + pipeline, SIZE)
+
+
+class Work:
+    """Trains so many updates from a number on; the straggler begins when the others have made two rounds."""
+
+    def __init__(self, straggler: int | None = None) -> None:
+        self.straggler, self.others = straggler, threading.Barrier(N)
+        self.groups: list[Group] = []
+
+    def __call__(self, pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> Tensor:
+        rendezvous.join()
+        if self.straggler is not None:
+            if pipeline != self.straggler:
+                self.update(pipeline, parameter, sync, range(2 * EVERY))
+            self.others.wait(20)
+            if pipeline == self.straggler:
+                self.update(pipeline, parameter, sync, range(EVERY))
+            else:
+                self.update(pipeline, parameter, sync, range(2 * EVERY, 3 * EVERY))
+        else:
+            self.update(pipeline, parameter, sync, range(3 * EVERY))
+        rendezvous.pause(position=3 * EVERY)
+        return parameter.detach().clone()
+
+    def update(self, pipeline: int, parameter: nn.Parameter, sync: Any, numbers: range) -> None:
+        for number in numbers:
+            sync.announce(number)
+            parameter.data.add_(change(pipeline, number))
+            sync.synchronise()
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [Exchange(), Exchange(EightBit(block=64)), Exchange(overlap="step"), Exchange(EightBit(), "step")],
+    ids=str,
+)
+def test_rounds_of_all_are_those_without_a_quorum_bit_for_bit(stage: Stage, exchange: Exchange) -> None:
+    ours, usual = (stage.run(DiLoCo(EVERY, LR, MOMENTUM, quorum=q), exchange, equal, Work()) for q in (1.0, None))
+    for found in ours:
+        assert torch.equal(found, usual[0])
+
+
+def expected(groups: list[Group], straggler: int) -> Tensor:
+    bases = dict.fromkeys(range(N), -1)
+    states = {-1: (equal(0), torch.zeros(SIZE))}
+    moved = {pipeline: torch.zeros(SIZE) for pipeline in range(N)}
+    made = dict.fromkeys(range(N), 0)
+
+    def step(base: int, members: list[int]) -> tuple[Tensor, Tensor]:
+        phi, m = states[base]
+        mean = torch.stack([moved[i] for i in members]).mean(0)
+        m = MOMENTUM * m + mean
+        return phi + LR * (mean + MOMENTUM * m), m
+
+    for group in groups:
+        members = [worker.pipeline for worker in group.members]
+        assert group.lineage is not None
+        assert group.lineage.bases == tuple(bases[i] for i in members)
+        for i in members:
+            moved[i] = moved[i] + sum(change(i, number) for number in range(made[i], made[i] + EVERY))
+            made[i] += EVERY
+        if group.lineage.goes_on:
+            states[group.sequence] = step(max(bases[i] for i in members), members)
+            bases |= dict.fromkeys(members, group.sequence)
+            moved |= {i: torch.zeros(SIZE) for i in members}
+    assert made == {i: EVERY if i == straggler else 3 * EVERY for i in range(N)}
+    newest = max(bases.values())
+    return step(newest, [*range(N)])[0] if any(each.any() for each in moved.values()) else states[newest][0]
+
+
+@pytest.mark.parametrize("exchange", [Exchange(), Exchange(overlap="step")], ids=str)
+def test_a_straggler_brings_the_change_from_its_own_base_and_gets_the_newest(stage: Stage, exchange: Exchange) -> None:
+    work = Work(straggler=2)
+    outcomes = stage.run(DiLoCo(EVERY, LR, MOMENTUM, quorum=2, grace=0.0), exchange, equal, work, groups=work.groups)
+    wanted = expected(work.groups, straggler=2)
+    assert [len(group.members) for group in work.groups[:2]] == [2, 2]
+    behind = [group for group in work.groups if group.lineage is not None and len(set(group.lineage.bases)) > 1]
+    assert behind, "the straggler met the others"
+    for found in outcomes:
+        assert torch.equal(found, outcomes[0])
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("values", "instead"),
+    [
+        ({"quorum": 0}, "quorum=0 is not allowed; give a number of pipelines from 1"),
+        ({"quorum": 2, "fragments": 2}, "Use fragments=1"),
+        ({"quorum": 2, "delay": 1}, "Use delay=0, with exchange=Exchange"),
+        ({"quorum": 0.5, "mix": 0.5}, "Use mix=0"),
+        ({"grace": 2.0}, "or a quorum, such as 0.5"),
+    ],
+)
+def test_what_a_quorum_does_not_go_with_is_refused_with_what_does(values: dict[str, Any], instead: str) -> None:
+    with pytest.raises(ConfigurationError, match=instead):
+        DiLoCo(**values)

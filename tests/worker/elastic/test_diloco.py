@@ -1,0 +1,104 @@
+"""DiLoCo of the pipelines that are there, on real processes that are killed in every phase of a round."""
+
+from __future__ import annotations
+
+import os
+import signal
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.exchange.options import Exchange
+from lightning_sdpipe.exchange.outer_state import NewBase, OuterState
+from lightning_sdpipe.exchange.payloads import EightBit
+from lightning_sdpipe.sync import DiLoCo
+from tests.worker.elastic.jobs import Diary, ElasticRun, elastic_run, fit
+from tests.worker.elastic.test_runs import SAMPLES, check_that_replicas_were_equal
+
+pytestmark = pytest.mark.distributed
+
+
+class Bases(Callback):
+    """Writes down each base that this process trains from, and the number of the round that has made it."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, SDPipeStrategy)
+        (diary,) = (each for each in trainer.callbacks if isinstance(each, Diary))  # type: ignore[attr-defined]
+        adopt = OuterState.adopt
+
+        def adopts(state: OuterState, new: NewBase, tensors: Sequence[Tensor], *sent: Any) -> None:
+            adopt(state, new, tensors, *sent)
+            digest = zlib.crc32(b"".join(tensor.numpy().tobytes() for tensor in state.tensors()))
+            diary.note(base=state.base, digest=digest, behind=bool(new.received), made=bool(new.moved))
+
+        OuterState.adopt = adopts  # type: ignore[method-assign]
+
+
+def kill_in_round(phase: str, rounds: int) -> None:
+    """Ends this process in that round, when it has sent its part, or when it has the new base."""
+    make, adopt, seen = OuterState.make, OuterState.adopt, [0]
+
+    def makes(state: OuterState, *arguments: Any) -> NewBase:
+        new = make(state, *arguments)
+        seen[0] += 1
+        if phase == "made" and seen[0] == rounds:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return new
+
+    def adopts(state: OuterState, *arguments: Any) -> None:
+        adopt(state, *arguments)
+        if phase == "adopted" and seen[0] == rounds:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    OuterState.make = makes  # type: ignore[method-assign]
+    OuterState.adopt = adopts  # type: ignore[method-assign]
+
+
+def train(directory: Path, sync: DiLoCo, exchange: Exchange, phase: str = "", rank: int = 0) -> None:
+    if phase and int(os.environ["RANK"]) == rank:
+        kill_in_round(phase, 4)
+    fit(directory, SAMPLES, {"sync": sync, "exchange": exchange}, more=[Bases()])
+
+
+def check(run: ElasticRun, pipelines: list[int]) -> int:
+    """That a round's base is the same wherever it is adopted; how many were."""
+    seen: dict[int, set[int]] = {}
+    for pipeline in pipelines:
+        for start in run.rows(pipeline, 0):
+            for row in start:
+                if row.get("made"):
+                    seen.setdefault(row["base"], set()).add(row["digest"])
+    return len(seen)
+
+
+@pytest.mark.parametrize(
+    ("sync", "exchange", "phase"),
+    [
+        (DiLoCo(every=4), Exchange(), "made"),
+        (DiLoCo(every=4, quorum=0.5), Exchange(EightBit(), overlap="step"), "adopted"),
+    ],
+    ids=["all", "quorum in eight bits beside the next step"],
+)
+def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, sync: DiLoCo, exchange: Exchange, phase: str) -> None:
+    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3", "--policy", "outer_rounds") as run:
+        for pipeline in range(3):
+            run.start(pipeline, partial(train, tmp_path, sync, exchange, phase if pipeline == 2 else ""))
+        run.wait(lambda: run.jobs[2].ended(), "the death of pipeline 2")
+        run.wait_for_turns([0, 1], 12)
+        run.start(2, partial(train, tmp_path, sync, exchange))
+        run.wait(lambda: len(run.rows(2)) == 2, "the newcomer's first turn")
+        run.wait_for_turns([2], 16)
+        codes = run.finish()
+        assert set(codes) == {0, 1, 2}
+        assert {code for each in codes.values() for code in each} == {0}, run.said()
+        assert check(run, [0, 1, 2]) > 4
+        check_that_replicas_were_equal(run, [0, 1, 2])
