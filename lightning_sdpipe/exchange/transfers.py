@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +23,7 @@ class Transfers:
     works: list[tuple[str, dist.Work]]  # the other side of each, and the work
     staged: list[tuple[Tensor, Tensor]]  # where a message arrives, and where it is to go
     kept: list[Tensor]
+    limit: timedelta = timedelta(0)  # zero: that of the process group
 
     def wait(self) -> None:
         """Waits until all messages have arrived and left.
@@ -31,7 +33,7 @@ class Transfers:
         """
         for peer, work in self.works:
             try:
-                work.wait()
+                work.wait(self.limit)
             except RuntimeError as error:
                 raise _failed(peer, error) from error
         for arrived, aim in self.staged:
@@ -52,7 +54,7 @@ def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: 
     Raises:
         WorkerFailedError: a member is gone already.
     """
-    transfers = Transfers([], [], [])
+    transfers = Transfers([], [], [], replicas.limit)
     replicas.traffic.add(sum(tensor.nbytes for tensor in outgoing.values()))
     operations = []
     for pipeline, aim in into.items():

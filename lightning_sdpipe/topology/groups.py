@@ -46,6 +46,9 @@ class Replicas:
     stage: int
     pipeline: int  # this worker's
     traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
+    limit: timedelta = timedelta(0)
+    """Timeout of a message. Zero leaves that of the process group: for gloo, the time in which it was to be made. With
+    NCCL a timeout would block the host."""
 
     @property
     def pipelines(self) -> Sequence[int]:

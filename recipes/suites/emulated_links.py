@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from typing import Any, cast
@@ -85,14 +86,14 @@ class Held:
             self._error = error
         self._begun.set()
 
-    def wait(self) -> None:
-        """Until the receiver has taken it."""
+    def wait(self, limit: timedelta = timedelta(0)) -> None:
+        """Until the receiver has taken it; ``limit`` is that of the real transfer."""
         if not self._begun.wait(PATIENCE):
             raise RuntimeError(f"an emulated link was busy for {PATIENCE:.0f} s")
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
         assert self._work is not None
-        self._work.wait()
+        self._work.wait(limit)
 
 
 @contextmanager

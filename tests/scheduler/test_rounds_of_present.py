@@ -1,5 +1,6 @@
-"""Rounds of gradients in virtual time, on the service and on the clients' own cores: members die, and exchanges break
-off when some have the mean and others have not. Whatever happens, all that are left have the same one."""
+"""Rounds of gradients in virtual time, on the service and on the clients' own cores: members die, newcomers take over
+the state of others, the scheduler is started again, and exchanges break off when some have the mean and others have
+not. Whatever happens, all that are left have the same means."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
+from lightning_sdpipe.membership.members import Receive
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.scheduler import membership_protocol as e
@@ -35,6 +37,16 @@ class Process:
     """In which it is handed over."""
     asked: bool = False
     handed: set[int] = field(default_factory=set)
+    begins: bool = False
+    """It trains, from its first round or with the state of another one."""
+    offer: Receive | None = None
+    """A state that it is to get."""
+    copies: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    """States that it gives, by transfer."""
+    tells: set[f.Key] = field(default_factory=set)
+    """Copies of which the scheduler has not heard yet."""
+    number: int = 0
+    """Rounds that it took part in."""
 
     @property
     def pipeline(self) -> int:
@@ -42,11 +54,12 @@ class Process:
 
 
 class Rounds:
-    """A run; ``breaks`` is how likely an exchange breaks off for one of its members, and ``restarts`` how likely the
-    scheduler is started again in a step."""
+    """A run; ``breaks`` is how likely an exchange breaks off for one of its members, and ``restarts`` and ``newcomers``
+    how likely the scheduler, or a pipeline that died, is started again in a step."""
 
-    def __init__(self, seed: int, breaks: float, restarts: float) -> None:
+    def __init__(self, seed: int, breaks: float, restarts: float, newcomers: float = 0.0) -> None:
         self.rng, self.breaks, self.restarts, self.now = random.Random(seed), breaks, restarts, 0.0
+        self.newcomers, self.rounds, self.starts = newcomers, 5 * ROUNDS if newcomers else ROUNDS, 0
         self.service = self.start_scheduler()
         self.processes = [Process(Conversation(Worker(0, i), 100 + i)) for i in range(PIPELINES)]
         self.lines: dict[bytes, deque[Any]] = {}
@@ -55,12 +68,15 @@ class Rounds:
             process.talk.ask(e.Enrol, {"model": "linear"})
 
     def run(self) -> None:
-        while any(not p.dead and len(p.model) < ROUNDS for p in self.processes):
+        while any(not p.dead and len(p.model) < self.rounds for p in self.processes):
             self.now += STEP
             assert self.now < 120.0, [(p.pipeline, p.dead, p.model, p.group, p.asked) for p in self.processes]
             alive = [p for p in self.processes if not p.dead]
-            if len(alive) > 1 and self.rng.random() < 0.01:
-                self.die(self.rng.choice(alive))
+            trains = [p for p in alive if p.begins]
+            if self.newcomers and self.rng.random() < self.newcomers:
+                self.start_again()
+            if len(trains) > 1 and self.rng.random() < 0.01:
+                self.die(self.rng.choice(trains))
             if self.restarts and self.now > 1.0 and self.rng.random() < self.restarts:
                 self.service = self.start_scheduler()
             self.deliver(self.service.tick(self.now))
@@ -76,6 +92,14 @@ class Rounds:
     def die(self, process: Process) -> None:
         process.dead = True
         self.say(process, process.talk._make(e.Depart, False), e.peer_of)
+
+    def start_again(self) -> None:
+        there = {p.pipeline for p in self.processes if not p.dead}
+        for pipeline in sorted({*range(PIPELINES)} - there)[:1]:
+            self.starts += 1
+            process = Process(Conversation(Worker(0, pipeline), 1000 * self.starts + pipeline))
+            self.processes.append(process)
+            process.talk.ask(e.Enrol, {"model": "linear"})
 
     def say(self, process: Process, request: Any, line: Any) -> None:
         peer = line(process.talk.worker, process.talk.incarnation)
@@ -112,6 +136,12 @@ class Rounds:
                 process.handed.add(sequence)
             case f.Came(m.Ready, m.Answer(group=group)):
                 process.group = group
+            case f.Replied(key, e.Noted()):
+                process.tells.discard(key)
+            case f.Replied(_, e.Start()):
+                process.begins = True
+            case f.Replied(_, e.Get(receive=receive)):
+                process.offer = receive
 
     def break_off(self, process: Process) -> None:
         lost = process.given or process.group
@@ -124,22 +154,42 @@ class Rounds:
 
     def go_on(self, process: Process) -> None:
         asks, talk = process.talk.training, process.talk
-        if not talk.epoch.number or process.asked or len(process.model) == ROUNDS:
+        if process.offer is not None:
+            self.receive(process, process.offer)
+        if process.begins and process.group is None and not asks.asks(m.Ready):
+            for transfer in talk.donations:
+                process.copies[transfer] = list(process.model)
+                process.tells.add(talk.ask(e.TellSnapshot, transfer, len(process.model)))
+        if process.tells or not process.begins or process.asked or len(process.model) == self.rounds:
             return
         if not asks.joined:
             if not asks.asks(m.Join):
                 self.say(process, asks.ask(m.Join), m.routing_id)
         elif process.group is None:
             if not asks.asks(m.Ready):
-                self.say(process, asks.ask(m.Ready, len(process.model)), m.routing_id)
+                self.say(process, asks.ask(m.Ready, process.number), m.routing_id)
         elif process.given is not None:
             self.take(process, process.given)
         else:
             self.exchange(process, process.group)
 
+    def receive(self, process: Process, offer: Receive) -> None:
+        """Takes over a state; the transfer breaks off if its donor dies."""
+        donor = self.newest(offer.donor)
+        if process.talk.offered != offer.transfer or donor.dead or self.rng.random() < self.breaks:
+            process.talk.ask(e.TellReceived, offer.transfer, -1, "its donor is gone")
+            process.offer = None
+        elif offer.transfer in donor.copies and self.rng.random() < 0.2:
+            process.model = list(donor.copies[offer.transfer])
+            process.talk.ask(e.TellReceived, offer.transfer, len(process.model))
+            process.offer = None
+
+    def newest(self, pipeline: int) -> Process:
+        return next(p for p in reversed(self.processes) if p.pipeline == pipeline)
+
     def exchange(self, process: Process, group: Group) -> None:
         """It ends when all members have begun it, or are dead; for each of them it may break off then."""
-        members = [self.processes[worker.pipeline] for worker in group.members]
+        members = [self.newest(worker.pipeline) for worker in group.members]
         known = [p for p in members if p.group is not None and p.group.sequence == group.sequence]
         done = [p for p in members if group.sequence in p.talk._completed]
         if any(p.dead for p in members) or (len(members) > 1 and self.rng.random() < self.breaks):
@@ -148,7 +198,7 @@ class Rounds:
             self.step(process, tuple(p.pipeline for p in members))
 
     def take(self, process: Process, given: Group) -> None:
-        source = self.processes[next(w.pipeline for w, x in zip(given.members, given.weights, strict=True) if x)]
+        source = self.newest(next(w.pipeline for w, x in zip(given.members, given.weights, strict=True) if x))
         if source.dead or self.rng.random() < self.breaks:
             self.break_off(process)
         elif given.sequence in source.handed:
@@ -159,6 +209,7 @@ class Rounds:
         assert process.group is not None
         process.talk.completed(process.group.sequence)
         process.model.append(mean)
+        process.number += 1
         process.group = process.given = None
 
 
@@ -175,3 +226,15 @@ def test_all_that_are_left_have_stepped_with_the_same_means(breaks: float, resta
             assert tuple(dead.model[:-1]) == model[: max(0, len(dead.model) - 1)], "all but its last one are theirs"
         taken += rounds.taken
     assert taken or not breaks, "none was handed over"
+
+
+@pytest.mark.parametrize(("breaks", "restarts"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.02), (0.1, 0.02)])
+def test_newcomers_are_in_every_round_after_the_state_that_they_took_over(breaks: float, restarts: float) -> None:
+    begun = 0
+    for seed in range(12):
+        rounds = Rounds(seed, breaks, restarts, newcomers=0.1)
+        rounds.run()
+        models = {tuple(p.model) for p in rounds.processes if not p.dead and p.begins}
+        assert len(models) == 1, (seed, models)
+        begun += sum(p.begins for p in rounds.processes[PIPELINES:])
+    assert begun > 20, "hardly any newcomer has trained"

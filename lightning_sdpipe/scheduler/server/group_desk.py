@@ -226,7 +226,7 @@ class GroupDesk:
                 self._outbox.say(peer, e.Waits(request.number, named(missing)))
         elif session.answer is not None and session.iteration == iteration:
             self._outbox.say(peer, session.answer)
-        elif reported.answers and (answer := reported.answer_to(request.worker, iteration)) is not None:
+        elif reported.answers and (answer := self._reported_to(session.worker, iteration)) is not None:
             session.is_ready(iteration)
             self._answer(session, answer)
             self._carry_out(self._driver.tell(Answered(session.worker, iteration), now), now)
@@ -236,6 +236,14 @@ class GroupDesk:
             decisions = self._driver.tell(Ready(session.worker, iteration, request.base), now)
             session.is_ready(iteration)
             self._carry_out(decisions, now)
+
+    def _reported_to(self, worker: Worker, iteration: int) -> m.Answer | None:
+        """Return the group that an earlier scheduler answered this ready with, unless that was a ready of an earlier
+        start of ``worker``, whose iterations have the same numbers."""
+        answer = self.reported.answer_to(worker, iteration)
+        if answer is None or not self._process_groups.in_use:
+            return answer
+        return answer if self._process_groups.was_member(worker, answer.group.epoch) else None
 
     def hear_beat(self, beat: e.Beat, peer: bytes, now: float) -> None:
         """Note a worker's heartbeat and its speed; tell a worker that wrongly believes to take part."""

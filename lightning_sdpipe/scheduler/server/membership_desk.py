@@ -24,7 +24,7 @@ from lightning_sdpipe.scheduler.server.key_value_store import KeyValueStore
 from lightning_sdpipe.scheduler.server.lease_desk import LeaseDesk
 from lightning_sdpipe.scheduler.server.liveness import Levels, Liveness
 from lightning_sdpipe.scheduler.server.outbox import DeferredRequests, Outbox
-from lightning_sdpipe.scheduler.server.process_groups import REMAKE_AFTER, ProcessGroupRegistry
+from lightning_sdpipe.scheduler.server.process_groups import ProcessGroupRegistry
 from lightning_sdpipe.scheduler.server.row_desk import SpanDesk
 from lightning_sdpipe.scheduler.server.setting_out import SettingOut
 
@@ -69,7 +69,7 @@ class MembershipDesk:
         self._process_groups, self._presence = process_groups, presence
         self._beat, self._limit = min(LONGEST_BEAT, limit / BEATS_PER_LIMIT), limit
         self._store, self._early = KeyValueStore(), DeferredRequests()
-        self._setting_out = SettingOut(membership, groups, presence, self._early, together)
+        self._setting_out = SettingOut(membership, groups, process_groups, presence, self._early, together)
         self.spans = SpanDesk(presence.incarnations, groups.rows.about, outbox)
         self._levels, here = Levels(membership, outbox), presence.incarnations
         self._answers = GroupDelivery(groups, process_groups, here, self._unreachable, self._levels, outbox, limit)
@@ -171,7 +171,7 @@ class MembershipDesk:
             return False
         if self._trains(worker, incarnation):
             behind_its_join = isinstance(request, m.Ready) and worker in self._early  # else it is told to join again
-            if not behind_its_join and (not isinstance(request, m.Join) or self._may_begin(request, now)):
+            if not behind_its_join and (not isinstance(request, m.Join) or self._setting_out.may_begin(request, now)):
                 return True
         elif self._presence.incarnations.get(worker) != incarnation:
             self._outbox.say(e.peer_of(worker, incarnation), e.Stranger())
@@ -191,6 +191,7 @@ class MembershipDesk:
         workers = [] if self.membership.recovering else self._early.workers()
         for worker in workers:
             yield from self._due_of(worker, e.Enrol, (), now)
+        self._setting_out.expect_new_members(now)
         together = self._setting_out.due()
         for worker in (worker for worker in workers if worker.stage in together):
             yield from self._due_of(worker, e.Enrol | m.Join, together, now)
@@ -207,7 +208,7 @@ class MembershipDesk:
                 return
             reason = self.membership.roster.tombstone(worker.pipeline, request.incarnation)
             begins = isinstance(request, m.Join | e.Enrol) and worker.stage not in together
-            waits = begins and not self._may_begin(request, now)
+            waits = begins and not self._setting_out.may_begin(request, now)
             if reason is None and (waits or not self._trains(worker, request.incarnation)):
                 return
             self._early.pop(worker)
@@ -242,6 +243,7 @@ class MembershipDesk:
                 self._levels.tell()  # so that its connection is there when it starts
             if resumes is not None:
                 self._early.keep(peer, request, now)  # the rest of it is for when all are back
+                self._setting_out.resumes(worker, incarnation, resumes)
             if resumes is None and fixed and not core.recovering:
                 self._outbox.say(peer, e.Start(core.epoch, fresh=True))
         if resumes is None and not core.roster.is_member(worker.pipeline, incarnation):
@@ -382,18 +384,3 @@ class MembershipDesk:
 
     def _unreachable(self, stage: int, pipelines: Sequence[int], waited: bool, now: float) -> None:
         self._decide(w.Unreachable(stage, tuple(pipelines), waited), now)
-
-    def _may_begin(self, request: m.Request | e.Enrol, now: float) -> bool:
-        if self._setting_out.waits(request):
-            return False
-        return self._setting_out.goes_on(request) or self._shares_a_group(request.worker, now)
-
-    def _shares_a_group(self, worker: Worker, now: float) -> bool:
-        """Return whether ``worker`` shares a process group with the active workers of its stage, or has waited for
-        long."""
-        if not self._process_groups.in_use:
-            return True
-        others = [other for other in self._groups.sessions.active_in(worker.stage) if other != worker]
-        if not others or self._early.waited(worker, now) >= REMAKE_AFTER:
-            return True
-        return self._process_groups.common([worker, *others]) is not None

@@ -2,7 +2,8 @@
 
 Replicas that are equal after every round stay equal if each is in every round. So the workers of a stage that join a
 segment set out together: a join waits until all others have come. A newcomer whose donor has copied its state in the
-middle of a segment takes part from there on: the next round, which the donor has not begun, waits for it.
+middle of a segment takes part from there on: the next round, which the donor has not begun, waits for it. So does it
+if the scheduler is started again before the newcomer has joined: a round without it would leave its model behind.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
 from lightning_sdpipe.scheduler.server.liveness import Liveness
 from lightning_sdpipe.scheduler.server.outbox import DeferredRequests
+from lightning_sdpipe.scheduler.server.process_groups import REMAKE_AFTER, ProcessGroupRegistry
 
 
 class SettingOut:
@@ -22,34 +24,69 @@ class SettingOut:
     Args:
         membership: knows the members, and the newcomers for which a state was copied.
         groups: knows which workers take part.
+        process_groups: those of each worker.
         presence: the processes that are there.
         early: joins that wait.
         together: True if replicas are equal in every round; else no join waits for another.
     """
 
     def __init__(
-        self, membership: Membership, groups: GroupDesk, presence: Liveness, early: DeferredRequests, together: bool
+        self,
+        membership: Membership,
+        groups: GroupDesk,
+        process_groups: ProcessGroupRegistry,
+        presence: Liveness,
+        early: DeferredRequests,
+        together: bool,
     ) -> None:
         self._membership, self._groups, self._presence = membership, groups, presence
+        self._process_groups = process_groups
         self._early, self._together = early, together
         self._expected: set[int] = set()
+        self._new: dict[Worker, int] = {}
+        """Starts of members that came back to this scheduler and were in no round yet."""
 
     @property
     def together(self) -> bool:
         """True if workers that join set out together."""
         return self._together and not self._membership.terms.fixed
 
-    def waits(self, request: m.Request | e.Enrol) -> bool:
-        """Return whether ``request`` waits until its stage is :meth:`due`. After a restart of the scheduler, a worker
-        goes on in the round in which others are; one that had joined, and was in no round yet, counts as joining."""
-        if not self.together or not joins(request):
-            return False
-        return isinstance(request, m.Join) or not self._groups.sessions.active_in(request.worker.stage)
+    def may_begin(self, request: m.Request | e.Enrol, now: float) -> bool:
+        """Return whether the worker may take part now. After a restart of the scheduler, a worker goes on in the round
+        in which others are; one that had joined, and was in no round yet, counts as joining."""
+        worker, sessions = request.worker, self._groups.sessions
+        if sessions.takes_part(worker) and sessions.of(worker, request.incarnation) is not None:
+            return True
+        if self.together and joins(request) and (isinstance(request, m.Join) or not sessions.active_in(worker.stage)):
+            return False  # until its stage is due
+        # If it first had to share a process group with the others of its round, they would make the next group without
+        # it; a group waits for that by itself.
+        goes_on = self.together and isinstance(request, e.Enrol)
+        return goes_on or self._shares_a_group(worker, now)
 
-    def goes_on(self, request: m.Request | e.Enrol) -> bool:
-        """Return whether the worker is in a round already. If it first had to share a process group with the others,
-        they would make the next group without it; a group waits for that by itself."""
-        return self.together and isinstance(request, e.Enrol)
+    def _shares_a_group(self, worker: Worker, now: float) -> bool:
+        """Return whether ``worker`` shares a process group with the active workers of its stage, or has waited for
+        long."""
+        if not self._process_groups.in_use:
+            return True
+        others = [other for other in self._groups.sessions.active_in(worker.stage) if other != worker]
+        if not others or self._early.waited(worker, now) >= REMAKE_AFTER:
+            return True
+        return self._process_groups.common([worker, *others]) is not None
+
+    def resumes(self, worker: Worker, incarnation: int, resumes: e.Resumes) -> None:
+        """Note what a worker says that comes back to this scheduler."""
+        if self.together and not resumes.joined and resumes.heard < 0:
+            self._new[worker] = incarnation
+
+    def expect_new_members(self, now: float) -> None:
+        """Let members that were in no round yet take part where others of their stage are in one: an earlier scheduler
+        made these wait, since the state of one of them was copied before it."""
+        waiting, self._new = self._new, {}
+        for worker, incarnation in waiting.items():
+            sessions, is_member = self._groups.sessions, self._membership.roster.is_member(worker.pipeline, incarnation)
+            if is_member and sessions.active_in(worker.stage) and not sessions.takes_part(worker):
+                self._groups.expect(worker, incarnation, now)
 
     def due(self) -> set[int]:
         """Return the stages of which all workers in the run wait to join."""

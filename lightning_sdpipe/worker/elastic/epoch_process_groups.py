@@ -298,8 +298,8 @@ class EpochGroups:
         except Exception as error:  # a later epoch is on its way, or the scheduler, which says so where it is asked
             log.info("the group of epoch %d was not made: %s", number, str(error).splitlines()[0])
             return
-        group._set_default_timeout(self._timeout)
-        replicas = Replicas(group, places, stage, pipeline)
+        group._set_default_timeout(self._timeout)  # of collectives
+        replicas = Replicas(group, places, stage, pipeline, limit=self._timeout)
         counted = replace(replicas, traffic=self._traffic)
         with self._lock:
             if self._is_over:

@@ -175,8 +175,12 @@ class Fit:
 
     def receive(self, what: Receive) -> State:
         """Receive the state of the donor's stage; it is given up when another donor is found, since others may wait."""
-        store = self.store(what.transfer, lambda: self.line.offered != what.transfer)
-        return state_transfer.receive_state(store, self._limit, f"pipeline {what.donor}")
+
+        def is_in_vain() -> bool:
+            return self.line.offered != what.transfer
+
+        store = self.store(what.transfer, is_in_vain)
+        return state_transfer.receive_state(store, self._limit, f"pipeline {what.donor}", is_in_vain)
 
     def give(self, transfer: str, turns: State) -> None:
         """Copy this stage's state, with that of its ``turns``, and send it while training goes on."""

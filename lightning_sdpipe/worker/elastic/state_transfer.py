@@ -11,8 +11,9 @@ import io
 import logging
 import pickle
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 CONNECTING = timedelta(seconds=10)
 """Time in which both sides must connect to make their group."""
 _CHUNK = 2**23  # bytes that are sent at once, and must arrive in time
+_GLANCE = 0.05  # seconds
 
 _WHAT_TO_KEEP = (
     "Let callbacks, learning-rate schedules and on_save_checkpoint keep numbers, strings, tensors, and lists and dicts "
@@ -55,37 +57,45 @@ def send_state(state: Mapping[str, Any], store: Store, timeout: timedelta) -> No
 
     def send() -> None:
         try:
+            group = _connect(store, 0)  # first: the newcomer has begun to connect
             packed, refused = _pack(state)
             if refused:
                 log.warning("a newcomer did not get the state that it was to be given, which %s", refused)
             data = torch.frombuffer(packed, dtype=torch.uint8)
-            group = _connect(store, 0, timeout)
-            group.send([torch.tensor([data.numel(), int(bool(refused))])], 1, 0).wait()
+            group.send([torch.tensor([data.numel(), int(bool(refused))])], 1, 0).wait(timeout)
             for part in torch.split(data, _CHUNK):
-                group.send([part], 1, 0).wait()
+                group.send([part], 1, 0).wait(timeout)
         except RuntimeError as error:
             log.warning("a newcomer did not get the state that it was to be given: %s", str(error).splitlines()[0])
 
     threading.Thread(target=send, name="donation", daemon=True).start()
 
 
-def receive_state(store: Store, timeout: timedelta, donor: str) -> dict[str, Any]:
-    """Receive the state that :func:`send_state` sends.
+def receive_state(
+    store: Store, timeout: timedelta, donor: str, cancelled: Callable[[], bool] = lambda: False
+) -> dict[str, Any]:
+    """Receive the state that :func:`send_state` sends; each part of it may take ``timeout``.
 
     Raises:
-        WorkerFailedError: the donor is gone, or does not answer.
+        WorkerFailedError: the donor is gone, or does not answer; or ``cancelled`` returns true, as when another donor
+            is there. gloo connects for up to five times :data:`CONNECTING` and cannot be told to stop, so that is left
+            to a thread.
         ConfigurationError: the state holds objects that cannot be sent, or are not taken from another process.
     """
-    try:
-        group = _connect(store, 1, timeout)
-        header = torch.zeros(2, dtype=torch.int64)
-        group.recv([header], 0, 0).wait()
-        size, refused = header.tolist()
-        data = torch.empty(size, dtype=torch.uint8)
-        for part in torch.split(data, _CHUNK):
-            group.recv([part], 0, 0).wait()
-    except (RuntimeError, CancelledError) as error:
-        raise WorkerFailedError(f"{donor} did not give its state: {str(error).splitlines()[0]}") from error
+    outcome: SimpleQueue[tuple[Tensor, bool] | Exception] = SimpleQueue()
+    threading.Thread(target=_receive, args=[store, timeout, outcome], name="receiving", daemon=True).start()
+    while True:
+        try:
+            came = outcome.get(timeout=_GLANCE)
+            break
+        except Empty:
+            if cancelled():
+                raise WorkerFailedError(f"{donor} need no longer give its state") from None
+    if isinstance(came, RuntimeError | CancelledError):
+        raise WorkerFailedError(f"{donor} did not give its state: {str(came).splitlines()[0]}") from came
+    if isinstance(came, Exception):
+        raise came
+    data, refused = came
     if refused:
         raise ConfigurationError(f"The state of {donor} {data.numpy().tobytes().decode()} {_WHAT_TO_KEEP}.")
     try:
@@ -96,6 +106,20 @@ def receive_state(store: Store, timeout: timedelta, donor: str) -> dict[str, Any
             f"{str(error).splitlines()[0]} {_WHAT_TO_KEEP}; or allow a class by torch.serialization.add_safe_globals."
         ) from error
     return state
+
+
+def _receive(store: Store, timeout: timedelta, outcome: SimpleQueue[tuple[Tensor, bool] | Exception]) -> None:
+    try:
+        group = _connect(store, 1)
+        header = torch.zeros(2, dtype=torch.int64)
+        group.recv([header], 0, 0).wait(timeout)
+        size, refused = header.tolist()
+        data = torch.empty(size, dtype=torch.uint8)
+        for part in torch.split(data, _CHUNK):
+            group.recv([part], 0, 0).wait(timeout)
+        outcome.put((data, bool(refused)))
+    except Exception as error:  # receive_state() raises it
+        outcome.put(error)
 
 
 def _pack(state: Mapping[str, Any]) -> tuple[memoryview, str]:
@@ -110,7 +134,5 @@ def _pack(state: Mapping[str, Any]) -> tuple[memoryview, str]:
     return buffer.getbuffer(), refused
 
 
-def _connect(store: Store, rank: int, timeout: timedelta) -> Any:
-    group = dist.ProcessGroupGloo(store, rank, 2, CONNECTING)
-    group._set_default_timeout(timeout)
-    return group
+def _connect(store: Store, rank: int) -> Any:
+    return dist.ProcessGroupGloo(store, rank, 2, CONNECTING)

@@ -62,7 +62,7 @@ class Work:
         self.begun = time.monotonic()
         return self
 
-    def wait(self) -> None:
+    def wait(self, limit: object) -> None:
         assert self.begun
 
 

@@ -264,6 +264,37 @@ def test_replicas_that_were_in_a_round_go_on_when_the_scheduler_is_started_again
     assert d.groups(d.say(m.Ready, Worker(0, 1), B.incarnation, 5)) == [(0, 1)]
 
 
+@pytest.mark.parametrize("joined_before", [False, True])
+@pytest.mark.parametrize(("new", "old"), [(A, B), (B, A)])
+def test_a_new_member_that_was_in_no_round_yet_is_waited_for_by_a_scheduler_that_is_started_again(
+    new: Member, old: Member, joined_before: bool
+) -> None:
+    """Its state was copied before the round in which the other one is, which the earlier scheduler held back for it."""
+    d, epoch = ElasticDialogue(AllPresent()), Epoch(4, (old, new), "a pipeline has come")
+    in_round = e.Resumes(epoch, (4,), since=1, heard=8, joined=True, answered=4)
+    told = {old: (Worker(0, old.pipeline), in_round), new: (Worker(0, new.pipeline), e.Resumes(epoch, (4,), since=4))}
+    if joined_before:
+        d.say(m.Join, told[new][0], new.incarnation, None)
+    for member in (old, new):
+        d.say(e.Enrol, told[member][0], member.incarnation, SAME, told[member][1])
+    assert d.say(m.Ready, told[old][0], old.incarnation, 5) == [], "it would be alone in that round"
+    if not joined_before:
+        assert [type(reply) for _, reply in d.say(m.Join, told[new][0], new.incarnation, None)] == [e.Noted]
+    assert d.groups(d.say(m.Ready, told[new][0], new.incarnation, 0)) == [(0, 1)]
+
+
+def test_a_group_that_an_earlier_start_of_a_pipeline_was_in_answers_no_ready_of_its_present_one() -> None:
+    """A newcomer counts its iterations from 0, too."""
+    d, first, second = ElasticDialogue(AllPresent()), Worker(0, 0), Worker(0, 1)
+    epoch, before = Epoch(6, (A, B), "pipeline 1 has come"), Group((first, second), (0.5, 0.5), 8, "all", epoch=3)
+    in_round = {"heard": 9, "joined": True, "answered": 4, "answers": (m.Answer(before, (4, 0)),)}
+    d.say(e.Enrol, first, A.incarnation, SAME, e.Resumes(epoch, (6,), since=1, **in_round))
+    d.say(e.Enrol, second, B.incarnation, SAME, e.Resumes(epoch, (6,), since=6))
+    d.say(m.Join, second, B.incarnation, None)
+    assert d.say(m.Ready, second, B.incarnation, 0) == []
+    assert d.groups(d.say(m.Ready, first, A.incarnation, 5)) == [(0, 1)]
+
+
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_newcomer_is_in_the_round_after_its_donor_has_copied(dies: bool) -> None:
     d, new, stages = equal_replicas(2), C.incarnation, range(2)

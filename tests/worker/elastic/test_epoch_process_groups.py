@@ -183,6 +183,29 @@ def test_a_group_that_is_not_made_is_not_waited_for_once_there_is_a_newer_epoch(
         ends.set()
 
 
+def test_a_member_that_begins_late_is_waited_for_as_long_as_a_transfer_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not only as long as it may take to make the group, which gloo takes where it is not told."""
+    monkeypatch.setattr(epoch_process_groups, "CONNECTING", timedelta(seconds=4))
+    stores: dict[str, Store] = {"epoch-1-0": dist.HashStore()}
+    made = threading.Barrier(2)
+
+    def work(pipeline: int) -> list[float]:
+        groups = EpochGroups(
+            Worker(0, pipeline), lambda name, cancelled: stores[name], timedelta(seconds=60), Reports()
+        )
+        groups.enter(epoch(1, 0, 1))
+        mover = groups.mover(group(1, 0, 1))
+        made.wait(20)
+        time.sleep(5 * pipeline)
+        tensor = torch.full((3,), float(pipeline))
+        finish(mover.start([tensor], group(1, 0, 1)))
+        return tensor.tolist()
+
+    assert together(2, work) == [[0.5] * 3] * 2
+
+
 @pytest.mark.parametrize("left", [epoch(2, 0), Epoch(2, (Member(0, 100), Member(1, 201)), "came back")])
 def test_a_group_of_somebody_that_is_lost_meanwhile_is_given_up(left: Epoch, monkeypatch: pytest.MonkeyPatch) -> None:
     stores: dict[str, Store] = {"epoch-1-0": dist.HashStore()}

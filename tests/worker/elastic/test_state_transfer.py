@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.worker.elastic import state_transfer
 
 SOON = timedelta(seconds=20)
@@ -56,3 +58,31 @@ def test_a_state_that_cannot_be_sent_is_refused_where_it_is_waited_for(
 def test_objects_that_are_not_taken_from_others_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"not taken from another process: .* Let callbacks"):
         given({"callbacks": {"Mine": Unknown()}})
+
+
+def test_a_donor_that_sends_late_is_waited_for_longer_than_one_that_does_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(state_transfer, "CONNECTING", timedelta(seconds=2))
+    packs = state_transfer._pack
+
+    def packs_long(state: Any) -> Any:
+        time.sleep(3)
+        return packs(state)
+
+    monkeypatch.setattr(state_transfer, "_pack", packs_long)
+    assert given({"epoch": 4}) == {"epoch": 4}
+
+
+def test_a_donor_that_is_not_needed_any_more_is_not_waited_for() -> None:
+    store, needless, groups = dist.HashStore(), threading.Event(), list[Any]()
+
+    def give_nothing() -> None:
+        groups.append(dist.ProcessGroupGloo(store, 0, 2, state_transfer.CONNECTING))
+        needless.set()
+
+    threading.Thread(target=give_nothing).start()
+    began = time.monotonic()
+    with pytest.raises(WorkerFailedError, match="pipeline 3 need no longer give its state"):
+        state_transfer.receive_state(store, SOON, "pipeline 3", needless.is_set)
+    assert time.monotonic() - began < SOON.total_seconds() / 2
