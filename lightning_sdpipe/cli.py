@@ -221,6 +221,10 @@ def _keygen(options: argparse.Namespace) -> int:
     return 0
 
 
+_OF_ELASTIC_RUNS = {"min_pipelines": 1, "start_pipelines": None, "gather": 60.0, "hold_limit": 1800.0, "resume": False}
+"""Options of ``sdpipe scheduler`` for elastic runs only, and their defaults."""
+
+
 def _scheduler(options: argparse.Namespace) -> int:
     check_integer("--log-limit", options.log_limit, 1, "MiB")
     key_file = options.key_file
@@ -231,6 +235,12 @@ def _scheduler(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     num_stages, num_pipelines, depths = shape_of(options.num_stages, options.num_pipelines)
+    given = [name for name, usual in _OF_ELASTIC_RUNS.items() if getattr(options, name) != usual]
+    if depths and given:
+        raise ConfigurationError(
+            f"--{given[0].replace('_', '-')} is for elastic runs, and pipelines of unlike depths cannot come and go "
+            f"yet. Leave it out, or give one --num-stages for all instead of {','.join(map(str, depths))}."
+        )
     settings = SchedulerSettings(
         num_stages,
         num_pipelines,

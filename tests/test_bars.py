@@ -63,43 +63,27 @@ SHAPES = {
 
 SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (690, 8),
-    "data": (476, 5),
-    "dealing": (443, 5),
-<<<<<<< HEAD
-    "exchange": (2494, 32),
-    "heterogeneity": (453, 8),
-    "loop": (2589, 24),
-=======
-    "exchange": (2594, 33),
+    "data": (513, 5),
+    "dealing": (461, 5),
+    "exchange": (2596, 33),
     "heterogeneity": (469, 8),
-    "loop": (2581, 24),
->>>>>>> main
-    "membership": (1302, 14),
+    "loop": (2593, 24),
+    "membership": (1307, 14),
     "optim": (342, 5),
     "partition": (3902, 32),
     "pipeline": (1820, 17),
     "placement": (3311, 27),
     "policies": (2677, 27),
-<<<<<<< HEAD
-    "recipes": (8167, 118),
+    "recipes": (8185, 118),
     "scheduler": (5534, 43),
-=======
-    "recipes": (8168, 118),
-    "scheduler": (5511, 43),
->>>>>>> main
     "seeing": (2063, 18),
     "simulate": (687, 6),
-    "strategy": (952, 7),
-    "supervision": (1329, 14),
+    "strategy": (960, 7),
+    "supervision": (1338, 14),
     "sync": (2172, 19),
-    "top": (1329, 11),
-<<<<<<< HEAD
+    "top": (1432, 12),
     "topology": (615, 7),
-    "worker": (3445, 31),
-=======
-    "topology": (614, 7),
-    "worker": (3425, 31),
->>>>>>> main
+    "worker": (3626, 32),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 

@@ -27,7 +27,7 @@ class RunState:
         self.ending = Ending(terms)
         self.ever: set[int] = set()
         """Pipelines that were members at any time."""
-        self.donations = StateTransfers(num_stages)
+        self.donations = StateTransfers(self.roster.depth)
         self.barriers = DecidedBarriers(num_stages)
         self._num_stages, self._num_pipelines = num_stages, num_pipelines
         self._settled = now + terms.settle

@@ -9,7 +9,7 @@ That must be U.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_sdpipe.membership.members import Abandoned, Donate, MemberDecision, Receive
@@ -35,10 +35,11 @@ class StateTransfer:
 
 
 class StateTransfers:
-    """The transfers under way, by newcomer."""
+    """The transfers under way, by newcomer. ``depth`` returns the number of stages of a pipeline: a donor may have
+    others than a newcomer."""
 
-    def __init__(self, num_stages: int) -> None:
-        self._num_stages = num_stages
+    def __init__(self, depth: Callable[[int], int]) -> None:
+        self._depth = depth
         self._under_way: dict[int, StateTransfer] = {}
         self._failed: dict[int, set[int]] = {}
         """Donors that have failed each newcomer."""
@@ -57,14 +58,20 @@ class StateTransfers:
         return next((donation for donation in self._under_way.values() if donation.transfer == transfer), None)
 
     def taken_in(self, pipeline: int, stage: int) -> bool:
-        """Return whether the donor's worker of ``stage`` has its copy for the newcomer ``pipeline``."""
+        """Return whether the donor's worker of ``stage`` has its copy for the newcomer ``pipeline``; if the donor has
+        no such stage, whether all of its workers have."""
         donation = self._under_way.get(pipeline)
-        return donation is not None and stage in donation.updates
+        if donation is None or stage < self._depth(donation.donor):
+            return donation is not None and stage in donation.updates
+        return self._is_copied(donation)
 
     def taken(self, pipeline: int) -> StateTransfer | None:
         """Return the transfer to ``pipeline``, if all stages of the donor have their copy."""
         donation = self._under_way.get(pipeline)
-        return donation if donation is not None and len(donation.updates) == self._num_stages else None
+        return donation if donation is not None and self._is_copied(donation) else None
+
+    def _is_copied(self, donation: StateTransfer) -> bool:
+        return len(donation.updates) == self._depth(donation.donor)
 
     def choose(self, pipeline: int, members: Sequence[int]) -> list[MemberDecision]:
         """Find a donor for ``pipeline`` among ``members`` (oldest first): if there is a choice, one that has not failed
@@ -89,7 +96,7 @@ class StateTransfers:
         if stage in before:
             return []
         before[stage] = update
-        return [self.told(donation)] if len(before) == self._num_stages else []
+        return [self.told(donation)] if self._is_copied(donation) else []
 
     def told(self, donation: StateTransfer) -> Receive:
         """Return what the newcomer is told."""
@@ -112,7 +119,7 @@ class StateTransfers:
         if donation is None or donation.transfer != transfer:
             return False
         donation.received.add(stage)
-        return len(donation.received) == self._num_stages
+        return len(donation.received) == self._depth(pipeline)
 
     def give_up(self, pipeline: int, transfer: str, void: str = "") -> list[MemberDecision]:
         """Give up the transfer to ``pipeline``, which needs another donor; do nothing if another transfer is under

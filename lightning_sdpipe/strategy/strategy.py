@@ -288,7 +288,7 @@ class SDPipeStrategy(SetupHooks):
         self._state.begin()
         if self._run.evaluations is not None and self._trainer.state.fn == TrainerFn.FITTING:
             evaluation = Evaluation(self._trainer, self._seed_of_epoch(), self._state.prints, self._first_failure)
-            with self._first_failure():
+            with self._first_failure:
                 self._run.evaluations.begin(evaluation)
 
     def on_test_start(self) -> None:

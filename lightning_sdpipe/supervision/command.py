@@ -39,6 +39,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def number_of_stages(text: str) -> int:
+    """Parse the value of ``--stages``.
+
+    Raises:
+        argparse.ArgumentTypeError: it lists the stages of each pipeline.
+        ValueError: it is no number.
+    """
+    if "," in text:
+        raise argparse.ArgumentTypeError(
+            f"{text} lists pipelines of unlike depths, which cannot come and go yet; give one number for all, or start "
+            f"the script by itself, with SDPipeStrategy(num_stages=[{text}])"
+        )
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sdpipe run",
@@ -47,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         "die: a scheduler, N supervised jobs, one terminal.",
     )
     parser.add_argument("--pipelines", type=int, required=True, metavar="N", help="pipelines, each a job of its own")
-    parser.add_argument("--stages", type=int, default=1, metavar="M", help="processes of a pipeline (%(default)s)")
+    parser.add_argument(
+        "--stages", type=number_of_stages, default=1, metavar="M", help="processes of a pipeline (%(default)s)"
+    )
     parser.add_argument(
         "--restarts", type=int, default=10, metavar="K", help="of each pipeline, until it is given up (%(default)s)"
     )

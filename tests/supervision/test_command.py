@@ -42,6 +42,13 @@ def test_what_is_refused_before_anything_starts(
     assert said in capsys.readouterr().err
 
 
+def test_pipelines_of_unlike_depths_are_not_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--pipelines", "3", "--stages", "1,2,2", __file__])
+    said = "--stages: 1,2,2 lists pipelines of unlike depths, which cannot come and go yet; give one number for all"
+    assert said in capsys.readouterr().err
+
+
 def test_a_pipeline_does_not_start_pipelines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,7 +55,7 @@ class Evaluation:
     trainer: Trainer
     seed: Sequence[int]
     prints: Callable[[], Mapping[str, Any]]
-    first_failure: Callable[[], AbstractContextManager[None]]
+    first_failure: AbstractContextManager[None]
 
 
 class SharedEvaluations:
@@ -185,14 +185,14 @@ class _Fetcher(DataFetcher):
         self,
         fetcher: DataFetcher,
         batches: Iterator[Item],
-        first_failure: Callable[[], AbstractContextManager[None]],
+        first_failure: AbstractContextManager[None],
     ) -> None:
         self.__dict__.update(fetcher.__dict__)
         self._batches, self._first_failure = batches, first_failure
         self.done = False
 
     def __next__(self) -> Item:
-        with self._first_failure(), profiled(self):
+        with self._first_failure, profiled(self):
             item = next(self._batches, None)
         if item is None:
             self.done = True
