@@ -64,8 +64,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def keeps_equal(self) -> bool:
-        """Whether replicas are equal after every group. Then the workers of a segment begin it together, and a newcomer
-        is in the first group after its state was copied."""
+        """True if replicas are equal after every group. Then the workers of a segment begin it together, and a
+        newcomer is in the first group after its state was copied."""
         return False
 
     @property

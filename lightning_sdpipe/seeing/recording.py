@@ -126,7 +126,7 @@ class Recording:
 
     @property
     def of_one_depth(self) -> bool:
-        """Whether all pipelines have as many stages."""
+        """True if all pipelines have as many stages."""
         return len({*self._depths().values()}) <= 1
 
     def _depths(self) -> dict[int, int]:

@@ -298,7 +298,7 @@ class Synchronizer:
 
     @property
     def shares_next(self) -> bool:
-        """Whether :meth:`synchronise` will give this worker's model to others."""
+        """True if :meth:`synchronise` will give this worker's model to others."""
         return False
 
     def synchronise(self) -> None:

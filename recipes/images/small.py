@@ -20,7 +20,7 @@ _PADDING = 4  # pixels
 
 
 class _Small(L.LightningDataModule):
-    """What they share.
+    """The common part of both data modules.
 
     Args:
         folder: that holds the files.

@@ -1,5 +1,5 @@
-"""By what a benchmark stretches times: emulated ones until the cores are under half busy, and the delays of real
-compute as its mini-batch is longer than the one that they are meant for."""
+"""The factors by which a benchmark stretches times: emulated ones until the cores are under half busy, and the delays
+of real compute as its mini-batch is longer than the one that they are meant for."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class EmulatedCase(Case):
 
     @property
     def iteration_seconds(self) -> float:
-        """Of a mini-batch without delays."""
+        """The seconds of a mini-batch without delays."""
         slots = self.num_micro_batches + (0 if self.schedule == "pipedream" else self.num_stages - 1)
         return slots * self.micro_batch_seconds * self.scale
 
@@ -187,7 +187,7 @@ def command(case: AnyCase) -> str:
 
 
 def specifications(case: AnyCase) -> dict[str, Any]:
-    """Those of the method, the condition and the workload, as settings of a suite."""
+    """Returns those of the method, the condition and the workload, as settings of a suite."""
     kinds = {"heterogeneity": case.condition, "methods": case.method, "workloads": case.workload}
     return {f"{kind}.{what.name}": what.specification for kind, what in kinds.items() if what.specification is not None}
 
@@ -210,7 +210,7 @@ def _flat(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def only_delays(case: AnyCase) -> Delays:
-    """What an outside reference is given: it can sleep before the forward of a mini-batch.
+    """Returns the delays that an outside reference is given: it can sleep before the forward of a mini-batch.
 
     Raises:
         ConfigurationError: real compute, stages where it has none, or another heterogeneity.

@@ -87,7 +87,7 @@ class Held:
         self._begun.set()
 
     def wait(self, limit: timedelta = timedelta(0)) -> None:
-        """Until the receiver has taken it; ``limit`` is that of the real transfer."""
+        """Waits until the receiver has taken it; ``limit`` is that of the real transfer."""
         if not self._begun.wait(PATIENCE):
             raise RuntimeError(f"an emulated link was busy for {PATIENCE:.0f} s")
         if self._error is not None:

@@ -19,7 +19,7 @@ BURST = 131072
 
 
 class NotAllowed(Exception):
-    """What takes root cannot be made here; says why."""
+    """Network namespaces, which take root, cannot be made here; the message says why."""
 
 
 @contextmanager

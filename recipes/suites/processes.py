@@ -29,7 +29,7 @@ class _Failure:
 
 
 def run_processes(count: int, work: Callable[..., Result], *arguments: Any, timeout: float) -> list[Result]:
-    """As :func:`in_processes`, of ranks that gloo connects."""
+    """Works as :func:`in_processes`, of ranks that gloo connects."""
     with tempfile.TemporaryDirectory() as directory:
         connected = partial(_connected, f"file://{directory}/store", count, work)
         return in_processes(count, connected, *arguments, timeout=timeout)

@@ -58,7 +58,7 @@ class DelayedProbe(Probe):
 
 
 def lightning_ddp() -> DDPStrategy:
-    """As a user gets it, on processes that are forked like ours."""
+    """Returns the strategy as a user gets it, on processes that are forked like ours."""
     return DDPStrategy(start_method="fork", process_group_backend="gloo")
 
 

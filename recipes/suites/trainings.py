@@ -119,7 +119,7 @@ def _fit(case: AnyCase, module: L.LightningModule, loader: DataLoader[Any]) -> l
 
 
 def strategy(case: AnyCase, log_dir: Path | None = None) -> DDPStrategy:
-    """What trains this case; its scheduler's log goes into ``log_dir``."""
+    """Returns the strategy that trains this case; its scheduler's log goes into ``log_dir``."""
     if case.method.name == "lightning_ddp":
         return lightning_ddp()
     exchange = hydra.utils.instantiate(case.exchange) if isinstance(case, RealCase) and case.exchange else None

@@ -22,7 +22,7 @@ SHARES = ("compute", "delays", "group_wait", "averaging", "pipeline_wait")
 
 @dataclass(frozen=True)
 class Counters:
-    """What a worker has used so far; seconds, unless it says otherwise."""
+    """The counters of what a worker has used so far; seconds, unless it says otherwise."""
 
     clock: float
     processor: float = 0.0

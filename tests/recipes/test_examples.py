@@ -145,7 +145,12 @@ def _run_cells(directory: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("name", "count", "updates"), [("README.md", 4, 32), ("minimal.py", 4, 16), ("huggingface.py", 2, 28)]
+    ("name", "count", "updates"),
+    [
+        ("README.md", 4, 32),
+        pytest.param("minimal.py", 4, 16, marks=pytest.mark.slow),
+        pytest.param("huggingface.py", 2, 28, marks=pytest.mark.slow),
+    ],
 )
 def test_each_process_may_run_the_whole_script(name: str, count: int, updates: int, tmp_path: Path) -> None:
     """As by torchrun, and by the default start_method: with random numbers of its own, unlike the copies above."""

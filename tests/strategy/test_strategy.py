@@ -104,6 +104,7 @@ def test_the_rule_of_compiling(tmp_path: Path) -> None:
     """With several stages blocks may be compiled, with one stage the module, too; what else is refused is in
     worker/test_failures.py."""
     _, expected = fit(tmp_path / "one", "auto", 1, 8)
+    torch.compile(nn.Tanh(), backend="eager")(torch.ones(1))  # what this imports, forks have already
     blocks, whole = Regression(), torch.compile(Regression(), backend="eager")
     for block in blocks.net:
         block.compile(backend="eager")
@@ -120,6 +121,7 @@ def test_what_a_run_cost_is_known_after_it() -> None:
         _ = SDPipeStrategy(2, start_method="fork").statistics
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_checkpoint_is_an_ordinary_one_and_training_resumes_from_it(tmp_path: Path) -> None:
     def strategy() -> SDPipeStrategy:

@@ -67,7 +67,7 @@ class Snapshot:
         return cls(pipeline, iterations, max(_load(file)[0] for file in files), files)
 
     def state(self) -> State:
-        """Of all stages together."""
+        """Returns the state of all stages together."""
         return {name: value for file in self.files for name, value in _load(file)[1].items()}
 
 

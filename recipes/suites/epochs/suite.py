@@ -194,7 +194,7 @@ def _seeded(specification: Mapping[str, Any], seed: int) -> Any:
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Those of :data:`GOALS` that were measured, and how near to the sum of the devices' own speeds ours is."""
+    """Returns those of :data:`GOALS` that were measured, and how near to the sum of the devices' own speeds ours is."""
     found: Ratios = {}
     for key, (ours, other, goal) in GOALS.items():
         _, shape, condition = key.split("/")

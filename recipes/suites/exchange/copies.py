@@ -1,5 +1,5 @@
-"""What methods and exchanges hold besides parameters, gradients and the optimizer's state: peak memory of a training
-beside that of the same training without synchronisation, in copies of the model."""
+"""The memory that methods and exchanges hold besides parameters, gradients and the optimizer's state: the peak of a
+training beside that of the same training without synchronisation, in copies of the model."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ STRAGGLER = Static((2.2, 1.0, 1.0, 1.0))
 
 @dataclass(frozen=True)
 class Case:
-    """What trains, over links of so many Mbit/s. One of the workers may be a straggler; a training counts whole rounds
+    """A training over links of so many Mbit/s. One of the workers may be a straggler; a training counts whole rounds
     of ``every`` steps."""
 
     strategy: Callable[[], DDPStrategy]

@@ -1,4 +1,4 @@
-"""What a process of the suite of faults notes of its training, and how it is to end."""
+"""A diary of the training of one process of the suite of faults, and how that process is to end."""
 
 from __future__ import annotations
 

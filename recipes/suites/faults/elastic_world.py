@@ -46,7 +46,7 @@ GLANCE = 0.01
 
 @dataclass(frozen=True)
 class Work:
-    """What every pipeline trains.
+    """The training of every pipeline.
 
     Args:
         num_stages: M.
@@ -74,7 +74,7 @@ class Work:
 
 @dataclass
 class Record:
-    """What one process said: what happened, when, and at which update."""
+    """A line that one process wrote: what happened, when, and at which update."""
 
     pipeline: int
     rank: int
@@ -189,11 +189,11 @@ class World:
         os.kill(process.pid, number)
 
     def lives(self, pipeline: int) -> bool:
-        """Do all of its processes?"""
+        """Returns whether all of its processes live."""
         return all(process.is_alive() for process in self._processes[pipeline])
 
     def exit_codes(self, pipeline: int) -> list[int | None]:
-        """Of its processes; None of those that live."""
+        """Returns the exit codes of its processes; None of those that live."""
         return [process.exitcode for process in self._processes.get(pipeline, [])]
 
     def end(self, pipeline: int) -> None:
@@ -205,7 +205,7 @@ class World:
             self._ports.pop(pipeline).close()
 
     def records(self) -> list[Record]:
-        """What all processes have said so far, in the order of their starts."""
+        """Returns what all processes have said so far, in the order of their starts."""
         return read_records(self.directory)
 
     def start_of(self, pipeline: int) -> int:
@@ -213,14 +213,14 @@ class World:
         return self._newest[pipeline]
 
     def updates(self, pipeline: int) -> int:
-        """How far its newest start is."""
+        """Returns how far its newest start is."""
         path = self.directory / f"{self._newest[pipeline]:04d}-{pipeline}-0.diary"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         made = [line["update"] for line in map(json.loads, lines) if line["what"] == "update"]
         return made[-1] if made else 0
 
     def status(self) -> Status:
-        """What the scheduler says of the run."""
+        """Returns what the scheduler says of the run."""
         return ask_status(self.scheduler.address, credentials=read_worker_keys(self._key_file), timeout=20)
 
     def members(self) -> list[int]:
@@ -245,7 +245,7 @@ class World:
         return None
 
     def wait(self, until: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
-        """What ``until`` returns when that is true.
+        """Waits until ``until`` returns something true, and returns that.
 
         Raises:
             TimeoutError: it was not, with what the processes have printed last.
@@ -270,7 +270,7 @@ class World:
 
 
 def read_records(directory: Path) -> list[Record]:
-    """What the processes of :func:`train` have said there; a line that is not whole is left out."""
+    """Returns what the processes of :func:`train` have said there; a line that is not whole is left out."""
     found = []
     for path in sorted(directory.glob("*.diary")):
         _, pipeline, rank = path.stem.split("-")

@@ -295,7 +295,7 @@ def _transfer(records: Sequence[Record], victims: Sequence[int]) -> float:
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Of what survivors noticed to its limit."""
+    """Returns the ratios of what survivors noticed to its limit."""
     found: Ratios = {}
     cases: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:

@@ -24,15 +24,15 @@ Method = PolicyConfig | AdmissionRule
 
 
 class Problem(Protocol):
-    """What is learned."""
+    """The problem that is learned."""
 
     start: Vector
 
     def gradient(self, model: Vector, pipeline: int, random: numpy.random.Generator) -> Vector:
-        """Of one mini-batch of ``pipeline``."""
+        """Returns the gradient of one mini-batch of ``pipeline``."""
 
     def loss(self, model: Vector) -> float:
-        """What should become small."""
+        """Returns the loss, which should become small."""
 
 
 class Quadratic:
@@ -89,7 +89,7 @@ def _log_softmax(scores: Vector) -> Vector:
 
 
 class Point(NamedTuple):
-    """Of a learning curve."""
+    """A point of a learning curve."""
 
     seconds: float
     updates: int

@@ -109,7 +109,7 @@ def methods(times: Sequence[float], size: int, staleness: int, seed: int) -> dic
 
 
 def ratios(rows: Sequence[Row], staleness: int) -> Ratios:
-    """Those with goals, for each shape."""
+    """Returns the ratios that have goals, for each shape."""
     found: Ratios = {}
     for shape in dict.fromkeys(row["shape"] for row in rows):
         by_method = {
@@ -198,8 +198,8 @@ def _measured(
 
 
 def _megabytes(run: Run, name: str, size: int, megabytes: float) -> float | None:
-    """What a host sends and receives over the slow links per step of its group: by formula, for the meetings that were
-    counted."""
+    """Returns what a host sends and receives over the slow links per step of its group: by formula, for the meetings
+    that were counted."""
     hosts = run.work.num_pipelines // size
     if name == "all_reduce":  # around a ring, one of whose hosts' workers has its neighbour elsewhere
         return all_reduce_bytes(megabytes, run.work.num_pipelines)

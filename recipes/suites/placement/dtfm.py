@@ -151,7 +151,7 @@ NO_MOVE = _Move(-math.inf, -1, -1)
 
 
 class _Gains:
-    """What moving a device to another group promises."""
+    """The gains that moving a device to another group promises."""
 
     def __init__(self, weights: Weights, size: int, local_search: Search) -> None:
         self.num_groups, self._size, self._search = weights.num_stages, size, local_search
@@ -187,7 +187,7 @@ class _Gains:
         return moves, between
 
     def _movable(self, labels: Labels, locked: Sequence[bool]) -> Iterator[int]:
-        """Of each group, in the paper's search only an end of its fastest link."""
+        """Yields the movable devices of each group, in the paper's search only an end of its fastest link."""
         if self._search != "dtfm":
             yield from (device for device, held in enumerate(locked) if not held)
             return

@@ -147,7 +147,7 @@ class Events:
         return self._world.updates(pipeline) > 0
 
     def _fell(self, pipeline: int) -> bool:
-        """Was its newest start ended by its own hand?"""
+        """Returns whether its newest start was ended by its own hand."""
         start = self._world.start_of(pipeline)
         diaries = self._world.directory.glob(f"{start:04d}-{pipeline}-*.diary")
         return any('"what": "strikes"' in diary.read_text() for diary in diaries)
@@ -232,7 +232,7 @@ class Events:
         self._count(kind, f"pipelines {victims}, rank {rank}, {seconds:.1f} s")
 
     def _is_whole(self, pipeline: int) -> bool:
-        """Does it train, and nothing is wrong with it at the moment? A scheduler that is cut off would not know."""
+        """Returns whether it trains and nothing is wrong with it now. A scheduler that is cut off would not know."""
         impaired = self._impaired[f"cable {pipeline}"] or self._impaired[f"process {pipeline}"]
         if impaired or pipeline in self._doomed or pipeline in self._due:
             return False

@@ -65,7 +65,7 @@ class RunFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs are.
+    """The place of the runs.
 
     Args:
         hosts: namespaces of the network, as :class:`~recipes.suites.faults.elastic_world.World` has them.
@@ -78,7 +78,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Regression:
-    """What every pipeline trains."""
+    """The model of every pipeline."""
 
     num_stages: int
     num_pipelines: int

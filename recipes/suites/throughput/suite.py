@@ -203,7 +203,7 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Those of :data:`GOALS` that were measured, for each emulated part of the grid."""
+    """Returns those of :data:`GOALS` that were measured, for each emulated part of the grid."""
     found: Ratios = {}
     for (panel,), group in _grouped(rows, "panel").items():
         first = group[0]
