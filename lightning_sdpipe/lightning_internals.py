@@ -259,15 +259,17 @@ def set_logged_steps(trainer: Trainer, number: int) -> None:
 
 
 @contextmanager
-def validation_by_clock(trainer: Any, now: bool) -> Iterator[None]:
-    """Make validation by the clock not due within the block, unless it is agreed that it is ``now``."""
-    last = trainer._last_val_time
+def due_by_clock(owner: Any, now: bool) -> Iterator[None]:
+    """Make what ``owner`` does by the clock not due within the block, unless it is agreed that it is ``now``."""
+    timer, saves = isinstance(owner, Timer), isinstance(owner, ModelCheckpoint)
+    name = "_duration" if timer else "_train_time_interval" if saves else "_last_val_time"
+    before = getattr(owner, name)
     if not now:
-        trainer._last_val_time = math.inf
+        setattr(owner, name, None if timer or saves else math.inf)
     try:
         yield
     finally:
-        trainer._last_val_time = last
+        setattr(owner, name, before)
 
 
 def seconds_between(owner: Any) -> Any:

@@ -85,7 +85,9 @@ class waiting_for:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._waiting.__exit__(kind, error, trace)
-        if isinstance(error, RuntimeError) and not isinstance(error, WorkerFailedError):  # whose message says more
+        if error is None or isinstance(error, WorkerFailedError):  # whose message says more
+            return
+        if isinstance(error, RuntimeError):
             ranks = sorted(dist.get_process_group_ranks(self._group))
             reason = str(error).splitlines()[0]
             raise WorkerFailedError(f"{self._purpose} among ranks {ranks} failed: {reason}") from error

@@ -25,6 +25,8 @@ import torch
 from lightning_sdpipe.errors import ConfigurationError
 
 _MASK = (1 << 64) - 1
+_PYTHON: Any = getattr(random.seed, "__self__")  # noqa: B009  # the generator of the module's functions
+_seed_python = super(random.Random, _PYTHON).seed  # that of an int, without the cost of asking what it is
 
 
 def mix(*numbers: int) -> int:
@@ -105,7 +107,8 @@ class RandomStreams:
     def _seed(self, seed: int) -> None:
         for generator in self._torch:
             generator.manual_seed(seed)
-        random.seed(seed)
+        _seed_python(seed)
+        _PYTHON.gauss_next = None
         np.random.seed(seed & 0xFFFFFFFF)
 
 

@@ -172,7 +172,7 @@ SYMBOLS = [
     Symbol(_EPOCH, "_batches_that_stepped", "logs at the steps of all", "logged_steps, set_logged_steps"),
     # the clock
     Symbol("pytorch.trainer.setup", "_val_check_time_interval", "validates by the clock", "seconds_between"),
-    Symbol("pytorch.loops.fit_loop", "_last_val_time", "validates together", "validation_by_clock, seconds_left"),
+    Symbol("pytorch.loops.fit_loop", "_last_val_time", "validates together", "due_by_clock, seconds_left"),
     Symbol("pytorch.callbacks.timer.Timer", "_duration", "looks at the clock together", "seconds_between"),
     Symbol("pytorch.callbacks.timer.Timer", "_start_time", "sets clocks by the leader's", "set_seconds_left"),
     Symbol("pytorch.callbacks.timer.Timer", "_offset", "sets clocks by the leader's", "set_seconds_left"),

@@ -232,7 +232,7 @@ class Dealer:
 
     def _take_back(self, pipeline: int) -> None:
         account = self._numbered(pipeline)
-        trained = max(0, account.finished() - self._in_doubt)
+        trained = min(account.kept(), max(0, account.finished() - self._in_doubt))
         self._retired += trained
         for lease in account.leases:
             kept = min(lease.size, trained)

@@ -60,11 +60,13 @@ class Lease(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="leas
 
 class Done(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A worker's progress: ``batches`` trained in the segment, the last one ``ago`` seconds ago (or the start, if there
-    is none), each recently in ``seconds`` (None before the first)."""
+    is none), each recently in ``seconds`` (None before the first). If the worker is lost, so are the last ``loose`` of
+    them, which no other model has."""
 
     batches: Count
     seconds: Seconds | None = None
     ago: Seconds = 0.0
+    loose: Count = 0
 
 
 class Asked(msgspec.Struct, frozen=True, gc=False, tag="asked"):

@@ -13,7 +13,7 @@ SHORTEST = 1e-6
 class PipelineProgress:
     """One pipeline's leases in this segment, and its speed as far as known. It has ``depth`` stages."""
 
-    __slots__ = ("asked", "base", "depth", "leased", "leases", "present", "seconds", "told", "trained")
+    __slots__ = ("asked", "base", "depth", "leased", "leases", "loose", "present", "seconds", "told", "trained")
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -26,6 +26,8 @@ class PipelineProgress:
         self.leases: list[Lease] = []
         self.leased = 0
         self.trained: dict[int, int] = {}
+        self.loose: dict[int, int] = {}
+        """Of each stage, how many of these no other model has."""
         self.base = now
         """Time from which it takes its remaining batches × ``seconds`` to finish what it holds."""
         self.asked = -1
@@ -57,13 +59,19 @@ class PipelineProgress:
         """Return the number of batches that all stages have trained."""
         return min(self.trained.values()) if len(self.trained) == self.depth else 0
 
+    def kept(self) -> int:
+        """Return the number of batches that stay trained if the pipeline is lost."""
+        if len(self.trained) < self.depth:
+            return 0
+        return max(0, min(trained - self.loose[stage] for stage, trained in self.trained.items()))
+
     def hear(self, stage: int, done: Done, now: float) -> None:
         """Note how far the worker of ``stage`` is."""
         if done.seconds is not None:
             self.seconds = max(done.seconds, SHORTEST)
         if done.batches < self.trained.get(stage, 0):
             return  # an overtaken report
-        self.trained[stage] = done.batches
+        self.trained[stage], self.loose[stage] = done.batches, done.loose
         if done.batches < self.furthest:
             return
         self.base = now - done.ago

@@ -47,6 +47,10 @@ class Turns(Protocol):
     def unfinished(self) -> int:
         """Mini-batches that are still in this pipeline."""
 
+    @property
+    def loose(self) -> int:
+        """Number of the last mini-batches of this pipeline that no other one's model has, and that are lost with it."""
+
     def pause(self) -> None:
         """Finish what is in the pipeline, and make all replicas equal."""
 

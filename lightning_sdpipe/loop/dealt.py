@@ -270,7 +270,7 @@ class DealtBatchSource:
     def _rest(self) -> None:
         """Finish everything, so that no worker is held up."""
         self._turns.rest()
-        self._client.trained(self._trained)
+        self._client.trained(self._trained, self._turns.loose)
 
     def _wait(self) -> None:
         """Wait for others, until there is something to train, or will not be in this segment."""
@@ -289,7 +289,7 @@ class DealtBatchSource:
         before = split.number - 1  # Lightning has counted this turn
         if self._now is not None:
             self._trained += 1
-            self._client.trained(self._trained - self._turns.unfinished)
+            self._client.trained(self._trained - self._turns.unfinished, self._turns.loose)
             self._look()
             if self._next is None:
                 self._run_out()

@@ -48,6 +48,8 @@ class EpochCallback(Callback):
         self._checks = checks
         self._draws = draws
         self._to_load: Mapping[str, Any] | None = None
+        self._saving: list[Callback] = []
+        """Callbacks that save after so many steps."""
 
     # Lightning asks every callback for these at each batch, and passes over what is none
     on_before_zero_grad = on_before_backward = on_after_backward = on_before_optimizer_step = None  # type: ignore[assignment]
@@ -71,6 +73,7 @@ class EpochCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._draws.between_batches("on_train_start")  # the setup of a run may draw, too
         self._checks.start(loop.batches(trainer))
+        self._saving = [callback for callback in trainer.checkpoint_callbacks if steps_between_saves(callback) > 0]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["random_states"] = self._random_states()
@@ -98,7 +101,7 @@ class EpochCallback(Callback):
         if self._turns.underway:
             return
         due = self._checks.agreed(loop.batches(trainer))
-        if due or any(_saves_now(callback, trainer) for callback in trainer.checkpoint_callbacks):
+        if due or (self._saving and self._saves_now(trainer.global_step)):
             self._turns.pause()
             self._share_metrics(trainer)
             if due:
@@ -114,14 +117,12 @@ class EpochCallback(Callback):
         self._share_metrics(trainer)
         self._draws.between_batches("on_validation_end")
 
+    def _saves_now(self, step: int) -> bool:
+        return any(step % steps_between_saves(callback) == 0 for callback in self._saving)
+
     def _share_metrics(self, trainer: Trainer) -> None:
         with self._turns.first_failure:
             mine = {name: float(value) for name, value in trainer.callback_metrics.items()}  # reduces: on every rank
             everybodys = self._share(mine)
         if everybodys is not mine:
             adopt_metrics(trainer, {name: torch.tensor(value) for name, value in everybodys.items()})
-
-
-def _saves_now(callback: Callback, trainer: Trainer) -> bool:
-    every = steps_between_saves(callback)
-    return every > 0 and trainer.global_step % every == 0

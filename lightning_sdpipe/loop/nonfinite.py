@@ -62,19 +62,17 @@ class _Earliest:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._since = torch.tensor(_NEVER, device=device)
-        self._values: list[Tensor] = []
-        self._times: list[int] = []
+        self._seen: list[tuple[Tensor, int]] = []
 
     def add(self, value: Tensor, time: int) -> None:
-        self._values.append(value)
-        self._times.append(time)
-        if len(self._values) == _KEPT:
+        self._seen.append((value, time))
+        if len(self._seen) == _KEPT:
             self.found()
 
     def found(self) -> Tensor:
-        if self._values:
-            finite = torch.stack(self._values).isfinite()
-            times = torch.tensor(self._times, device=self._device)
+        if self._seen:
+            finite = torch.stack([value for value, _ in self._seen]).isfinite()
+            times = torch.tensor([time for _, time in self._seen], device=self._device)
             self._since = torch.minimum(self._since, times.masked_fill(finite, _NEVER).min())
-            self._values, self._times = [], []
+            self._seen = []
         return self._since

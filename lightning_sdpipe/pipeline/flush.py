@@ -34,7 +34,7 @@ from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.pipeline.gradients import (
     GradientExchange,
-    has_hooks,
+    hooked,
     loss_with_gradients,
     put_back,
     reported_to,
@@ -197,7 +197,9 @@ class FlushPipeline:
         schedule, target, share = self._order_of(len(micro_batches))
         ready.begin(share, self._parameters)
         before_backward = _first_and_last(
-            backwards, lambda: self._delays.before_backward(iteration), lambda: self._before_last_backward(ready)
+            backwards,
+            lambda: self._delays.before_backward(iteration),
+            lambda: self._before_last_backward(ready, waits_for_owners),
         )
         computing = partial(ready.computing, self._delays)
         last_backward = self._reporting(exchange if not accumulated else None)
@@ -205,8 +207,8 @@ class FlushPipeline:
             forward = partial(_forward, runner, self._delays, micro_batches, step, log, self._loss)
             stage.begin(keys, forward, before_backward, computing, last_backward)
         schedule.step(target=target, return_outputs=False)
-        self._shared.sum_gradients()
         if waits_for_owners:
+            self._shared.sum_gradients()
             ready.passed("backward")
         log.replay(self._runners[0].module.log)
         gradients = set_aside(self._parameters)
@@ -234,23 +236,23 @@ class FlushPipeline:
     def _refuse_hooks(self) -> None:
         """Raises ConfigurationError for hooks on gradients that would not see what they see in one process."""
         self._shared.refuse_hooks()
-        hooked = [parameter for parameter in self._parameters if has_hooks(parameter)]
-        if self._splits_backwards and hooked:
+        with_hooks = hooked(self._parameters)
+        if self._splits_backwards and with_hooks:
             raise ConfigurationError(
                 "A parameter has a hook on its gradient, and schedule='zero_bubble' computes gradients of parameters "
                 "apart from the backward that would call it. Use another schedule, or change the gradient in "
                 "on_before_optimizer_step."
             )
-        if any(parameter._post_accumulate_grad_hooks and parameter.grad is not None for parameter in hooked):
+        if with_hooks and any(p._post_accumulate_grad_hooks and p.grad is not None for p in with_hooks):
             raise ConfigurationError(
                 "register_post_accumulate_grad_hook sees the gradient of one mini-batch in a pipeline, and that of all "
                 "so far in one process. Change the gradient in on_before_optimizer_step, or do not accumulate "
                 "(accumulate_grad_batches=1)."
             )
 
-    def _before_last_backward(self, ready: ReadySignal) -> None:
+    def _before_last_backward(self, ready: ReadySignal, waits_for_owners: bool) -> None:
         self._loss.exchange()
-        if not self._shared.train:  # else the sum over the owners waits for them after it
+        if not waits_for_owners:  # else the sum over the owners waits for them after it
             for runner in self._runners:
                 runner.link.make_room()
             ready.last_backward()

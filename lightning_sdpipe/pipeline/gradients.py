@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,8 @@ from lightning_sdpipe.exchange.gradients import GradientExchange as GradientExch
 def set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
     """Takes the gradients off the parameters and returns them."""
     gradients = [p.grad for p in parameters]
-    put_back(parameters, [None] * len(gradients))
+    for p in parameters:
+        p.grad = None
     return gradients
 
 
@@ -50,9 +52,9 @@ class reported_to:
         self._exchange.gradient_ready(number, parameter.grad)
 
 
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Returns whether the user has registered hooks on the gradient of ``parameter``."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+def hooked(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Returns those of ``parameters`` on whose gradients the user has registered hooks."""
+    return [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 
 def loss_with_gradients(
@@ -83,48 +85,52 @@ def loss_with_gradients(
     loss = loss.detach() if scale is None else loss.detach() / scale
     if exchange is not None and not accumulated:
         exchange.complete(gradients)
-    return deposit(anchor, loss, list(parameters), list(gradients), scale, exchange, accumulated)  # type: ignore[no-any-return]
+    left = _Left(list(parameters), list(gradients), scale, exchange, accumulated, meter.current())
+    return deposit(anchor, loss, left)  # type: ignore[no-any-return]
+
+
+@dataclass
+class _Left:
+    """The gradients of a mini-batch until its backward; see :func:`loss_with_gradients`."""
+
+    parameters: Sequence[nn.Parameter]
+    gradients: Sequence[Tensor | None]
+    scale: Tensor | None
+    exchange: GradientExchange | None
+    accumulated: bool
+    meter: meter.Meter
+    """Meter of the thread that waits for the backward, which may run in another one."""
 
 
 class _Deposit(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,
-        loss: Tensor,
-        parameters: list[nn.Parameter],
-        gradients: list[Tensor | None],
-        scale: Tensor | None,
-        exchange: GradientExchange | None,
-        accumulated: bool,
-    ) -> Tensor:
-        ctx.parameters, ctx.gradients, ctx.scale = parameters, gradients, scale
-        ctx.exchange, ctx.accumulated, ctx.done = exchange, accumulated, False
-        ctx.meter = meter.current()  # of the thread that will wait for the backward, which may run in another one
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, left: _Left) -> Tensor:
+        ctx.left = left
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.done:
+        left: _Left | None = ctx.left
+        if left is None:
             raise ConfigurationError(
                 "backward ran twice on the loss of one mini-batch, whose gradients the pipeline has computed once. Run "
                 "it once, on the sum of what you would have run it on."
             )
-        ctx.done = True
-        if ctx.exchange is not None and not ctx.accumulated:
-            with ctx.meter.spans[meter.EXCHANGE]:
-                ctx.gradients = ctx.exchange.finish()
-        present = [grad for grad in ctx.gradients if grad is not None]
-        factor = grad_output if ctx.scale is None else grad_output / ctx.scale
+        ctx.left = None
+        gradients, exchange = left.gradients, left.exchange
+        if exchange is not None and not left.accumulated:
+            with left.meter.spans[meter.EXCHANGE]:
+                gradients = exchange.finish()
+        present = [grad for grad in gradients if grad is not None]
+        factor = grad_output if left.scale is None else grad_output / left.scale
         # reading the factor would wait for a GPU; on a CPU it saves a pass over the gradients
         if present and (factor.device.type != "cpu" or factor.item() != 1.0):
             torch._foreach_mul_(present, factor)
-        for p, grad in zip(ctx.parameters, ctx.gradients, strict=True):
+        for p, grad in zip(left.parameters, gradients, strict=True):
             if grad is not None:
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
-        if ctx.exchange is not None and ctx.accumulated:
-            ctx.exchange.complete([p.grad for p in ctx.parameters])
-            with ctx.meter.spans[meter.EXCHANGE]:
-                put_back(ctx.parameters, ctx.exchange.finish())
-        ctx.gradients = ctx.parameters = ()
-        return None, None, None, None, None, None, None
+        if exchange is not None and left.accumulated:
+            exchange.complete([p.grad for p in left.parameters])
+            with left.meter.spans[meter.EXCHANGE]:
+                put_back(left.parameters, exchange.finish())
+        return None, None, None

@@ -27,11 +27,15 @@ class ReadySignal:
     Args:
         last: the last point that waits for another stage.
         fire: announces that this worker is ready.
+        heard: whether anybody hears it, so that it matters when within the last backward it fires.
     """
 
-    def __init__(self, last: LastWait = "backward", fire: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, last: LastWait = "backward", fire: Callable[[], None] = lambda: None, heard: bool = True
+    ) -> None:
         self._last = last
         self._fire = fire
+        self._heard = heard
         self._expected = False
         self._share = 0.0
         self._parameter: Tensor | None = None
@@ -61,6 +65,7 @@ class ReadySignal:
                 number of gradients; 0 if it counts as passed before it begins.
             parameters: parameters whose gradients are computed, from the first layer to the last.
         """
+        share = share if self._heard else 0.0
         self._share, self._in_last_backward = share, False
         self._parameter = parameters[int(len(parameters) * (1.0 - share))] if share and parameters else None
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
-from lightning_sdpipe.pipeline.gradients import has_hooks
+from lightning_sdpipe.pipeline.gradients import hooked
 from lightning_sdpipe.pipeline.late_sums import LateSum
 from lightning_sdpipe.topology.groups import ProcessGroups
 
@@ -81,7 +81,7 @@ class SharedParameters:
         """Raises ConfigurationError if the user's hooks would see the parts of a gradient that stages add up."""
         for stages, name in self._summed:
             parameter = self._module.get_parameter(name)
-            if parameter.requires_grad and has_hooks(parameter):
+            if parameter.requires_grad and hooked([parameter]):
                 raise ConfigurationError(
                     f"{name!r} has a hook on its gradient, and stages {list(stages)} hold it, each with a "
                     "part of the gradient: the hook would see the parts, not their sum. Change the gradient in "

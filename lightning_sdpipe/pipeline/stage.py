@@ -22,6 +22,8 @@ from lightning_sdpipe.pipeline.link import StageLink
 
 Forward = Callable[[int, Message | None], Message | Tensor]
 
+_NOTHING = nullcontext()
+
 
 class CutStage:
     """Stage ``stage_index`` of ``num_stages``, on worker ``stage_index % num_workers`` of its pipeline.
@@ -101,7 +103,7 @@ class CutStage:
         inputs = self._received.pop(index, ())
         self._backwards_left -= 1
         if full_backward:
-            last = nullcontext() if self._backwards_left else self._last_backward
+            last = _NOTHING if self._backwards_left else self._last_backward
             with labelled("backward", index), self._computing(), last:
                 if outputs:  # else all that was sent is frozen
                     torch.autograd.backward(outputs, gradients)

@@ -54,7 +54,7 @@ class FirstFailure:
         """Enter the wait."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, WorkerFailedError | SchedulerError):
+        if error is not None and isinstance(error, WorkerFailedError | SchedulerError):
             self._explain(error)
 
 

@@ -37,6 +37,8 @@ class GradientAveraging(Synchronizer):
         self._buckets = _rounds(replica, bucket_bytes)
         self.by_samples = by_samples
         self._rounds = 0
+        self._sent = 0
+        """Bytes that torch sends in a round."""
         self._update = 0
         self.gradients = self
 
@@ -79,9 +81,7 @@ class GradientAveraging(Synchronizer):
             by_parameter = dict(zip(self.replica.trained, gradients, strict=True))
             self.replica.shared.hand_on(by_parameter)
             gradients = list(by_parameter.values())
-        if not isinstance(self._buckets, EncodedRounds):  # torch sends the messages
-            replicas = self.replica.count
-            self.statistics.traffic.add(2 * (replicas - 1) * self._buckets.nbytes // replicas)
+        self.statistics.traffic.add(self._sent)
         self.statistics.count(outcome.members, outcome.seconds_waiting, outcome.seconds_averaging)
         return gradients
 
@@ -91,7 +91,9 @@ class GradientAveraging(Synchronizer):
 
     def start(self) -> None:
         self._buckets.arrange()  # the trained parameters may have changed
-        self._rounds = 0
+        self._rounds, replicas = 0, self.replica.count
+        if not isinstance(self._buckets, EncodedRounds):  # those count what they send
+            self._sent = 2 * (replicas - 1) * self._buckets.nbytes // replicas
 
     def stop(self) -> None:
         nothing: list[Tensor | None] = [None] * len(self.replica.trained)

@@ -44,6 +44,7 @@ class QuorumAveraging(OuterAveraging):
             bases.arrange(self._state)
         self._beside = Background("a round of bases beside training", 2 * replica.timeout.total_seconds())
         self._job: Job | None = None
+        self._underway = False
         self._came: NewBase | None = None
         self._sent: list[Tensor] = []
         self._before = 0
@@ -55,6 +56,11 @@ class QuorumAveraging(OuterAveraging):
     @classmethod
     def codec(cls, replica: Replica, nesterov: Nesterov, mix: float) -> OuterModel:
         return OwnBase(replica.exchange.payload, replica.pipeline, nesterov, mix)
+
+    @property
+    def loose(self) -> int:  # type: ignore[override]
+        """See the base class: the updates since the last round that is whole."""
+        return self._whole.since + (self._before if self._underway else 0)
 
     def announce(self, iteration: int) -> None:
         """Tells the scheduler that this worker is ready, and what its base is, if a round begins after this update."""
@@ -84,10 +90,10 @@ class QuorumAveraging(OuterAveraging):
             return
         self._begins_anew = False
         super().start()
-        if self._given is not None:
-            self._state.load(*self._given)
+        given, self._given = self._given, None
+        if given is not None and given[1]:  # a donor that has not begun has no base besides its model
+            self._state.load(*given)
             self._state.put(self._whole.tensors)
-            self._given = None
 
     def stop(self) -> None:
         self._adopt()
@@ -114,6 +120,7 @@ class QuorumAveraging(OuterAveraging):
     def _begin_round(self, group: Group) -> None:
         """Runs the round of ``group``, or begins it beside training."""
         tensors, self._before, self._whole.since = self._whole.tensors, self._whole.since, 0
+        self._underway = True
         if self._late:
             if [copy.shape for copy in self._sent] != [tensor.shape for tensor in tensors]:
                 self._sent = [torch.empty_like(tensor) for tensor in tensors]
@@ -136,17 +143,18 @@ class QuorumAveraging(OuterAveraging):
             self._came = self._bases.run(tensors, group)
         elif group.lineage.goes_on:
             self._came = self._state.make(tensors, group, self._whole.mover, self._replicas)
-        if self._came is None:
-            self._whole.since += self._before
 
     def _adopt(self) -> float:
         """Puts the outcome of the round that is under way into the model; returns the seconds waited for it."""
-        waited = 0.0
+        if not self._underway:
+            return 0.0
+        waited, self._underway = 0.0, False
         if self._job is not None:
-            job, self._job = self._job, None
-            waited = job.wait()
+            waited, self._job = self._job.wait(), None
         new, self._came = self._came, None
-        if new is not None:
-            adopt = partial(self._state.adopt, new, self._whole.tensors, self._sent if self._late else None)
-            adopt() if self._bases is None else self._bases.accept(new, adopt)
+        if new is None:  # what was brought is brought again
+            self._whole.since += self._before
+            return waited
+        adopt = partial(self._state.adopt, new, self._whole.tensors, self._sent if self._late else None)
+        adopt() if self._bases is None else self._bases.accept(new, adopt)
         return waited

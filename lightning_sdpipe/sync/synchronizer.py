@@ -272,6 +272,9 @@ class Synchronizer:
         """
         return 1
 
+    loose = 0
+    """Number of the last updates of this worker that no other one's model has, if the method counts them."""
+
     by_samples = False
     """Whether :meth:`weigh` is called for each mini-batch before its backward."""
 

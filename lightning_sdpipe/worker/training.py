@@ -88,7 +88,7 @@ class Training:
         self.meter = meter.current()
         self.waited_before = self.meter.seconds(*meter.FOR_NEIGHBOURS)
         last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
-        self.ready = ReadySignal(last, self.announce)
+        self.ready = ReadySignal(last, self.announce, type(self.sync).announce is not Synchronizer.announce)
         self._scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         # run before others may get this worker's model
         self._look: Callable[[], None] = (lambda: None) if self.watch is None else self.watch.check
@@ -122,20 +122,13 @@ class Training:
         samples = size * self.trainer.accumulate_grad_batches if isinstance(size, int) else None
         options = self.trainer.strategy.options  # type: ignore[attr-defined]
         sync = options.sync if isinstance(options.sync, str) else type(options.sync).__name__
-        self.client.about = About(
-            socket.gethostname(),
-            str(self._device),
-            self.groups.rank,
-            samples,
-            options.schedule,
-            options.num_micro_batches,
-            sync,
-        )
+        how = options.schedule, options.num_micro_batches, sync
+        self.client.about = About(socket.gethostname(), str(self._device), self.groups.rank, samples, *how)
 
     def begin_batch(self, batch: Any, source: BatchSource) -> None:
         """Take part from now on, unless there is nothing to train; Lightning shows ``batch`` to the hooks."""
         self._take_over_freezing()
-        if self.phase is Phase.ABSENT:
+        if self._phases.now is Phase.ABSENT:
             return
         strategy: Any = self.trainer.strategy
         if self.mini_batches == 0 and strategy.num_micro_batches > 1 and source.portion is None:
@@ -181,7 +174,7 @@ class Training:
         Raises:
             ConfigurationError: the optimizer stepped without the closure.
         """
-        if self.phase is Phase.ABSENT:  # applies what gradients there are, if others may have another model
+        if self._phases.now is Phase.ABSENT:  # applies what gradients there are, if others may have another model
             accumulated, self._accumulated = self._accumulated, False
             if accumulated and self.sync.gradients is None:
                 with self._phases.within(Event.UPDATE):
@@ -299,6 +292,10 @@ class Training:
     @property
     def unfinished(self) -> int:
         return self.parts.pipeline.unfinished
+
+    @property
+    def loose(self) -> int:
+        return self.sync.loose * self.trainer.accumulate_grad_batches
 
     def _refuse_underway(self) -> None:
         if self.underway and not self.together:

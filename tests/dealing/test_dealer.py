@@ -314,3 +314,14 @@ def test_pipelines_may_have_unlike_numbers_of_stages() -> None:
     assert dealer.still_training() == [0]
     with pytest.raises(RefusedEvent, match="does not exist in 1 stages"):
         dealer.on(Trained(Worker(1, 0), segment, Done(1)), 1.0)
+
+
+def test_batches_that_only_a_lost_pipeline_had_in_its_model_are_dealt_again() -> None:
+    desk = Desk(2, segment=Segment(1, 0, 0, 4))
+    desk.begin()
+    desk.ask(1, 1)
+    desk.dealer.on(Trained(Worker(0, 1), desk.segment, Done(2, 1.0, loose=1)), 2.0)
+    desk.dealer.on(Returned(1), 2.0)
+    got = [lease for batches in range(1, 7) for lease in desk.ask(0, batches, 1.0, now=2.0 + batches)]
+    trained = [(lease.home, number) for lease in got for number in range(lease.start, lease.stop)]
+    assert sorted(trained) == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)]

@@ -29,7 +29,7 @@ class Shard:
 class Said:
     """What the source says, and where the others meet."""
 
-    underway, unfinished, first_failure = False, 0, nullcontext()
+    underway, unfinished, loose, first_failure = False, 0, 0, nullcontext()
 
     def __init__(self, sync_points: list[SyncPoint]) -> None:
         self.sync_points, self.calls = sync_points, []  # type: ignore[var-annotated]

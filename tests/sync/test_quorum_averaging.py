@@ -120,6 +120,34 @@ def test_a_straggler_brings_the_change_from_its_own_base_and_gets_the_newest(sta
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_a_newcomer_begins_with_the_base_of_its_donor(stage: Stage) -> None:
+    """What the donor has moved by since then is not the newcomer's; a donor that has not begun gives its model only."""
+    method = DiLoCo(EVERY, LR, MOMENTUM, quorum=1.0)
+
+    def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> None:
+        early = sync.handover()
+        rendezvous.join()
+        Work().update(pipeline, parameter, sync, range(EVERY + 1))
+        given = sync.handover()
+        assert sync.loose == 1
+        before = parameter.detach().clone()
+        newcomer = method.build(sync.replica)
+        newcomer.take(given)
+        newcomer.start()
+        assert not torch.equal(parameter, before)
+        torch.testing.assert_close(parameter.detach(), given["state"][0], rtol=0, atol=0)
+        found = newcomer.handover()
+        assert found["base"] == given["base"] == 0
+        assert all(torch.equal(a, b) for a, b in zip(found["state"], given["state"], strict=True))
+        other = method.build(sync.replica)
+        other.take(early)
+        other.start()
+        assert other.handover()["base"] == -1
+        rendezvous.pause(position=EVERY + 1)
+
+    stage.run(method, Exchange(), equal, train)
+
+
 @pytest.mark.parametrize(
     ("values", "instead"),
     [

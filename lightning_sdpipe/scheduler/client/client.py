@@ -179,10 +179,11 @@ class SchedulerClient:
             self._leasing = None
             return self._wait(m.AskLease, m.Dealt, f"lease {ordinal} of {segment}").lease
 
-    def trained(self, batches: int) -> None:
-        """Note that this worker has trained so many batches of the segment; heartbeats report it."""
+    def trained(self, batches: int, loose: int = 0) -> None:
+        """Note that this worker has trained so many batches of the segment, the last ``loose`` of which no other model
+        has; heartbeats report it."""
         with self._thread.changed:
-            self._asks.leases.trained(batches)
+            self._asks.leases.trained(batches, loose)
 
     def step_ended(self, iteration: int, waited: float) -> None:
         """Note that the step of ``iteration`` is over; ``waited`` are all seconds so far that this worker waited for

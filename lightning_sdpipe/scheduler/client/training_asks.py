@@ -201,7 +201,7 @@ class HeardLeases:
         self._clock = clock
         self._segment: Segment | None = None
         self._leases: dict[int, Lease] = {}
-        self._trained = 0
+        self._trained = self._loose = 0
         self._ended_at = 0.0
         self._begins = True
         """True if the next batch begins with the start of a loader."""
@@ -212,7 +212,7 @@ class HeardLeases:
     def begin(self, segment: Segment) -> None:
         """Start ``segment``, unless it is trained already."""
         if segment != self._segment:
-            self._segment, self._leases, self._trained = segment, {}, 0
+            self._segment, self._leases, self._trained, self._loose = segment, {}, 0, 0
             self._ended_at, self._begins = self._clock(), True
 
     def hear(self, lease: Lease) -> None:
@@ -224,8 +224,8 @@ class HeardLeases:
             self._ended_at, self._begins = self._clock(), True
         self._leases[lease.ordinal] = lease
 
-    def trained(self, batches: int) -> None:
-        """Note that so many batches of the segment are trained."""
+    def trained(self, batches: int, loose: int = 0) -> None:
+        """Note that so many batches of the segment are trained, and that no other model has the last ``loose``."""
         now = self._clock()
         if batches > self._trained:
             length = (now - self._ended_at) / (batches - self._trained)
@@ -233,12 +233,12 @@ class HeardLeases:
                 self._first = length
             else:
                 self._lengths.append(length)
-        self._trained, self._ended_at, self._begins = batches, now, False
+        self._trained, self._ended_at, self._begins, self._loose = batches, now, False, loose
 
     def done(self) -> Done:
         """Return the worker's progress in this segment."""
         seconds = sum(self._lengths) / len(self._lengths) if self._lengths else self._first
-        return Done(self._trained, seconds, self._clock() - self._ended_at)
+        return Done(self._trained, seconds, self._clock() - self._ended_at, self._loose)
 
     def progress(self) -> tuple[Segment, Done] | None:
         """Return the segment and the worker's progress; None before its first segment."""

@@ -229,7 +229,7 @@ class Journal:
                     books.setdefault(lease.pipeline, {})[lease.ordinal] = lease
                     gone.discard(lease.pipeline)
             if isinstance(event, Asked | Trained | Told) and event.segment == segment:
-                done[event.worker] = Done(event.done.batches, event.done.seconds)
+                done[event.worker] = Done(event.done.batches, event.done.seconds, loose=event.done.loose)
         for pipeline in sorted(set(books) - gone):
             yield from told(pipeline)
 

@@ -101,7 +101,7 @@ class ElasticBatchSource(DealtBatchSource):
         """Carry out a command. A state that is given has no batch half trained, and a pipeline that leaves has none."""
         if self._turns.underway:
             self._turns.drain()
-            self._client.trained(self._trained)
+            self._client.trained(self._trained, self._turns.loose)
         self._duties.act(command, self.state)
 
     def _between_turns(self) -> None:

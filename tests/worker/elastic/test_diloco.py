@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,17 @@ def check(run: ElasticRun, pipelines: list[int]) -> int:
     return len(seen)
 
 
+def check_that_what_died_is_trained_by_others(run: ElasticRun, died: int) -> None:
+    """What the first start of ``died`` trained after its last round counts as if it had not."""
+    rows = run.rows(died, 0)[0]
+    last = max((number for number, row in enumerate(rows) if "base" in row), default=0)
+    lost = Counter(sample for row in rows[last:] for sample in row.get("trained", ()))
+    epoch = rows[-1].get("epoch", 0)
+    kept = run.trained()[epoch] - lost
+    assert lost
+    assert set(kept) == set(range(SAMPLES)), sorted(set(range(SAMPLES)) - set(kept))
+
+
 @pytest.mark.parametrize(
     ("sync", "exchange", "phase"),
     [
@@ -101,4 +113,6 @@ def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, sync: DiLoCo, e
         assert set(codes) == {0, 1, 2}
         assert {code for each in codes.values() for code in each} == {0}, run.said()
         assert check(run, [0, 1, 2]) > 4
+        if phase == "made":
+            check_that_what_died_is_trained_by_others(run, 2)
         check_that_replicas_were_equal(run, [0, 1, 2])
