@@ -63,11 +63,11 @@ SHAPES = {
 
 SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (690, 8),
-    "data": (476, 5),
-    "dealing": (449, 5),
+    "data": (513, 5),
+    "dealing": (467, 5),
     "exchange": (2596, 33),
     "heterogeneity": (469, 8),
-    "loop": (2582, 24),
+    "loop": (2594, 24),
     "membership": (1307, 14),
     "optim": (342, 5),
     "partition": (3911, 32),
@@ -78,12 +78,12 @@ SIZES: dict[str, tuple[int, int]] = {
     "scheduler": (5534, 43),
     "seeing": (2063, 18),
     "simulate": (687, 6),
-    "strategy": (952, 7),
+    "strategy": (960, 7),
     "supervision": (1338, 14),
     "sync": (2180, 19),
-    "top": (1343, 11),
+    "top": (1439, 12),
     "topology": (615, 7),
-    "worker": (3441, 31),
+    "worker": (3622, 32),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 
