@@ -28,6 +28,7 @@ from lightning_sdpipe.partition.profile import BlockProfile
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.partition.saved_bytes import parameter_bytes
+from lightning_sdpipe.partition.sections import sections_of_blocks
 from lightning_sdpipe.partition.travel import Travel
 
 Profile = Sequence[BlockProfile]
@@ -220,12 +221,17 @@ def check(
     refused: ConfigurationError | None = None
     for chain in find_chains(module, names):
         num_blocks = len(join_ends(module, chain)) if names is None else len(chain)
+        known: list[tuple[range, ...]] = []
         try:
             for each in cuts:
                 with each.named():
                     given = each.partition
-                    cut(num_blocks, each.num_stages, "uniform" if isinstance(given, (str, Balanced)) else given)
+                    spans = cut(num_blocks, each.num_stages, "uniform" if isinstance(given, (str, Balanced)) else given)
+                if given == "uniform" or not isinstance(given, (str, Balanced)):
+                    known.append(spans)
                 _check_weights(module, chain, each)
+            if len(known) == len(cuts):
+                sections_of_blocks(known)
             if max(each.num_stages for each in cuts) > 1:
                 refuse_compiled(module, chain)
         except ConfigurationError as error:

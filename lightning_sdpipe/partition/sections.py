@@ -36,13 +36,7 @@ def sections_of(spans: Sequence[Sequence[range]], ownerships: Sequence[Ownership
     Raises:
         ConfigurationError: there are too many sections.
     """
-    stages = [[number for number, span in enumerate(cut) for _ in span] for cut in spans]  # of each block
-    of_blocks = set(zip(*stages, strict=True))
-    if len(of_blocks) > MOST:
-        raise ConfigurationError(
-            f"The cuts of {len(spans)} pipelines divide the chain into {len(of_blocks)} sections, and at most {MOST} "
-            f"are allowed, since each is a process group of its own. {_to_move(spans)}"
-        )
+    of_blocks = sections_of_blocks(spans)
     names = ownerships[0].stages
     first = {name: tuple(own.stages[name][0] for own in ownerships) for name in names}
     last = {name: tuple(own.stages[name][-1] for own in ownerships) for name in names}
@@ -53,6 +47,22 @@ def sections_of(spans: Sequence[Sequence[range]], ownerships: Sequence[Ownership
         {name: number[each] for name, each in first.items()},
         {name: number[each] for name, each in last.items()},
     )
+
+
+def sections_of_blocks(spans: Sequence[Sequence[range]]) -> set[tuple[int, ...]]:
+    """Returns the sections of the blocks: for each, the stage that runs it in each of the pipelines with these cuts.
+
+    Raises:
+        ConfigurationError: there are too many sections.
+    """
+    stages = [[number for number, span in enumerate(cut) for _ in span] for cut in spans]  # of each block
+    found = set(zip(*stages, strict=True))
+    if len(found) > MOST:
+        raise ConfigurationError(
+            f"The cuts of {len(spans)} pipelines divide the chain into {len(found)} sections, and at most {MOST} "
+            f"are allowed, since each is a process group of its own. {_to_move(spans)}"
+        )
+    return found
 
 
 def _to_move(spans: Sequence[Sequence[range]]) -> str:

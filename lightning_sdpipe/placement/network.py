@@ -234,22 +234,6 @@ def write_network(path: Path, network: Network) -> None:
     path.write_text(one_row_per_line(file))
 
 
-def network_of_sites(
-    sites: Sequence[tuple[str, int]],
-    latency_seconds: Sequence[Sequence[float | None]],
-    bandwidth_bytes_per_second: Sequence[Sequence[float | None]],
-    source: str = "",
-) -> Network:
-    """Returns a network of sites, each with a number of devices of speed 1, from the links between sites (on the
-    diagonal: within).
-
-    Raises:
-        ConfigurationError: see :class:`Network`.
-    """
-    rows, rates = [list(row) for row in latency_seconds], [list(row) for row in bandwidth_bytes_per_second]
-    return _expand(_Sites(SITES, source, [_Site(name, count) for name, count in sites], rows, rates))
-
-
 def _expand(file: _Sites) -> Network:
     names = [site.name for site in file.sites]
     twice = [name for name, count in Counter(names).items() if count > 1]

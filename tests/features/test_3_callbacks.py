@@ -48,31 +48,38 @@ from tests.features.table import refused, supported
 pytestmark = pytest.mark.distributed
 
 
-def _files(directory: Path, options: dict[str, Any]) -> tuple[list[str], str, float]:
-    callback = ModelCheckpoint(directory / "saved", **options)
-    trainer = trainer_of_this_process(directory, callbacks=[callback], max_epochs=3)
+SAVING: dict[str, dict[str, Any]] = {
+    "best two": {"monitor": "val_loss", "save_top_k": 2, "save_last": True, "filename": "{epoch}"},
+    "worst": {"monitor": "val_loss", "mode": "max", "save_top_k": 1, "filename": "{epoch}"},
+    "by steps": {"every_n_train_steps": 5, "save_top_k": -1, "filename": "{step}"},
+    "best by steps": {"every_n_train_steps": 5, "monitor": "loss_step", "save_top_k": 1, "filename": "{step}"},
+}
+
+
+def _files(directory: Path) -> dict[str, tuple[list[str], str, float]]:
+    """Of each callback: the files, the best one, and its score."""
+    callbacks = {name: ModelCheckpoint(directory / name, **options) for name, options in SAVING.items()}
+    trainer = trainer_of_this_process(directory, callbacks=[*callbacks.values()], max_epochs=3)
     trainer.fit(Regression(), train_loader(), eval_loader())
-    files = sorted(path.name for path in (directory / "saved").iterdir())
-    return files, Path(callback.best_model_path).name, float(callback.best_model_score or 0)
+    return {
+        name: (
+            sorted(path.name for path in (directory / name).iterdir()),
+            Path(each.best_model_path).name,
+            float(each.best_model_score or 0),
+        )
+        for name, each in callbacks.items()
+    }
 
 
 @supported("Callbacks", "`ModelCheckpoint`: `monitor`, `save_top_k`, `save_last`, `every_n_train_steps`")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"monitor": "val_loss", "save_top_k": 2, "save_last": True, "filename": "{epoch}"},
-        {"monitor": "val_loss", "mode": "max", "save_top_k": 1, "filename": "{epoch}"},
-        {"every_n_train_steps": 5, "save_top_k": -1, "filename": "{step}"},
-        {"every_n_train_steps": 5, "monitor": "loss_step", "save_top_k": 1, "filename": "{step}"},
-    ],
-)
-def test_model_checkpoint(tmp_path: Path, options: dict[str, Any]) -> None:
-    ranks = on_four_ranks(_files, tmp_path / "four", options)
-    expected = _files(tmp_path / "one", options)
-    assert all(rank == ranks[0] for rank in ranks)
-    if options.get("monitor") != "loss_step":  # which is the loss of one pipeline
-        assert ranks[0][:2] == expected[:2]
-        assert ranks[0][2] == pytest.approx(expected[2], rel=1e-5)
+def test_model_checkpoint(tmp_path: Path) -> None:
+    first, *others = on_four_ranks(_files, tmp_path / "four")
+    expected = _files(tmp_path / "one")
+    assert all(rank == first for rank in others)
+    for name, (files, best, score) in expected.items():
+        if SAVING[name].get("monitor") != "loss_step":  # which is the loss of one pipeline
+            assert first[name][:2] == (files, best)
+            assert first[name][2] == pytest.approx(score, rel=1e-5)
 
 
 def _stopped(directory: Path) -> tuple[int, int]:

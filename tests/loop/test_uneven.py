@@ -3,6 +3,7 @@ count the same batches."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from datetime import timedelta
@@ -155,7 +156,7 @@ def test_a_data_module_that_drops_the_last_batch(tmp_path: Path) -> None:
     "also with `val_check_interval`; all ranks count the same batches",
 )
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", [Stream, SizedStream, "sampler"])
+@pytest.mark.parametrize("kind", [Stream, pytest.param(SizedStream, marks=pytest.mark.slow), "sampler"])
 def test_validation_within_the_epoch_and_uneven_shards(tmp_path: Path, kind: Any) -> None:
     stream = Stream((5, 7)) if kind == "sampler" else kind((5, 7))
     loader = DataLoader(data(64), 4, sampler=Own(stream)) if kind == "sampler" else None
@@ -178,8 +179,18 @@ def test_gradients_of_uneven_shards_are_averaged(tmp_path: Path, schedule: str) 
 
 @supported("Data", "an epoch of unknown length", "with every synchronisation method")
 @pytest.mark.distributed
-@pytest.mark.parametrize("sync", [None, AllReduce(), HetPipe(), ADPSGD(asynchronous=True)], ids=repr)
-@pytest.mark.parametrize("batches", [(1, 4), (6, 1)])
+@pytest.mark.parametrize(
+    ("batches", "sync"),
+    [
+        *itertools.product([(1, 4)], [None, AllReduce(), HetPipe(), ADPSGD(asynchronous=True)]),
+        ((6, 1), None),  # the leader's is the long one
+        *(
+            pytest.param((6, 1), sync, marks=pytest.mark.slow)
+            for sync in (AllReduce(), HetPipe(), ADPSGD(asynchronous=True))
+        ),
+    ],
+    ids=repr,
+)
 def test_one_validation_at_the_end_of_an_epoch_of_unknown_length(
     tmp_path: Path, batches: tuple[int, int], sync: Any
 ) -> None:
@@ -334,7 +345,9 @@ class Unfreezing(Regression):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("sync", [None, AllReduce(), ADPSGD(asynchronous=True)], ids=repr)
+@pytest.mark.parametrize(
+    "sync", [None, AllReduce(), pytest.param(ADPSGD(asynchronous=True), marks=pytest.mark.slow)], ids=repr
+)
 def test_layers_are_unfrozen_by_all_pipelines_also_by_one_without_data(tmp_path: Path, sync: Any) -> None:
     records = fit(tmp_path, stream=Stream((3, 7)), module=Unfreezing(), strategy=sdpipe(sync), val_check_interval=5)
     assert [name for name, _ in same_for_all(records, [6, 14])] == 2 * ["validation", "epoch"]

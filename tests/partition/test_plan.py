@@ -39,6 +39,13 @@ def test_another_chain_than_that_of_rank_0_is_refused_with_both_sides() -> None:
         check_same_chain(chain(3, 3), blocks, [9, 9])
 
 
+def test_too_many_sections_are_refused_before_any_process() -> None:
+    cuts = [PipelineCut(60, pipeline=0), PipelineCut(63, pipeline=1)]
+    with pytest.raises(ConfigurationError, match=r"divide the chain into .* sections, and at most 64"):
+        check(chain(*[1] * 141), None, cuts)
+    check(chain(*[1] * 141), None, cuts[:1])
+
+
 def measured(blocks: object) -> list[BlockProfile]:
     return [BlockProfile(1, 2, size, size) for size in (10**9, 10**9, 0, 0, 0, 10**9)]
 

@@ -20,7 +20,7 @@ from lightning_sdpipe.placement.cost import (
     weights,
 )
 from lightning_sdpipe.placement.model import Block, StageTraffic, traffic_of
-from lightning_sdpipe.placement.network import network_of_sites
+from tests.placement.sites import network_of_sites
 
 WORLD = cases.case(5)
 NUMBERS = {str(device): number for number, device in enumerate(WORLD.devices)}

@@ -12,7 +12,8 @@ import pytest
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement import cases
 from lightning_sdpipe.placement.model import Block, Model
-from lightning_sdpipe.placement.network import Device, Network, network_of_sites, read_network, write_network
+from lightning_sdpipe.placement.network import Device, Network, read_network, write_network
+from tests.placement.sites import network_of_sites
 
 DEVICES = (Device("a", 0, 1.0), Device("a", 1, 1.0), Device("b", 0, 0.5, 8 * 2**30))
 LATENCY = [[0.0, 0.001, 0.02], [0.003, 0.0, 0.02], [0.02, 0.02, 0.0]]

@@ -18,8 +18,9 @@ from lightning_sdpipe.placement.cost import CostModel, Weights, default_order, e
 from lightning_sdpipe.placement.device_classes import alike, identical
 from lightning_sdpipe.placement.exact import prove
 from lightning_sdpipe.placement.model import StageTraffic
-from lightning_sdpipe.placement.network import Device, Network, network_of_sites
+from lightning_sdpipe.placement.network import Device, Network
 from lightning_sdpipe.placement.search import Found, search
+from tests.placement.sites import network_of_sites
 
 OPTIMA = {1: 3.439799, 2: 31.634160, 3: 16.086840, 4: 34.802041, 5: 49.218380}
 

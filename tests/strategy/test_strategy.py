@@ -100,20 +100,20 @@ def test_two_pipelines_take_the_step_of_one_process_on_the_joined_batch(tmp_path
 
 
 @pytest.mark.distributed
-def test_the_rule_of_compiling(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_the_rule_of_compiling(tmp_path: Path, stages: int) -> None:
     """With several stages blocks may be compiled, with one stage the module, too; what else is refused is in
     worker/test_failures.py."""
     _, expected = fit(tmp_path / "one", "auto", 1, 8)
-    torch.compile(nn.Tanh(), backend="eager")(torch.ones(1))  # what this imports, forks have already
-    blocks, whole = Regression(), torch.compile(Regression(), backend="eager")
-    for block in blocks.net:
-        block.compile(backend="eager")
-    for name, compiled, stages in (("blocks", blocks, 2), ("whole", whole, 1)):
-        strategy = SDPipeStrategy(stages, sync=AllReduce(), start_method="fork")
-        fit(tmp_path / name, strategy, 2, 8 // (2 // stages), compiled)
-        for key, value in expected.state_dict().items():
-            found = compiled.state_dict()[key if key in compiled.state_dict() else f"_orig_mod.{key}"]
-            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
+    compiled: Any = torch.compile(Regression(), backend="eager") if stages == 1 else Regression()
+    if stages == 2:
+        for block in compiled.net:
+            block.compile(backend="eager")
+    strategy = SDPipeStrategy(stages, sync=AllReduce(), start_method="fork")
+    fit(tmp_path / "compiled", strategy, 2, 4 * stages, compiled)
+    for key, value in expected.state_dict().items():
+        found = compiled.state_dict()[key if key in compiled.state_dict() else f"_orig_mod.{key}"]
+        torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
 
 
 def test_what_a_run_cost_is_known_after_it() -> None:

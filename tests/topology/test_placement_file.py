@@ -13,7 +13,6 @@ from lightning_sdpipe.placement import cases
 from lightning_sdpipe.placement.arrange import ending_with, free_hosts
 from lightning_sdpipe.placement.cost import default_order, evaluate, weights
 from lightning_sdpipe.placement.model import StageTraffic
-from lightning_sdpipe.placement.network import network_of_sites
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.placement_file import (
     Order,
@@ -25,6 +24,7 @@ from lightning_sdpipe.topology.placement_file import (
     read_placement,
     write_placement,
 )
+from tests.placement.sites import network_of_sites
 from tests.placement.test_search import random_network
 
 PLAIN: dict[str, Any] = {
