@@ -188,9 +188,9 @@ def _take_over(trainer: Trainer, source: BatchSource) -> None:
     loop: Any = trainer.fit_loop
 
     def advance() -> None:
-        fetcher = lightning_internals.fetcher(trainer)
+        fetcher = lightning_internals.fetcher(loop)
         assert fetcher is not None
-        lightning_internals.set_fetcher(trainer, source.take_over(fetcher))
+        lightning_internals.set_fetcher(loop, source.take_over(fetcher))
         type(loop).advance(loop)
 
     loop.advance = advance
@@ -239,8 +239,8 @@ def _stop_together(trainer: Trainer, turns: Turns, checks: ClockChecks) -> None:
 def _look_together(trainer: Any, checks: ClockChecks) -> None:
     def changed(callback: Any) -> Callable[..., None]:
         def on_train_batch_end(*arguments: Any, **kwargs: Any) -> None:
-            if checks.is_due(callback):
-                type(callback).on_train_batch_end(callback, *arguments, **kwargs)
+            with lightning_internals.due_by_clock(callback, checks.is_due(callback)):
+                type(callback).on_train_batch_end(callback, *arguments, **kwargs)  # a subclass may do more
 
         return on_train_batch_end
 
@@ -252,7 +252,7 @@ def _look_together(trainer: Any, checks: ClockChecks) -> None:
     lightning_internals.restore(epoch_loop, Method.VALIDATES)  # after an earlier run
 
     def should_validate(fetcher: Any) -> bool:
-        with lightning_internals.validation_by_clock(trainer, checks.is_due(trainer)):
+        with lightning_internals.due_by_clock(trainer, checks.is_due(trainer)):
             decision: bool = lightning_internals.of_its_class(epoch_loop, Method.VALIDATES)(fetcher)
         return decision
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -151,3 +152,28 @@ def test_a_timer_that_goes_on_from_a_checkpoint_is_wound_as_well() -> None:
     assert 39 < lightning_internals.seconds_left(timer) <= 40
     lightning_internals.set_seconds_left(timer, 5.0)
     assert 4 < lightning_internals.seconds_left(timer) <= 5
+
+
+@pytest.mark.parametrize("of", [ModelCheckpoint, Timer])
+def test_what_a_subclass_does_after_every_batch_is_done_though_the_clock_is_not_looked_at(of: Any) -> None:
+    class Counts(of):  # type: ignore[misc]
+        batches = 0
+
+        def on_train_batch_end(self, *arguments: Any, **kwargs: Any) -> None:
+            self.batches += 1
+            super().on_train_batch_end(*arguments, **kwargs)
+
+    times: dict[str, Any] = {
+        ModelCheckpoint: {"train_time_interval": timedelta(0), "save_last": True},
+        Timer: {"duration": {"seconds": 0}},
+    }[of]
+    callback = Counts(**times)
+    strategy = Mock()
+    trainer = Mock(strategy=strategy, global_step=3, should_stop=False)
+    callback.on_train_start(trainer, Mock())
+    for due in (False, True):
+        with lightning_internals.due_by_clock(callback, due):
+            callback.on_train_batch_end(trainer, Mock(automatic_optimization=True), None, None, 0)
+        assert strategy.broadcast.called == due, "a decision of all workers, which are together only then"
+    assert callback.batches == 2
+    assert lightning_internals.seconds_between(callback) == 0

@@ -51,7 +51,7 @@ class SurvivingBases:
         client: tells the scheduler whether this worker takes part.
         line: is asked after a failure.
         epochs: the groups of its replicas.
-        meetings: returns the barriers of its stage.
+        barriers: returns the barriers of its stage.
         traffic: counts the bytes that this worker sends in rounds.
     """
 
@@ -61,10 +61,10 @@ class SurvivingBases:
         client: TakesPart,
         line: TogetherService,
         epochs: EpochGroups,
-        meetings: Callable[[], Barriers],
+        barriers: Callable[[], Barriers],
         traffic: Traffic,
     ) -> None:
-        self._client, self._line, self._epochs, self._meetings = client, line, epochs, meetings
+        self._client, self._line, self._epochs, self._barriers = client, line, epochs, barriers
         self._traffic = traffic
         self._alone = Replicas(cast(dist.ProcessGroup, None), {worker.pipeline: 0}, worker.stage, worker.pipeline)
         self.hand_overs = HandOvers(line, epochs, self._give)
@@ -114,19 +114,19 @@ class SurvivingBases:
         self._line.completed(self._round)
 
     def meet(self, tensors: Sequence[Tensor], since: int) -> None:
-        state, meetings = self.state, self._meetings()
+        state, barriers = self.state, self._barriers()
         while True:
-            met = meetings.meet(json.dumps([state.base, since]).encode())
+            met = barriers.meet(json.dumps([state.base, since]).encode())
             said = dict(zip(met.pipelines, map(json.loads, met.values), strict=True))
             bases = {pipeline: base for pipeline, (base, _) in said.items()}
             newest = max(bases.values())
             source = min(pipeline for pipeline, base in bases.items() if base == newest)
             moved = [piece - outer.base for piece, outer in zip(pieces_of(tensors), state.codec.outer, strict=True)]
             given = state.copy()[1] if min(bases.values()) < newest else []
-            whole = meetings.weighted_sum(moved, met, dict.fromkeys(bases, 1 / len(bases)))
+            whole = barriers.weighted_sum(moved, met, dict.fromkeys(bases, 1 / len(bases)))
             if whole and given:
-                whole = meetings.weighted_sum(given, met, {p: float(p == source) for p in bases})
-            done = meetings.meet(_DONE if whole else _NOT)
+                whole = barriers.weighted_sum(given, met, {p: float(p == source) for p in bases})
+            done = barriers.meet(_DONE if whole else _NOT)
             if done.pipelines == met.pipelines and all(value == _DONE for value in done.values):
                 break
         trained = any(updates for _, updates in said.values())
