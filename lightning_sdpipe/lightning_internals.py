@@ -1,14 +1,15 @@
 """Access to what Lightning keeps under private names and the package uses, under plain names.
 
-Lightning may change these in any release. Nothing else in the package names them, and tests/test_lightning_internals.py
-says of each what it is used for and, when Lightning has changed it, which function here to mend.
+Lightning may change these in any release. Nothing else in the package names them but lightning_results.py, for what has
+been logged. tests/test_lightning_internals.py says of each what it is used for and, when Lightning has changed it,
+which function to mend.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import StrEnum
@@ -36,7 +37,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launche
 from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype as type_of_logged_values
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_unflatten
 
 __all__ = [  # what has another name here; besides, all functions and classes below
@@ -215,14 +216,15 @@ def loaders(loop: Any) -> Sequence[Any]:
     return () if loop._combined_loader is None else loop._combined_loader.flattened
 
 
-def fetcher(trainer: Trainer) -> DataFetcher | None:
-    """Return the fetcher of the batches of an epoch of training."""
-    return trainer.fit_loop._data_fetcher
+def fetcher(loop: Any) -> DataFetcher | None:
+    """Return the fetcher of the batches of ``loop``, which trains or evaluates."""
+    found: DataFetcher | None = loop._data_fetcher
+    return found
 
 
-def set_fetcher(trainer: Trainer, fetcher: DataFetcher) -> None:
-    """Set the fetcher of the batches of an epoch of training."""
-    trainer.fit_loop._data_fetcher = fetcher
+def set_fetcher(loop: Any, fetcher: DataFetcher) -> None:
+    """Set the fetcher of the batches of ``loop``, which trains or evaluates."""
+    loop._data_fetcher = fetcher
 
 
 def evaluation_loop(trainer: Trainer) -> Any:
@@ -309,24 +311,6 @@ def take_groups_to_restore(callback: BaseFinetuning) -> list[dict[str, Any]]:
         return []
     callback._restarting = False
     return callback._internal_optimizer_metadata.get(0, [])
-
-
-def adopt_metrics(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
-    """Make ``trainer.callback_metrics`` hold ``values``: it is made anew from the results at each access."""
-    on_step = trainer._logger_connector._first_loop_iter is not None
-    results = trainer._results
-    for _, result in results.valid_items() if results else ():
-        _, name = results._forked_name(result, on_step)  # type: ignore[union-attr]
-        if name in values:
-            setattr(result, "_forward_cache" if on_step else "_computed", values[name])
-    trainer.callback_metrics.update(values)
-
-
-def names_logged_by_step(trainer: Trainer) -> set[str]:
-    """Return the names of the values that the training step of this batch has logged."""
-    results = trainer.fit_loop.epoch_loop._results
-    logged = [result for _, result in results.valid_items() if result.meta.on_step]
-    return {name for result in logged for name in (result.meta.name, results._forked_name(result, True)[1])}
 
 
 def known_version(logger: Any) -> Any:

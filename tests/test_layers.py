@@ -20,8 +20,8 @@ HOUSE = (
     *("cli", "demo", "supervision", "sweep", "configuration", "check"),
     *("strategy", "worker", "loop", "checkpoints", "sync", "data", "seeing"),
     *("placement", "pipeline", "partition", "exchange", "scheduler", "simulate", "membership", "dealing", "policies"),
-    *("optim", "heterogeneity", "topology", "random_streams", "p2p", "lightning_internals", "meter"),
-    *("openmp", "errors"),
+    *("optim", "heterogeneity", "topology", "random_streams", "p2p", "lightning_internals", "lightning_results"),
+    *("meter", "openmp", "errors"),
 )
 
 

@@ -32,7 +32,8 @@ class Symbol:
         place: the module or class that declares it, after ``lightning.``.
         name: without the place.
         use: what the package uses it for.
-        mend: the function or the name in lightning_internals.py; for what is overridden, the class that does.
+        mend: the function or the name in lightning_internals.py or lightning_results.py; for what is overridden, the
+            class that does.
         takes: names of its parameters besides ``self``, for what the package calls or replaces.
     """
 
@@ -161,6 +162,7 @@ SYMBOLS = [
     Symbol("pytorch.loops.prediction_loop._PredictionLoop", "_combined_loader", "collects predictions", "loaders"),
     Symbol("pytorch.loops.prediction_loop._PredictionLoop", "_predictions", "collects predictions", "predictions"),
     Symbol("pytorch.loops.fit_loop._FitLoop", "_data_fetcher", "gives other batches", "fetcher, set_fetcher"),
+    Symbol("pytorch.loops.evaluation_loop._EvaluationLoop", "_data_fetcher", "shares out batches", "set_fetcher"),
     Symbol(_TRAINER, "_evaluation_loop", "knows the number of a batch", "evaluation_loop"),
     Symbol(_EPOCH, "_should_check_val_epoch", "knows the next sync point", "validates_in_this_epoch", ""),
     Symbol(
@@ -184,19 +186,34 @@ SYMBOLS = [
     Symbol(_FINETUNING, "_restarting", "loads optimizers before callbacks", "take_groups_to_restore"),
     Symbol(_FINETUNING, "_internal_optimizer_metadata", "adds groups before loading", "take_groups_to_restore"),
     # logged values
-    Symbol(_TRAINER, "_logger_connector", "gives all workers the same metrics", "adopt_metrics"),
+    Symbol(_TRAINER, "_logger_connector", "gives all workers the same metrics", "lightning_results.adopt_metrics"),
     Symbol(
         *("pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector", "_first_loop_iter"),
-        *("gives all workers the same metrics", "adopt_metrics"),
+        *("gives all workers the same metrics", "lightning_results.adopt_metrics"),
     ),
-    Symbol(_TRAINER, "_results", "gives all workers the same metrics", "adopt_metrics"),
-    Symbol(_EPOCH, "_results", "knows what a step has logged", "names_logged_by_step"),
+    Symbol(
+        *(_TRAINER, "_results", "gives all workers the same metrics"),
+        "lightning_results.adopt_metrics, lightning_results.pack_results, lightning_results.merge_results",
+    ),
+    Symbol(
+        *(f"{_RESULTS}._ResultMetric", "_reductions", "knows which of torchmetrics' states can be merged"),
+        "lightning_results.why_not_merged",
+    ),
+    Symbol(_EPOCH, "_results", "knows what a step has logged", "lightning_results.names_logged_by_step"),
     Symbol(
         *(f"{_RESULTS}._ResultCollection", "_forked_name", "finds a metric by its name"),
-        *("adopt_metrics, names_logged_by_step", "result_metric on_step"),
+        *("lightning_results.adopt_metrics, lightning_results.names_logged_by_step", "result_metric on_step"),
     ),
-    Symbol(f"{_RESULTS}._ResultMetric", "_forward_cache", "gives all workers the same metrics", "adopt_metrics"),
-    Symbol(_RESULTS, "_computed", "gives all workers the same metrics", "adopt_metrics"),
+    Symbol(
+        f"{_RESULTS}._ResultMetric",
+        "_forward_cache",
+        "gives all workers the same metrics",
+        "lightning_results.adopt_metrics",
+    ),
+    Symbol(
+        *(_RESULTS, "_computed", "gives all workers the same metrics"),
+        "lightning_results.adopt_metrics, lightning_results.merge_results",
+    ),
     Symbol("fabric.loggers.csv_logs.CSVLogger", "_version", "goes on with the leader's", "known_version, set_version"),
     Symbol("fabric.loggers.tensorboard.TensorBoardLogger", "_version", "goes on with the leader's", "known_version"),
     Symbol("fabric.loggers.csv_logs.CSVLogger", "_experiment", "goes on with the leader's file", "has_writer"),
@@ -231,7 +248,7 @@ def test_lightning_still_has(symbol: Symbol) -> None:
 
 def test_the_table_names_all_that_the_package_uses() -> None:
     found = set()
-    for node in ast.walk(tree(INTERNALS)):
+    for node in (node for module in INTERNALS for node in ast.walk(tree(module))):
         match node:
             case ast.ImportFrom(module=str(module), names=names) if module.startswith(LIGHTNING):
                 found |= {alias.name for alias in names}
@@ -241,20 +258,20 @@ def test_the_table_names_all_that_the_package_uses() -> None:
 
 
 def test_functions_to_mend_exist_and_are_used() -> None:
-    internals = tree(INTERNALS)
-    functions = {node.name for node in internals.body if isinstance(node, ast.FunctionDef)}
+    bodies = [node for module in INTERNALS for node in tree(module).body]
+    functions = {node.name for node in bodies if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
     for symbol in SYMBOLS:
         for name in symbol.mend.split(", "):
-            place = PACKAGE if re.match("(worker|strategy)\\.", name) else INTERNALS
+            place = PACKAGE if re.match("(worker|strategy|lightning_results)\\.", name) else INTERNALS[0]
             _resolve(f"{place}.{name}")
-    others = "".join(path.read_text() for name, path in modules().items() if name != INTERNALS)
+    others = "".join(path.read_text() for name, path in modules().items() if name not in INTERNALS)
     assert [name for name in functions if not re.search(rf"\b{name}\b", others)] == []
 
 
 def test_what_is_overridden_is_listed() -> None:
     methods = ((kind, name) for kind in _classes() for name, value in vars(kind).items() if callable(value))
     found = {name for kind, name in methods if _is_lightnings(kind, name)}
-    assert found == set(import_module(INTERNALS).OVERRIDDEN)
+    assert found == set(import_module(INTERNALS[0]).OVERRIDDEN)
 
 
 def _resolve(path: str) -> Any:
@@ -279,7 +296,7 @@ def _declares(place: Any, name: str) -> bool:
 
 @cache
 def _assigned(kind: Any) -> frozenset[str]:
-    if not (kind.__module__ if isinstance(kind, type) else kind.__name__).startswith("lightning."):
+    if not (kind.__module__ if isinstance(kind, type) else kind.__name__).startswith(("lightning.", "torchmetrics.")):
         return frozenset()
     text = inspect.getsource(kind)
     return frozenset(re.findall(r"\.(_\w+)(?:: [^=\n]+)? = ", text)) | frozenset(re.findall(r", self\.(_\w+) = ", text))

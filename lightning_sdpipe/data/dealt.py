@@ -7,8 +7,9 @@ loader's iterator: prefetched batches are trained, then the next request may tak
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +88,7 @@ class DealtBatches:
                 self._iterator = iter(self._loader)
             data = next(self._iterator, _NOTHING)
         if (data is _NOTHING) != (not self._given):
-            raise ConfigurationError(
-                f"{type(self._loader).__name__} gave {'fewer' if self._given else 'more'} batches than its sampler. To "
-                "deal them, each must belong to one batch of indices; give data='sharded' otherwise."
-            )
+            raise _another_number(self._loader, bool(self._given), "give data='sharded' otherwise")
         if data is _NOTHING:
             self._iterator = None
             return None
@@ -104,6 +102,64 @@ class DealtBatches:
         be trained, and reported to the scheduler, or the wait is in vain. Returns None if it takes longer than
         ``seconds``."""
         return self._sampler.wait(*seconds)
+
+
+class NumberedBatches:
+    """The batches of an evaluation, of which this pipeline loads those of given numbers.
+
+    Args:
+        loader: a loader with the DistributedSampler of an only replica, for which
+            :func:`~lightning_sdpipe.data.shards.why_sharded` returns None. It is left unchanged.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self._shards = Shards(loader)
+        self._seed = 0
+        self._numbers: Sequence[int] = ()
+        self._copy = drawing_copy(loader, self)
+
+    def begin(self, seed: int, number: int) -> int:
+        """Begin an evaluation of the first ``number`` batches; ``seed`` is equal on all workers. Return a checksum of
+        the samples in each batch, by which pipelines see whether they mean the same batches."""
+        self._seed = seed
+        self._shards.begin(seed)
+        sums = 0
+        for k in range(number):
+            sums = zlib.crc32(repr(self._shards.batch(0, k)).encode(), sums)
+        return sums
+
+    def take(self, numbers: Sequence[int]) -> Iterator[tuple[Any, int]]:
+        """Yield the batches of those numbers, in that order, and their numbers.
+
+        Raises:
+            ConfigurationError: the loader gives more or fewer batches than its sampler.
+        """
+        if not numbers:
+            return
+        self._numbers = numbers
+        with isolate_rng(include_cuda=False):
+            batches = iter(self._copy)
+        for number in (*numbers, None):
+            with isolate_rng(include_cuda=False), meter.phase(meter.DATA):
+                data = next(batches, _NOTHING)
+            if (data is _NOTHING) != (number is None):
+                raise _another_number(self._copy, number is not None, "leave it to a plain DataLoader otherwise")
+            if number is not None:
+                yield data, number
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[Drawn]:
+        return (Drawn(mix(self._seed, number), self._shards.batch(0, number)) for number in self._numbers)
+
+
+def _another_number(loader: DataLoader[Any], fewer: bool, instead: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{type(loader).__name__} gave {'fewer' if fewer else 'more'} batches than its sampler. To deal them, each "
+        f"must belong to one batch of indices; {instead}."
+    )
 
 
 _NOTHING = object()

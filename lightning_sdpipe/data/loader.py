@@ -94,6 +94,11 @@ class PipelineLoader:
         return getattr(self.__dict__["_loader"], name)
 
     @property
+    def given(self) -> Iterable[Any]:
+        """The loader that this one was made of."""
+        return self._loader
+
+    @property
     def _iterator(self) -> Any:
         """Iterator by which Lightning ends workers that outlive an epoch."""
         return getattr(self._source, "_iterator", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -42,6 +42,48 @@ def proportional_shares(pieces: int, workers: Mapping[Key, tuple[float, float]])
         given[i] += 1
         heapq.heapreplace(queue, (at + workers[i][1], i))
     return given
+
+
+def divide(pieces: Sequence[int], seconds: Mapping[int, float]) -> dict[int, list[int]]:
+    """Give each of ``pieces``, in their order, to the worker that finishes it first. So long pieces, where they lie
+    together, are spread over all. If there are enough pieces, each worker gets at least one.
+
+    Args:
+        pieces: numbers of the pieces.
+        seconds: for each worker, the seconds that it takes for a piece, above 0.
+
+    Returns:
+        Pieces of each worker, in their order; of two workers that would finish one at the same time, the lower gets it.
+    """
+    given: dict[int, list[int]] = {worker: [] for worker in seconds}
+    everybody = sorted(seconds, key=lambda worker: (seconds[worker], worker))
+    first = everybody if len(pieces) >= len(everybody) else []
+    for worker, piece in zip(first, pieces, strict=False):
+        given[worker].append(piece)
+    queue = [(seconds[worker] * (len(given[worker]) + 1), worker) for worker in everybody]
+    heapq.heapify(queue)
+    for piece in pieces[len(first) :]:
+        at, worker = queue[0]
+        given[worker].append(piece)
+        heapq.heapreplace(queue, (at + seconds[worker], worker))
+    return given
+
+
+def divide_again(
+    number: int, held: Mapping[int, Collection[int]], seconds: Mapping[int, float]
+) -> dict[int, list[int]]:
+    """Divide what is missing of the pieces 0 to ``number`` − 1 among the workers that are left.
+
+    Args:
+        number: number of all pieces.
+        held: pieces that each worker has finished, also of those that are gone.
+        seconds: for each worker that is left, the seconds that it takes for a piece.
+
+    Returns:
+        What each worker that is left is to do now: nothing, if they have all pieces.
+    """
+    done = {piece for worker in seconds for piece in held.get(worker, ())}
+    return divide([piece for piece in range(number) if piece not in done], seconds)
 
 
 def micro_batches_by_speed(

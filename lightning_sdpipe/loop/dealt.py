@@ -160,7 +160,7 @@ class DealtBatchSource:
 
     @property
     def resumes(self) -> bool:
-        return gives(self, lightning_internals.fetcher(self._trainer))
+        return gives(self, lightning_internals.fetcher(self._trainer.fit_loop))
 
     @property
     def position(self) -> int | None:

@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_sdpipe.checkpoints import random_states
-from lightning_sdpipe.lightning_internals import adopt_metrics, steps_between_saves
+from lightning_sdpipe.lightning_internals import steps_between_saves
+from lightning_sdpipe.lightning_results import adopt_metrics
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.batch_source import Turns
 from lightning_sdpipe.loop.loop import ClockChecks

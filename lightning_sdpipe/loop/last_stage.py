@@ -170,3 +170,8 @@ def gather_metrics_over(
             metric.dist_sync_fn = None
 
     return undo
+
+
+def has_own_rule(metric: Metric) -> bool:
+    """Return whether the user has said how ``metric`` is gathered from processes."""
+    return not (metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, _GatherOverStage))

@@ -188,9 +188,9 @@ def _take_over(trainer: Trainer, source: BatchSource) -> None:
     loop: Any = trainer.fit_loop
 
     def advance() -> None:
-        fetcher = lightning_internals.fetcher(trainer)
+        fetcher = lightning_internals.fetcher(loop)
         assert fetcher is not None
-        lightning_internals.set_fetcher(trainer, source.take_over(fetcher))
+        lightning_internals.set_fetcher(loop, source.take_over(fetcher))
         type(loop).advance(loop)
 
     loop.advance = advance

@@ -98,6 +98,17 @@ class PythonState:
         if self._is_last and len(self._ranks) > 1:
             self._before = {address: _print(place.value) for address, place in self._places().items()}
 
+    def prints(self) -> dict[str, Any]:
+        """Return a print of each of the module's values, by its name; it differs when the value has changed."""
+        module = self._trainer.lightning_module
+        seen: set[int] = set()
+        found: dict[str, Any] = {}
+        for path, owner in module.named_modules():
+            if not isinstance(owner, Metric):
+                places = _attributes(("module", path) if path else ("module",), owner, seen, _DEPTH)
+                found |= {".".join(map(str, address[1:])): _print(place.value) for address, place in places}
+        return found
+
     def hand_on(self, hook: str) -> None:
         """Give the other stages what has changed on the last one since :meth:`begin`; all stages must call it, when
         ``hook`` has run."""

@@ -26,13 +26,13 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.lightning_internals import (
     Method,
     is_compiled,
-    names_logged_by_step,
     of_its_class,
     records_modules,
     replace,
     restore,
     syncs_batchnorm,
 )
+from lightning_sdpipe.lightning_results import names_logged_by_step
 from lightning_sdpipe.partition.chain import compiled_as_one
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.micro_batches import part_sizes

@@ -14,6 +14,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from lightning_sdpipe.strategy import option_checks
 from lightning_sdpipe.strategy.setup_hooks import SetupHooks
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 from lightning_sdpipe.worker.assembly import Assembled
+from lightning_sdpipe.worker.elastic.shared_evaluation import Evaluation
 from lightning_sdpipe.worker.launching import elastic_job
 from lightning_sdpipe.worker.launching.environment import ElasticEnvironment, environment_for
 from lightning_sdpipe.worker.launching.launcher import end_after_failure
@@ -284,8 +286,15 @@ class SDPipeStrategy(SetupHooks):
 
     def on_validation_start(self) -> None:
         self._state.begin()
+        if self._run.evaluations is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            evaluation = Evaluation(self._trainer, self._seed_of_epoch(), self._state.prints, self._first_failure)
+            with self._first_failure:
+                self._run.evaluations.begin(evaluation)
 
-    on_test_start = on_predict_start = on_validation_start
+    def on_test_start(self) -> None:
+        self._state.begin()
+
+    on_predict_start = on_test_start
 
     def on_validation_end(self) -> None:
         self._parts.pipeline.settle()

@@ -44,6 +44,7 @@ class FixedRun:
 
     leads = True  # no other pipeline has rank 0, which alone writes
     publisher = None
+    evaluations = None
 
     def __init__(self, options: Options, strategy: DDPStrategy, give_up: Callable[[], None]) -> None:
         self.options = options

@@ -24,6 +24,7 @@ from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingSt
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.assembly import Assembled
+from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.scheduler_connection import RunConnection
 from lightning_sdpipe.worker.training import Training
@@ -83,6 +84,10 @@ class TrainingRun(Protocol):
     @property
     def evaluation_sampler(self) -> dict[str, int]:
         """Arguments as :attr:`sampler`, for validation and tests."""
+
+    @property
+    def evaluations(self) -> SharedEvaluations | None:
+        """Divides the evaluations of a fit among the pipelines; None where each has a shard of its own."""
 
     # ------------------------------------------------------------ what they do
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.dealing.proportional import micro_batches_by_speed, proportional_shares
+from lightning_sdpipe.dealing.proportional import divide, divide_again, micro_batches_by_speed, proportional_shares
 from lightning_sdpipe.errors import ConfigurationError
 
 SPEEDS = st.lists(st.tuples(st.floats(0, 50), st.floats(0.01, 10)), min_size=1, max_size=6)
@@ -72,3 +72,27 @@ def test_everybody_has_what_its_schedule_needs(seconds: list[float], least: int,
 def test_what_cannot_be_divided_is_refused(seconds: list[float], total: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         micro_batches_by_speed(seconds, total, 4)
+
+
+def test_pieces_are_divided_by_speed_and_every_worker_gets_one() -> None:
+    assert divide(range(8), {0: 1.0, 1: 1.0}) == {0: [0, 2, 4, 6], 1: [1, 3, 5, 7]}
+    assert divide(range(6), {0: 2.0, 1: 1.0}) == {0: [1, 4], 1: [0, 2, 3, 5]}
+    assert divide(range(4), {3: 1.0, 5: 100.0}) == {3: [0, 2, 3], 5: [1]}
+    assert divide([7], {3: 9.0, 5: 1.0}) == {3: [], 5: [7]}
+    assert divide([], {3: 9.0}) == {3: []}
+
+
+@given(st.integers(0, 40), st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.data())
+def test_every_piece_is_held_once_whoever_dies_and_whenever(
+    number: int, speeds: list[float], data: st.DataObject
+) -> None:
+    """All that are left come to each division with all that they were given, until nothing is missing."""
+    seconds = dict(enumerate(speeds))
+    held = divide(range(number), seconds)
+    for _ in range(len(speeds)):
+        left = data.draw(st.sets(st.sampled_from(sorted(seconds)), min_size=1))
+        seconds = {worker: seconds[worker] for worker in seconds if worker in left}
+        more = divide_again(number, held, seconds)
+        held = {worker: held[worker] + more[worker] for worker in seconds}
+        assert sorted(piece for pieces in held.values() for piece in pieces) == list(range(number))
+        assert not any(divide_again(number, held, seconds).values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -77,17 +76,21 @@ def _train(
     return weights(model), trainer.global_step
 
 
+def _read_without_the_package(path: Path) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lightning_sdpipe"]:
+        del sys.modules[name]
+    sys.modules["lightning_sdpipe"] = None  # type: ignore[assignment]  # importing it would fail
+    checkpoint = torch.load(path, weights_only=True)
+    print(sorted(checkpoint["state_dict"]), checkpoint["global_step"], len(checkpoint["optimizer_states"]))
+
+
 @supported("Checkpoints", "a `.ckpt` is an ordinary Lightning checkpoint of the whole model",
            "`MyModule.load_from_checkpoint` reads it in one process, without this package")  # fmt: skip
 def test_ordinary(tmp_path: Path) -> None:
     ranks = on_four_ranks(_train, tmp_path, Regression, 1, 2)
-    reading = (
-        "import sys; sys.modules['lightning_sdpipe'] = None  # importing it would fail\n"
-        "import torch; checkpoint = torch.load(sys.argv[1], weights_only=True)\n"
-        "print(sorted(checkpoint['state_dict']), checkpoint['global_step'], len(checkpoint['optimizer_states']))"
-    )
-    command = [sys.executable, "-c", reading, str(tmp_path / "last.ckpt")]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    with script(tmp_path, _read_without_the_package, tmp_path / "last.ckpt") as run:
+        assert run.wait(60) == 0, run.printed()
+    shown = run.printed()
     assert shown.startswith("['net.0.bias'")
     assert shown.endswith(" 4 1\n")
     loaded = Regression.load_from_checkpoint(tmp_path / "last.ckpt", map_location="cpu")

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import run as elastic
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import lightning_sdpipe.placement.measured_model  # noqa: F401  # before processes fork, since it takes long
 from lightning_sdpipe import cli
@@ -30,27 +30,33 @@ from tests.workers import free_port, run_workers
 RATE = 40  # Mbit/s of the first machine's cable to the second
 
 
-def torchrun(machine: Machine, environment: dict[str, str], arguments: list[str]) -> None:
-    """What the command does, in a process that has imported torch already."""
+def torchrun(machine: Machine, environment: dict[str, str], config: LaunchConfig, arguments: list[str]) -> None:
+    """What ``torchrun --no-python sdpipe`` does, in a process that has imported torch already, and so has its worker,
+    which is a copy."""
     machine.enter()
     os.environ |= environment
-    sys.argv[0] = "torchrun"
-    elastic.main(arguments)
+    elastic_launch(config, sdpipe)(arguments)
+
+
+def sdpipe(arguments: list[str]) -> None:
+    sys.exit(cli.main(arguments))
 
 
 def measured(all_machines: Sequence[Machine], file: Path) -> list[str]:
     """What each machine printed."""
-    sdpipe = str(Path(sys.executable).with_name("sdpipe"))
     with ExitStack() as stack:
         agents = []
         for rank, machine in enumerate(all_machines):
-            node = [f"--nnodes={len(all_machines)}", f"--node-rank={rank}", "--nproc-per-node=1"]
-            where = [f"--master-addr={all_machines[0].address}", "--master-port=29557", "--no-python"]
-            measuring = [sdpipe, "measure", str(file), "--pair-timeout", "2"]
+            config = LaunchConfig(
+                min_nodes=len(all_machines), max_nodes=len(all_machines), nproc_per_node=1, run_id="tests",
+                rdzv_backend="static", rdzv_endpoint=f"{all_machines[0].address}:29557",
+                rdzv_configs={"rank": rank, "timeout": 120}, max_restarts=0, start_method="fork",
+            )  # fmt: skip
+            measuring = ["measure", str(file), "--pair-timeout", "2"]
             names = {"SDPIPE_HOST": f"m{rank}", "GLOO_SOCKET_IFNAME": machine.interface, "OMP_NUM_THREADS": "1"}
             directory = file.parent / f"m{rank}"
             directory.mkdir()
-            agents.append(stack.enter_context(script(directory, torchrun, machine, names, [*node, *where, *measuring])))
+            agents.append(stack.enter_context(script(directory, torchrun, machine, names, config, measuring)))
         assert [agent.wait(280) for agent in agents] == [0] * len(agents), [agent.printed() for agent in agents]
         return [agent.printed() for agent in agents]
 

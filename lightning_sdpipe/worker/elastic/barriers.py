@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.membership.stuck import BARRIERS
@@ -30,12 +31,14 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
 from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfBases, RoundsOfPresent, Synchronizer
-from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.topology.groups import ProcessGroups, Replicas
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
 MOST_BYTES = 1 << 15
 """Most bytes that a worker says at a barrier."""
+_RESULTS = 2**30 + 1  # a tag of messages that no other exchange of a barrier's group uses
 _Decision = TypeVar("_Decision")
+_Way = TypeVar("_Way")
 _AVERAGED, _NOT = b"\x01", b"\x00"
 
 
@@ -136,6 +139,43 @@ class Barriers:
         Returns:
             True if the whole sum is done; otherwise a worker is lost.
         """
+
+        def exchange(mover: Mover, group: Group) -> None:
+            finish(mover.start(tensors, group), self._epochs.moved)
+
+        return self._exchanged(met, weights, self._epochs.mover, exchange)
+
+    def gather(self, data: bytes, sizes: Mapping[int, int]) -> list[bytes] | None:
+        """Return the ``data`` of all pipelines that have come to the last barrier, in their order; None if a worker is
+        lost. All of them must call it.
+
+        Args:
+            data: that of this pipeline.
+            sizes: the bytes of each pipeline, which it has said there.
+        """
+        if self._last is None:
+            return [data]
+        own = self._worker.pipeline
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        into = {i: torch.empty(size, dtype=torch.uint8) for i, size in sizes.items() if i != own}
+
+        def exchange(replicas: Replicas, group: Group) -> None:
+            transfers.begin(dict.fromkeys(into, mine), into, replicas, _RESULTS).wait()
+            self._epochs.moved()
+
+        if not self._exchanged(self._last, dict.fromkeys(sizes, 1.0), self._epochs.replicas, exchange):
+            return None
+        return [data if i == own else into[i].numpy().tobytes() for i in sizes]
+
+    def _exchanged(
+        self,
+        met: Met,
+        weights: Mapping[int, float],
+        find: Callable[[Group], _Way],
+        exchange: Callable[[_Way, Group], None],
+    ) -> bool:
+        """Let those pipelines of ``met`` exchange, by the way that ``find`` returns for their group. Return whether it
+        is done; otherwise a worker is lost."""
         if len(weights) == 1:
             return True
         workers = tuple(Worker(self._worker.stage, pipeline) for pipeline in weights)
@@ -143,9 +183,9 @@ class Barriers:
         self._epochs.use(group)
         begun = False
         try:
-            mover = self._epochs.mover(group)
+            way = find(group)
             begun = True
-            finish(mover.start(tensors, group), self._epochs.moved)
+            exchange(way, group)
         except WorkerFailedError:
             if begun:
                 self._epochs.give_up(group)

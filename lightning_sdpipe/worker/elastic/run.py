@@ -46,6 +46,7 @@ from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, Sc
 from lightning_sdpipe.worker.elastic.fault_tolerant_mean import FaultTolerantMean
 from lightning_sdpipe.worker.elastic.round_batches import RoundBatchSource
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection
+from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
 from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.elastic.surviving_bases import SurvivingBases
 from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
@@ -98,6 +99,7 @@ class ElasticRun:
         self.membership: ElasticConnection | None = None
         self._place: _Place | None = None
         self._barriers: Barriers | None = None
+        self.evaluations: SharedEvaluations | None = None
         self._fit: joining.Fit | None = None
 
     # ------------------------------------------------------------------ places
@@ -227,7 +229,7 @@ class ElasticRun:
 
     @property
     def evaluation_sampler(self) -> dict[str, int]:
-        """Arguments with which every pipeline evaluates all of the data, since it is not known beforehand which will be
+        """Arguments by which every pipeline knows all of the data, since it is not known beforehand which will be
         there."""
         return {"num_replicas": 1, "rank": 0}
 
@@ -239,6 +241,7 @@ class ElasticRun:
         place, line = self._opened, self._opened.line
         self._fit = None
         self._barriers = Barriers(place.worker, line, place.epochs, self._point, self.take_lead)
+        self.evaluations = SharedEvaluations(self._job.pipeline, self._barriers, self.groups)
         return ElasticReplica(
             place.client,
             self.groups,

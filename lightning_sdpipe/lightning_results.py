@@ -1,0 +1,169 @@
+"""Access to what Lightning has collected of logged values, under names that it keeps private, and its merging.
+
+Where several pipelines have each evaluated a part of the data, their results are merged as if one process had evaluated
+all of it: logged values as ``self.log(reduce_fx=...)`` says, and the states of torchmetrics objects by their own
+``dist_reduce_fx``. As for lightning_internals.py, tests/test_lightning_internals.py says what each private name is for.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+
+_EXACT = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
+"""Reductions of a metric's states that give the same whatever each pipeline has evaluated."""
+
+
+def adopt_metrics(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
+    """Make ``trainer.callback_metrics`` hold ``values``: it is made anew from the results at each access."""
+    on_step = trainer._logger_connector._first_loop_iter is not None
+    results = trainer._results
+    for _, result in results.valid_items() if results else ():
+        _, name = results._forked_name(result, on_step)  # type: ignore[union-attr]
+        if name in values:
+            setattr(result, "_forward_cache" if on_step else "_computed", values[name])
+    trainer.callback_metrics.update(values)
+
+
+def names_logged_by_step(trainer: Trainer) -> set[str]:
+    """Return the names of the values that the training step of this batch has logged."""
+    results = trainer.fit_loop.epoch_loop._results
+    logged = [result for _, result in results.valid_items() if result.meta.on_step]
+    return {name for result in logged for name in (result.meta.name, results._forked_name(result, True)[1])}
+
+
+def metric_counts(module: LightningModule) -> dict[str, int]:
+    """Return how often each torchmetrics object in ``module`` has been updated, by its name."""
+    return {name: metric.update_count for name, metric in _metrics(module).items()}
+
+
+def updated_metrics(module: LightningModule, before: Mapping[str, int]) -> dict[str, Metric]:
+    """Return the torchmetrics objects in ``module`` that have been updated since :func:`metric_counts` returned
+    ``before``."""
+    return {name: metric for name, metric in _metrics(module).items() if metric.update_count != before.get(name)}
+
+
+def why_not_merged(metrics: Mapping[str, Metric], has_own_rule: Callable[[Metric], bool]) -> str | None:
+    """Return the reason, which names one of ``metrics``, why their states cannot be merged; None if they can.
+
+    Args:
+        metrics: by their names.
+        has_own_rule: returns whether the user has said how a metric is gathered from processes.
+    """
+    for name, metric in metrics.items():
+        if has_own_rule(metric):
+            return f"the metric {name!r} has a dist_sync_fn of its own"
+        for state, reduction in metric._reductions.items():
+            if reduction not in _EXACT:
+                rule = getattr(reduction, "__name__", reduction)
+                return (
+                    f"the state {state!r} of the metric {name!r} has dist_reduce_fx={rule}, and those with 'sum', "
+                    "'max', 'min' or 'cat' can be merged"
+                )
+    return None
+
+
+def pack_results(trainer: Trainer, metrics: Mapping[str, Metric]) -> bytes:
+    """Pack what ``trainer`` has logged in the evaluation of a dataloader, and the states of ``metrics``."""
+    results: Any = trainer._results
+    logged = {key: _packed(result) for key, result in results.valid_items() if result.meta.on_epoch}
+    data = io.BytesIO()
+    torch.save([logged, {name: _states(metric) for name, metric in metrics.items()}], data)
+    return data.getvalue()
+
+
+def merge_results(trainer: Trainer, each: Sequence[bytes]) -> None:
+    """Replace the results of ``trainer`` by those of several pipelines, which :func:`pack_results` has packed.
+
+    Args:
+        trainer: evaluates; its own results are among them.
+        each: of all pipelines, in the same order on all of them, so that all have the same bits afterwards.
+    """
+    parts = [torch.load(io.BytesIO(data), weights_only=True) for data in each]
+    results: Any = trainer._results
+    module = trainer.lightning_module
+    for key in dict.fromkeys(key for logged, _ in parts for key in logged):
+        said = [logged[key] for logged, _ in parts if key in logged]
+        options = said[0]["options"]
+        name = options["metric_attribute"]
+        value = said[0]["states"]["value"] if name is None else module.get_submodule(name)
+        if key not in results:  # this pipeline has never logged it; when it does, it may be with other options
+            results.log(value=value, batch_size=1, **options)
+            results[f"{key} of others"] = results.pop(key)
+            key = f"{key} of others"
+        elif results[key].has_reset:  # it has, in an earlier evaluation
+            results.update_metrics(key, value, 1)
+        _merge_logged(results[key], said)
+    metrics = _metrics(module)
+    for name in dict.fromkeys(name for _, states in parts for name in states):
+        _merge_states(metrics[name], [states[name] for _, states in parts if name in states])
+
+
+def _metrics(module: LightningModule) -> dict[str, Metric]:
+    return {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
+
+
+def _packed(result: Any) -> dict[str, Any]:
+    """Return how a value was logged, and its states: none for a torchmetrics object, which has its own."""
+    meta = result.meta
+    suffix = f".{meta.dataloader_idx}" if meta.add_dataloader_idx and meta.dataloader_idx is not None else ""
+    options = {"fx": meta.fx.removesuffix(suffix), "reduce_fx": _reduction(meta)}
+    same = ("name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+    options |= {name: getattr(meta, name) for name in (*same, "metric_attribute")}
+    kept = ("value", "cumulated_batch_size") if meta.is_mean_reduction else ("value",)
+    return {
+        "options": options,
+        "states": {name: getattr(result, name).detach().cpu() for name in kept} if result.is_tensor else {},
+    }
+
+
+def _reduction(meta: Any) -> str:
+    known = {"max": meta.is_max_reduction, "min": meta.is_min_reduction, "sum": meta.is_sum_reduction}
+    return next((name for name, holds in known.items() if holds), "mean")
+
+
+def _merge_logged(result: Any, said: Sequence[Mapping[str, Any]]) -> None:
+    for name in said[0]["states"]:
+        values = [each["states"][name] for each in said]
+        kind = reduce(torch.promote_types, [value.dtype for value in values])
+        values = [value.double() if value.is_floating_point() else value for value in values]
+        merge: Callable[..., Tensor] = {"max": torch.amax, "min": torch.amin}.get(_reduction(result.meta), torch.sum)
+        setattr(result, name, merge(torch.stack(values), 0).to(result.value.device, kind))
+    result._computed = None
+
+
+def _states(metric: Metric) -> list[Tensor]:
+    """Return the tensors that ``metric`` would give to other processes, in its own order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor, group: Any = None) -> list[Tensor]:
+        found.append(tensor.detach().cpu())
+        return [tensor]
+
+    metric.sync(dist_sync_fn=note, distributed_available=lambda: True)
+    metric.unsync()
+    return found
+
+
+def _merge_states(metric: Metric, each: Sequence[Sequence[Tensor]]) -> None:
+    """Let ``metric`` reduce the states of all pipelines, and keep the outcome as its own state."""
+    own, columns = metric.metric_state, zip(*each, strict=True)
+
+    def gathered(tensor: Tensor, group: Any = None) -> list[Tensor]:
+        return [part.to(tensor.device) for part in next(columns)]
+
+    metric.sync(dist_sync_fn=gathered, distributed_available=lambda: True)
+    merged = metric.metric_state
+    metric.unsync()
+    for name, value in merged.items():
+        is_list = isinstance(own[name], list) and not isinstance(value, list)
+        setattr(metric, name, [value] if is_list else value)
+    metric._computed = None
