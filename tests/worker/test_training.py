@@ -76,6 +76,24 @@ class Elsewhere:
         return self.meetings.pop(0)
 
 
+class Frozen(nullcontext[None]):
+    """Parameters that nothing freezes or unfreezes."""
+
+    generation = 0
+
+    def changed(self) -> bool:
+        return False
+
+
+class Announces(SimpleNamespace):
+    """A method that says so before its updates."""
+
+    said: list[int]
+
+    def announce(self, update: int) -> None:
+        self.said.append(update)
+
+
 def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[int]]:
     """One, and the updates that it announces."""
     announced: list[int] = []
@@ -93,19 +111,19 @@ def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[in
         ),
         fit_loop=SimpleNamespace(_data_fetcher=None, epoch_loop=SimpleNamespace(batch_progress=progress)),
     )
-    sync = SimpleNamespace(
+    sync = Announces(
         replica=SimpleNamespace(),
         announced=False,
         gradients=None,
         shares_next=False,
         begin=lambda updates: None,
-        announce=announced.append,
+        said=announced,
         synchronise=lambda: None,
         statistics=SimpleNamespace(seconds_waiting=0.0),
     )
     parts = SimpleNamespace(
         pipeline=TwoAhead(),
-        freezing=SimpleNamespace(changed=lambda: False, refused=nullcontext, generation=0),
+        freezing=Frozen(),
         runners=[SimpleNamespace(is_last=False)],
     )
     client = SimpleNamespace(step_ended=lambda *_: None)
@@ -113,7 +131,7 @@ def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[in
     draws = SimpleNamespace(stream=(), between_steps=lambda point: None, end_update=lambda optimizer: None)
     elsewhere = Elsewhere(meetings or [])
     arguments: list[Any] = [trainer, parts, sync, elsewhere, client, groups, draws, CollectiveGuard(1)]
-    return Training(*arguments, None, nullcontext), announced
+    return Training(*arguments, None, nullcontext()), announced
 
 
 def turn(it: Training, within: Callable[[], None] = lambda: None) -> Phase:
