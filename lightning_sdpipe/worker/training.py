@@ -223,7 +223,7 @@ class Training:
 
     def pause(self) -> None:
         """Finish what is in the pipeline and make all replicas equal."""
-        self._refuse_underway()
+        _refuse_between_pauses(self)
         self.drain()
         with self._phases.within(Event.LEAVE), self.first_failure:
             self.parts.pipeline.settle()
@@ -243,7 +243,7 @@ class Training:
             )
         if self.together:
             return
-        self._refuse_underway()
+        _refuse_between_pauses(self)
         if not self.whereabouts.in_step:
             self.drain()
         with self._phases.within(Event.LEAVE), self.first_failure:
@@ -296,14 +296,6 @@ class Training:
     @property
     def loose(self) -> int:
         return self.sync.loose * self.trainer.accumulate_grad_batches
-
-    def _refuse_underway(self) -> None:
-        if self.underway and not self.together:
-            raise ConfigurationError(
-                "Something communicates with the other pipelines, saves a checkpoint, or ends the epoch between two "
-                "pauses, where batches are dealt and each pipeline is at another one. Do it at validation, at the end "
-                "of an epoch, or by ModelCheckpoint; or give SDPipeStrategy(data='sharded')."
-            )
 
     # ---------------------------------------------------------------- within
 
@@ -374,6 +366,15 @@ _STEPPED_ALONE = (
     "optimizer.step() was called without the closure that optimizer_step was given, so that its gradients were not "
     "synchronised with the other pipelines. Pass it on: optimizer.step(closure=optimizer_closure)."
 )
+
+
+def _refuse_between_pauses(training: Training) -> None:
+    if training.underway and not training.together:
+        raise ConfigurationError(
+            "Something communicates with the other pipelines, saves a checkpoint, or ends the epoch between two "
+            "pauses, where batches are dealt and each pipeline is at another one. Do it at validation, at the end "
+            "of an epoch, or by ModelCheckpoint; or give SDPipeStrategy(data='sharded')."
+        )
 
 
 def _once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
