@@ -76,6 +76,12 @@ class Elsewhere:
         return self.meetings.pop(0)
 
 
+class Announcing(SimpleNamespace):
+    """A synchronizer that announces updates."""
+
+    announce: Any = None
+
+
 def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[int]]:
     """One, and the updates that it announces."""
     announced: list[int] = []
@@ -93,7 +99,7 @@ def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[in
         ),
         fit_loop=SimpleNamespace(_data_fetcher=None, epoch_loop=SimpleNamespace(batch_progress=progress)),
     )
-    sync = SimpleNamespace(
+    sync = Announcing(
         replica=SimpleNamespace(),
         announced=False,
         gradients=None,
