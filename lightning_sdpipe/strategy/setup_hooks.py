@@ -24,6 +24,7 @@ from lightning_sdpipe.loop.weight_averaging import averaging_of
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.chain import described
 from lightning_sdpipe.partition.materialise import Initialisation
+from lightning_sdpipe.partition.pipeline_cut import PipelineCut
 from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.pipeline.data import shared_seed
 from lightning_sdpipe.strategy.training_setup import TrainingSetup
@@ -164,16 +165,21 @@ class SetupHooks(TrainingSetup):
         again."""
         if self._plans is None or self._plans[0] is not self.module:
             options = self.options
-            planning = Planning(
-                trainer,
-                options.all_cuts,
-                options.blocks,
-                options.num_micro_batches,
-                self.root_device,
-                self._whereabouts,
-                options.run_timeout.total_seconds(),
-            )
-            self._plans = self.module, plan_on_rank_zero(planning)
+
+            def made(cuts: Sequence[PipelineCut]) -> Sequence[plan.Plan]:
+                planning = Planning(
+                    trainer,
+                    cuts,
+                    options.blocks,
+                    options.num_micro_batches,
+                    self.root_device,
+                    self._whereabouts,
+                    options.run_timeout.total_seconds(),
+                )
+                return plan_on_rank_zero(planning)
+
+            fits = trainer.state.fn == TrainerFn.FITTING
+            self._plans = self.module, self.membership.plan(options.all_cuts, made) if fits else made(options.all_cuts)
         return self._plans[1]
 
     def _cut(self, trainer: Trainer) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.membership.members import FIXED
+from lightning_sdpipe.partition.pipeline_cut import PipelineCut
+from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
@@ -92,6 +94,10 @@ def start_scheduler(
     return scheduler, SchedulerAddress(answer["address"], msgspec.convert(answer["keys"], WorkerKeys))
 
 
+MakePlans = Callable[[Sequence[PipelineCut]], Sequence[Plan]]
+"""Makes the plan of each cut, the same on every rank; all must call it."""
+
+
 class RunConnection(Protocol):
     """One worker's connection to the scheduler, in any kind of run."""
 
@@ -100,6 +106,10 @@ class RunConnection(Protocol):
     def explain(self, error: Exception, told_to_end: Callable[[], bool]) -> None:
         """Raise the cause of ``error``, if it is known: another worker may have failed before. ``told_to_end`` says
         whether this process was told to end."""
+
+    def plan(self, cuts: Sequence[PipelineCut], make: MakePlans) -> Sequence[Plan]:
+        """Return the plans that ``make`` makes of ``cuts``, or of the sizes by which other pipelines of the run are cut
+        already. Every worker must call it."""
 
     def fail(self, exception: BaseException) -> None:
         """Report that this worker ends by ``exception``."""
@@ -170,6 +180,10 @@ class SchedulerConnection:
             raise SIGTERMException from error
         if failure is not None and failure.worker != self._worker:
             raise WorkerFailedError(self._describe(failure)) from error
+
+    def plan(self, cuts: Sequence[PipelineCut], make: MakePlans) -> Sequence[Plan]:
+        """Return the plans of ``cuts``: all pipelines have them from this process's rank 0."""
+        return make(cuts)
 
     def fail(self, exception: BaseException) -> None:
         """Tell the other workers of ``exception``, unless it came from one of them."""

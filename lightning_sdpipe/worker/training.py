@@ -223,7 +223,7 @@ class Training:
 
     def pause(self) -> None:
         """Finish what is in the pipeline and make all replicas equal."""
-        _refuse_between_pauses(self)
+        _refuse_underway(self)
         self.drain()
         with self._phases.within(Event.LEAVE), self.first_failure:
             self.parts.pipeline.settle()
@@ -243,7 +243,7 @@ class Training:
             )
         if self.together:
             return
-        _refuse_between_pauses(self)
+        _refuse_underway(self)
         if not self.whereabouts.in_step:
             self.drain()
         with self._phases.within(Event.LEAVE), self.first_failure:
@@ -362,19 +362,19 @@ class Training:
             pipeline.settle()
 
 
-_STEPPED_ALONE = (
-    "optimizer.step() was called without the closure that optimizer_step was given, so that its gradients were not "
-    "synchronised with the other pipelines. Pass it on: optimizer.step(closure=optimizer_closure)."
-)
-
-
-def _refuse_between_pauses(training: Training) -> None:
+def _refuse_underway(training: Training) -> None:
     if training.underway and not training.together:
         raise ConfigurationError(
             "Something communicates with the other pipelines, saves a checkpoint, or ends the epoch between two "
             "pauses, where batches are dealt and each pipeline is at another one. Do it at validation, at the end "
             "of an epoch, or by ModelCheckpoint; or give SDPipeStrategy(data='sharded')."
         )
+
+
+_STEPPED_ALONE = (
+    "optimizer.step() was called without the closure that optimizer_step was given, so that its gradients were not "
+    "synchronised with the other pipelines. Pass it on: optimizer.step(closure=optimizer_closure)."
+)
 
 
 def _once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:

@@ -119,7 +119,7 @@ def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[in
     draws = SimpleNamespace(stream=(), between_steps=lambda point: None, end_update=lambda optimizer: None)
     elsewhere = Elsewhere(meetings or [])
     arguments: list[Any] = [trainer, parts, sync, elsewhere, client, groups, draws, CollectiveGuard(1)]
-    return Training(*arguments, None, nullcontext), announced
+    return Training(*arguments, None, nullcontext()), announced
 
 
 def turn(it: Training, within: Callable[[], None] = lambda: None) -> Phase:

@@ -135,7 +135,7 @@ class Conversation:
         self._completed: OrderedDict[int, None] = OrderedDict()
         self._asked_for: set[int] = set()
         """Broken groups whose result this worker does not have yet."""
-        self._published: e.Publish | None = None
+        self._lasting: dict[f.Key, e.Request] = {}  # what each scheduler of the run is told
         self._beaten = self._beat_at = -math.inf
         self.away = False
         """True if a lifeline existed and is gone."""
@@ -300,8 +300,8 @@ class Conversation:
                 key = "completed", sequence
             case e.TellSnapshot(transfer=transfer):
                 self._dealt_with.append(transfer)
-            case e.Publish(done=True):
-                key, self._published = ("published", ""), request
+            case e.Publish(done=True) | e.Store() if told:
+                self._lasting[key := ("lasts", type(request).__name__)] = request
             case e.Depart():
                 self._enrolment, self._member = None, False
         if key in self._open and not told:
@@ -380,8 +380,8 @@ class Conversation:
         if not known:
             self._dealt_with.extend(self.donations)
             self._open = {key: request for key, request in self._open.items() if not request.told}
-            if self._member and self._published is not None:
-                self._say(self._published, told=True)
+            for lasting in tuple(self._lasting.values()) if self._member else ():
+                self._say(lasting, told=True)
             for request in self._open.values():
                 request.at = -math.inf
         if self._enrolment is None:

@@ -230,6 +230,12 @@ class MembershipClient:
         """
         self.thread.ask(f"the scheduler to let it write {path}", e.Publish, path, update, False)
 
+    def keep(self, key: str, value: bytes) -> None:
+        """Keep ``value`` under ``key`` in the key-value store of the scheduler, and of each that follows it in this
+        run: one value at most. Does not wait."""
+        with self.thread.talking() as talk:
+            talk.tell(e.Store, "put", (key,), value)
+
     def published(self, path: str, update: int) -> None:
         """Report that the checkpoint is in its place."""
         with self.thread.talking() as talk:

@@ -258,6 +258,8 @@ class MembershipDesk:
             self._decide(w.Departed(worker, incarnation, request.finished), now)  # it may claim another's number
         elif reason is not None:
             self._outbox.say(peer, e.must_end(reason))
+        elif isinstance(request, e.Store):  # what it has to know before it enrols; beats tell it that it must again
+            self._store.handle(peer, request, self._outbox, now)
         elif not (isinstance(request, e.Beat) and not request.enrolled):  # else the process has yet to enrol
             self._outbox.say(peer, e.Stranger())
 

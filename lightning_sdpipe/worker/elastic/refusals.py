@@ -6,7 +6,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.pipeline_cut import is_measured
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -27,7 +26,6 @@ def check_options(options: Options) -> None:
             "the members of a round are named as a turn begins, and the updates that drain a pipeline have no turn. "
             "Use schedule='1f1b', or sync=SemiDecentralized()",
         ),
-        (is_measured(options.partition), f"partition={options.partition!r}", "use 'parameters', or the numbers"),
         (options.batch_by_speed, "batch_by_speed", "leave it out; batches are dealt by speed in any case"),
         (options.exchange.overlap == "free", "overlap='free'", "use overlap='step'"),
         (options.exchange.hierarchy != "flat", "hierarchy='hosts'", "use hierarchy='flat'"),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_sdpipe.errors import LOST_CONNECTION, SchedulerError, WorkerFailedError, place_of
+from lightning_sdpipe.partition.pipeline_cut import PipelineCut
+from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
+from lightning_sdpipe.worker.elastic import shared_cut
 from lightning_sdpipe.worker.launching.watchdog import Watchdog
-from lightning_sdpipe.worker.scheduler_connection import SchedulerAddress
+from lightning_sdpipe.worker.scheduler_connection import MakePlans, SchedulerAddress
 
 log = logging.getLogger(__name__)
 _LAST_WORDS = 5.0  # seconds
@@ -59,6 +62,10 @@ class ElasticConnection:
         """Raise SIGTERMException if this process was told to end; the scheduler's reason is in ``error`` itself."""
         if told_to_end():
             raise SIGTERMException from error
+
+    def plan(self, cuts: Sequence[PipelineCut], make: MakePlans) -> Sequence[Plan]:
+        """Return the plans of ``cuts``, cut as other pipelines of the run are where that is measured."""
+        return shared_cut.plan(self.line, cuts, make)
 
     def fail(self, exception: BaseException) -> None:
         """Tell the scheduler of ``exception``, unless another process failed first: then it sees that this one ends."""

@@ -78,13 +78,14 @@ def test_a_scheduler_that_is_away_is_looked_for_and_hears_first_who_this_is() ->
     assert talk.deadline == pytest.approx(1.1 + c.PROBE)
     talk.tell(e.TellCompleted, 4)
     talk.tell(e.Publish, "last.ckpt", 8, True)
+    talk.tell(e.Store, "put", ("cut/kept",), b"[3, 3]")
     talk.ask(e.Meet, "pause/1", b"")
     talk.hear(e.Stranger())
     assert talk.deadline < 0
     enrol, *others = talk.due(1.11)
     assert isinstance(enrol, e.Enrol)
     assert (enrol.resumes, enrol.fingerprint) == (e.Resumes(EPOCH, (), since=3), {"model": "linear"})
-    assert sorted(kinds(others)) == ["Meet", "Publish"], "what was told to the one before is not for this one"
+    assert sorted(kinds(others)) == ["Meet", "Publish", "Store"], "what was told to the one before is not for this one"
     talk.hear(e.Now(10, donate=("state-2-1",)))
     assert talk.donations == (), "which the one before had asked for"
     another = msgspec.structs.replace(LINE, nonce=b"other")

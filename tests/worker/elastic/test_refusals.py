@@ -64,7 +64,6 @@ def test_other_methods_are_refused(sync: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("partition", "balanced"),
         ("start_method", "fork"),
         ("batch_by_speed", True),
         ("sync", SemiDecentralized(seating="near")),
