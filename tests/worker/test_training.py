@@ -76,6 +76,12 @@ class Elsewhere:
         return self.meetings.pop(0)
 
 
+class Announcing(SimpleNamespace):
+    """A synchronizer that announces updates."""
+
+    announce: Any = None
+
+
 def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[int]]:
     """One, and the updates that it announces."""
     announced: list[int] = []
@@ -93,7 +99,7 @@ def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[in
         ),
         fit_loop=SimpleNamespace(_data_fetcher=None, epoch_loop=SimpleNamespace(batch_progress=progress)),
     )
-    sync = SimpleNamespace(
+    sync = Announcing(
         replica=SimpleNamespace(),
         announced=False,
         gradients=None,
@@ -113,7 +119,7 @@ def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[in
     draws = SimpleNamespace(stream=(), between_steps=lambda point: None, end_update=lambda optimizer: None)
     elsewhere = Elsewhere(meetings or [])
     arguments: list[Any] = [trainer, parts, sync, elsewhere, client, groups, draws, CollectiveGuard(1)]
-    return Training(*arguments, None, nullcontext), announced
+    return Training(*arguments, None, nullcontext()), announced
 
 
 def turn(it: Training, within: Callable[[], None] = lambda: None) -> Phase:
