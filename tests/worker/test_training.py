@@ -76,6 +76,13 @@ class Elsewhere:
         return self.meetings.pop(0)
 
 
+class NothingFrozen(nullcontext[None]):
+    generation = 0
+
+    def changed(self) -> bool:
+        return False
+
+
 class Announcing(SimpleNamespace):
     """A synchronizer that announces updates."""
 
@@ -111,7 +118,7 @@ def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[in
     )
     parts = SimpleNamespace(
         pipeline=TwoAhead(),
-        freezing=SimpleNamespace(changed=lambda: False, refused=nullcontext, generation=0),
+        freezing=NothingFrozen(),
         runners=[SimpleNamespace(is_last=False)],
     )
     client = SimpleNamespace(step_ended=lambda *_: None)
