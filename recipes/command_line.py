@@ -87,7 +87,7 @@ def start_time() -> datetime:
 
 
 def _number_started() -> int:
-    """Return how many processes torchrun or srun has started with this command line."""
+    """Returns how many processes torchrun or srun has started with this command line."""
     return int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1) if "SLURM_PROCID" in os.environ else 1))
 
 

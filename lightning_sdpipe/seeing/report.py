@@ -58,7 +58,7 @@ def missing() -> list[str]:
 
 
 def write(log: Path, output: Path) -> None:
-    """Writes a report about the last scheduler of ``log``.
+    """Write a report about the last scheduler of ``log``.
 
     Raises:
         ConfigurationError: the log cannot be read, the file cannot be written, or a package is not installed.

@@ -31,7 +31,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def application(view: View, hosts: Collection[str], token: str | None) -> web.Application:
-    """Makes the application that shows ``view`` to requests that name one of ``hosts``, and the ``token`` if there is
+    """Make the application that shows ``view`` to requests that name one of ``hosts``, and the ``token`` if there is
     one.
 
     A page of another site that a browser is at cannot read this: its requests name the other site's host, even where
@@ -73,7 +73,7 @@ def application(view: View, hosts: Collection[str], token: str | None) -> web.Ap
 async def serve(
     view: View, host: str, port: int, hosts: Collection[str], token: str | None, opened: Callable[[str], None]
 ) -> None:
-    """Serves until it is cancelled; ``opened`` is called with the address.
+    """Serve until it is cancelled; ``opened`` is called with the address.
 
     Raises:
         OSError: the server cannot listen there.

@@ -83,7 +83,7 @@ class Case:
         return self.num_stages * self.num_pipelines
 
     def seeded(self, what: Named) -> Any:
-        """Return what Hydra builds from a specification, with the seed of this case where it takes one."""
+        """Returns what Hydra builds from a specification, with the seed of this case where it takes one."""
         specification = what.specification or {}
         return hydra.utils.instantiate({**specification, **({"seed": self.seed} if "seed" in specification else {})})
 

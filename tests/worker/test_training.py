@@ -76,22 +76,17 @@ class Elsewhere:
         return self.meetings.pop(0)
 
 
-class Frozen(nullcontext[None]):
-    """Parameters that nothing freezes or unfreezes."""
-
+class NothingFrozen(nullcontext[None]):
     generation = 0
 
     def changed(self) -> bool:
         return False
 
 
-class Announces(SimpleNamespace):
-    """A method that says so before its updates."""
+class Announcing(SimpleNamespace):
+    """A synchronizer that announces updates."""
 
-    said: list[int]
-
-    def announce(self, update: int) -> None:
-        self.said.append(update)
+    announce: Any = None
 
 
 def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[int]]:
@@ -111,19 +106,19 @@ def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[in
         ),
         fit_loop=SimpleNamespace(_data_fetcher=None, epoch_loop=SimpleNamespace(batch_progress=progress)),
     )
-    sync = Announces(
+    sync = Announcing(
         replica=SimpleNamespace(),
         announced=False,
         gradients=None,
         shares_next=False,
         begin=lambda updates: None,
-        said=announced,
+        announce=announced.append,
         synchronise=lambda: None,
         statistics=SimpleNamespace(seconds_waiting=0.0),
     )
     parts = SimpleNamespace(
         pipeline=TwoAhead(),
-        freezing=Frozen(),
+        freezing=NothingFrozen(),
         runners=[SimpleNamespace(is_last=False)],
     )
     client = SimpleNamespace(step_ended=lambda *_: None)

@@ -72,7 +72,7 @@ class Snapshot:
 
 
 def read_snapshots(directory: Path) -> list[Snapshot]:
-    """Return what :class:`Snapshots` wrote, by pipeline and iteration."""
+    """Returns what :class:`Snapshots` wrote, by pipeline and iteration."""
     files: dict[tuple[int, int], list[Path]] = {}
     for file in sorted(directory.glob("*.pt")):
         pipeline, iterations, _ = map(int, file.stem.split("_"))

@@ -288,7 +288,7 @@ def _or_never(value: float | None) -> float:
 
 
 def _final_gap(ours: Sequence[Row], base: Sequence[Row]) -> float | None:
-    """Return how much better the mean of our final values is, in standard deviations of the baseline's."""
+    """Returns how much better the mean of our final values is, in standard deviations of the baseline's."""
     if not ours or len(base) < 2:
         return None
     sign = 1.0 if base[0]["rising"] else -1.0

@@ -136,7 +136,7 @@ class World:
         self._newest: dict[int, int] = {}
 
     def launch(self, pipeline: int, fault: Fault | None = None, rank: int = 0) -> None:
-        """Start its processes; ``fault`` is for the one of ``rank``."""
+        """Starts its processes; ``fault`` is for the one of ``rank``."""
         self.end(pipeline)
         port = self._ports[pipeline] = reserve_port()
         environment = {
@@ -169,7 +169,7 @@ class World:
         self._target(*arguments)
 
     def serve(self) -> None:
-        """Start the scheduler, as soon as a worker has said what by."""
+        """Starts the scheduler, as soon as a worker has said what by."""
         self.wait(lambda: self.scheduler.can_start, "a worker to say what the scheduler decides by")
         self.scheduler.start()
 
@@ -229,7 +229,7 @@ class World:
         return [] if members is None else sorted(members.lives)
 
     def failure(self) -> str | None:
-        """Return why the scheduler says that the run has failed, if it does."""
+        """Returns why the scheduler says that the run has failed, if it does."""
         status = self.status()
         return status.failure or (None if status.members is None else status.members.over)
 

@@ -289,7 +289,7 @@ def _figures(
 
 
 def _transfer(records: Sequence[Record], victims: Sequence[int]) -> float:
-    """Return how long the state of the newest newcomer was on its way."""
+    """Returns how long the state of the newest newcomer was on its way."""
     newest = [record for record in records if record.pipeline in victims and record.rank == 0][-1:]
     return max((line["seconds"] for record in newest for line in record.lines if line["what"] == "received"), default=0)
 

@@ -115,7 +115,7 @@ class Events:
     # ------------------------------------------------------- what has happened
 
     def _is_over(self) -> bool:
-        """Return whether any pipeline has finished, and so have all others that live."""
+        """Returns whether any pipeline has finished, and so have all others that live."""
         ended = {i for i in self._everybody if i not in self._due and not self._any_lives(i)}
         self.finished = {i for i in ended if not any(self._world.exit_codes(i))}
         return bool(self.finished) and all(i in ended or i in self._due for i in self._everybody)
@@ -143,7 +143,7 @@ class Events:
             raise TimeoutError(f"there was no update for {STILL:g} s; {self._world.said()}")
 
     def _trains(self, pipeline: int) -> bool:
-        """Return whether its newest start has made an update."""
+        """Returns whether its newest start has made an update."""
         return self._world.updates(pipeline) > 0
 
     def _fell(self, pipeline: int) -> bool:
