@@ -74,7 +74,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "pipeline": (1828, 17),
     "placement": (3303, 27),
     "policies": (2677, 27),
-    "recipes": (8185, 118),
+    "recipes": (8396, 120),
     "scheduler": (5539, 43),
     "seeing": (2063, 18),
     "simulate": (687, 6),

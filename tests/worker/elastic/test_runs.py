@@ -328,8 +328,10 @@ class MyTime(Timer):
 class NotedSaves(ModelCheckpoint):
     def on_train_batch_end(self, trainer: L.Trainer, *more: Any) -> None:
         (diary,) = (each for each in trainer.callbacks if isinstance(each, Diary))  # type: ignore[attr-defined]
-        diary.note(saves=trainer.global_step)
+        before = self._last_global_step_saved
         super().on_train_batch_end(trainer, *more)
+        if self._last_global_step_saved != before:
+            diary.note(saves=trainer.global_step)
 
 
 def fit_by_the_clock(directory: Path, num_stages: int) -> None:

@@ -1,0 +1,1 @@
+"""The suite ``far_apart`` (``conf/suite/far_apart.yaml``)."""

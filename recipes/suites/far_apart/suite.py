@@ -1,0 +1,293 @@
+"""Islands that are far apart and preempted: DiLoCo by quorum over slow links, while processes are killed.
+
+Every pipeline is a host of its own (a network namespace) whose link the kernel holds down to a rate; messages between
+workers arrive later by an emulated latency. Lines to the scheduler are slow, too, but not late. Devices sleep instead
+of computing, and one is slower than the others. A pipeline that was killed is started again at once, from a process
+that has imported everything, and gets the state of another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import hydra
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sdpipe import Exchange, SDPipeStrategy
+from lightning_sdpipe.exchange import transfers
+from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
+from lightning_sdpipe.topology.groups import Replicas
+from recipes.suites.emulated_links import Card
+from recipes.suites.faults.diary import Fault
+from recipes.suites.faults.elastic_world import Record, World
+from recipes.suites.namespaces import hosts, inside
+from recipes.suites.ratios import Ratios, Row, ratio
+from recipes.suites.soak.suite import Noted
+from recipes.suites.trainings import BACKWARD_SHARE, quiet
+
+LOWER_IS_BETTER = frozenset[str]()
+
+UTILISATION_GOAL, QUORUM_GOAL, BYTES_GOAL = 0.83, 1.3, 70.0
+FEATURES, BATCH = 8, 4
+KILLED, CALM, WAITS = "killed", "calm", "waits for all"
+PATIENCE = 900.0
+"""Seconds that a run may take."""
+
+
+@dataclass(frozen=True)
+class Islands:
+    """What every pipeline trains, as :class:`~recipes.suites.faults.elastic_world.World` reads it.
+
+    Args:
+        num_pipelines: number of islands; the last one has the slow device.
+        sync: a method.
+        batch_seconds: length of a mini-batch, emulated.
+        slow: factor of that on the slow device.
+        num_parameters: of the model.
+        batches: of all pipelines together in the only epoch.
+        latency: seconds that a message between workers takes besides.
+    """
+
+    num_pipelines: int
+    sync: Any
+    batch_seconds: float
+    slow: float
+    num_parameters: int
+    batches: int
+    latency: float
+    num_stages: int = 1
+
+    def seconds(self, pipeline: int) -> float:
+        """Return the length of a mini-batch on that island."""
+        return self.batch_seconds * (self.slow if pipeline == self.num_pipelines - 1 else 1.0)
+
+
+class Learner(L.LightningModule):
+    """One emulated block."""
+
+    def __init__(self, seconds: float, num_parameters: int) -> None:
+        super().__init__()
+        forward, backward = (1 - BACKWARD_SHARE) * seconds, BACKWARD_SHARE * seconds
+        self.net = nn.Sequential(EmulatedBlock(forward, backward, num_parameters=num_parameters))
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        output: Tensor = self.net(batch[1])
+        return output.mean()
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+class Counted(Noted):
+    """Notes how many bytes were sent to other islands, too."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(trainer.strategy, SDPipeStrategy)
+        self.say("sent", bytes=trainer.strategy.statistics.bytes_sent)
+        super().on_train_end(trainer, pl_module)
+
+
+def run(
+    *,
+    method: Mapping[str, Any],
+    exchange: Mapping[str, Any],
+    work: Mapping[str, Any],
+    rate_mbit: float,
+    kill_every: float,
+    repeats: int,
+    seed: int,
+) -> tuple[list[Row], Ratios]:
+    """Trains with kills, without, and without where each round waits for all.
+
+    Args:
+        method: specification of DiLoCo for Hydra, with a quorum.
+        exchange: likewise.
+        work: options of :class:`Islands`.
+        rate_mbit: of every link, in either direction.
+        kill_every: seconds.
+        repeats: of each run.
+        seed: of the victims.
+
+    Raises:
+        NotAllowed: network namespaces cannot be made here.
+    """
+    quiet()
+    rows: list[Row] = []
+    for repeat in range(repeats):
+        for name, options in ((KILLED, {}), (CALM, {}), (WAITS, {"quorum": None})):
+            islands = Islands(sync=hydra.utils.instantiate({**method, **options}), **work)
+            draws = random.Random(seed + repeat) if name == KILLED else None
+            with hosts(islands.num_pipelines + 1, rate_mbit) as names, inside(names[-1]):
+                records, kills = _one(islands, names, draws, kill_every, hydra.utils.instantiate(exchange))
+            rows.append({"run": name, "repeat": repeat, "kills": kills, **measured(records, islands)})
+            print(rows[-1], flush=True)
+    return rows, ratios(rows)
+
+
+def measured(records: Sequence[Record], islands: Islands) -> Row:
+    """Return the seconds of a run and its utilisation: the seconds of mini-batches that are in the model over those of
+    all devices. A mini-batch that died with a pipeline is trained again, and its last training counts.
+
+    Raises:
+        ValueError: a mini-batch was never trained.
+    """
+    trained = sorted(
+        (line["at"], tuple(line["samples"]), record.pipeline)
+        for record in records
+        for line in record.lines
+        if line["what"] == "trained"
+    )
+    last = {samples: pipeline for _, samples, pipeline in trained}
+    if len(last) != islands.batches:
+        raise ValueError(f"{len(last)} of {islands.batches} mini-batches were trained")
+    began = min(at for record in records for at in record.times("start"))
+    seconds = trained[-1][0] - began
+    useful = sum(islands.seconds(pipeline) for pipeline in last.values())
+    sent = sum(line["bytes"] for record in records for line in record.lines if line["what"] == "sent")
+    nodes = islands.num_pipelines
+    by_all_reduce = 2 * (nodes - 1) * 4 * islands.num_parameters * islands.batches / nodes
+    return {
+        "seconds": seconds,
+        "utilisation": useful / (nodes * seconds),
+        "trained_again": len(trained) - len(last),
+        "bytes": sent,
+        "all_reduce_bytes": by_all_reduce,
+    }
+
+
+def ratios(rows: Sequence[Row]) -> Ratios:
+    """Utilisation with kills; bytes and speed without."""
+    of = {name: [row for row in rows if row["run"] == name] for name in (KILLED, CALM, WAITS)}
+    pairs = zip(of[WAITS], of[CALM], strict=True)
+    kills = sum(row["kills"] for row in of[KILLED])
+    return {
+        "far_apart/utilisation": ratio(
+            [row["utilisation"] for row in of[KILLED]],
+            UTILISATION_GOAL,
+            f"seconds of mini-batches in the model over those of all devices; {kills} kills",
+        ),
+        "far_apart/calm": ratio([row["utilisation"] for row in of[CALM]], None, "the same without kills"),
+        "far_apart/quorum": ratio(
+            [waits["seconds"] / calm["seconds"] for waits, calm in pairs],
+            QUORUM_GOAL,
+            "time of the epoch if each round waits for all, over that by quorum, without kills",
+        ),
+        "far_apart/bytes": ratio(
+            [row["all_reduce_bytes"] / row["bytes"] for row in of[CALM]],
+            BYTES_GOAL,
+            "bytes that all-reduce of the gradients would send (by arithmetic) over those sent; states not counted",
+        ),
+    }
+
+
+def _one(
+    islands: Islands, names: Sequence[str], draws: random.Random | None, kill_every: float, exchange: Exchange
+) -> tuple[list[Record], int]:
+    """One run to its end; returns what its processes noted, and the number of kills.
+
+    Raises:
+        TimeoutError: it does not end.
+    """
+    directory, pipelines = Path(tempfile.mkdtemp(prefix="far-apart-")), range(islands.num_pipelines)
+    world = World(directory, islands, target=partial(learn, exchange), hosts=names)
+    kills = 0
+    try:
+        for pipeline in pipelines:
+            world.launch(pipeline)
+        world.serve()
+        world.wait(lambda: all(world.updates(i) for i in pipelines), "all islands to train", 120.0)
+        next_kill, end = time.monotonic() + kill_every, time.monotonic() + PATIENCE
+        while not all(world.exit_codes(i) == [0] for i in pipelines):
+            time.sleep(0.05)
+            if time.monotonic() > end:
+                raise TimeoutError(f"the run did not end in {PATIENCE:g} s; {world.said()}")
+            finished = any(world.exit_codes(i) == [0] for i in pipelines)
+            gone = [i for i in pipelines if any(world.exit_codes(i))]
+            if finished and all(i in gone or world.exit_codes(i) == [0] for i in pipelines):
+                break
+            for pipeline in [] if finished else gone:
+                world.launch(pipeline)
+            trains = [i for i in pipelines if world.lives(i) and world.updates(i)]
+            if draws is not None and time.monotonic() >= next_kill and not finished and len(trains) > 1:
+                next_kill += kill_every
+                kills += 1
+                world.kill(draws.choice(trains))
+        return world.records(), kills
+    finally:
+        world.close()
+        shutil.rmtree(directory)
+
+
+def learn(
+    exchange: Exchange,
+    work: Islands,
+    directory: Path,
+    name: str,
+    environment: Mapping[str, str],
+    fault: Fault | None = None,
+) -> None:
+    """One worker, in a process of its own."""
+    log = os.open(directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {**environment, "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    quiet()
+    logging.getLogger("lightning_sdpipe").setLevel(logging.INFO)
+    _arrive_late(work.latency, work.num_pipelines)
+    torch.manual_seed(1)
+    count = work.batches * BATCH
+    trainer = L.Trainer(
+        accelerator="cpu",
+        strategy=SDPipeStrategy(
+            sync=work.sync,
+            exchange=exchange,
+            num_micro_batches=1,
+            timeout=timedelta(seconds=120),
+        ),
+        callbacks=[Counted(directory / f"{name}.diary")],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Learner(work.seconds(int(environment["SDPIPE_PIPELINE"])), work.num_parameters)
+    trainer.fit(module, DataLoader(TensorDataset(torch.arange(count), torch.randn(count, FEATURES)), BATCH))
+
+
+def _arrive_late(seconds: float, count: int) -> None:
+    """Make messages between workers of this process arrive so much later."""
+    card = Card([seconds] * count, [float("inf")] * count)
+    real = transfers.begin
+
+    def begin(
+        outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: Replicas, tag: int
+    ) -> transfers.Transfers:
+        under_way = real({}, into, replicas, tag)
+        under_way.kept.extend(outgoing.values())
+        replicas.traffic.add(sum(tensor.nbytes for tensor in outgoing.values()))
+        for pipeline, tensor in outgoing.items():
+            if tensor.numel():
+                start = partial(replicas.group.send, [tensor], replicas.ranks[pipeline], tag)
+                held = card.send(pipeline, tensor.nbytes, start)
+                under_way.works.append((replicas.name(pipeline), cast(dist.Work, held)))
+        return under_way
+
+    transfers.begin = begin  # this process ends with the run
