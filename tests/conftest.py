@@ -132,7 +132,9 @@ def a_training_has_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def forks_know_trainings(request: pytest.FixtureRequest) -> None:
-    if request.node.get_closest_marker("distributed"):
+    """Train before the forks of a test, except where a module's forks are to have new devices: once autograd has run, it
+    takes no further ones."""
+    if request.node.get_closest_marker("distributed") and not getattr(request.module, "NEW_DEVICES", False):
         request.getfixturevalue("a_training_has_run")
 
 

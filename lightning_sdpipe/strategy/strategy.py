@@ -343,18 +343,24 @@ class SDPipeStrategy(SetupHooks):
         for undo in self._undo:
             undo()
         self._undo = ()
-        if self._assembled is not None:
-            self._checkpoints.wait()
-            self._assembled.cut_model.restore()
-            if not self._failed:  # else tensors may be in use, and where the error came from is what counts
-                to_cpu(self.module)
-            self._assembled.freezing.buckets.clear()  # memory that only they hold
-            if self._gathers and not self._failed:
-                self._make_whole(self._assembled)
-            tie_again(self.module, self._assembled.ownership)
-        self._run.close()
-        with lightning_internals.without_module(self):
-            super().teardown()  # moves the whole module to the CPU if it finds one; meta tensors cannot be moved
+        try:
+            if self._assembled is not None:
+                self._take_apart(self._assembled)
+        finally:  # the others wait for this worker, or for word of its end
+            self._run.close()
+            with lightning_internals.without_module(self):
+                super().teardown()  # moves the whole module to the CPU if it finds one; meta tensors cannot be moved
+
+    def _take_apart(self, parts: Assembled) -> None:
+        """Give the user's module back as other strategies leave it, once the last checkpoint is written."""
+        self._checkpoints.wait()
+        parts.cut_model.restore()
+        if not self._failed:  # else tensors may be in use, and where the error came from is what counts
+            to_cpu(self.module)
+        parts.freezing.buckets.clear()  # memory that only they hold
+        if self._gathers and not self._failed:
+            self._make_whole(parts)
+        tie_again(self.module, parts.ownership)
 
     def _make_whole(self, parts: Assembled) -> None:
         """Make the module whole in all processes that go on, as other strategies leave it."""

@@ -28,6 +28,7 @@ from tests.worker.elastic import jobs
 from tests.workers import free_port, run_workers
 
 pytestmark = pytest.mark.timeout(300)  # with building the device
+NEW_DEVICES = True
 
 
 class Net(L.LightningModule):

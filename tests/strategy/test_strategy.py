@@ -7,10 +7,12 @@ import logging
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
@@ -242,3 +244,17 @@ def test_the_state_of_corrected_adam_is_resumed(tmp_path: Path) -> None:
 def test_the_strategy_is_known_by_name() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy="sdpipe", logger=False)
     assert isinstance(trainer.strategy, SDPipeStrategy)
+
+
+def test_a_worker_says_that_it_ends_though_its_last_checkpoint_could_not_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strategy, run = SDPipeStrategy(num_stages=2), Mock()
+    checkpoints = Mock(wait=Mock(side_effect=OSError("No space left on device")))
+    monkeypatch.setattr(strategy, "_assembled", Mock())
+    monkeypatch.setattr(strategy, "_checkpoints", checkpoints, raising=False)
+    monkeypatch.setattr(strategy, "_run", run)
+    monkeypatch.setattr(DDPStrategy, "teardown", lambda self: None)
+    with pytest.raises(OSError, match="No space left"):
+        strategy.teardown()
+    run.close.assert_called_once_with()
