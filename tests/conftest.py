@@ -132,8 +132,8 @@ def a_training_has_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def forks_know_trainings(request: pytest.FixtureRequest) -> None:
-    """Train before the forks of a test, except where a module's forks are to have new devices: once autograd has run, it
-    takes no further ones."""
+    """Train before the forks of a test, except where forks are to have new devices: autograd that has run takes no
+    more of them."""
     if request.node.get_closest_marker("distributed") and not getattr(request.module, "NEW_DEVICES", False):
         request.getfixturevalue("a_training_has_run")
 

@@ -78,7 +78,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "scheduler": (5539, 43),
     "seeing": (2063, 18),
     "simulate": (687, 6),
-    "strategy": (964, 7),
+    "strategy": (968, 7),
     "supervision": (1338, 14),
     "sync": (2180, 19),
     "top": (1439, 12),

@@ -52,7 +52,7 @@ PATIENCE = 900.0
 
 @dataclass(frozen=True)
 class Islands:
-    """What every pipeline trains, as :class:`~recipes.suites.faults.elastic_world.World` reads it.
+    """The training of every pipeline, as :class:`~recipes.suites.faults.elastic_world.World` reads it.
 
     Args:
         num_pipelines: number of islands; the last one has the slow device.
