@@ -25,8 +25,6 @@ import torch
 from lightning_sdpipe.errors import ConfigurationError
 
 _MASK = (1 << 64) - 1
-_PYTHON: Any = getattr(random.seed, "__self__")  # noqa: B009  # the generator of the module's functions
-_seed_python = super(random.Random, _PYTHON).seed  # that of an int, without the cost of asking what it is
 
 
 def mix(*numbers: int) -> int:
@@ -107,8 +105,7 @@ class RandomStreams:
     def _seed(self, seed: int) -> None:
         for generator in self._torch:
             generator.manual_seed(seed)
-        _seed_python(seed)
-        _PYTHON.gauss_next = None
+        random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
 
 

@@ -73,7 +73,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "partition": (3911, 32),
     "pipeline": (1828, 17),
     "placement": (3303, 27),
-    "policies": (2677, 27),
+    "policies": (2674, 27),
     "recipes": (8396, 120),
     "scheduler": (5539, 43),
     "seeing": (2063, 18),
@@ -81,7 +81,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "strategy": (968, 7),
     "supervision": (1338, 14),
     "sync": (2180, 19),
-    "top": (1439, 12),
+    "top": (1436, 12),
     "topology": (615, 7),
     "worker": (3689, 33),
 }

@@ -189,16 +189,9 @@ class OuterRoundsPolicy(GroupPolicy):
 
     def _enter(self, pipeline: int, now: float) -> None:
         """Notes that ``pipeline`` is ready, if all of its stages are."""
-        participants = self.participants
-        reported = [waiting[pipeline] for waiting in participants.waiting if pipeline in waiting]
-        if pipeline in self._ready or not reported:
+        iteration = self.participants.ready_with(pipeline)
+        if iteration is None or pipeline in self._ready:
             return
-        iteration = min(reported)
-        for stage, active in enumerate(participants.active):
-            if pipeline in active:
-                last = participants.last_reported(stage, pipeline)
-                if last is None or last < iteration:
-                    return
         self._ready[pipeline] = iteration
         self._window.arrived(pipeline, now)
 

@@ -151,16 +151,9 @@ class PartialReducePolicy(GroupPolicy):
 
     def _enter(self, pipeline: int) -> None:
         """Puts ``pipeline`` into the queue if it is ready now and not there yet."""
-        participants = self.participants
-        reported = [waiting[pipeline] for waiting in participants.waiting if pipeline in waiting]
-        if pipeline in self._queue or not reported:
+        iteration = self.participants.ready_with(pipeline)
+        if iteration is None or pipeline in self._queue:
             return
-        iteration = min(reported)
-        for stage, active in enumerate(participants.active):
-            if pipeline in active:
-                last = participants.last_reported(stage, pipeline)
-                if last is None or last < iteration:
-                    return
         self._queue[pipeline] = iteration
         self._clocks[pipeline] += 1
 

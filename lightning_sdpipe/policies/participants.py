@@ -106,6 +106,20 @@ class Participants:
         waiting = self.waiting[stage].get(pipeline)
         return self._answered[stage].get(pipeline) if waiting is None else waiting
 
+    def ready_with(self, pipeline: int) -> int | None:
+        """Returns the iteration with which ``pipeline`` is ready: a stage waits with it, and all stages that take part
+        have reported it. None if there is no such iteration."""
+        reported = [waiting[pipeline] for waiting in self.waiting if pipeline in waiting]
+        if not reported:
+            return None
+        iteration = min(reported)
+        for stage, active in enumerate(self.active):
+            if pipeline in active:
+                last = self.last_reported(stage, pipeline)
+                if last is None or last < iteration:
+                    return None
+        return iteration
+
     def last_answered(self, stage: int, pipeline: int) -> int | None:
         """Returns the last iteration of the worker that was answered since it joined."""
         return self._answered[stage].get(pipeline)
