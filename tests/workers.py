@@ -54,7 +54,7 @@ def run_workers(
     word; raises what the first failing one raised."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as directory:
-        pipes = [context.Pipe(duplex=False) for _ in range(count)]
+        pipes = [context.Pipe() for _ in range(count)]
         processes = [
             context.Process(target=_worker, args=(rank, count, directory, send, work, arguments))
             for rank, (_, send) in enumerate(pipes)
@@ -69,6 +69,8 @@ def run_workers(
             for rank in lost:
                 processes[rank].join(timeout)
         finally:
+            for receive, _ in pipes:
+                receive.send_bytes(b"all have ended")
             for process in processes:
                 process.join(1)
                 if process.is_alive():
@@ -119,9 +121,10 @@ def _worker(
         outcome = True, work(rank, *arguments)
     except BaseException:
         outcome = False, f"rank {rank}: {traceback.format_exc()}"
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
     buffer = io.BytesIO()  # by value: tensors in shared memory would vanish with this process
     torch.save(outcome, buffer)
     send.send_bytes(buffer.getvalue())
+    if outcome[0]:
+        send.poll(50)  # a rank that closes its connections ends a group that another still makes
+    if dist.is_initialized():
+        dist.destroy_process_group()
