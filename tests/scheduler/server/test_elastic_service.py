@@ -452,9 +452,7 @@ class TestPipelinesOfUnlikeDepths:
         return (A, B)[worker.pipeline]
 
     def ready(self, d: ElasticDialogue) -> list[Addressed]:
-        return [
-            reply for worker in self.WORKERS for reply in d.say(m.Ready, worker, self.of(worker).incarnation, 0)
-        ]
+        return [reply for worker in self.WORKERS for reply in d.say(m.Ready, worker, self.of(worker).incarnation, 0)]
 
     def test_a_group_waits_until_all_workers_of_its_pipelines_share_a_process_group(self) -> None:
         d = self.begun()
