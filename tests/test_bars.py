@@ -74,7 +74,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "pipeline": (1828, 17),
     "placement": (3303, 27),
     "policies": (2674, 27),
-    "recipes": (8396, 120),
+    "recipes": (8417, 120),
     "scheduler": (5539, 43),
     "seeing": (2063, 18),
     "simulate": (687, 6),
