@@ -55,6 +55,7 @@ class Capabilities:
         elastic_payloads: payloads other than ``Full`` in such a job.
         elastic_schedules: schedules in such a job.
         ragged: pipelines of unlike depths or cuts.
+        ragged_elastic: such pipelines in a job in which pipelines come and go.
         ragged_exchange: exchanges other than ``Exchange()`` there; else only ``overlap="free"`` and
             ``hierarchy="hosts"`` are refused.
     """
@@ -70,6 +71,7 @@ class Capabilities:
     elastic_payloads: Incompatible | None = because.NEWCOMERS
     elastic_schedules: Mapping[str, Incompatible] = field(default_factory=dict)
     ragged: Incompatible | None = because.ONE_CUT
+    ragged_elastic: Incompatible | None = None
     ragged_exchange: Incompatible | None = None
 
 
@@ -87,6 +89,7 @@ GRADIENTS = Capabilities(
     elastic_payloads=because.RESIDUALS,
     elastic_schedules={"pipedream": because.NO_TURN},
     ragged=None,
+    ragged_elastic=because.UNLIKE_ROUNDS,
     ragged_exchange=because.UNLIKE_GRADIENTS,
 )
 BY_SAMPLES = replace(
@@ -138,7 +141,7 @@ def of_policy(policy: PolicyConfig) -> Capabilities:
         case PHDPSGD():
             return _MEETINGS if policy.sharded else _WHOLE_GROUPS
         case _:
-            return replace(_GROUPS, deals_by_itself=because.UNKNOWN)
+            return replace(_GROUPS, deals_by_itself=because.UNKNOWN, ragged_elastic=because.UNLIKE_OWN)
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,8 @@ def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompat
         yield with_method("batch_by_speed=True"), row.divides
     if asked.elastic:
         yield elastic, row.elastic
+        if asked.unlike:
+            yield f"num_stages={list(asked.unlike)} with unlike cuts and {elastic}", row.ragged_elastic
         if not exchange.is_full:
             yield f"exchange={exchange} with {elastic}", row.elastic_payloads
         yield f"exchange={exchange} with {elastic}", _ELASTIC.get(exchange.overlap) or _ELASTIC.get(exchange.hierarchy)

@@ -214,6 +214,16 @@ ONE_CUT = Incompatible(
     "or one number of stages, and one partition, for all pipelines",
     (_SEMI, _PARTIAL, _EIGHTH, _PAIRS_WAIT, _RING, _ALL_REDUCE, _NO_SYNC, _ALIKE),
 )
+UNLIKE_ROUNDS = Incompatible(
+    "rounds of gradients that survive their members are among replicas of a stage only",
+    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=1), ADPSGD() or NoSync()",
+    (_SEMI, _PARTIAL, _EACH, _PAIRS_WAIT, _NO_SYNC),
+)
+UNLIKE_OWN = Incompatible(
+    "a policy of one's own has not been tried with pipelines of unlike cuts that come and go",
+    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=8), ADPSGD() or NoSync()",
+    (_SEMI, _PARTIAL, _EIGHTH, _PAIRS_WAIT, _NO_SYNC),
+)
 UNLIKE_FREELY = Incompatible(
     "a thread that averages at its own pace knows the replicas of a stage only", "Use overlap='step'", (_STEP,)
 )

@@ -77,10 +77,9 @@ class TrainingState(Protocol):
 
 
 @dataclass(frozen=True)
-class ReplicatedPart:
+class HeldPart:
     """The tensors that a worker exchanges with the same replicas: all that it holds, or a section of the chain."""
 
-    among: Replicas
     parameters: Sequence[FlatBucket]
     buffers: Sequence[Tensor]
 
@@ -88,6 +87,13 @@ class ReplicatedPart:
     def exchanged(self) -> list[FlatBucket]:
         """Buckets of ``parameters`` that train, which are sent between two sync points; frozen ones are not."""
         return [bucket for bucket in self.parameters if bucket.trains]
+
+
+@dataclass(frozen=True)
+class ReplicatedPart(HeldPart):
+    """A part, and its replicas."""
+
+    among: Replicas
 
 
 @dataclass(frozen=True)
@@ -120,9 +126,7 @@ class Replica:
     @property
     def exchanged(self) -> list[FlatBucket]:
         """Buckets of ``parameters`` that are sent between two sync points, part by part."""
-        if self.sections is None:
-            return [bucket for bucket in self.parameters if bucket.trains]
-        return [bucket for part in self.parts for bucket in part.exchanged]
+        return [bucket for part in self.divided for bucket in part.exchanged]
 
     @property
     def device(self) -> torch.device:
@@ -140,16 +144,21 @@ class Replica:
         return len(self.ranks) if self.sections is None else self.groups.mesh.num_pipelines
 
     @property
-    def parts(self) -> list[ReplicatedPart]:
-        """Parts with their replicas, in the order in which all workers go through them."""
+    def divided(self) -> list[HeldPart]:
+        """Parts in the order in which all workers go through them."""
         if self.sections is None:
-            return [ReplicatedPart(self.groups.replicas(), self.parameters, self.buffers)]
+            return [HeldPart(self.parameters, self.buffers)]
         return [
-            ReplicatedPart(
-                among, [b for b in self.parameters if b.section == number], self.sections.buffers.get(number, ())
-            )
-            for number, among in sorted(self.sections.replicas.items())
+            HeldPart([b for b in self.parameters if b.section == number], self.sections.buffers.get(number, ()))
+            for number in self.sections.numbers
         ]
+
+    @property
+    def parts(self) -> list[ReplicatedPart]:
+        """Parts with their replicas."""
+        among = [self.groups.replicas()] if self.sections is None else self.sections.in_order
+        pairs = zip(self.divided, among, strict=True)
+        return [ReplicatedPart(part.parameters, part.buffers, replicas) for part, replicas in pairs]
 
     def rounds(self) -> RoundsOfPresent | None:
         """Returns the rounds that average gradients among the replicas that are present, where these come and go; else
@@ -172,10 +181,10 @@ class Replica:
     def average_parameters(self) -> None:
         """Averages the parameters in the same way, except frozen ones that are integers."""
         if self.shared is None:
-            self.average(tensors_of(_averaged(self.parameters)))
+            self.average(tensors_of(averaged(self.parameters)))
             return
         for part in self.parts:
-            finish(FullMean(part.among).start(tensors_of(_averaged(part.parameters)), self.everybody()))
+            finish(FullMean(part.among).start(tensors_of(averaged(part.parameters)), self.everybody()))
         self.shared.make_equal()
 
     def average_buffers(self) -> None:
@@ -185,6 +194,13 @@ class Replica:
         if self.shared is not None:
             self.shared.make_buffers_equal(self.device)
 
+    def make_copies_equal(self) -> None:
+        """Gives the copies that several stages of this pipeline hold the values that are exchanged, if there are
+        sections."""
+        if self.shared is not None:
+            self.shared.make_equal()
+            self.shared.make_buffers_equal(self.device)
+
     def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
         """Returns all replicas of the stage as a group, with equal weights by default."""
         size = self.count
@@ -192,7 +208,8 @@ class Replica:
         return Group(members, tuple(weights or [1 / size] * size), sequence, "everybody")
 
 
-def _averaged(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:
+def averaged(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:
+    """Returns the ``buckets`` that a full average makes equal: all but frozen integers."""
     return [bucket for bucket in buckets if bucket.trains or torch.is_floating_point(bucket.buffer)]
 
 

@@ -23,6 +23,12 @@ def test_everybody_trains_again_after_any_faults(seed: int, faults: int) -> None
     live_through(seed, faults)
 
 
+@settings(max_examples=HISTORIES, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 8))
+def test_pipelines_of_unlike_depths_train_again_after_any_faults(seed: int, faults: int) -> None:
+    live_through(seed, faults, unlike=True)
+
+
 def test_stages_that_copy_their_state_a_turn_late_give_it_to_nobody() -> None:
     """That no newcomer starts with a torn state is checked in every history; here some are."""
     torn = 0

@@ -1,4 +1,5 @@
-"""The process groups of a stage's replicas: one for each epoch of membership, made beside the training.
+"""The process groups of a stage's replicas: one for each epoch of membership, made beside the training. Where pipelines
+are cut unlike, it holds all workers of the members, and each part of the model has replicas of its own in it.
 
 Making one takes milliseconds, and longer if a member is gone; so threads do it, and the groups of earlier epochs stay
 in use meanwhile. gloo cannot end a wait for a message that a live process will not send, except that a receive in
@@ -16,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -29,6 +30,7 @@ from torch._C._distributed_c10d import Store
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import Mover
+from lightning_sdpipe.exchange.sectioned import SectionedMover
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
@@ -109,9 +111,18 @@ MakeStore = Callable[[str, Callable[[], bool]], Store]
 
 
 @dataclass(frozen=True)
+class EpochPart:
+    """A part of the model that is exchanged by itself: by the stage ``owners[i]`` of each pipeline i, with the mover
+    that ``among`` makes for models that train."""
+
+    owners: Sequence[int]
+    among: Callable[[Replicas], Mover]
+
+
+@dataclass(frozen=True)
 class _OfEpoch:
     replicas: Replicas  # over a gloo group that belongs to no world
-    mover: GroupMean
+    movers: Sequence[GroupMean]
     exchange: Mover
 
 
@@ -125,6 +136,7 @@ class EpochGroups:
         report: the client that is told the groups and exchanges of this worker.
         among: makes the mover that averages models while they train.
         traffic: counts the bytes that this worker sends.
+        depths: stages of each pipeline, if pipelines are cut unlike; then :meth:`divide` comes before the first epoch.
     """
 
     def __init__(
@@ -135,13 +147,16 @@ class EpochGroups:
         report: MembershipClient,
         among: Callable[[Replicas], Mover] = GroupMean,
         traffic: Traffic | None = None,
+        depths: Sequence[int] = (),
     ) -> None:
-        self._worker = worker
+        self._worker, self._depths = worker, depths
         self._make_store = make_store
         self._timeout = timeout
         self._report = report
         self._lock = threading.Condition()
         self._among = among
+        self._parts: Sequence[EpochPart] = ()
+        self._counts: Callable[[], Sequence[int]] = tuple
         self._traffic = Traffic() if traffic is None else traffic
         self._made: dict[int, _OfEpoch] = {}
         self._given_up = -1  # the newest epoch whose group was
@@ -150,6 +165,11 @@ class EpochGroups:
         self._in_use: Group | None = None
         self._moved = 0  # pieces of the exchange that were taken over
         self._closed = False
+
+    def divide(self, parts: Sequence[EpochPart], counts: Callable[[], Sequence[int]]) -> None:
+        """Set the ``parts`` of the model that this worker exchanges, in the order in which all workers go through
+        theirs; ``counts`` returns the number of tensors of each that change in training."""
+        self._parts, self._counts = parts, counts
 
     def enter(self, epoch: Epoch) -> None:
         """Make the members of ``epoch`` the members from now on. Any thread may call it; it does not wait."""
@@ -184,13 +204,14 @@ class EpochGroups:
         does."""
         return self._of(group).exchange
 
-    def mover(self, group: Group) -> GroupMean:
-        """Return the mover that averages among the members of ``group`` in full precision; raises as :meth:`replicas`
-        does."""
-        return self._of(group).mover
+    def movers(self, group: Group) -> Sequence[GroupMean]:
+        """Return the mover that averages among the members of ``group`` in full precision, one for each part of the
+        model; raises as :meth:`replicas` does."""
+        return self._of(group).movers
 
     def replicas(self, group: Group) -> Replicas:
-        """Return how this worker reaches the members of ``group``.
+        """Return how this worker reaches the members of ``group``; where pipelines are cut unlike, how the last stages
+        reach each other.
 
         Raises:
             WorkerFailedError: a member of the group's epoch is gone, and with it the process group.
@@ -289,40 +310,65 @@ class EpochGroups:
                     group.recv([torch.zeros(1)], peer, _POISON).wait(timedelta(milliseconds=1))
             self._report.holds(self.held)
 
+    def _workers_of(self, pipeline: int) -> list[Worker]:
+        """Return the workers of ``pipeline`` that this worker shares process groups with."""
+        return [Worker(j, pipeline) for j in (range(self._depths[pipeline]) if self._depths else [self._worker.stage])]
+
     def _make(self, epoch: Epoch) -> None:
-        stage, pipeline = self._worker.stage, self._worker.pipeline
-        number, places = epoch.number, {i: place for place, i in enumerate(epoch.pipelines)}
-        store = self._make_store(f"epoch-{number}-{stage}", lambda: self._is_over or number != self._newest)
+        stage, number = self._worker.stage, epoch.number
+        places = {each: place for place, each in enumerate(w for i in epoch.pipelines for w in self._workers_of(i))}
+        room = f"epoch-{number}" if self._depths else f"epoch-{number}-{stage}"
+        store = self._make_store(room, lambda: self._is_over or number != self._newest)
         try:
-            group: Any = dist.ProcessGroupGloo(store, places[pipeline], len(places), CONNECTING)
+            group: Any = dist.ProcessGroupGloo(store, places[self._worker], len(places), CONNECTING)
         except Exception as error:  # a later epoch is on its way, or the scheduler, which says so where it is asked
             log.info("the group of epoch %d was not made: %s", number, str(error).splitlines()[0])
             return
         group._set_default_timeout(self._timeout)  # of collectives
-        replicas = Replicas(group, places, stage, pipeline, limit=self._timeout)
-        counted = replace(replicas, traffic=self._traffic)
+        made = self._over(group, places)
         with self._lock:
             if self._is_over:
                 return
-            self._made[number] = _OfEpoch(replicas, GroupMean(replicas), self._among(counted))
+            self._made[number] = made
             in_use = self._in_use.epoch if self._in_use is not None else number
             old = [self._made.pop(earlier) for earlier in sorted(self._made)[:-KEPT] if earlier != in_use]
             self._lock.notify_all()
         self._report.holds(self.held)
         del old
 
+    def _over(self, group: Any, places: Mapping[Worker, int]) -> _OfEpoch:
+        """Return what this worker exchanges by over ``group``, in which workers have these ``places``."""
+        stage, pipeline = self._worker.stage, self._worker.pipeline
+
+        def replicas(owners: Callable[[int], int]) -> Replicas:
+            ranks = {i: places[Worker(owners(i), i)] for i in {each.pipeline for each in places}}
+            return Replicas(group, ranks, stage, pipeline, limit=self._timeout)
+
+        def counted(among: Callable[[Replicas], Mover], those: Replicas) -> Mover:
+            return among(replace(those, traffic=self._traffic))
+
+        if not self._depths:
+            own = replicas(lambda _: stage)
+            return _OfEpoch(own, [GroupMean(own)], counted(self._among, own))
+        of_parts = [replicas(part.owners.__getitem__) for part in self._parts]
+        movers = [counted(part.among, those) for part, those in zip(self._parts, of_parts, strict=True)]
+        last = replicas(lambda i: self._depths[i] - 1)
+        return _OfEpoch(last, [*map(GroupMean, of_parts)], SectionedMover(movers, self._counts))
+
     def _try(self, epoch: Epoch) -> None:
-        """Find the replicas of this stage that this worker can reach: make and use a process group of two with each."""
-        number, stage, own = epoch.number, self._worker.stage, self._worker.pipeline
-        others = {i for i in epoch.pipelines if i != own}
+        """Find the workers that this worker can reach: make and use a process group of two with each."""
+        number, own = epoch.number, self._worker
+        others = {each for i in epoch.pipelines if i != own.pipeline for each in self._workers_of(i)}
         until = time.monotonic() + _TRYING
-        reached: set[int] = set()
+        reached: set[Worker] = set()
 
         def is_over() -> bool:
             return self._closed or number != self._newest or time.monotonic() > until
 
-        def reach(other: int) -> None:
-            store = self._make_store(f"try-{number}-{stage}-{min(own, other)}-{max(own, other)}", is_over)
+        def reach(other: Worker) -> None:
+            first, second = sorted([own, other])
+            pair = f"{first.stage}.{first.pipeline}-{second.stage}.{second.pipeline}"
+            store = self._make_store(f"try-{number}-{pair}", is_over)
             try:
                 there = int(own < other)
                 group: Any = dist.ProcessGroupGloo(store, 1 - there, 2, _TRYING_TO_CONNECT)
@@ -330,7 +376,7 @@ class EpochGroups:
                 group.recv([torch.zeros(_TRIED)], there, 0).wait(timedelta(seconds=_TRYING))
                 sent.wait(timedelta(seconds=_TRYING))
             except Exception as error:  # on any error they cannot exchange
-                log.info("pipeline %d is not reached: %s", other, str(error).splitlines()[0])
+                log.info("worker %s is not reached: %s", other, str(error).splitlines()[0])
             else:
                 reached.add(other)
 
@@ -339,7 +385,7 @@ class EpochGroups:
             thread.start()
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
-        self._report.misses(number, others - reached)
+        self._report.misses(number, {other.pipeline for other in others - reached})
 
 
 def _holds(replicas: Replicas, group: Group) -> bool:
