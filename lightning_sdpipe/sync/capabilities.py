@@ -213,7 +213,9 @@ _EVERYBODY = Capabilities(_COMMON, {}, {}, elastic=None, ragged=None)
 _RING = Capabilities(_COMMON | {"few_bits": _FEW_BITS}, {}, {"hosts": _ADDS_NOTHING}, ragged=None)
 _NEIGHBOURS = Capabilities(_SEVERAL, {}, {"hosts": _PAIRS}, ragged=None)
 _GROUPS = Capabilities(_SEVERAL, {"free": _CHANGES}, {}, deals=None, elastic=None, elastic_payloads=None, ragged=None)
-_FREE_PAIRS = Capabilities(_SEVERAL, {"free": _NO_WAIT}, {"hosts": _PAIRS}, deals=None)
+_FREE_PAIRS = Capabilities(
+    _SEVERAL, {"free": _NO_WAIT}, {"hosts": _PAIRS}, deals=None, elastic=None, elastic_payloads=None
+)
 _WHOLE_GROUPS = Capabilities(deals=_EQUALLY_MANY, elastic=_HELD_UP)
 _MEETINGS = replace(
     _WHOLE_GROUPS,
