@@ -232,10 +232,8 @@ class GroupDelivery:
     def remake(self, now: float) -> None:
         """Announce the epoch anew if a worker has waited long for a process group, once for all that do; and have stuck
         exchanges broken off."""
-        waiting: list[tuple[float, int, Sequence[int]]] = [
-            (kept.until, kept.group.stage, [worker.pipeline for worker in kept.group.members])
-            for kept in self._process_groups.lacking
-        ]
+        waiting: list[tuple[float, int, Sequence[int]]] = []
+        waiting += [(kept.until, kept.group.stage, kept.pipelines) for kept in self._process_groups.lacking]
         waiting += [(kept.until, kept.met.stage, kept.met.pipelines) for kept in self._met]
         for handed in self._handed.values():
             said = sorted(worker.pipeline for worker in handed.broken.said)

@@ -30,6 +30,11 @@ class KeptGroup:
     until: float
     broken: Group | None = None
 
+    @property
+    def pipelines(self) -> list[int]:
+        """Pipelines of its members."""
+        return [worker.pipeline for worker in self.group.members]
+
 
 class ProcessGroupRegistry:
     """Epochs whose process group each worker holds."""

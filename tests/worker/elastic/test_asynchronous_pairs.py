@@ -86,7 +86,9 @@ def check_exchanges(run: ElasticRun) -> None:
     ],
     ids=["answers", "asks, in eight bits beside the next step"],
 )
-def test_one_is_killed_amid_an_exchange_and_comes_back_and_one_is_told_to_leave(tmp_path: Path, exchange: Exchange, role: str) -> None:
+def test_one_is_killed_amid_an_exchange_and_comes_back_and_one_is_told_to_leave(
+    tmp_path: Path, exchange: Exchange, role: str
+) -> None:
     with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3", *POLICY) as run:
         for pipeline in range(3):
             run.start(pipeline, partial(train, tmp_path, exchange, role if pipeline == 2 else ""))
