@@ -193,7 +193,7 @@ LONG = 2**25
 
 def send_long(path: Path) -> None:
     torch.set_num_threads(1)
-    group = dist.ProcessGroupGloo(dist.FileStore(str(path), 2), 1, 2, timedelta(seconds=20))
+    group: Any = dist.ProcessGroupGloo(dist.FileStore(str(path), 2), 1, 2, timedelta(seconds=20))
     transfers.begin({0: torch.ones(LONG)}, {}, Replicas(group, range(2), 0, 1), 7).wait()
 
 
