@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -79,13 +79,13 @@ def mover_among_groups(replica: Replica) -> Mover:
     )
 
 
-def among_groups(exchange: Exchange) -> Callable[[Replicas], Mover]:
-    """Returns a factory of movers among groups that change, for one process group after the other, which treat any two
-    workers alike. The distance of models is remembered."""
-    if exchange.is_full:
-        return GroupMean
+def among_groups(exchange: Exchange) -> Callable[[Replicas, Mapping[int, str] | None], Mover]:
+    """Returns a factory of movers among groups that change, for one process group after the other, and the machine of
+    each pipeline, if the exchange distinguishes machines. The distance of models is remembered."""
+    if exchange.is_full and exchange.hierarchy == "flat":
+        return lambda replicas, hosts: GroupMean(replicas)
     coding = OwnReference(exchange.payload)
-    return lambda replicas: EncodedMean(replicas, coding)
+    return lambda replicas, hosts: EncodedMean(replicas, coding, hosts)
 
 
 def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:

@@ -35,7 +35,7 @@ from lightning_sdpipe.sync.mover_choice import among_groups
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
 from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.topology.hosts import roll_call
+from lightning_sdpipe.topology.hosts import require_names, roll_call, this_host
 from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.worker.assembly import Assembled
@@ -121,6 +121,8 @@ class ElasticRun:
         if self.options.placement is not None:
             check_shape(self.options.placement, self._job.world_size, None)
         refusals.check_options(self.options)
+        if self._host is not None:
+            require_names([(self._job.pipeline, self._host)])
 
     def check_trainer(self, trainer: Trainer) -> None:
         refusals.check_trainer(trainer, self.options)
@@ -165,7 +167,8 @@ class ElasticRun:
             return SchedulerStore(line.store, name, _CONNECTING, cancelled)
 
         traffic = self._groups.traffic
-        epochs = EpochGroups(worker, store, options.run_timeout, line, among_groups(options.exchange), traffic)
+        among, host = among_groups(options.exchange), self._host
+        epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic, host)
         commands = CommandChannel(self._groups)
         leaving = LeaveNotice(line, job.pipeline, commands)
         rounds = SurvivingRounds(
@@ -182,6 +185,11 @@ class ElasticRun:
             else None
         )
         self._place = _Place(worker, line, connection.client, epochs, commands, leaving, rounds, bases)
+
+    @property
+    def _host(self) -> str | None:
+        """This machine, if the exchange distinguishes machines."""
+        return this_host() if self.options.exchange.hierarchy == "hosts" else None
 
     def _where_to_meet(self) -> Barriers:
         assert self._barriers is not None
