@@ -120,9 +120,9 @@ _UNPLACED = Incompatible(
     "seating='near' asks on which machine each pipeline runs, and that of later ones is not known",
     "List the pipelines that are near each other, as in seating=[[0, 1], [2, 3]]",
 )
-_RESIDUALS = Incompatible(
-    "what messages of lower precision leave out of gradients is kept by the members of a round, and these change",
-    "Send in full, or use SemiDecentralized() or PartialReduce(), which average models",
+_MEAN_MOMENTUM = Incompatible(
+    "messages add to the mean momentum of all rounds before, which newcomers lack",
+    "Use momentum=0, which sends gradients with error feedback",
 )
 _WEIGHED = Incompatible(
     "gradients that count by samples are added up in full, on the way from each pipeline to all",
@@ -168,7 +168,7 @@ class Capabilities:
         deals_by_itself: whether ``data="auto"`` deals, where ``deals`` allows it; the reason goes to the log.
         divides: ``batch_by_speed=True``.
         elastic: a job in which pipelines come and go.
-        elastic_payloads: payloads other than ``Full`` in such a job.
+        elastic_payloads: demands of a payload that are refused in such a job.
         ragged: pipelines of unlike depths or cuts.
         ragged_exchange: exchanges other than ``Exchange()`` there; else only ``overlap="free"`` and
             ``hierarchy="hosts"`` are refused.
@@ -182,7 +182,9 @@ class Capabilities:
     deals_by_itself: Incompatible | None = None
     divides: Incompatible | None = _ALONE
     elastic: Incompatible | None = _WAITS
-    elastic_payloads: Incompatible | None = _NEWCOMERS
+    elastic_payloads: Mapping[str, Incompatible] = field(
+        default_factory=lambda: dict.fromkeys(get_args(Needs), _NEWCOMERS)
+    )
     ragged: Incompatible | None = _ONE_CUT
     ragged_exchange: Incompatible | None = None
 
@@ -197,7 +199,7 @@ GRADIENTS = Capabilities(
     {},
     divides=None,
     elastic=None,
-    elastic_payloads=_RESIDUALS,
+    elastic_payloads={"momentum": _MEAN_MOMENTUM},
     ragged=None,
     ragged_exchange=_UNLIKE_GRADIENTS,
 )
@@ -207,12 +209,12 @@ BY_SAMPLES = replace(
     hierarchies={"hosts": _WEIGHED},
     divides=_DIVIDED,
 )
-OUTER = Capabilities(_COMMON, {"free": _ROUNDS}, {}, elastic=None, elastic_payloads=None)
+OUTER = Capabilities(_COMMON, {"free": _ROUNDS}, {}, elastic=None, elastic_payloads={})
 WHOLE = replace(OUTER, hierarchies={"hosts": _HALF_A_HOST})
 _EVERYBODY = Capabilities(_COMMON, {}, {}, elastic=None, ragged=None)
 _RING = Capabilities(_COMMON | {"few_bits": _FEW_BITS}, {}, {"hosts": _ADDS_NOTHING}, ragged=None)
 _NEIGHBOURS = Capabilities(_SEVERAL, {}, {"hosts": _PAIRS}, ragged=None)
-_GROUPS = Capabilities(_SEVERAL, {"free": _CHANGES}, {}, deals=None, elastic=None, elastic_payloads=None, ragged=None)
+_GROUPS = Capabilities(_SEVERAL, {"free": _CHANGES}, {}, deals=None, elastic=None, elastic_payloads={}, ragged=None)
 _FREE_PAIRS = Capabilities(_SEVERAL, {"free": _NO_WAIT}, {"hosts": _PAIRS}, deals=None)
 _WHOLE_GROUPS = Capabilities(deals=_EQUALLY_MANY, elastic=_HELD_UP)
 _MEETINGS = replace(
@@ -311,8 +313,8 @@ def _cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompa
         yield with_method("batch_by_speed=True"), row.divides
     if asked.elastic:
         yield elastic, row.elastic
-        if not exchange.is_full:
-            yield f"exchange={exchange} with {elastic}", row.elastic_payloads
+        for need in _needs(exchange.payload):
+            yield f"exchange={exchange} with {elastic}", row.elastic_payloads.get(need)
 
 
 def _needs(payload: Payload) -> Iterator[Needs]:
