@@ -171,10 +171,10 @@ UNPLACED = Incompatible(
     "List the pipelines that are near each other, as in seating=[[0, 1], [2, 3]]",
     ({"sync.seating": [[0, 1], [2, 3]]},),
 )
-RESIDUALS = Incompatible(
-    "what messages of lower precision leave out of gradients is kept by the members of a round, and these change",
-    "Send in full, or use SemiDecentralized() or PartialReduce(), which average models",
-    (_IN_FULL, _SEMI, _PARTIAL),
+MEAN_MOMENTUM = Incompatible(
+    "messages add to the mean momentum of all rounds before, which newcomers lack",
+    "Use momentum=0, which sends gradients with error feedback",
+    ({"exchange.payload.momentum": 0},),
 )
 WEIGHED = Incompatible(
     "gradients that count by samples are added up in full, on the way from each pipeline to all",
