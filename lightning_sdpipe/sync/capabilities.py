@@ -52,7 +52,7 @@ class Capabilities:
         deals_by_itself: whether ``data="auto"`` deals, where ``deals`` allows it; the reason goes to the log.
         divides: ``batch_by_speed=True``.
         elastic: a job in which pipelines come and go.
-        elastic_payloads: payloads other than ``Full`` in such a job.
+        elastic_payloads: demands of a payload that the method refuses in such a job.
         elastic_hierarchies: values of ``Exchange(hierarchy=...)`` in such a job.
         elastic_schedules: schedules in such a job.
         ragged: pipelines of unlike depths or cuts.
@@ -68,7 +68,9 @@ class Capabilities:
     deals_by_itself: Incompatible | None = None
     divides: Incompatible | None = because.ALONE
     elastic: Incompatible | None = because.WAITS
-    elastic_payloads: Incompatible | None = because.NEWCOMERS
+    elastic_payloads: Mapping[str, Incompatible] = field(
+        default_factory=lambda: dict.fromkeys(get_args(Needs), because.NEWCOMERS)
+    )
     elastic_hierarchies: Mapping[str, Incompatible] = field(default_factory=dict)
     elastic_schedules: Mapping[str, Incompatible] = field(default_factory=dict)
     ragged: Incompatible | None = because.ONE_CUT
@@ -86,7 +88,7 @@ GRADIENTS = Capabilities(
     {},
     divides=None,
     elastic=None,
-    elastic_payloads=because.RESIDUALS,
+    elastic_payloads={"momentum": because.MEAN_MOMENTUM},
     elastic_hierarchies={"hosts": because.WHOLE_BUCKETS},
     elastic_schedules={"pipedream": because.NO_TURN},
     ragged=None,
@@ -98,13 +100,13 @@ BY_SAMPLES = replace(
     hierarchies={"hosts": because.WEIGHED},
     divides=because.DIVIDED,
 )
-OUTER = Capabilities(_COMMON, {"free": because.ROUNDS}, {}, elastic=None, elastic_payloads=None)
+OUTER = Capabilities(_COMMON, {"free": because.ROUNDS}, {}, elastic=None, elastic_payloads={})
 WHOLE = replace(OUTER, hierarchies={"hosts": because.HALF_A_HOST})
 _EVERYBODY = Capabilities(_COMMON, {}, {}, elastic=None, ragged=None)
 _RING = Capabilities(_COMMON | {"few_bits": because.FEW_BITS}, {}, {"hosts": because.ADDS_NOTHING}, ragged=None)
 _NEIGHBOURS = Capabilities(_SEVERAL, {}, {"hosts": because.PAIRS}, ragged=None)
 _GROUPS = Capabilities(
-    _SEVERAL, {"free": because.CHANGES}, {}, deals=None, elastic=None, elastic_payloads=None, ragged=None
+    _SEVERAL, {"free": because.CHANGES}, {}, deals=None, elastic=None, elastic_payloads={}, ragged=None
 )
 _FREE_PAIRS = Capabilities(_SEVERAL, {"free": because.NO_WAIT}, {"hosts": because.PAIRS}, deals=None)
 _WHOLE_GROUPS = Capabilities(deals=because.EQUALLY_MANY, elastic=because.HELD_UP)
@@ -202,8 +204,8 @@ def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompat
         yield with_method("batch_by_speed=True"), row.divides
     if asked.elastic:
         yield elastic, row.elastic
-        if not exchange.is_full:
-            yield f"exchange={exchange} with {elastic}", row.elastic_payloads
+        for need in _needs(exchange.payload):
+            yield f"exchange={exchange} with {elastic}", row.elastic_payloads.get(need)
         yield f"exchange={exchange} with {elastic}", _ELASTIC.get(exchange.overlap)
         yield f"exchange={exchange} with {elastic}", row.elastic_hierarchies.get(exchange.hierarchy)
         yield f"schedule={asked.schedule!r} with {elastic}", row.elastic_schedules.get(asked.schedule)

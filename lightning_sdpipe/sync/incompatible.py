@@ -166,10 +166,10 @@ HELD_UP = Incompatible(
     "Use PHDPSGD(within='models'), which averages their models after each step instead",
     ({"sync.within": "models"},),
 )
-RESIDUALS = Incompatible(
-    "what messages of lower precision leave out of gradients is kept by the members of a round, and these change",
-    "Send in full, or use SemiDecentralized() or PartialReduce(), which average models",
-    (_IN_FULL, _SEMI, _PARTIAL),
+MEAN_MOMENTUM = Incompatible(
+    "messages add to the mean momentum of all rounds before, which newcomers lack",
+    "Use momentum=0, which sends gradients with error feedback",
+    ({"exchange.payload.momentum": 0},),
 )
 WEIGHED = Incompatible(
     "gradients that count by samples are added up in full, on the way from each pipeline to all",
@@ -199,7 +199,7 @@ FREELY_WITH_ALL = Incompatible(
     "a thread that averages at its own pace waits for all pipelines", "Use overlap='step'", (_STEP,)
 )
 WHOLE_BUCKETS = Incompatible(
-    "gradients of those that are present are added up in full, in flat groups",
+    "gradients of those that are present are added up among all of them alike",
     "Use hierarchy='flat', or SemiDecentralized() or DiLoCo(), which average by machines",
     (_FLAT, _SEMI, _DILOCO),
 )

@@ -18,6 +18,7 @@ from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.loop.loop import ClockChecks
@@ -167,8 +168,9 @@ class ElasticRun:
             return SchedulerStore(line.store, name, _CONNECTING, cancelled)
 
         traffic = self._groups.traffic
-        among, host = among_groups(options.exchange), self._host
-        epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic, host)
+        in_rounds = policy.keeps_equal or isinstance(policy, OuterRounds)  # which bring movers of their own
+        among = among_groups(Exchange() if in_rounds else options.exchange)
+        epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic, self._host)
         commands = CommandChannel(self._groups)
         leaving = LeaveNotice(line, job.pipeline, commands)
         rounds = SurvivingRounds(
@@ -178,6 +180,8 @@ class ElasticRun:
             epochs,
             lambda said: self._where_to_meet().meet(said),
             commands.on_any_stage,
+            options.run_timeout.total_seconds(),
+            traffic,
         )
         bases = (
             SurvivingBases(worker, connection.client, line, epochs, self._where_to_meet, traffic)

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
-from lightning_sdpipe.exchange.payloads import EightBit
+from lightning_sdpipe.exchange.payloads import EightBit, OneBit
 from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.sync import (
@@ -132,8 +132,14 @@ def test_what_rounds_of_gradients_cannot_do_is_refused_with_what_they_can() -> N
     with pytest.raises(ConfigurationError, match="accumulate_grad_batches=1, with a larger batch"):
         refusals.check_trainer(trainer, options)
     refusals.check_trainer(trainer, SDPipeStrategy().options)
-    for exchange in (Exchange(EightBit()), Exchange(overlap="step"), Exchange(hierarchy="hosts")):
-        with pytest.raises(ConfigurationError, match=r"SemiDecentralized\(\)|LocalSGD"):
+    for payload in (EightBit(), EightBit(feedback=True), OneBit(after=10)):
+        refusals.check_options(SDPipeStrategy(sync=AllReduce(), exchange=Exchange(payload)).options)
+    for exchange in (
+        Exchange(OneBit(momentum=0.9, after=10)),
+        Exchange(overlap="step"),
+        Exchange(hierarchy="hosts"),
+    ):
+        with pytest.raises(ConfigurationError, match=r"Use momentum=0|LocalSGD|hierarchy='flat'"):
             SDPipeStrategy(sync=AllReduce(), exchange=exchange)
     refusals.check_scheduler(options, AllPresent(), AllPresent())
     refusals.check_scheduler(SDPipeStrategy().options, SemiDecentralized(), AllPresent())
