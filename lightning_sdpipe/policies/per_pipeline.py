@@ -17,7 +17,19 @@ from typing import Any
 import msgspec
 
 from lightning_sdpipe.policies.decisions import Decision
-from lightning_sdpipe.policies.events import Answered, Event, Joined, Left, Lost, Progress, Ready, Widened, Worker
+from lightning_sdpipe.policies.events import (
+    Answered,
+    Event,
+    Joined,
+    Left,
+    Lost,
+    Progress,
+    Ready,
+    Regrouped,
+    Vanished,
+    Widened,
+    Worker,
+)
 from lightning_sdpipe.policies.participants import Participants
 from lightning_sdpipe.policies.policy import Policy, RefusedEvent
 
@@ -75,6 +87,10 @@ class PerPipeline:
                 if worker.pipeline not in self._joined:
                     return []
                 return self._answered(self._policy.on(_of_pipeline(event), now))
+            case Vanished():
+                return self._answered(self._policy.on(_of_pipeline(event), now))
+            case Regrouped():
+                return self._policy.on(event, now)  # its members do not wait to be answered
             case Widened():
                 raise RefusedEvent(f"there are {len(self._depths)} pipelines, each with a number of stages of its own")
         return self._answered(self._policy.on(event, now))

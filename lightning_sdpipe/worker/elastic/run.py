@@ -18,6 +18,7 @@ from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.loop.loop import ClockChecks
@@ -165,7 +166,9 @@ class ElasticRun:
             return SchedulerStore(line.store, name, _CONNECTING, cancelled)
 
         traffic = self._groups.traffic
-        epochs = EpochGroups(worker, store, options.run_timeout, line, among_groups(options.exchange), traffic)
+        in_rounds = policy.keeps_equal or isinstance(policy, OuterRounds)  # which bring movers of their own
+        among = GroupMean if in_rounds else among_groups(options.exchange)
+        epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic)
         commands = CommandChannel(self._groups)
         leaving = LeaveNotice(line, job.pipeline, commands)
         rounds = SurvivingRounds(
@@ -175,6 +178,8 @@ class ElasticRun:
             epochs,
             lambda said: self._where_to_meet().meet(said),
             commands.on_any_stage,
+            options.run_timeout.total_seconds(),
+            traffic,
         )
         bases = (
             SurvivingBases(worker, connection.client, line, epochs, self._where_to_meet, traffic)
