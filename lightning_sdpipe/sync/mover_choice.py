@@ -18,7 +18,7 @@ from lightning_sdpipe.exchange.sectioned import SectionedMover, parted
 from lightning_sdpipe.policies.pairing import ring
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import Replicas
-from lightning_sdpipe.topology.hosts import hosts_of_replicas
+from lightning_sdpipe.topology.hosts import hosts_of_replicas, require_names, this_host
 
 Begin = Callable[[Sequence[Tensor]], None]
 
@@ -30,6 +30,20 @@ def hosts_of(replica: Replica) -> list[str] | None:
         ConfigurationError: machines cannot be distinguished.
     """
     return hosts_of_replicas(replica.groups, replica.device) if replica.exchange.hierarchy == "hosts" else None
+
+
+def own_host(exchange: Exchange, pipeline: int) -> str | None:
+    """Returns the machine of this replica, which belongs to ``pipeline``, if the exchange distinguishes machines; else
+    None.
+
+    Raises:
+        ConfigurationError: the machine has no name.
+    """
+    if exchange.hierarchy != "hosts":
+        return None
+    host = this_host()
+    require_names([(pipeline, host)])
+    return host
 
 
 def replicas_for(replica: Replica) -> list[Replicas]:

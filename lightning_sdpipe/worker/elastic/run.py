@@ -32,11 +32,11 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
-from lightning_sdpipe.sync.mover_choice import among_groups
+from lightning_sdpipe.sync.mover_choice import among_groups, own_host
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
 from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.topology.hosts import require_names, roll_call, this_host
+from lightning_sdpipe.topology.hosts import roll_call
 from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.worker.assembly import Assembled
@@ -122,8 +122,7 @@ class ElasticRun:
         if self.options.placement is not None:
             check_shape(self.options.placement, self._job.world_size, None)
         refusals.check_options(self.options)
-        if self._host is not None:
-            require_names([(self._job.pipeline, self._host)])
+        own_host(self.options.exchange, self._job.pipeline)  # refused if it has no name
 
     def check_trainer(self, trainer: Trainer) -> None:
         refusals.check_trainer(trainer, self.options)
@@ -170,7 +169,9 @@ class ElasticRun:
         traffic = self._groups.traffic
         in_rounds = policy.keeps_equal or isinstance(policy, OuterRounds)  # which bring movers of their own
         among = among_groups(Exchange() if in_rounds else options.exchange)
-        epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic, self._host)
+        epochs = EpochGroups(
+            worker, store, options.run_timeout, line, among, traffic, own_host(options.exchange, job.pipeline)
+        )
         commands = CommandChannel(self._groups)
         leaving = LeaveNotice(line, job.pipeline, commands)
         rounds = SurvivingRounds(
@@ -189,11 +190,6 @@ class ElasticRun:
             else None
         )
         self._place = _Place(worker, line, connection.client, epochs, commands, leaving, rounds, bases)
-
-    @property
-    def _host(self) -> str | None:
-        """This machine, if the exchange distinguishes machines."""
-        return this_host() if self.options.exchange.hierarchy == "hosts" else None
 
     def _where_to_meet(self) -> Barriers:
         assert self._barriers is not None
