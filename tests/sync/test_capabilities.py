@@ -141,7 +141,11 @@ def comes_and_goes(given: Any) -> list[str]:
         ["none", "step", "free"],
         lambda overlap: goes(given, exchange=Exchange(overlap=overlap), elastic=True),  # type: ignore[arg-type]
     )
-    return [] if payloads == "–" else [payloads, overlaps]
+    hierarchies = those(
+        ["flat", "hosts"],
+        lambda hierarchy: goes(given, exchange=Exchange(hierarchy=hierarchy), elastic=True),  # type: ignore[arg-type]
+    )
+    return [] if payloads == "–" else [payloads, overlaps, hierarchies]
 
 
 def is_cut_unlike(given: Any) -> list[str]:
@@ -156,7 +160,7 @@ def is_cut_unlike(given: Any) -> list[str]:
 TABLES: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
     "exchange.md": ("| method | payloads | overlap | hierarchy | schedule |", moves),
     "data.md": ('| method | `data="dealt"` | `data="auto"` deals | `batch_by_speed` |', trains),
-    "faults.md": ("| method | payloads | overlap |", comes_and_goes),
+    "faults.md": ("| method | payloads | overlap | hierarchy |", comes_and_goes),
     "partition.md": ("| method, where pipelines are cut unlike | payloads | overlap |", is_cut_unlike),
 }
 
