@@ -55,7 +55,7 @@ class EncodedMean:
         self,
         replicas: Replicas,
         coding: Codec,
-        hosts: Sequence[str] | None = None,
+        hosts: Sequence[str] | Mapping[int, str] | None = None,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
         self._replicas = replicas
@@ -280,7 +280,7 @@ class _Encoded:
         self._to_come.clear()
 
 
-def _by_host(members: Sequence[int], hosts: Sequence[str]) -> list[list[int]]:
+def _by_host(members: Sequence[int], hosts: Sequence[str] | Mapping[int, str]) -> list[list[int]]:
     """Returns members by their machines, which are in the order of their first members."""
     found: dict[str, list[int]] = {}
     for member in members:
