@@ -4,7 +4,8 @@ Making one takes milliseconds, and longer if a member is gone; so threads do it,
 in use meanwhile. gloo cannot end a wait for a message that a live process will not send, except that a receive in
 another thread runs into its timeout, which closes all connections of this process in that group. So this is done to a
 group in which this worker exchanges with a lost worker, or in which an exchange has broken off: a message still on its
-way to memory that is let go would hold up all later ones for good.
+way to memory that is let go would hold up all later ones for good. Waits for messages that this does not end, since a
+connection was lost in the midst of one, are left (:mod:`~lightning_sdpipe.exchange.transfers`).
 
 To make a group, replicas find each other by :class:`SchedulerStore`, over the scheduler's key-value store. The
 scheduler imports no torch, and its connection is encrypted where there are keys. A TCPStore would live and die with one
@@ -293,6 +294,8 @@ class EpochGroups:
                 self._lock.notify_all()
         if made is not None:
             group: Any = made.replicas.group
+            if made.replicas.given_up is not None:
+                made.replicas.given_up.set()
             for peer in {*range(group.size())} - {group.rank()}:  # one that is gone cannot time out
                 with suppress(RuntimeError):  # the timeout is expected
                     group.recv([torch.zeros(1)], peer, _POISON).wait(timedelta(milliseconds=1))
@@ -313,7 +316,7 @@ class EpochGroups:
             log.info("the group of epoch %d was not made: %s", number, str(error).splitlines()[0])
             return
         group._set_default_timeout(self._timeout)  # of collectives
-        replicas = Replicas(group, places, stage, pipeline, limit=self._timeout)
+        replicas = Replicas(group, places, stage, pipeline, limit=self._timeout, given_up=threading.Event())
         counted = replace(replicas, traffic=self._traffic)
         with self._lock:
             if self._is_over:
