@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         type=depths_of,
         required=True,
         metavar="M",
-        help="the stages of a pipeline; or of each, as in 1,2,2, for an ordinary run of pipelines that are cut unlike",
+        help="the stages of a pipeline; or of each, as in 1,2,2, for pipelines that are cut unlike",
     )
     scheduler.add_argument("--num-pipelines", type=int, help="N, the pipelines, unless --num-stages lists them")
     scheduler.add_argument(
@@ -221,10 +221,6 @@ def _keygen(options: argparse.Namespace) -> int:
     return 0
 
 
-_OF_ELASTIC_RUNS = {"min_pipelines": 1, "start_pipelines": None, "gather": 60.0, "hold_limit": 1800.0, "resume": False}
-"""Options of ``sdpipe scheduler`` for elastic runs only, and their defaults."""
-
-
 def _scheduler(options: argparse.Namespace) -> int:
     check_integer("--log-limit", options.log_limit, 1, "MiB")
     key_file = options.key_file
@@ -235,12 +231,6 @@ def _scheduler(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     num_stages, num_pipelines, depths = shape_of(options.num_stages, options.num_pipelines)
-    given = [name for name, usual in _OF_ELASTIC_RUNS.items() if getattr(options, name) != usual]
-    if depths and given:
-        raise ConfigurationError(
-            f"--{given[0].replace('_', '-')} is for elastic runs, and pipelines of unlike depths cannot come and go "
-            f"yet. Leave it out, or give one --num-stages for all instead of {','.join(map(str, depths))}."
-        )
     settings = SchedulerSettings(
         num_stages,
         num_pipelines,
@@ -249,14 +239,13 @@ def _scheduler(options: argparse.Namespace) -> int:
         Endpoint(options.bind, None if key_file is None else read_scheduler_keys(key_file), options.lifeline_port),
         Limits(options.worker_timeout),
         Files(options.log, options.log_limit << 20, options.journal),
-        ElasticConfig.of_fixed(len(depths), depths=depths)
-        if depths
-        else ElasticConfig(
+        ElasticConfig(
             options.min_pipelines,
             options.start_pipelines,
             options.gather,
             options.hold_limit,
             resume=options.resume,
+            depths=depths,
         ),
         level=logging.DEBUG if options.verbose else logging.INFO,
         worker_keys=None if key_file is None else worker_keys_beside(key_file),

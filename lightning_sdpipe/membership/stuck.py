@@ -2,13 +2,14 @@
 
 Two members that cannot reach each other would wait for each other, and the others of their group for them. An exchange
 is stuck when all of its members that are there have begun it, some have not left it, and none of these has moved a
-piece for a limit. Until the last one has begun, the others only wait for a slow one.
+piece for a limit. Until the last one has begun, the others only wait for a slow one. Where groups are of whole
+pipelines, the members are all workers of these.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from lightning_sdpipe.membership.members import Exchanging
 from lightning_sdpipe.policies.events import Worker
@@ -18,12 +19,13 @@ BARRIERS = 2**30
 
 
 class Stuck:
-    """The exchanges of all stages; ``limit`` is in seconds."""
+    """The exchanges of all stages; ``limit`` is in seconds, and ``stands_for`` returns the member of groups that
+    represents a worker."""
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, stands_for: Callable[[Worker], Worker] = lambda worker: worker) -> None:
         self.due = math.inf
         """Time at which :meth:`look` may find something."""
-        self._limit = limit
+        self._limit, self._stands_for = limit, stands_for
         self._in: dict[Worker, tuple[Exchanging, float]] = {}
         """Exchange of each worker, and since when it has not moved."""
         self._left: dict[Worker, tuple[int, int]] = {}
@@ -53,11 +55,12 @@ class Stuck:
         """
         found: dict[tuple[int, int], list[Worker]] = {}
         for worker, (exchange, _) in self._in.items():
-            found.setdefault((worker.stage, exchange.sequence), []).append(worker)
+            found.setdefault((self._stands_for(worker).stage, exchange.sequence), []).append(worker)
         stuck = []
         for (stage, sequence), inside in found.items():
             members = {Worker(stage, i) for worker in inside for i in self._in[worker][0].pipelines}
-            begun = all(self._has_left(other, sequence) for other in members - {*inside} if other in here)
+            others = [other for other in here if self._stands_for(other) in members and other not in inside]
+            begun = all(self._has_left(other, sequence) for other in others)
             since = max(self._in[worker][1] for worker in inside)
             if begun and now - since >= self._limit:
                 stuck.append((sequence, sorted(inside)))

@@ -1,7 +1,8 @@
 """Capabilities of the synchronisation methods: a row for each, and the one check that reads them.
 
-Every cell is None, where the two go together, or an :class:`Incompatible`. A combination that does not go together is
-refused before any process has started, with the reason and with an alternative.
+Every cell is None, where the two go together, or an :class:`~lightning_sdpipe.sync.incompatible.Incompatible`. A
+combination that does not go together is refused before any process has started, with the reason and with an
+alternative.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.sync import incompatible as because
+from lightning_sdpipe.sync.incompatible import Incompatible
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 
 Needs = Literal["momentum", "half", "eight_bit", "feedback", "differences", "few_bits"]
@@ -29,127 +32,8 @@ Needs = Literal["momentum", "half", "eight_bit", "feedback", "differences", "few
 back to, or one that messages are differences from, of so few bits."""
 
 
-@dataclass(frozen=True)
-class Incompatible:
-    """The reason why two things do not go together, as half a sentence, and what to do ``instead``, as a sentence."""
-
-    why: str
-    instead: str
-
-
-_OWN_WAY = Incompatible(
-    "it moves tensors in its own way, or none",
-    "Leave exchange out, or use a method that averages, such as SemiDecentralized(), LocalSGD(every=8) or AllReduce()",
-)
-_MOMENTA = Incompatible("momenta take the place of gradients", "Use sync=AllReduce(), or momentum=0")
-_FEEDBACK = Incompatible(
-    "its members have no common reference to feed errors back to, and keep what a message left out themselves",
-    "Use feedback=False, rounding='nearest'",
-)
-_DIFFERENCES = Incompatible(
-    "its members have no common reference that so few bits could be differences from",
-    "Use EightBit() or Half(), or LocalSGD, DiLoCo or AllReduce, whose members have one",
-)
-_FEW_BITS = Incompatible(
-    "what so few bits leave out made models of a ring grow apart",
-    "Use EightBit() or Half(), or LocalSGD, DiLoCo or AllReduce",
-)
-_OLDER = Incompatible(
-    "gradients travel while the backward goes on anyway, and a mean that came one step later would be of an older "
-    "model",
-    "Leave overlap out, or average models with LocalSGD(every=1), which takes overlap='step'",
-)
-_BEFORE_STEP = Incompatible(
-    "gradients are needed before the step", "Average models with LocalSGD(every=1), which takes overlap='free'"
-)
-_CHANGES = Incompatible(
-    "its groups change with every update",
-    "Use overlap='step'; LocalSGD(every=1) and Decentralized() can average freely",
-)
-_NO_WAIT = Incompatible("neighbours are not waited for in any case", "Use overlap='step', which hides the transfer too")
-_ROUNDS = Incompatible(
-    "rounds are common to all workers", "Use overlap='step', or delay= to hide more updates behind them"
-)
-_EVERY = Incompatible("a thread that averages at its own pace has no use for every=", "Use overlap='step', or every=1")
-_MEET_LATER = Incompatible(
-    "a meeting is part of a step", "To hide meetings behind the next step use PHDPSGD(asynchronous=True)"
-)
-_MEET_FREELY = Incompatible("a meeting is part of a step", "To let no pipeline wait use PHDPSGD(asynchronous=True)")
-_PAIRS = Incompatible(
-    "a pair exchanges one message each way, of which a hierarchy saves nothing", "Use hierarchy='flat'"
-)
-_ADDS_NOTHING = Incompatible(
-    "a ring adds up nothing that a machine could add up first", "Use hierarchy='flat', or LocalSGD(every=1)"
-)
-_HALF_A_HOST = Incompatible(
-    "a round by quorum may have one pipeline of a machine and not the others", "Use hierarchy='flat', or quorum=None"
-)
-_OWN_HIERARCHY = Incompatible(
-    "its groups are a hierarchy", "Use hierarchy='flat', and a group for each host, as without group_size"
-)
-_LATE = Incompatible(
-    "it groups pipelines all of whose stages have stepped, and without a flush stages step one after the other: each "
-    "would wait for the slowest in every update, at a third of the speed of AllReduce (simulated, and in 16 processes)",
-    "Use a schedule with a flush, or SemiDecentralized",
-)
-_STAYS = Incompatible(
-    "its pipelines cannot leave and come back while others train",
-    "Use data='sharded', or a method whose pipelines run at their own speed: SemiDecentralized, PartialReduce, NoSync, "
-    "or ADPSGD(asynchronous=True)",
-)
-_EQUALLY_MANY = Incompatible(
-    "the pipelines of a group average gradients, so they train equally many batches",
-    "Use data='sharded', or SemiDecentralized or PartialReduce",
-)
-_UNKNOWN = Incompatible("a policy of one's own may hold them in step", "Use data='dealt', which says that it does not")
-_TOGETHER = Incompatible("all of them take every step together", "Use a finite window, or data='dealt'")
-_ALONE = Incompatible(
-    "its pipelines take no step together",
-    "Use sync=AllReduce(); with SemiDecentralized, PartialReduce, NoSync and ADPSGD(asynchronous=True), data='dealt' "
-    "makes an epoch as fast as all pipelines together",
-)
-_WAITS = Incompatible(
-    "its exchanges would wait for all pipelines, or for ones that may be gone",
-    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=...), DiLoCo(), ADPSGD(), AllReduce() or NoSync()",
-)
-_HELD_UP = Incompatible(
-    "the pipelines of a group average gradients, and none could take a step without one that may be gone",
-    "Use PHDPSGD(within='models'), which averages their models after each step instead",
-)
-_UNPLACED = Incompatible(
-    "seating='near' asks on which machine each pipeline runs, and that of later ones is not known",
-    "List the pipelines that are near each other, as in seating=[[0, 1], [2, 3]]",
-)
-_RESIDUALS = Incompatible(
-    "what messages of lower precision leave out of gradients is kept by the members of a round, and these change",
-    "Send in full, or use SemiDecentralized() or PartialReduce(), which average models",
-)
-_WEIGHED = Incompatible(
-    "gradients that count by samples are added up in full, on the way from each pipeline to all",
-    "Use AllReduce(weights='equal'), or leave exchange out",
-)
-_DIVIDED = Incompatible(
-    "batch_by_speed weighs gradients by samples already", "Use AllReduce(weights='equal'), or leave weights out"
-)
-_NEWCOMERS = Incompatible(
-    "its members need a common model, which newcomers lack",
-    "Use SemiDecentralized() or PartialReduce(), or send in full",
-)
-
-_ONE_CUT = Incompatible(
-    "it needs pipelines of one depth and cut",
-    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=...), ADPSGD(), Decentralized(), AllReduce(), NoSync(), "
-    "or one number of stages, and one partition, for all pipelines",
-)
-_UNLIKE_FREELY = Incompatible(
-    "a thread that averages at its own pace knows the replicas of a stage only", "Use overlap='step'"
-)
-_UNLIKE_HOSTS = Incompatible("machines are told apart among the replicas of a stage only", "Use hierarchy='flat'")
-_UNLIKE_GRADIENTS = Incompatible("gradients of sections are averaged in full, in flat groups", "Leave exchange out")
-
-
 def _own_way(*values: str) -> Callable[[], dict[str, Incompatible]]:
-    return lambda: dict.fromkeys(values, _OWN_WAY)
+    return lambda: dict.fromkeys(values, because.OWN_WAY)
 
 
 @dataclass(frozen=True)
@@ -168,7 +52,9 @@ class Capabilities:
         deals_by_itself: whether ``data="auto"`` deals, where ``deals`` allows it; the reason goes to the log.
         divides: ``batch_by_speed=True``.
         elastic: a job in which pipelines come and go.
-        elastic_payloads: payloads other than ``Full`` in such a job.
+        elastic_payloads: demands of a payload that the method refuses in such a job.
+        elastic_hierarchies: values of ``Exchange(hierarchy=...)`` in such a job.
+        elastic_schedules: schedules in such a job.
         ragged: pipelines of unlike depths or cuts.
         ragged_exchange: exchanges other than ``Exchange()`` there; else only ``overlap="free"`` and
             ``hierarchy="hosts"`` are refused.
@@ -178,50 +64,59 @@ class Capabilities:
     overlaps: Mapping[str, Incompatible] = field(default_factory=_own_way("step", "free"))
     hierarchies: Mapping[str, Incompatible] = field(default_factory=_own_way("hosts"))
     schedules: Mapping[str, Incompatible] = field(default_factory=dict)
-    deals: Incompatible | None = _STAYS
+    deals: Incompatible | None = because.STAYS
     deals_by_itself: Incompatible | None = None
-    divides: Incompatible | None = _ALONE
-    elastic: Incompatible | None = _WAITS
-    elastic_payloads: Incompatible | None = _NEWCOMERS
-    ragged: Incompatible | None = _ONE_CUT
+    divides: Incompatible | None = because.ALONE
+    elastic: Incompatible | None = because.WAITS
+    elastic_payloads: Mapping[str, Incompatible] = field(
+        default_factory=lambda: dict.fromkeys(get_args(Needs), because.NEWCOMERS)
+    )
+    elastic_hierarchies: Mapping[str, Incompatible] = field(default_factory=dict)
+    elastic_schedules: Mapping[str, Incompatible] = field(default_factory=dict)
+    ragged: Incompatible | None = because.ONE_CUT
     ragged_exchange: Incompatible | None = None
 
 
-_UNLIKE = {"free": _UNLIKE_FREELY, "hosts": _UNLIKE_HOSTS}
-_COMMON = {"momentum": _MOMENTA}
-_SEVERAL = _COMMON | {"feedback": _FEEDBACK, "differences": _DIFFERENCES}
+_ELASTIC = {"free": because.FREELY_WITH_ALL}
+_UNLIKE = {"free": because.UNLIKE_FREELY, "hosts": because.UNLIKE_HOSTS}
+_COMMON = {"momentum": because.MOMENTA}
+_SEVERAL = _COMMON | {"feedback": because.FEEDBACK, "differences": because.DIFFERENCES}
 
 GRADIENTS = Capabilities(
     {},
-    {"step": _OLDER, "free": _BEFORE_STEP},
+    {"step": because.OLDER, "free": because.BEFORE_STEP},
     {},
     divides=None,
     elastic=None,
-    elastic_payloads=_RESIDUALS,
+    elastic_payloads={"momentum": because.MEAN_MOMENTUM},
+    elastic_hierarchies={"hosts": because.WHOLE_BUCKETS},
+    elastic_schedules={"pipedream": because.NO_TURN},
     ragged=None,
-    ragged_exchange=_UNLIKE_GRADIENTS,
+    ragged_exchange=because.UNLIKE_GRADIENTS,
 )
 BY_SAMPLES = replace(
     GRADIENTS,
-    payloads=dict.fromkeys(get_args(Needs), _WEIGHED),
-    hierarchies={"hosts": _WEIGHED},
-    divides=_DIVIDED,
+    payloads=dict.fromkeys(get_args(Needs), because.WEIGHED),
+    hierarchies={"hosts": because.WEIGHED},
+    divides=because.DIVIDED,
 )
-OUTER = Capabilities(_COMMON, {"free": _ROUNDS}, {}, elastic=None, elastic_payloads=None)
-WHOLE = replace(OUTER, hierarchies={"hosts": _HALF_A_HOST})
+OUTER = Capabilities(_COMMON, {"free": because.ROUNDS}, {}, elastic=None, elastic_payloads={})
+WHOLE = replace(OUTER, hierarchies={"hosts": because.HALF_A_HOST})
 _EVERYBODY = Capabilities(_COMMON, {}, {}, elastic=None, ragged=None)
-_RING = Capabilities(_COMMON | {"few_bits": _FEW_BITS}, {}, {"hosts": _ADDS_NOTHING}, ragged=None)
-_NEIGHBOURS = Capabilities(_SEVERAL, {}, {"hosts": _PAIRS}, ragged=None)
-_GROUPS = Capabilities(_SEVERAL, {"free": _CHANGES}, {}, deals=None, elastic=None, elastic_payloads=None, ragged=None)
-_FREE_PAIRS = Capabilities(
-    _SEVERAL, {"free": _NO_WAIT}, {"hosts": _PAIRS}, deals=None, elastic=None, elastic_payloads=None
+_RING = Capabilities(_COMMON | {"few_bits": because.FEW_BITS}, {}, {"hosts": because.ADDS_NOTHING}, ragged=None)
+_NEIGHBOURS = Capabilities(_SEVERAL, {}, {"hosts": because.PAIRS}, ragged=None)
+_GROUPS = Capabilities(
+    _SEVERAL, {"free": because.CHANGES}, {}, deals=None, elastic=None, elastic_payloads={}, ragged=None
 )
-_WHOLE_GROUPS = Capabilities(deals=_EQUALLY_MANY, elastic=_HELD_UP)
+_FREE_PAIRS = Capabilities(
+    _SEVERAL, {"free": because.NO_WAIT}, {"hosts": because.PAIRS}, deals=None, elastic=None, elastic_payloads={}
+)
+_WHOLE_GROUPS = Capabilities(deals=because.EQUALLY_MANY, elastic=because.HELD_UP)
 _MEETINGS = replace(
     _WHOLE_GROUPS,
     payloads=_SEVERAL,
-    overlaps={"step": _MEET_LATER, "free": _MEET_FREELY},
-    hierarchies={"hosts": _OWN_HIERARCHY},
+    overlaps={"step": because.MEET_LATER, "free": because.MEET_FREELY},
+    hierarchies={"hosts": because.OWN_HIERARCHY},
 )
 
 
@@ -230,27 +125,25 @@ def of_policy(policy: PolicyConfig) -> Capabilities:
     match policy:
         case NoSync():
             return Capabilities(deals=None, elastic=None, ragged=None)
-        case SemiDecentralized(seating="near"):
-            return replace(_GROUPS, elastic=_UNPLACED)
         case SemiDecentralized():
-            return replace(_GROUPS, deals_by_itself=_TOGETHER if policy.window == math.inf else None)
+            return replace(_GROUPS, deals_by_itself=because.TOGETHER if policy.window == math.inf else None)
         case PartialReduce():
             return _GROUPS
         case LocalSGD(every):
-            return _EVERYBODY if every == 1 else replace(_EVERYBODY, overlaps={"free": _EVERY})
+            return _EVERYBODY if every == 1 else replace(_EVERYBODY, overlaps={"free": because.EVERY})
         case Decentralized(peers, every):
             row = _RING if peers == "ring" else _NEIGHBOURS
-            return row if every == 1 else replace(row, overlaps={"free": _EVERY})
+            return row if every == 1 else replace(row, overlaps={"free": because.EVERY})
         case ADPSGD(asynchronous=True):
             return _FREE_PAIRS
         case ADPSGD():
-            return replace(_GROUPS, hierarchies={"hosts": _PAIRS}, deals=_STAYS)
+            return replace(_GROUPS, hierarchies={"hosts": because.PAIRS}, deals=because.STAYS)
         case PHDPSGD(within="models"):
-            return replace(_GROUPS, deals=_STAYS, ragged=_ONE_CUT)
+            return replace(_GROUPS, deals=because.STAYS, ragged=because.ONE_CUT)
         case PHDPSGD():
             return _MEETINGS if policy.sharded else _WHOLE_GROUPS
         case _:
-            return replace(_GROUPS, deals_by_itself=_UNKNOWN)
+            return replace(_GROUPS, deals_by_itself=because.UNKNOWN)
 
 
 @dataclass(frozen=True)
@@ -275,7 +168,7 @@ def check(method: SyncMethod, asked: Combination) -> None:
         ConfigurationError: the combination is not allowed; the message says what was asked, why it is refused, and what
             to do instead.
     """
-    for said, cell in _cells(capabilities_of(method), asked):
+    for said, cell in cells(capabilities_of(method), asked):
         if cell is not None:
             raise ConfigurationError(f"{said}: {cell.why}. {cell.instead}.")
 
@@ -283,11 +176,11 @@ def check(method: SyncMethod, asked: Combination) -> None:
 def capabilities_of(method: SyncMethod) -> Capabilities:
     """Returns the row of ``method``: its attribute ``capabilities``, which a user's own method may have, too."""
     row: Capabilities = getattr(method, "capabilities", Capabilities())
-    late = {"pipedream": _LATE} if method.policy.announces == "late" else {}
+    late = {"pipedream": because.LATE} if method.policy.announces == "late" else {}
     return replace(row, schedules={**late, **row.schedules})
 
 
-def _cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompatible | None]]:
+def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompatible | None]]:
     """Yields what was asked, and the cell of the row that answers it."""
     exchange, elastic = asked.exchange, f"sync={asked.sync!r} does not work in an elastic job (SDPIPE_PIPELINE is set)"
 
@@ -313,8 +206,13 @@ def _cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompa
         yield with_method("batch_by_speed=True"), row.divides
     if asked.elastic:
         yield elastic, row.elastic
-        if not exchange.is_full:
-            yield f"exchange={exchange} with {elastic}", row.elastic_payloads
+        for need in _needs(exchange.payload):
+            yield f"exchange={exchange} with {elastic}", row.elastic_payloads.get(need)
+        yield f"exchange={exchange} with {elastic}", _ELASTIC.get(exchange.overlap)
+        yield f"exchange={exchange} with {elastic}", row.elastic_hierarchies.get(exchange.hierarchy)
+        yield f"schedule={asked.schedule!r} with {elastic}", row.elastic_schedules.get(asked.schedule)
+        if asked.batch_by_speed:
+            yield f"batch_by_speed=True with {elastic}", because.DEALT_ANYWAY
 
 
 def _needs(payload: Payload) -> Iterator[Needs]:

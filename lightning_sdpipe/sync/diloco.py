@@ -10,21 +10,24 @@ from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.sync.capabilities import OUTER, WHOLE, Capabilities, Incompatible
+from lightning_sdpipe.sync.capabilities import OUTER, WHOLE, Capabilities
+from lightning_sdpipe.sync.incompatible import Incompatible
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
 from lightning_sdpipe.sync.quorum_averaging import QuorumAveraging
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 _MIXES = Incompatible(
     "mix= says what becomes of updates that were made meanwhile, and overlap='step' keeps them all",
-    "Use delay= with mix=, or leave mix out",
+    "Use overlap='none' and delay= with mix=, or mix=0",
+    ({"exchange.overlap": "none"}, {"sync.mix": 0}),
 )
 _EACH_UPDATE = Incompatible(
-    "a round that begins in each update needs the base of the one before", "Use every=2, or more"
+    "a round that begins in each update needs the base of the one before", "Use every=2, or more", ({"sync.every": 2},)
 )
 _STREAMS = Incompatible(
     "fragments, and means that arrive later, would have bases of their own, of which a newcomer may lack some",
-    "Use DiLoCo(every=...) with fragments=1 and delay=0, and overlap='step' to hide the transfer",
+    "Use fragments=1, delay=0 and mix=0, and overlap='step' to hide the transfer",
+    ({"sync.fragments": 1, "sync.delay": 0, "sync.mix": 0, "exchange.overlap": "step"},),
 )
 
 

@@ -52,7 +52,7 @@ class AllReduce:
 
     ``weights`` gives the weight of each pipeline's gradient: the ``"samples"`` of its mini-batch (or the count of the
     module's ``weigh_batch``), or ``"equal"`` for all, as with DistributedDataParallel. The default is equal weights,
-    but samples in elastic runs.
+    but samples in elastic runs in which gradients travel in full.
     """
 
     bucket_mib: float = 25.0
@@ -80,7 +80,8 @@ class AllReduce:
     def build(self, replica: Replica) -> Synchronizer:
         size, rounds = int(self.bucket_mib * 2**20), replica.rounds()
         if rounds is not None:
-            return PresentAveraging(replica, rounds, size, self.weights != "equal")
+            by_samples = self.weights == "samples" or (self.weights is None and replica.exchange.is_full)
+            return PresentAveraging(replica, rounds, size, by_samples)
         return GradientAveraging(replica, size, self.weights == "samples")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from lightning_sdpipe.exchange.sectioned import SectionedMover, parted
 from lightning_sdpipe.policies.pairing import ring
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import Replicas
-from lightning_sdpipe.topology.hosts import hosts_of_replicas
+from lightning_sdpipe.topology.hosts import hosts_of_replicas, require_names, this_host
 
 Begin = Callable[[Sequence[Tensor]], None]
 
@@ -30,6 +30,20 @@ def hosts_of(replica: Replica) -> list[str] | None:
         ConfigurationError: machines cannot be distinguished.
     """
     return hosts_of_replicas(replica.groups, replica.device) if replica.exchange.hierarchy == "hosts" else None
+
+
+def own_host(exchange: Exchange, pipeline: int) -> str | None:
+    """Returns the machine of this replica, which belongs to ``pipeline``, if the exchange distinguishes machines; else
+    None.
+
+    Raises:
+        ConfigurationError: the machine has no name.
+    """
+    if exchange.hierarchy != "hosts":
+        return None
+    host = this_host()
+    require_names([(pipeline, host)])
+    return host
 
 
 def replicas_for(replica: Replica) -> list[Replicas]:
@@ -79,13 +93,13 @@ def mover_among_groups(replica: Replica) -> Mover:
     )
 
 
-def among_groups(exchange: Exchange) -> Callable[[Replicas], Mover]:
-    """Returns a factory of movers among groups that change, for one process group after the other, which treat any two
-    workers alike. The distance of models is remembered."""
-    if exchange.is_full:
-        return GroupMean
+def among_groups(exchange: Exchange) -> Callable[[Replicas, Mapping[int, str] | None], Mover]:
+    """Returns a factory of movers among groups that change, for one process group after the other, and the machine of
+    each pipeline, if the exchange distinguishes machines. The distance of models is remembered."""
+    if exchange.is_full and exchange.hierarchy == "flat":
+        return lambda replicas, hosts: GroupMean(replicas)
     coding = OwnReference(exchange.payload)
-    return lambda replicas: EncodedMean(replicas, coding)
+    return lambda replicas, hosts: EncodedMean(replicas, coding, hosts)
 
 
 def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:

@@ -16,6 +16,7 @@ from lightning_sdpipe.exchange.gradients import GradientExchange
 from lightning_sdpipe.exchange.moving import Mover, Pending, finish
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState
+from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
 from lightning_sdpipe.exchange.sectioned import OwnSections
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
@@ -212,8 +213,16 @@ class RoundsOfPresent(Protocol):
         """Returns a function that tells whether something is true on any stage of this pipeline. Every stage asks at
         the same point."""
 
-    def arrange(self, parameters: Sequence[nn.Parameter], cap: int, watch: bool) -> None:
-        """Sets the parameters whose gradients are averaged from now on."""
+    def arrange(
+        self,
+        parameters: Sequence[nn.Parameter],
+        cap: int,
+        watch: bool,
+        payload: Payload,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        """Sets the parameters whose gradients are averaged from now on, and how these travel; see
+        :class:`~lightning_sdpipe.exchange.encoded_rounds.EncodedPresentRounds`."""
 
     def begin(self, update: int, weight: float) -> None:
         """Takes part in the round of ``update``. Does not wait."""

@@ -180,6 +180,7 @@ def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
         num_stages,
         dealt,
         options.batch_by_speed,
+        elastic=job is not None,
         unlike=depths if cuts else (),
     )
     capabilities.check(method, asked)

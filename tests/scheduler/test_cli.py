@@ -177,12 +177,6 @@ def test_a_scheduler_that_cannot_start_says_why(
     assert message in capsys.readouterr().err
 
 
-def test_what_is_for_elastic_runs_is_refused_with_unlike_depths(capsys: pytest.CaptureFixture[str]) -> None:
-    for option, name in ((["--min-pipelines", "2"], "--min-pipelines"), (["--resume"], "--resume")):
-        assert main(["scheduler", "--num-stages", "1,2,2", "--bind", "tcp://127.0.0.1:*", *option]) == 2
-        assert f"{name} is for elastic runs, and pipelines of unlike depths cannot" in capsys.readouterr().err
-
-
 def test_a_pipeline_has_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["scheduler", "--num-stages", "0", "--num-pipelines", "2"])

@@ -50,14 +50,14 @@ ROOT = Path(__file__).parents[2]
         ({"exchange": Exchange}, "exchange=Exchange is a class; give an object of it: exchange=Exchange()."),
         ({"exchange": "eightbit"}, "exchange='eightbit' is not known; did you mean eight_bit?"),
         ({"exchange": 8}, 'exchange=8 is not allowed: give Exchange or str or None, such as "eight_bit", or Ex'),
-        ({"exchange": "one_bit"}, "Use EightBit() or Half(), or LocalSGD, DiLoCo or AllReduce"),
+        ({"exchange": "one_bit"}, "Use EightBit() or Half(), or LocalSGD(every=8), DiLoCo() or AllReduce()"),
         (
             {"num_pipelines": 2},
             "num_pipelines is not an option of SDPipeStrategy: .* devices × num_nodes / num_stages.",
         ),
         ({"batch_size": 8}, "the loader's batch_size holds, and is that of one pipeline."),
         ({"sync": NoSync(), "exchange": Exchange(EightBit())}, "Leave exchange out, or use a method that averages"),
-        ({"exchange": Exchange(OneBit())}, "Use EightBit() or Half(), or LocalSGD, DiLoCo or AllReduce"),
+        ({"exchange": Exchange(OneBit())}, "Use EightBit() or Half(), or LocalSGD(every=8), DiLoCo() or AllReduce()"),
         (
             {"exchange": Exchange(EightBit(feedback=True))},
             "Use feedback=False, rounding='nearest'",
@@ -68,7 +68,7 @@ ROOT = Path(__file__).parents[2]
         ({"sync": ADPSGD(), "exchange": Exchange(hierarchy="hosts")}, "Use hierarchy='flat'"),
         (
             {"sync": DiLoCo(delay=1, mix=0.5), "exchange": Exchange(overlap="step")},
-            "Use delay= with mix=, or leave mix",
+            "Use overlap='none' and delay= with mix=, or mix=0",
         ),
         ({"schedule": "1f1bb"}, "schedule='1f1bb' is not known; use one of ['1f1b', .*; did you mean '1f1b'?"),
         ({"partition": 3}, 'partition=3 is not allowed: give .* such as "parameters", or [3, 2]'),

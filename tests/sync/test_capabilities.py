@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from itertools import dropwhile
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import reduce
+from itertools import combinations_with_replacement, dropwhile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lightning_sdpipe import SDPipeStrategy, sync
@@ -21,6 +25,7 @@ from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Top
 from lightning_sdpipe.policies.policy import Policy, PolicyConfig
 from lightning_sdpipe.sync import (
     ADPSGD,
+    NAMES,
     PHDPSGD,
     AllReduce,
     Decentralized,
@@ -31,11 +36,13 @@ from lightning_sdpipe.sync import (
     ParameterServer,
     PartialReduce,
     SemiDecentralized,
+    diloco,
+    incompatible,
 )
-from lightning_sdpipe.sync.capabilities import Capabilities, Combination, check
+from lightning_sdpipe.sync.capabilities import Capabilities, Combination, capabilities_of, cells, check
+from lightning_sdpipe.sync.incompatible import Incompatible
 from lightning_sdpipe.sync.methods import deals, method_of
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
-from lightning_sdpipe.worker.elastic.refusals import check_options
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -132,9 +139,13 @@ def comes_and_goes(given: Any) -> list[str]:
     payloads = those(PAYLOADS, lambda name: goes(given, exchange=Exchange(PAYLOADS[name]), elastic=True))
     overlaps = those(
         ["none", "step", "free"],
-        lambda overlap: overlap != "free" and goes(given, exchange=Exchange(overlap=overlap), elastic=True),  # type: ignore[arg-type]
+        lambda overlap: goes(given, exchange=Exchange(overlap=overlap), elastic=True),  # type: ignore[arg-type]
     )
-    return [] if payloads == "–" else [payloads, overlaps]
+    hierarchies = those(
+        ["flat", "hosts"],
+        lambda hierarchy: goes(given, exchange=Exchange(hierarchy=hierarchy), elastic=True),  # type: ignore[arg-type]
+    )
+    return [] if payloads == "–" else [payloads, overlaps, hierarchies]
 
 
 def is_cut_unlike(given: Any) -> list[str]:
@@ -149,7 +160,7 @@ def is_cut_unlike(given: Any) -> list[str]:
 TABLES: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
     "exchange.md": ("| method | payloads | overlap | hierarchy | schedule |", moves),
     "data.md": ('| method | `data="dealt"` | `data="auto"` deals | `batch_by_speed` |', trains),
-    "faults.md": ("| method | payloads | overlap |", comes_and_goes),
+    "faults.md": ("| method | payloads | overlap | hierarchy |", comes_and_goes),
     "partition.md": ("| method, where pipelines are cut unlike | payloads | overlap |", is_cut_unlike),
 }
 
@@ -212,7 +223,101 @@ def test_a_method_of_ones_own_goes_with_what_it_says() -> None:
         with pytest.raises(ConfigurationError, match=said):
             SDPipeStrategy(**asked)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"does not work in an elastic job.*may be gone"):
-        check_options(SDPipeStrategy(sync=ForEightBits()).options)
+        check(ForEightBits(), Combination(ForEightBits(), elastic=True))
+
+
+OFF_DEFAULT: list[dict[str, Any]] = [
+    *({"exchange": {"payload": payload}} for name, payload in PAYLOADS.items() if name != "`Full`"),
+    *({"exchange": {"overlap": overlap}} for overlap in ("step", "free")),
+    {"exchange": {"hierarchy": "hosts"}},
+    {"schedule": "pipedream"},
+    {"dealt": True},
+    {"batch_by_speed": True},
+    {"elastic": True},
+    {"unlike": (1, 2)},
+]
+WALKED = [
+    *METHODS.values(),
+    AllReduce(weights="samples"),
+    Decentralized("ring", every=2),
+    DiLoCo(quorum=0.5),
+    DiLoCo(fragments=2),
+    DiLoCo(delay=1, mix=0.5),
+    DiLoCo(every=1),
+]
+
+
+NAMED = [each.name for each in fields(Combination)]
+
+
+def changed(value: Any, field: str, new: Any) -> Any:
+    """``value`` with another value of ``field``, which may be in one of its fields."""
+    first, _, rest = field.partition(".")
+    new = changed(getattr(value, first), rest, new) if rest else new
+    return (replace if is_dataclass(value) else msgspec.structs.replace)(value, **{first: new})
+
+
+def made(name: str, new: Any) -> Any:
+    """The value that a change gives to the field ``name``; a method may be given by its name."""
+    return NAMES[new]() if name == "sync" and isinstance(new, str) else new
+
+
+def refusal_of(asked: Combination) -> Incompatible | None:
+    return next((cell for _, cell in cells(capabilities_of(method_of(asked.sync)), asked) if cell), None)  # type: ignore[arg-type]
+
+
+def ways(asked: Combination, reason: Incompatible) -> list[Combination]:
+    found = []
+    for change in reason.changes:
+        with suppress(ConfigurationError):  # a method may refuse a value beside others of its own
+            found.append(reduce(lambda other, item: changed(other, item[0], made(*item)), change.items(), asked))
+    return found
+
+
+def steps_to_work(asked: Combination, at_most: int) -> int | None:
+    """How many refusals have to be followed until the check accepts; None if they are more than ``at_most``."""
+    if (reason := refusal_of(asked)) is None:
+        return 0
+    found = [steps_to_work(other, at_most - 1) for other in ways(asked, reason)] if at_most else []
+    return min((1 + steps for steps in found if steps is not None), default=None)
+
+
+@pytest.mark.parametrize("given", WALKED, ids=lambda given: type(given).__name__)
+def test_every_refusal_leads_to_what_is_accepted(given: Any) -> None:
+    for one, other in combinations_with_replacement([{}, *OFF_DEFAULT], 2):
+        if {"elastic", "unlike"} == {*one, *other}:
+            continue  # an elastic job is one pipeline
+        exchange = Exchange(**{**one.get("exchange", {}), **other.get("exchange", {})})
+        asked = Combination(given, num_stages=2, **{**one, **other, "exchange": exchange})
+        refused = refusal_of(asked)
+        assert (refused is None) is goes(given, **{name: getattr(asked, name) for name in NAMED[1:]})
+        assert steps_to_work(asked, 2 if one and one != other else 1) is not None, f"{asked}: {refused}"
+
+
+WORDS = {
+    "exchange": "eave exchange out",
+    "exchange.payload": "end in full",
+    "batch_by_speed": "eave batch_by_speed out",
+    "sync.weights": "eave weights out",
+    "dealt": "data='sharded'",
+    "unlike": "one number of stages",
+}
+REASONS = {
+    name: value for name, value in {**vars(incompatible), **vars(diloco)}.items() if isinstance(value, Incompatible)
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_the_sentence_of_an_alternative_names_its_values(name: str) -> None:
+    reason, offered = REASONS[name], set()
+    assert reason.changes
+    for place, new in (item for change in reason.changes for item in change.items()):
+        value, short = made(place, new), place.rpartition(".")[2]
+        offered.add(type(value).__name__)
+        words = [f"{type(value).__name__}(", f"{short}={value!r}", "data='dealt'" if new is True else WORDS.get(place)]
+        assert any(word and word in reason.instead for word in words), (place, reason.instead)
+    named = {kind for kind in sync.__all__ if re.search(rf"\b{kind}\(", reason.instead)}
+    assert named <= offered or any(place.startswith("sync.") for change in reason.changes for place in change)
 
 
 def write() -> None:

@@ -22,13 +22,13 @@ from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network, write_network
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.sync import PHDPSGD, SemiDecentralized
+from lightning_sdpipe.sync.capabilities import Combination, check
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.measured_groups import on_hosts, with_measured_groups
 from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.worker.elastic.refusals import check_options
 from tests.strategy.test_strategy import Regression, fit
 from tests.sync.hybrid_emulation import Emulation, Job
 from tests.sync.test_methods import EqualReplicas
@@ -373,4 +373,4 @@ def test_groups_that_do_not_fit_are_refused_before_any_process_starts() -> None:
 
 def test_pipelines_that_come_and_go_form_no_groups() -> None:
     with pytest.raises(ConfigurationError, match=r"sync=PHDPSGD.*does not work in an elastic job"):
-        check_options(SDPipeStrategy(2, sync=PHDPSGD(group_size=1)).options)
+        check(method_of(PHDPSGD(group_size=1)), Combination(PHDPSGD(group_size=1), elastic=True))

@@ -26,7 +26,6 @@ from lightning_sdpipe import (
 from lightning_sdpipe.loop.optimizers import refuse_unfit_momentum
 from lightning_sdpipe.optim import FrozenVariance
 from lightning_sdpipe.topology.hosts import HOST_VARIABLE
-from lightning_sdpipe.worker.elastic.refusals import check_options
 from tests.strategy.test_strategy import Regression, data, fit
 from tests.sync.test_methods import EqualReplicas, Gentle, Uneven, train
 
@@ -156,22 +155,3 @@ def test_a_resumed_run_goes_on_with_its_rounds_and_the_outer_momentum(tmp_path: 
 def _two_pipelines(directory: Path, sync: Any, stages: int, **options: Any) -> tuple[Any, Regression]:
     strategy = SDPipeStrategy(stages, sync=sync, start_method="fork")
     return fit(directory, strategy, 2 * stages, 4, Gentle(), **options)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {"sync": LocalSGD(every=1), "exchange": Exchange(overlap="free")},
-            "overlap='free' does not work in an elastic job",
-        ),
-        ({"exchange": Exchange(hierarchy="hosts")}, "hierarchy='hosts' does not work in an elastic job"),
-        (
-            {"sync": AllReduce(), "exchange": Exchange(OneBit())},
-            r"sync=AllReduce.*does not work in an elastic job.*use SemiDecentralized",
-        ),
-    ],
-)
-def test_what_elastic_jobs_cannot_do_is_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        check_options(SDPipeStrategy(2, **given).options)

@@ -222,7 +222,8 @@ class MembershipDesk:
     def _comes(self, peer: bytes, request: e.Enrol, now: float) -> None:
         worker, incarnation, core = request.worker, request.incarnation, self.membership
         fixed, resumes = w.is_fixed(request.fingerprint), request.resumes
-        if not fixed and self._groups.extent.num_pipelines <= worker.pipeline < MOST_PIPELINES:
+        extent = self._groups.extent
+        if not fixed and not extent.depths and extent.num_pipelines <= worker.pipeline < MOST_PIPELINES:
             self._groups.widen(worker.pipeline + 1, now)
         was_here = self._presence.incarnations.get(worker) == incarnation
         if resumes is None or not resumes.epoch.number:

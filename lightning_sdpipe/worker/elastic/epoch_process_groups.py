@@ -4,7 +4,8 @@ Making one takes milliseconds, and longer if a member is gone; so threads do it,
 in use meanwhile. gloo cannot end a wait for a message that a live process will not send, except that a receive in
 another thread runs into its timeout, which closes all connections of this process in that group. So this is done to a
 group in which this worker exchanges with a lost worker, or in which an exchange has broken off: a message still on its
-way to memory that is let go would hold up all later ones for good.
+way to memory that is let go would hold up all later ones for good. Waits for messages that this does not end, since a
+connection was lost in the midst of one, are left (:mod:`~lightning_sdpipe.exchange.transfers`).
 
 To make a group, replicas find each other by :class:`SchedulerStore`, over the scheduler's key-value store. The
 scheduler imports no torch, and its connection is encrypted where there are keys. A TCPStore would live and die with one
@@ -16,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -113,6 +114,7 @@ class _OfEpoch:
     replicas: Replicas  # over a gloo group that belongs to no world
     mover: GroupMean
     exchange: Mover
+    hosts: Mapping[int, str] | None
 
 
 class EpochGroups:
@@ -123,8 +125,9 @@ class EpochGroups:
         make_store: see :data:`MakeStore`.
         timeout: that of a transfer, once a group exists.
         report: the client that is told the groups and exchanges of this worker.
-        among: makes the mover that averages models while they train.
+        among: makes the mover that averages models while they train, from the replicas and their machines.
         traffic: counts the bytes that this worker sends.
+        host: this worker's machine, if machines are told apart; the replicas of an epoch tell each other theirs.
     """
 
     def __init__(
@@ -133,8 +136,9 @@ class EpochGroups:
         make_store: MakeStore,
         timeout: timedelta,
         report: MembershipClient,
-        among: Callable[[Replicas], Mover] = GroupMean,
+        among: Callable[[Replicas, Mapping[int, str] | None], Mover] = lambda replicas, hosts: GroupMean(replicas),
         traffic: Traffic | None = None,
+        host: str | None = None,
     ) -> None:
         self._worker = worker
         self._make_store = make_store
@@ -142,6 +146,7 @@ class EpochGroups:
         self._report = report
         self._lock = threading.Condition()
         self._among = among
+        self._host = host
         self._traffic = Traffic() if traffic is None else traffic
         self._made: dict[int, _OfEpoch] = {}
         self._given_up = -1  # the newest epoch whose group was
@@ -197,6 +202,11 @@ class EpochGroups:
             WorkerFailedError: a member of the group's epoch is gone, and with it the process group.
         """
         return self._of(group).replicas
+
+    def hosts(self, group: Group) -> Mapping[int, str] | None:
+        """Return the machine of each replica in the group's epoch, None if machines are not told apart; raises as
+        :meth:`replicas` does."""
+        return self._of(group).hosts
 
     def _of(self, group: Group) -> _OfEpoch:
         with self._lock:
@@ -312,6 +322,8 @@ class EpochGroups:
                 self._lock.notify_all()
         if made is not None:
             group: Any = made.replicas.group
+            if made.replicas.given_up is not None:
+                made.replicas.given_up.set()
             for peer in {*range(group.size())} - {group.rank()}:  # one that is gone cannot time out
                 with suppress(RuntimeError):  # the timeout is expected
                     group.recv([torch.zeros(1)], peer, _POISON).wait(timedelta(milliseconds=1))
@@ -321,18 +333,23 @@ class EpochGroups:
         stage, pipeline = self._worker.stage, self._worker.pipeline
         number, places = epoch.number, {i: place for place, i in enumerate(epoch.pipelines)}
         store = self._make_store(f"epoch-{number}-{stage}", lambda: self._is_over or number != self._newest)
+        hosts: dict[int, str] | None = None
         try:
+            if self._host is not None:
+                store.set(f"host-{pipeline}", self._host)
             group: Any = dist.ProcessGroupGloo(store, places[pipeline], len(places), CONNECTING)
+            if self._host is not None:
+                hosts = {i: store.get(f"host-{i}").decode() for i in places}
         except Exception as error:  # a later epoch is on its way, or the scheduler, which says so where it is asked
             log.info("the group of epoch %d was not made: %s", number, str(error).splitlines()[0])
             return
         group._set_default_timeout(self._timeout)  # of collectives
-        replicas = Replicas(group, places, stage, pipeline, limit=self._timeout)
+        replicas = Replicas(group, places, stage, pipeline, limit=self._timeout, given_up=threading.Event())
         counted = replace(replicas, traffic=self._traffic)
         with self._lock:
             if self._is_over:
                 return
-            self._made[number] = _OfEpoch(replicas, GroupMean(replicas), self._among(counted))
+            self._made[number] = _OfEpoch(replicas, GroupMean(replicas), self._among(counted, hosts), hosts)
             in_use = {used.epoch for used in self._used()}
             old = [self._made.pop(earlier) for earlier in sorted(self._made)[:-KEPT] if earlier not in in_use]
             self._lock.notify_all()

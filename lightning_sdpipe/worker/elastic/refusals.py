@@ -1,4 +1,7 @@
-"""Refusals of what elastic jobs cannot do yet, each with what to use instead."""
+"""Refusals of what elastic jobs cannot do, each with what to use instead.
+
+:mod:`lightning_sdpipe.sync.capabilities` has those that depend on the method or the exchange.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +13,15 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.sync import capabilities
 from lightning_sdpipe.worker.options import Options
 
 _HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
 
 
 def check_options(options: Options) -> None:
-    """Raise ConfigurationError for options of the strategy that an elastic job cannot carry out."""
-    capabilities.check(options.method, capabilities.Combination(options.sync, options.exchange, elastic=True))
-    of_gradients = _policy(options).keeps_equal
-    for given, name, instead in (
-        (
-            options.schedule == "pipedream" and of_gradients,
-            f"schedule='pipedream' with sync={options.sync!r}",
-            "the members of a round are named as a turn begins, and the updates that drain a pipeline have no turn. "
-            "Use schedule='1f1b', or sync=SemiDecentralized()",
-        ),
-        (options.batch_by_speed, "batch_by_speed", "leave it out; batches are dealt by speed in any case"),
-        (options.exchange.overlap == "free", "overlap='free'", "use overlap='step'"),
-        (options.exchange.hierarchy != "flat", "hierarchy='hosts'", "use hierarchy='flat'"),
-        (options.start_method != "popen", f"start_method={options.start_method!r}", "leave it out"),
-    ):
-        if given:
-            raise ConfigurationError(f"{name} does not work {_HOW} yet: {instead}.")
+    """Raise ConfigurationError for options of the strategy that no elastic job carries out."""
+    if options.start_method != "popen":
+        raise ConfigurationError(f"start_method={options.start_method!r} does not work {_HOW}: leave it out.")
 
 
 def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) -> None:

@@ -18,6 +18,7 @@ from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.loop.loop import ClockChecks
@@ -31,7 +32,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
-from lightning_sdpipe.sync.mover_choice import among_groups
+from lightning_sdpipe.sync.mover_choice import among_groups, own_host
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -121,6 +122,7 @@ class ElasticRun:
         if self.options.placement is not None:
             check_shape(self.options.placement, self._job.world_size, None)
         refusals.check_options(self.options)
+        own_host(self.options.exchange, self._job.pipeline)  # refused if it has no name
 
     def check_trainer(self, trainer: Trainer) -> None:
         refusals.check_trainer(trainer, self.options)
@@ -165,7 +167,11 @@ class ElasticRun:
             return SchedulerStore(line.store, name, _CONNECTING, cancelled)
 
         traffic = self._groups.traffic
-        epochs = EpochGroups(worker, store, options.run_timeout, line, among_groups(options.exchange), traffic)
+        in_rounds = policy.keeps_equal or isinstance(policy, OuterRounds)  # which bring movers of their own
+        among = among_groups(Exchange() if in_rounds else options.exchange)
+        epochs = EpochGroups(
+            worker, store, options.run_timeout, line, among, traffic, own_host(options.exchange, job.pipeline)
+        )
         commands = CommandChannel(self._groups)
         leaving = LeaveNotice(line, job.pipeline, commands)
         rounds = SurvivingRounds(
@@ -175,6 +181,8 @@ class ElasticRun:
             epochs,
             lambda said: self._where_to_meet().meet(said),
             commands.on_any_stage,
+            options.run_timeout.total_seconds(),
+            traffic,
         )
         bases = (
             SurvivingBases(worker, connection.client, line, epochs, self._where_to_meet, traffic)

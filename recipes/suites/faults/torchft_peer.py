@@ -22,16 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import lightning as L
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 from lightning_sdpipe.scheduler.server.process import reserve_port
-from recipes.suites.emulated import FEATURES
-from recipes.suites.faults.diary import Fault
-from recipes.suites.faults.elastic_world import Record, Work, world
+from recipes.suites.emulated import LEARNING_RATE
+from recipes.suites.faults.diary import Diary, Fault
+from recipes.suites.faults.elastic_world import Record, Validated, Work, world
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
-from recipes.suites.trainings import BACKWARD_SHARE
+from recipes.suites.trainings import BACKWARD_SHARE, quiet, random_features
 
 VICTIM = 2
 INSTALL = "pip install torchft==0.2.0"
@@ -48,7 +49,7 @@ def measure(
     method: Any,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """The survivors' longest step and a median one, of both, in the same run.
+    """The survivors' longest step and a median one, of both, in the same run, each in a Trainer.
 
     Args:
         after: updates until the victim is killed.
@@ -143,12 +144,8 @@ def _replica(work: Work, directory: Path, number: int, lighthouse: str, after: i
     log = os.open(directory / f"{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    diary = os.open(directory / f"{number}.diary", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-
-    def say(what: str) -> None:
-        os.write(diary, (json.dumps({"what": what, "at": time.monotonic()}) + "\n").encode())
-
     torch.set_num_threads(1)
+    quiet()
     port = reserve_port()
     os.environ |= {"TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": str(number), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
@@ -156,20 +153,21 @@ def _replica(work: Work, directory: Path, number: int, lighthouse: str, after: i
     import torchft  # type: ignore[import-not-found, unused-ignore]
 
     store = TCPStore("127.0.0.1", port.getsockname()[1], is_master=True, wait_for_workers=False)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):  # else Lightning takes them for torchrun's
+        del os.environ[name]
     torch.manual_seed(work.seed)
-    compute = work.batch_seconds
-    model = EmulatedBlock((1 - BACKWARD_SHARE) * compute, BACKWARD_SHARE * compute, num_parameters=work.num_parameters)
-    inner = torch.optim.SGD(model.parameters(), 1e-3)
+    module = _Replica(work, after if number == VICTIM else None)
+    inner = torch.optim.SGD(module.parameters(), LEARNING_RATE)
 
     def load(state: dict[str, Any]) -> None:
-        model.load_state_dict(state["model"])
+        module.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
 
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=5)),
         min_replica_size=1,
         load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        state_dict=lambda: {"model": module.state_dict(), "optimizer": inner.state_dict()},
         replica_id=f"replica{number}_",
         store_addr="127.0.0.1",
         store_port=store.port,
@@ -177,13 +175,48 @@ def _replica(work: Work, directory: Path, number: int, lighthouse: str, after: i
         world_size=1,
         timeout=timedelta(seconds=10),
     )
-    wrapped, optimizer = torchft.DistributedDataParallel(manager, model), torchft.Optimizer(manager, inner)
-    batch = torch.rand(1, FEATURES)
-    for update in range(100_000):
-        if number == VICTIM and update >= after:
-            say("strikes")
+    module.wrap(torchft.DistributedDataParallel(manager, module.blocks), torchft.Optimizer(manager, inner))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=[Diary(directory / f"{number}.diary")],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, random_features(work.batches, 1))
+
+
+class _Replica(Validated):
+    """The module of a replica, which optimizes by hand, since torchft's optimizer takes no closure.
+
+    Args:
+        work: of the replica.
+        dies_at: the update before which its process kills itself, if it does.
+    """
+
+    def __init__(self, work: Work, dies_at: int | None) -> None:
+        forward, backward = (1 - BACKWARD_SHARE) * work.batch_seconds, BACKWARD_SHARE * work.batch_seconds
+        super().__init__(1, forward, backward, work.num_parameters)
+        self.automatic_optimization = False
+        self._dies_at = dies_at
+
+    def wrap(self, blocks: Any, optimizer: Any) -> None:
+        """Train by torchft's wrappers."""
+        self._wrapped = (blocks, optimizer)  # in a tuple, since an attribute would register the blocks again
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        blocks, optimizer = self._wrapped
+        if self._dies_at is not None and batch_idx >= self._dies_at:
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, Diary):
+                    callback.say("strikes")
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
-        wrapped(batch).mean().backward()
+        self.manual_backward(blocks(batch).mean())
         optimizer.step()
-        say("update")
+
+    def configure_optimizers(self) -> None:  # type: ignore[override]
+        """Lightning has none to step."""

@@ -67,6 +67,7 @@ def kill_in_round(phase: str, rounds: int) -> None:
 def train(directory: Path, sync: DiLoCo, exchange: Exchange, phase: str = "", rank: int = 0) -> None:
     if phase and int(os.environ["RANK"]) == rank:
         kill_in_round(phase, 4)
+    os.environ["SDPIPE_HOST"] = "aab"[int(os.environ["SDPIPE_PIPELINE"])]
     fit(directory, SAMPLES, {"sync": sync, "exchange": exchange}, more=[Bases()])
 
 
@@ -95,10 +96,10 @@ def check_that_what_died_is_trained_by_others(run: ElasticRun, died: int) -> Non
 @pytest.mark.parametrize(
     ("sync", "exchange", "phase"),
     [
-        (DiLoCo(every=4), Exchange(), "made"),
+        (DiLoCo(every=4), Exchange(hierarchy="hosts"), "made"),
         (DiLoCo(every=4, quorum=0.5), Exchange(EightBit(), overlap="step"), "adopted"),
     ],
-    ids=["all", "quorum in eight bits beside the next step"],
+    ids=["all by machines", "quorum in eight bits beside the next step"],
 )
 def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, sync: DiLoCo, exchange: Exchange, phase: str) -> None:
     with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3", "--policy", "outer_rounds") as run:
