@@ -47,7 +47,7 @@ def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
         *(SemiDecentralized(), PartialReduce(), NoSync(), LocalSGD(every=2), ADPSGD(), BY_MODELS),
         ADPSGD(asynchronous=True),
         *(AllReduce(), AllReduce(weights="equal"), AllReduce(weights="samples")),
-        *(DiLoCo(every=2), DiLoCo(every=2, quorum=0.5, grace=1.0)),
+        *(DiLoCo(every=2), DiLoCo(every=2, quorum=0.5, grace=1.0), DiLoCo(group=PartialReduce())),
     ],
 )
 def test_these_methods_work(sync: Any) -> None:
