@@ -254,6 +254,8 @@ class _Encoded:
         self._team = Members.of(group)
         self._tag = tag_of(group)
         self._to_come = deque(enumerate(pieces_of(tensors)))
+        self._arrived: deque[tuple[int, Tensor, Tensor]] = deque()
+        """Pieces that are not committed: number, piece, outcome."""
         self._first = True
 
     def wait(self) -> bool:
@@ -261,23 +263,26 @@ class _Encoded:
             return False
         number, piece = self._to_come[0]
         start = time.perf_counter()
+        now = piece
         if self._mover.lock is not None:
             with self._mover.lock:
-                piece = piece.clone()
-        self._outcome = self._mover.average(piece, number, self._team, self._tag)
+                now = piece.clone()
+        self._arrived.append((number, piece, self._mover.average(now, number, self._team, self._tag)))
+        self._to_come.popleft()
         if self._first:
             self.seconds_waiting, self._first = time.perf_counter() - start, False
         return True
 
     def commit(self) -> None:
-        number, piece = self._to_come.popleft()
+        number, piece, outcome = self._arrived.popleft()
         with self._mover.lock or nullcontext():
-            self._mover.coding.apply(piece, number, self._outcome)
+            self._mover.coding.apply(piece, number, outcome)
 
     def abort(self) -> None:
-        if self._to_come:
+        if self._to_come or self._arrived:
             self._mover.coding.aborted()
         self._to_come.clear()
+        self._arrived.clear()
 
 
 def _by_host(members: Sequence[int], hosts: Sequence[str] | Mapping[int, str]) -> list[list[int]]:
