@@ -107,7 +107,9 @@ _NEIGHBOURS = Capabilities(_SEVERAL, {}, {"hosts": because.PAIRS}, ragged=None)
 _GROUPS = Capabilities(
     _SEVERAL, {"free": because.CHANGES}, {}, deals=None, elastic=None, elastic_payloads={}, ragged=None
 )
-_FREE_PAIRS = Capabilities(_SEVERAL, {"free": because.NO_WAIT}, {"hosts": because.PAIRS}, deals=None)
+_FREE_PAIRS = Capabilities(
+    _SEVERAL, {"free": because.NO_WAIT}, {"hosts": because.PAIRS}, deals=None, elastic=None, elastic_payloads={}
+)
 _WHOLE_GROUPS = Capabilities(deals=because.EQUALLY_MANY, elastic=because.HELD_UP)
 _MEETINGS = replace(
     _WHOLE_GROUPS,

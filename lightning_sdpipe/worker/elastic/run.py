@@ -44,7 +44,7 @@ from lightning_sdpipe.worker.elastic import joining, leader, refusals
 from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous, ElasticReplica, agree
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, State
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, SchedulerStore
-from lightning_sdpipe.worker.elastic.fault_tolerant_mean import FaultTolerantMean
+from lightning_sdpipe.worker.elastic.fault_tolerant_mean import DroppedPairs, FaultTolerantMean
 from lightning_sdpipe.worker.elastic.round_batches import RoundBatchSource
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection
 from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
@@ -266,6 +266,7 @@ class ElasticRun:
             present=lambda: max(1, len(line.epoch.members)),
             of_present=place.rounds,
             of_bases=place.bases,
+            of_pairs=DroppedPairs(place.epochs, line, self.groups.traffic),
         )
 
     def rendezvous(self, sync: Synchronizer) -> Rendezvous:
@@ -364,7 +365,7 @@ class _Duties:
 
     def __init__(self, run: ElasticRun, place: _Place) -> None:
         self._run, self._leaving, self.commands = run, place.leaving, place.commands
-        self._line = place.line
+        self._line, self._client = place.line, place.client
 
     def order(self) -> Command | None:
         leaving = self._leaving.given
@@ -374,6 +375,8 @@ class _Duties:
         fit = self._run.fit
         if command.kind is CommandKind.LEAVE:
             self.commands.done()  # when one stage leaves, all of them must end at once
+            if fit.training.sync.serves:
+                self._client.leave()
             fit.training.sync.stop()  # others may wait for exchanges that are under way
             fit.checkpoints.wait()
             raise SIGTERMException
