@@ -36,7 +36,7 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        """Whether :meth:`wait` returns at once."""
+        """True if :meth:`wait` returns at once."""
         return self._done.is_set()
 
     def wait(self) -> float:

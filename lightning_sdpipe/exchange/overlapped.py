@@ -56,12 +56,12 @@ class Overlapped:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an exchange has begun whose change has not been added."""
+        """True if an exchange has begun whose change has not been added."""
         return self._job is not None
 
     @property
     def waits(self) -> bool:
-        """Whether :meth:`end` would wait."""
+        """True if :meth:`end` would wait."""
         return self._job is not None and not self._job.is_done
 
     def end(self) -> float:
