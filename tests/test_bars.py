@@ -74,7 +74,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "pipeline": (1826, 17),
     "placement": (3303, 27),
     "policies": (2707, 27),
-    "recipes": (8417, 120),
+    "recipes": (8422, 120),
     "scheduler": (5569, 43),
     "seeing": (2063, 18),
     "simulate": (696, 6),
