@@ -77,7 +77,6 @@ class Capabilities:
     ragged_exchange: Incompatible | None = None
 
 
-_ELASTIC = {"free": because.FREELY_WITH_ALL}
 _UNLIKE = {"free": because.UNLIKE_FREELY, "hosts": because.UNLIKE_HOSTS}
 _COMMON = {"momentum": because.MOMENTA}
 _SEVERAL = _COMMON | {"feedback": because.FEEDBACK, "differences": because.DIFFERENCES}
@@ -208,7 +207,6 @@ def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompat
         yield elastic, row.elastic
         for need in _needs(exchange.payload):
             yield f"exchange={exchange} with {elastic}", row.elastic_payloads.get(need)
-        yield f"exchange={exchange} with {elastic}", _ELASTIC.get(exchange.overlap)
         yield f"exchange={exchange} with {elastic}", row.elastic_hierarchies.get(exchange.hierarchy)
         yield f"schedule={asked.schedule!r} with {elastic}", row.elastic_schedules.get(asked.schedule)
         if asked.batch_by_speed:

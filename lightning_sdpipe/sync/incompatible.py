@@ -195,9 +195,6 @@ NO_TURN = Incompatible(
 DEALT_ANYWAY = Incompatible(
     "batches are dealt by speed in any case, one after the other", "Leave batch_by_speed out", (_EQUAL_SHARES,)
 )
-FREELY_WITH_ALL = Incompatible(
-    "a thread that averages at its own pace waits for all pipelines", "Use overlap='step'", (_STEP,)
-)
 WHOLE_BUCKETS = Incompatible(
     "gradients of those that are present are added up among all of them alike",
     "Use hierarchy='flat', or SemiDecentralized() or DiLoCo(), which average by machines",
