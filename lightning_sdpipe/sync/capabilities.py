@@ -100,8 +100,10 @@ BY_SAMPLES = replace(
 OUTER = Capabilities(_COMMON, {"free": because.ROUNDS}, {}, elastic=None, elastic_payloads={})
 WHOLE = replace(OUTER, hierarchies={"hosts": because.HALF_A_HOST})
 _EVERYBODY = Capabilities(_COMMON, {}, {}, elastic=None, ragged=None)
-_RING = Capabilities(_COMMON | {"few_bits": because.FEW_BITS}, {}, {"hosts": because.ADDS_NOTHING}, ragged=None)
-_NEIGHBOURS = Capabilities(_SEVERAL, {}, {"hosts": because.PAIRS}, ragged=None)
+_NEIGHBOURS = Capabilities(_SEVERAL, {}, {"hosts": because.PAIRS}, elastic=None, elastic_payloads={}, ragged=None)
+_RING = replace(
+    _NEIGHBOURS, payloads=_COMMON | {"few_bits": because.FEW_BITS}, hierarchies={"hosts": because.ADDS_NOTHING}
+)
 _GROUPS = Capabilities(
     _SEVERAL, {"free": because.CHANGES}, {}, deals=None, elastic=None, elastic_payloads={}, ragged=None
 )

@@ -158,8 +158,9 @@ ALONE = Incompatible(
 )
 WAITS = Incompatible(
     "its exchanges would wait for all pipelines, or for ones that may be gone",
-    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=8), DiLoCo(), ADPSGD(), AllReduce() or NoSync()",
-    (_SEMI, _PARTIAL, _EIGHTH, _DILOCO, _PAIRS_WAIT, _ALL_REDUCE, _NO_SYNC),
+    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=8), DiLoCo(), ADPSGD(), Decentralized(), AllReduce() or "
+    "NoSync()",
+    (_SEMI, _PARTIAL, _EIGHTH, _DILOCO, _PAIRS_WAIT, _RING, _ALL_REDUCE, _NO_SYNC),
 )
 HELD_UP = Incompatible(
     "the pipelines of a group average gradients, and none could take a step without one that may be gone",

@@ -279,6 +279,7 @@ class ElasticReplica(Replica):
     present: Callable[[], int] = field(kw_only=True)  # number of pipelines
     of_present: RoundsOfPresent = field(kw_only=True)
     of_bases: RoundsOfBases | None = field(kw_only=True, default=None)
+    forget: Callable[[], None] = field(kw_only=True, default=lambda: None)  # what members of groups have in common
 
     @property
     def count(self) -> int:
@@ -294,6 +295,7 @@ class ElasticReplica(Replica):
         return self.of_bases
 
     def average(self, tensors: Sequence[Tensor]) -> None:
+        self.forget()
         self.barriers.average(tensors)
 
     def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:

@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.decentralized import PresentPeers
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.worker.options import Options
@@ -24,8 +25,8 @@ def check_options(options: Options) -> None:
 
 
 def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) -> None:
-    """Raise ConfigurationError if a method has rounds, and the scheduler decides by another policy than it needs."""
-    if (needed.keeps_equal or isinstance(needed, OuterRounds)) and type(held) is not type(needed):
+    """Raise ConfigurationError if a method needs its own policy, and the scheduler decides by another one."""
+    if (needed.keeps_equal or isinstance(needed, OuterRounds | PresentPeers)) and type(held) is not type(needed):
         name = registry.name_of(needed)
         raise ConfigurationError(
             f"sync={options.sync!r} needs a scheduler that decides by {name}, and this one decides by "
