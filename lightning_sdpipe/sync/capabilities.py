@@ -53,6 +53,7 @@ class Capabilities:
         divides: ``batch_by_speed=True``.
         elastic: a job in which pipelines come and go.
         elastic_payloads: demands of a payload that the method refuses in such a job.
+        elastic_hierarchies: values of ``Exchange(hierarchy=...)`` in such a job.
         elastic_schedules: schedules in such a job.
         ragged: pipelines of unlike depths or cuts.
         ragged_exchange: exchanges other than ``Exchange()`` there; else only ``overlap="free"`` and
@@ -70,12 +71,13 @@ class Capabilities:
     elastic_payloads: Mapping[str, Incompatible] = field(
         default_factory=lambda: dict.fromkeys(get_args(Needs), because.NEWCOMERS)
     )
+    elastic_hierarchies: Mapping[str, Incompatible] = field(default_factory=dict)
     elastic_schedules: Mapping[str, Incompatible] = field(default_factory=dict)
     ragged: Incompatible | None = because.ONE_CUT
     ragged_exchange: Incompatible | None = None
 
 
-_ELASTIC = {"free": because.FREELY_WITH_ALL, "hosts": because.MACHINES_CHANGE}
+_ELASTIC = {"free": because.FREELY_WITH_ALL}
 _UNLIKE = {"free": because.UNLIKE_FREELY, "hosts": because.UNLIKE_HOSTS}
 _COMMON = {"momentum": because.MOMENTA}
 _SEVERAL = _COMMON | {"feedback": because.FEEDBACK, "differences": because.DIFFERENCES}
@@ -87,6 +89,7 @@ GRADIENTS = Capabilities(
     divides=None,
     elastic=None,
     elastic_payloads={"momentum": because.MEAN_MOMENTUM},
+    elastic_hierarchies={"hosts": because.WHOLE_BUCKETS},
     elastic_schedules={"pipedream": because.NO_TURN},
     ragged=None,
     ragged_exchange=because.UNLIKE_GRADIENTS,
@@ -107,7 +110,9 @@ _RING = replace(
 _GROUPS = Capabilities(
     _SEVERAL, {"free": because.CHANGES}, {}, deals=None, elastic=None, elastic_payloads={}, ragged=None
 )
-_FREE_PAIRS = Capabilities(_SEVERAL, {"free": because.NO_WAIT}, {"hosts": because.PAIRS}, deals=None)
+_FREE_PAIRS = Capabilities(
+    _SEVERAL, {"free": because.NO_WAIT}, {"hosts": because.PAIRS}, deals=None, elastic=None, elastic_payloads={}
+)
 _WHOLE_GROUPS = Capabilities(deals=because.EQUALLY_MANY, elastic=because.HELD_UP)
 _MEETINGS = replace(
     _WHOLE_GROUPS,
@@ -122,8 +127,6 @@ def of_policy(policy: PolicyConfig) -> Capabilities:
     match policy:
         case NoSync():
             return Capabilities(deals=None, elastic=None, ragged=None)
-        case SemiDecentralized(seating="near"):
-            return replace(_GROUPS, elastic=because.UNPLACED)
         case SemiDecentralized():
             return replace(_GROUPS, deals_by_itself=because.TOGETHER if policy.window == math.inf else None)
         case PartialReduce():
@@ -207,7 +210,8 @@ def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompat
         yield elastic, row.elastic
         for need in _needs(exchange.payload):
             yield f"exchange={exchange} with {elastic}", row.elastic_payloads.get(need)
-        yield f"exchange={exchange} with {elastic}", _ELASTIC.get(exchange.overlap) or _ELASTIC.get(exchange.hierarchy)
+        yield f"exchange={exchange} with {elastic}", _ELASTIC.get(exchange.overlap)
+        yield f"exchange={exchange} with {elastic}", row.elastic_hierarchies.get(exchange.hierarchy)
         yield f"schedule={asked.schedule!r} with {elastic}", row.elastic_schedules.get(asked.schedule)
         if asked.batch_by_speed:
             yield f"batch_by_speed=True with {elastic}", because.DEALT_ANYWAY

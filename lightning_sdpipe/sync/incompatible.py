@@ -167,11 +167,6 @@ HELD_UP = Incompatible(
     "Use PHDPSGD(within='models'), which averages their models after each step instead",
     ({"sync.within": "models"},),
 )
-UNPLACED = Incompatible(
-    "seating='near' asks on which machine each pipeline runs, and that of later ones is not known",
-    "List the pipelines that are near each other, as in seating=[[0, 1], [2, 3]]",
-    ({"sync.seating": [[0, 1], [2, 3]]},),
-)
 MEAN_MOMENTUM = Incompatible(
     "messages add to the mean momentum of all rounds before, which newcomers lack",
     "Use momentum=0, which sends gradients with error feedback",
@@ -204,8 +199,10 @@ DEALT_ANYWAY = Incompatible(
 FREELY_WITH_ALL = Incompatible(
     "a thread that averages at its own pace waits for all pipelines", "Use overlap='step'", (_STEP,)
 )
-MACHINES_CHANGE = Incompatible(
-    "the machines of pipelines that come later are not known", "Use hierarchy='flat'", (_FLAT,)
+WHOLE_BUCKETS = Incompatible(
+    "gradients of those that are present are added up among all of them alike",
+    "Use hierarchy='flat', or SemiDecentralized() or DiLoCo(), which average by machines",
+    (_FLAT, _SEMI, _DILOCO),
 )
 
 _ALIKE = {"unlike": ()}

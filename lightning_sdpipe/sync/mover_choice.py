@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -22,9 +22,11 @@ from lightning_sdpipe.policies.pairing import ring
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import Replicas
-from lightning_sdpipe.topology.hosts import hosts_of_replicas
+from lightning_sdpipe.topology.hosts import hosts_of_replicas, require_names, this_host
 
 Begin = Callable[[Sequence[Tensor]], None]
+MakeMover = Callable[[Replicas, Mapping[int, str] | None], Mover]
+"""Makes a mover among replicas, of which the machine of each pipeline is known where it matters."""
 
 
 def hosts_of(replica: Replica) -> list[str] | None:
@@ -34,6 +36,20 @@ def hosts_of(replica: Replica) -> list[str] | None:
         ConfigurationError: machines cannot be distinguished.
     """
     return hosts_of_replicas(replica.groups, replica.device) if replica.exchange.hierarchy == "hosts" else None
+
+
+def own_host(exchange: Exchange, pipeline: int) -> str | None:
+    """Returns the machine of this replica, which belongs to ``pipeline``, if the exchange distinguishes machines; else
+    None.
+
+    Raises:
+        ConfigurationError: the machine has no name.
+    """
+    if exchange.hierarchy != "hosts":
+        return None
+    host = this_host()
+    require_names([(pipeline, host)])
+    return host
 
 
 def replicas_for(replica: Replica) -> list[Replicas]:
@@ -85,18 +101,18 @@ def mover_among_groups(replica: Replica) -> Mover:
 
 def among_those_present(
     exchange: Exchange, policy: PolicyConfig, pipeline: int
-) -> tuple[Callable[[Replicas], Mover], Callable[[], None]]:
-    """Returns a factory of movers among the pipelines that are present, for one process group after the other, and a
-    function to call when models have been made equal. What members have in common, and the distance of models, is
-    remembered from one process group to the next."""
-    if policy.keeps_equal or isinstance(policy, OuterRounds):  # their rounds bring movers of their own
-        return GroupMean, lambda: None
+) -> tuple[MakeMover, Callable[[], None]]:
+    """Returns a factory of movers among the pipelines that are present, for one process group after the other, and the
+    machine of each pipeline, if the exchange distinguishes machines; and a function to call when models have been made
+    equal. What members have in common, and the distance of models, is remembered from one process group to the next."""
+    in_rounds = policy.keeps_equal or isinstance(policy, OuterRounds)  # which bring movers of their own
     if isinstance(policy, Decentralized) and policy.peers == "ring":
         copies = RingCopies(None if exchange.is_full else exchange.payload, pipeline)
-        return partial(ChangingRing, memory=copies), copies.forget
-    if exchange.is_full:
-        return GroupMean, lambda: None
-    return partial(EncodedMean, coding=OwnReference(exchange.payload)), lambda: None
+        return lambda replicas, hosts: ChangingRing(replicas, copies), copies.forget
+    if in_rounds or (exchange.is_full and exchange.hierarchy == "flat"):
+        return lambda replicas, hosts: GroupMean(replicas), lambda: None
+    coding = OwnReference(exchange.payload)
+    return lambda replicas, hosts: EncodedMean(replicas, coding, hosts), lambda: None
 
 
 def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:

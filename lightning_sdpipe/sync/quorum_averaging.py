@@ -90,6 +90,7 @@ class QuorumAveraging(OuterAveraging):
             return
         self._begins_anew = False
         super().start()
+        self._state.forget()
         given, self._given = self._given, None
         if given is not None and given[1]:  # a donor that has not begun has no base besides its model
             self._state.load(*given)

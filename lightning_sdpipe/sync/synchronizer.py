@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
 from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.gradients import GradientExchange
-from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.exchange.moving import Mover, Pending, finish
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState
 from lightning_sdpipe.exchange.payloads import Payload
@@ -162,6 +162,10 @@ class Replica:
         None."""
         return None
 
+    def pairs(self) -> ExchangesOfPairs | None:
+        """Returns how pairs exchange beside training where one of the two may be lost; None if that ends the run."""
+        return None
+
     def mover(self) -> Mover | None:
         """Returns the mover that averages models in groups, where the exchange does not choose it; else None."""
         return None
@@ -249,6 +253,14 @@ class RoundsOfBases(Protocol):
         the number of updates that this worker has made."""
 
 
+class ExchangesOfPairs(Protocol):
+    """Exchanges of two replicas, either of which may be lost."""
+
+    def run(self, group: Group, start: Callable[[Replicas], Pending]) -> bool:
+        """Exchanges between the two members of ``group``, all of it or nothing; returns whether it was done. Any thread
+        may call it. ``start`` begins the exchange between these replicas."""
+
+
 class Synchronizer:
     """A worker's half of a synchronisation method. The base class never synchronises, except at a sync point.
 
@@ -283,6 +295,10 @@ class Synchronizer:
 
     loose = 0
     """Number of the last updates of this worker that no other one's model has, if the method counts them."""
+
+    serves = False
+    """Whether others may exchange with this worker at any time until it has left. Then it has to :meth:`stop` after
+    that."""
 
     by_samples = False
     """Whether :meth:`weigh` is called for each mini-batch before its backward."""

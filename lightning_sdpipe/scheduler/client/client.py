@@ -72,6 +72,9 @@ class SchedulerClient:
         """Called in the other thread, in order, for each group that the worker is a passive member of, with the last
         iteration that had been answered before, None if none had since the worker joined. It must be set before
         :meth:`join`."""
+        self.invitations_are_lost_after: float | None = None
+        """Seconds after which an invitation that was sent and has not come is not waited for any more; None if that
+        is an error. It never comes if the connection has broken, or the scheduler was killed."""
         self._timeout = timeout
         self._thread, self._asks = line.thread, line.thread.talk.training
         self._outcomes: dict[Kind, m.Reply | e.Reply] = {}
@@ -291,9 +294,14 @@ class SchedulerClient:
         raise RunAborted(Failure(stop.worker, stop.reason))
 
     def _wait_for_invitations(self, sent: int) -> None:
+        lost_after = self.invitations_are_lost_after
+        seconds = self._timeout if lost_after is None else lost_after
         with self._thread.changed:
             talk = self._thread.talk
-            if not self._thread.changed.wait_for(lambda: self._invited >= sent or bool(talk.stop), self._timeout):
+            if not self._thread.changed.wait_for(lambda: self._invited >= sent or bool(talk.stop), seconds):
+                if lost_after is not None:
+                    self._invited = sent
+                    return
                 raise SchedulerError(
                     f"worker {self.worker} waited {self._timeout:g} s for {sent - self._invited} invitations that it "
                     f"was sent; its beats may not reach the scheduler at {self.address}"

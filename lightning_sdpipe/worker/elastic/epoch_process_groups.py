@@ -4,7 +4,8 @@ Making one takes milliseconds, and longer if a member is gone; so threads do it,
 in use meanwhile. gloo cannot end a wait for a message that a live process will not send, except that a receive in
 another thread runs into its timeout, which closes all connections of this process in that group. So this is done to a
 group in which this worker exchanges with a lost worker, or in which an exchange has broken off: a message still on its
-way to memory that is let go would hold up all later ones for good.
+way to memory that is let go would hold up all later ones for good. Waits for messages that this does not end, since a
+connection was lost in the midst of one, are left (:mod:`~lightning_sdpipe.exchange.transfers`).
 
 To make a group, replicas find each other by :class:`SchedulerStore`, over the scheduler's key-value store. The
 scheduler imports no torch, and its connection is encrypted where there are keys. A TCPStore would live and die with one
@@ -16,8 +17,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -113,6 +114,7 @@ class _OfEpoch:
     replicas: Replicas  # over a gloo group that belongs to no world
     mover: GroupMean
     exchange: Mover
+    hosts: Mapping[int, str] | None
 
 
 class EpochGroups:
@@ -123,8 +125,9 @@ class EpochGroups:
         make_store: see :data:`MakeStore`.
         timeout: that of a transfer, once a group exists.
         report: the client that is told the groups and exchanges of this worker.
-        among: makes the mover that averages models while they train.
+        among: makes the mover that averages models while they train, from the replicas and their machines.
         traffic: counts the bytes that this worker sends.
+        host: this worker's machine, if machines are told apart; the replicas of an epoch tell each other theirs.
     """
 
     def __init__(
@@ -133,8 +136,9 @@ class EpochGroups:
         make_store: MakeStore,
         timeout: timedelta,
         report: MembershipClient,
-        among: Callable[[Replicas], Mover] = GroupMean,
+        among: Callable[[Replicas, Mapping[int, str] | None], Mover] = lambda replicas, hosts: GroupMean(replicas),
         traffic: Traffic | None = None,
+        host: str | None = None,
     ) -> None:
         self._worker = worker
         self._make_store = make_store
@@ -142,12 +146,15 @@ class EpochGroups:
         self._report = report
         self._lock = threading.Condition()
         self._among = among
+        self._host = host
         self._traffic = Traffic() if traffic is None else traffic
         self._made: dict[int, _OfEpoch] = {}
         self._given_up = -1  # the newest epoch whose group was
         self._epoch: Epoch | None = None  # the newest
         self._starts: dict[int, dict[int, Member]] = {}  # start of each pipeline, by known epoch
         self._in_use: Group | None = None
+        self._beside: dict[int, Group] = {}
+        """Groups that are used beside that one, by sequence."""
         self._moved = 0  # pieces of the exchange that were taken over
         self._closed = False
 
@@ -159,12 +166,11 @@ class EpochGroups:
             self._epoch = epoch
             self._starts = {number: self._starts[number] for number in self._starts if number in self._made}
             self._starts[epoch.number] = {member.pipeline: member for member in epoch.members}
-            used = self._in_use
-            broken = used is not None and self._has_lost(used)
+            broken = {used.epoch for used in self._used() if self._has_lost(used)}
             self._lock.notify_all()
         present = set(epoch.pipelines)
-        if used is not None and broken:
-            self._poison(used.epoch)
+        for number in broken:
+            self._poison(number)
         if self._worker.pipeline in present and len(present) > 1:
             # A thread for each: one that connects to a worker that has gone on to the next epoch waits in vain. The
             # interpreter waits for them at its end: it would abort in one that comes out of gloo while it is torn down.
@@ -197,6 +203,11 @@ class EpochGroups:
         """
         return self._of(group).replicas
 
+    def hosts(self, group: Group) -> Mapping[int, str] | None:
+        """Return the machine of each replica in the group's epoch, None if machines are not told apart; raises as
+        :meth:`replicas` does."""
+        return self._of(group).hosts
+
     def _of(self, group: Group) -> _OfEpoch:
         with self._lock:
             self._lock.wait_for(
@@ -223,6 +234,30 @@ class EpochGroups:
             self._tell_of_exchange()
         if gone and group is not None and made is not None and _holds(made.replicas, group):
             self._poison(group.epoch)
+
+    @contextmanager
+    def beside(self, group: Group) -> Iterator[Replicas]:
+        """Use ``group`` within the block, besides others that are used at the same time, and give its process group up
+        if the exchange in the block breaks off. Any thread may do so.
+
+        Raises:
+            WorkerFailedError: a member of the group's epoch is gone, and with it the process group.
+        """
+        with self._lock:
+            self._beside[group.sequence] = group
+            gone = self._has_lost(group)
+        try:
+            if gone:
+                raise WorkerFailedError(f"a member of group {group.sequence} is gone since epoch {group.epoch}")
+            replicas = self.replicas(group)
+            try:
+                yield replicas
+            except WorkerFailedError:
+                self.give_up(group)
+                raise
+        finally:
+            with self._lock:
+                del self._beside[group.sequence]
 
     def moved(self) -> None:
         """Note that a piece of the present exchange has been taken over."""
@@ -265,6 +300,9 @@ class EpochGroups:
     def _newest(self) -> int:
         return 0 if self._epoch is None else self._epoch.number
 
+    def _used(self) -> list[Group]:
+        return [*([] if self._in_use is None else [self._in_use]), *self._beside.values()]
+
     def _present(self) -> set[int]:
         return {self._worker.pipeline} if self._epoch is None else set(self._epoch.pipelines)
 
@@ -284,6 +322,8 @@ class EpochGroups:
                 self._lock.notify_all()
         if made is not None:
             group: Any = made.replicas.group
+            if made.replicas.given_up is not None:
+                made.replicas.given_up.set()
             for peer in {*range(group.size())} - {group.rank()}:  # one that is gone cannot time out
                 with suppress(RuntimeError):  # the timeout is expected
                     group.recv([torch.zeros(1)], peer, _POISON).wait(timedelta(milliseconds=1))
@@ -293,20 +333,25 @@ class EpochGroups:
         stage, pipeline = self._worker.stage, self._worker.pipeline
         number, places = epoch.number, {i: place for place, i in enumerate(epoch.pipelines)}
         store = self._make_store(f"epoch-{number}-{stage}", lambda: self._is_over or number != self._newest)
+        hosts: dict[int, str] | None = None
         try:
+            if self._host is not None:
+                store.set(f"host-{pipeline}", self._host)
             group: Any = dist.ProcessGroupGloo(store, places[pipeline], len(places), CONNECTING)
+            if self._host is not None:
+                hosts = {i: store.get(f"host-{i}").decode() for i in places}
         except Exception as error:  # a later epoch is on its way, or the scheduler, which says so where it is asked
             log.info("the group of epoch %d was not made: %s", number, str(error).splitlines()[0])
             return
         group._set_default_timeout(self._timeout)  # of collectives
-        replicas = Replicas(group, places, stage, pipeline, limit=self._timeout)
+        replicas = Replicas(group, places, stage, pipeline, limit=self._timeout, given_up=threading.Event())
         counted = replace(replicas, traffic=self._traffic)
         with self._lock:
             if self._is_over:
                 return
-            self._made[number] = _OfEpoch(replicas, GroupMean(replicas), self._among(counted))
-            in_use = self._in_use.epoch if self._in_use is not None else number
-            old = [self._made.pop(earlier) for earlier in sorted(self._made)[:-KEPT] if earlier != in_use]
+            self._made[number] = _OfEpoch(replicas, GroupMean(replicas), self._among(counted, hosts), hosts)
+            in_use = {used.epoch for used in self._used()}
+            old = [self._made.pop(earlier) for earlier in sorted(self._made)[:-KEPT] if earlier not in in_use]
             self._lock.notify_all()
         self._report.holds(self.held)
         del old

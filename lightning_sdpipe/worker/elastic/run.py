@@ -31,7 +31,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
-from lightning_sdpipe.sync.mover_choice import among_those_present
+from lightning_sdpipe.sync.mover_choice import among_those_present, own_host
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -43,7 +43,7 @@ from lightning_sdpipe.worker.elastic import joining, leader, refusals
 from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous, ElasticReplica, agree
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, State
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, SchedulerStore
-from lightning_sdpipe.worker.elastic.fault_tolerant_mean import FaultTolerantMean
+from lightning_sdpipe.worker.elastic.fault_tolerant_mean import DroppedPairs, FaultTolerantMean
 from lightning_sdpipe.worker.elastic.round_batches import RoundBatchSource
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection
 from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
@@ -123,6 +123,7 @@ class ElasticRun:
         if self.options.placement is not None:
             check_shape(self.options.placement, self._job.world_size, None)
         refusals.check_options(self.options)
+        own_host(self.options.exchange, self._job.pipeline)  # refused if it has no name
 
     def check_trainer(self, trainer: Trainer) -> None:
         refusals.check_trainer(trainer, self.options)
@@ -168,7 +169,8 @@ class ElasticRun:
 
         traffic = self._groups.traffic
         among, forget = among_those_present(options.exchange, policy, job.pipeline)
-        epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic)
+        host = own_host(options.exchange, job.pipeline)
+        epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic, host)
         commands = CommandChannel(self._groups)
         leaving = LeaveNotice(line, job.pipeline, commands)
         rounds = SurvivingRounds(
@@ -264,6 +266,7 @@ class ElasticRun:
             of_present=place.rounds,
             of_bases=place.bases,
             forget=place.forget,
+            of_pairs=DroppedPairs(place.epochs, line, self.groups.traffic),
         )
 
     def rendezvous(self, sync: Synchronizer) -> Rendezvous:
@@ -362,7 +365,7 @@ class _Duties:
 
     def __init__(self, run: ElasticRun, place: _Place) -> None:
         self._run, self._leaving, self.commands = run, place.leaving, place.commands
-        self._line = place.line
+        self._line, self._client = place.line, place.client
 
     def order(self) -> Command | None:
         leaving = self._leaving.given
@@ -372,6 +375,8 @@ class _Duties:
         fit = self._run.fit
         if command.kind is CommandKind.LEAVE:
             self.commands.done()  # when one stage leaves, all of them must end at once
+            if fit.training.sync.serves:
+                self._client.leave()
             fit.training.sync.stop()  # others may wait for exchanges that are under way
             fit.checkpoints.wait()
             raise SIGTERMException

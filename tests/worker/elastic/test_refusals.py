@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -29,6 +31,7 @@ from lightning_sdpipe.sync import (
     SemiDecentralized,
 )
 from lightning_sdpipe.worker.elastic import refusals
+from lightning_sdpipe.worker.elastic.run import ElasticRun
 
 BY_MODELS = PHDPSGD(groups=[[0, 1], [2]], within="models")
 
@@ -43,8 +46,10 @@ def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
     "sync",
     [
         *(SemiDecentralized(), PartialReduce(), NoSync(), LocalSGD(every=2), ADPSGD(), BY_MODELS),
+        ADPSGD(asynchronous=True),
         *(AllReduce(), AllReduce(weights="equal"), AllReduce(weights="samples")),
-        *(DiLoCo(every=2), DiLoCo(every=2, quorum=0.5, grace=1.0), Decentralized(), Decentralized("shift_one", 2)),
+        *(DiLoCo(every=2), DiLoCo(every=2, quorum=0.5, grace=1.0), DiLoCo(group=PartialReduce())),
+        *(Decentralized(), Decentralized("shift_one", 2)),
     ],
 )
 def test_these_methods_work(sync: Any) -> None:
@@ -55,7 +60,7 @@ def test_these_methods_work(sync: Any) -> None:
 
 @pytest.mark.parametrize(
     "sync",
-    [HetPipe(), ParameterServer(), ADPSGD(asynchronous=True), PHDPSGD(), DiLoCo(every=2, fragments=2)],
+    [HetPipe(), ParameterServer(), PHDPSGD(), DiLoCo(every=2, fragments=2)],
 )
 def test_other_methods_are_refused(sync: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"SemiDecentralized|PHDPSGD\(within='models'\)|fragments=1"):
@@ -67,20 +72,27 @@ def test_other_methods_are_refused(sync: Any) -> None:
     [
         ("start_method", "fork"),
         ("batch_by_speed", True),
-        ("sync", SemiDecentralized(seating="near")),
     ],
 )
 def test_other_options_are_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match="seating='near'" if name == "sync" else name):
+    with pytest.raises(ConfigurationError, match=name):
         refusals.check_options(SDPipeStrategy(**{name: value}).options)
 
 
-@pytest.mark.parametrize("sync", [SemiDecentralized(), PartialReduce(), ADPSGD()])
+def test_machines_must_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("localhost", "one"):
+        monkeypatch.setenv("SDPIPE_HOST", name)
+        options = SDPipeStrategy(exchange=Exchange(hierarchy="hosts")).options
+        with nullcontext() if name == "one" else pytest.raises(ConfigurationError, match="Give each machine a name"):
+            ElasticRun(options, SimpleNamespace(), lambda: None).check()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sync", [SemiDecentralized(), PartialReduce(), ADPSGD(), ADPSGD(asynchronous=True)])
 def test_groups_may_send_eight_bits_and_average_beside_the_next_step(sync: Any) -> None:
     SDPipeStrategy(sync=sync, exchange=Exchange(EightBit(), overlap="step"))
 
 
-@pytest.mark.parametrize("exchange", [Exchange(overlap="free"), Exchange(hierarchy="hosts"), Exchange(EightBit())])
+@pytest.mark.parametrize("exchange", [Exchange(overlap="free"), Exchange(EightBit())])
 def test_what_everybody_must_share_is_refused(exchange: Exchange) -> None:
     with pytest.raises(ConfigurationError, match="does not work in an elastic job"):
         SDPipeStrategy(sync=LocalSGD(every=1), exchange=exchange)
@@ -91,6 +103,14 @@ def test_models_may_be_averaged_without_a_flush_and_gradients_may_not(sync: Any)
     SDPipeStrategy(sync=sync, schedule="pipedream")
     with pytest.raises(ConfigurationError, match=r"schedule='1f1b', or SemiDecentralized\(\)"):
         SDPipeStrategy(sync=AllReduce(), schedule="pipedream")
+
+
+def test_pairs_that_compute_meanwhile_need_a_scheduler_that_names_such_pairs() -> None:
+    waits, does_not = ADPSGD(), ADPSGD(asynchronous=True)
+    refusals.check_scheduler(SDPipeStrategy(sync=does_not).options, does_not, ADPSGD(seed=3, asynchronous=True))
+    for needed, held, name in ((does_not, waits, "ad_psgd --set asynchronous=true"), (waits, does_not, "ad_psgd")):
+        with pytest.raises(ConfigurationError, match=f"decides by {name}, and .*Start it with --policy {name}, or"):
+            refusals.check_scheduler(SDPipeStrategy(sync=needed).options, needed, held)
 
 
 @pytest.mark.parametrize("distributed", [True, "async"])
@@ -125,8 +145,12 @@ def test_what_rounds_of_gradients_cannot_do_is_refused_with_what_they_can() -> N
     refusals.check_trainer(trainer, SDPipeStrategy().options)
     for payload in (EightBit(), EightBit(feedback=True), OneBit(after=10)):
         refusals.check_options(SDPipeStrategy(sync=AllReduce(), exchange=Exchange(payload)).options)
-    for exchange in (Exchange(OneBit(momentum=0.9, after=10)), Exchange(overlap="step")):
-        with pytest.raises(ConfigurationError, match=r"Use momentum=0|LocalSGD"):
+    for exchange in (
+        Exchange(OneBit(momentum=0.9, after=10)),
+        Exchange(overlap="step"),
+        Exchange(hierarchy="hosts"),
+    ):
+        with pytest.raises(ConfigurationError, match=r"Use momentum=0|LocalSGD|hierarchy='flat'"):
             SDPipeStrategy(sync=AllReduce(), exchange=exchange)
     refusals.check_scheduler(options, AllPresent(), AllPresent())
     refusals.check_scheduler(SDPipeStrategy().options, SemiDecentralized(), AllPresent())
