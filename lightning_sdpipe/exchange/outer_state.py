@@ -55,7 +55,7 @@ class NewBase:
     missed: list[MadeBase] = field(default_factory=list)
     """The rounds before this one that this worker was not in."""
     made: MadeBase | None = None
-    """The round itself, to be kept for others that miss it."""
+    """The round itself, to be kept for others that miss it; None if its members have not read the same messages."""
 
 
 class OuterState:
@@ -120,7 +120,9 @@ class OuterState:
                 means.append(mover.average(piece, number, team, tag, sent[-1]))
                 moved()
             missed, received = self._share(sharing, group, replicas, moved)
-            return NewBase(group.sequence, means, received, missed, MadeBase(sharing.newest, group.sequence, sent))
+            flat = mover.hosts is None  # else members of one host have read the mean from different messages
+            made = MadeBase(sharing.newest, group.sequence, sent) if flat else None
+            return NewBase(group.sequence, means, received, missed, made)
         except BaseException:
             self.codec.drop()
             raise

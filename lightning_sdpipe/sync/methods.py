@@ -28,7 +28,7 @@ from lightning_sdpipe.policies.pairing import random_pair, shift_one
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer, refusal
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
-from lightning_sdpipe.sync.background_averaging import BackgroundAveraging
+from lightning_sdpipe.sync.background_averaging import BackgroundAveraging, FreeAveraging
 from lightning_sdpipe.sync.capabilities import BY_SAMPLES, GRADIENTS, Capabilities, capabilities_of, of_policy
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging, PresentAveraging
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
@@ -195,6 +195,8 @@ class ByPolicy:
 def _averaging(
     replica: Replica, every: int, mover: Mover, begin: Begin | None, meet: Callable[[Group], Group]
 ) -> Synchronizer:
+    if replica.exchange.overlap == "free" and replica.mover() is not None:
+        return FreeAveraging(replica, mover)
     if replica.exchange.overlap == "free":
         return BackgroundAveraging(replica, mover, meet, begin)
     return ModelAveraging(replica, every, mover, begin)

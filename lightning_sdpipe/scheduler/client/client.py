@@ -81,6 +81,8 @@ class SchedulerClient:
         self._invited = 0
         self._iteration: int | None = None
         """Iteration of the ready whose group was not fetched yet."""
+        self._repeat_at = 0.0
+        """Time at which a ready that is only looked at is repeated."""
         self._group = -1
         """Sequence of the group that was fetched since the last step, -1 for none."""
         self._leasing: tuple[Segment, int] | None = None
@@ -136,7 +138,7 @@ class SchedulerClient:
                 f"worker {self.worker} reported iteration {iteration} before it fetched the group of "
                 f"iteration {self._iteration}; call group() after every ready()"
             )
-        self._iteration = iteration
+        self._iteration, self._repeat_at = iteration, time.monotonic() + REPEAT_AFTER
         self._ask(m.Ready, iteration, base)
 
     def group(self) -> Group:
@@ -150,8 +152,13 @@ class SchedulerClient:
         return answer.group
 
     def group_if_known(self) -> Group | None:
-        """Return the group as :meth:`group` does, if the answer has come, else None."""
+        """Return the group as :meth:`group` does, if the answer has come, else None. Called again and again, it repeats
+        the ready as a wait would."""
         if self._iteration is not None and m.Ready not in self._outcomes:
+            self._check()
+            if (now := time.monotonic()) >= self._repeat_at:
+                self._again()
+                self._repeat_at = now + REPEAT_AFTER
             self._receive(0.0)
         return self.group() if m.Ready in self._outcomes else None
 

@@ -46,6 +46,9 @@ def train(directory: Path, sync: Decentralized, exchange: Exchange, num_stages: 
         (Decentralized("ring"), Exchange(EightBit(block=8, feedback=True)), 1),
         pytest.param(Decentralized("shift_one"), Exchange(overlap="step"), 1, marks=pytest.mark.slow),
         pytest.param(Decentralized("ring"), Exchange(overlap="step"), 2, marks=pytest.mark.slow),
+        pytest.param(
+            Decentralized("ring"), Exchange(EightBit(block=8), overlap="free", interval=0.02), 1, marks=pytest.mark.slow
+        ),
         pytest.param(Decentralized("random", every=2), Exchange(EightBit(block=8)), 2, marks=pytest.mark.slow),
     ],
     ids=str,
