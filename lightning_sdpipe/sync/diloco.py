@@ -30,7 +30,7 @@ _EACH_UPDATE = Incompatible(
 )
 _STREAMS = Incompatible(
     "fragments, and means that arrive later, would have bases of their own, of which a newcomer may lack some",
-    "Use fragments=1, delay=0 and mix=0, and overlap='step' to hide the transfer",
+    "Use fragments=1, delay=0 and mix=0, and overlap='step' to hide the transfer; with a quorum delay= hides more",
     ({"sync.fragments": 1, "sync.delay": 0, "sync.mix": 0, "exchange.overlap": "step"},),
 )
 _IN_FULL = Incompatible(
@@ -44,6 +44,11 @@ _IN_GROUPS: dict[str, Any] = {
     "hierarchies": {"hosts": _IN_FULL},
     "ragged": ONE_CUT,
 }
+_BESIDE = Incompatible(
+    "a round by quorum that may take delay= updates goes on beside training",
+    "Use overlap='step', or delay=0",
+    ({"exchange.overlap": "step"}, {"sync.delay": 0}),
+)
 
 
 @dataclass(frozen=True)
@@ -59,11 +64,12 @@ class DiLoCo:
     A round waits for all pipelines, or for as many as ``quorum`` says: their number, or their share of those present,
     such as 0.5. It then waits for more of them as long as ``grace``: seconds, or ``"auto"``, until those have come that
     are expected soon. One that comes later is in a later round, with what it has moved by since its own base, and gets
-    the newest base there. A quorum goes with ``fragments=1`` and ``delay=0``.
+    the newest base there. A quorum goes with ``fragments=1``; and with ``delay`` if ``overlap="step"``: a pipeline then
+    waits neither for others to be ready nor for the new base if these come within so many updates each.
 
     With ``group``, a round is of a group that this policy forms, so that no pipeline waits for a slow one: the members
     average their bases and momenta with their models, in full, which is up to three times the bytes. It is
-    ``SemiDecentralized(...)`` or ``PartialReduce(...)``, and goes with ``fragments=1`` and ``delay=0``, too.
+    ``SemiDecentralized(...)`` or ``PartialReduce(...)``, and goes with ``fragments=1`` and ``delay=0``.
     """
 
     every: int = 500
@@ -91,8 +97,9 @@ class DiLoCo:
                 "one of them."
             )
         by = f"quorum={self.quorum}" if self.quorum is not None else "group="
-        hide = ", with exchange=Exchange(overlap='step') to hide the transfer" if self.quorum is not None else ""
-        for name, value, instead in (("fragments", self.fragments, 1), ("delay", self.delay, 0), ("mix", self.mix, 0)):
+        hide = ", with exchange=Exchange(overlap='step') and delay= to hide it" if self.quorum is not None else ""
+        delay = 0 if self.quorum is not None else self.delay
+        for name, value, instead in (("fragments", self.fragments, 1), ("delay", delay, 0), ("mix", self.mix, 0)):
             if (self.quorum is not None or self.group is not None) and value != instead:
                 raise ConfigurationError(
                     f"{name}={value} does not go with {by}: the members of such a round have one base each, for the "
@@ -114,8 +121,10 @@ class DiLoCo:
         if self.group is not None:
             return replace(of_policy(self.group), **_IN_GROUPS)
         row = OUTER if self.quorum is None else WHOLE
-        if (self.fragments, self.delay, self.mix) != (1, 0, 0):
+        if (self.fragments, self.delay, self.mix) != (1, 0, 0) and self.quorum is None:
             row = replace(row, elastic=_STREAMS)
+        if self.delay and self.quorum is not None:
+            row = replace(row, overlaps={"none": _BESIDE, **row.overlaps})
         if self.mix or self.every == 1:
             row = replace(row, overlaps={"step": _MIXES if self.mix else _EACH_UPDATE, **row.overlaps})
         return row
@@ -125,7 +134,8 @@ class DiLoCo:
         if self.group is not None:
             return OuterGroups(replica, nesterov, self.every, self.group.announces == "late")
         if bases is not None or self.quorum is not None:
-            return QuorumAveraging(replica, nesterov, self.every, bases)
+            delay = max(self.delay, 1) if replica.exchange.overlap == "step" else 0
+            return QuorumAveraging(replica, nesterov, Fragments(self.every, delay=delay), bases)
         keeps = replica.exchange.overlap == "step"
         delay = max(self.delay, 1) if keeps else self.delay
         return OuterAveraging(replica, nesterov, Fragments(self.every, self.fragments, delay, self.mix), keeps)

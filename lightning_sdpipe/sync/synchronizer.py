@@ -268,7 +268,7 @@ class Synchronizer:
     more, and :meth:`synchronise`, when the optimizer has stepped. A method that averages gradients offers ``gradients``
     to the pipeline, which reports every gradient that the backward completes, and waits for the means before it ends.
 
-    :class:`~lightning_sdpipe.sync.rendezvous.Rendezvous` calls the last five methods when a worker joins and leaves.
+    :class:`~lightning_sdpipe.sync.rendezvous.Rendezvous` calls the last six methods when a worker joins and leaves.
     """
 
     gradients: GradientExchange | None = None
@@ -335,6 +335,9 @@ class Synchronizer:
 
     def start(self) -> None:
         """Starts taking part; the others will, too."""
+
+    def settle(self) -> None:
+        """Finishes what others still count on this worker for, which is about to leave the scheduler's groups."""
 
     def stop(self) -> None:
         """Stops taking part, while others may train on."""

@@ -101,9 +101,9 @@ def check_that_what_died_is_trained_by_others(run: ElasticRun, died: int) -> Non
     ("sync", "exchange", "phase"),
     [
         (DiLoCo(every=4), Exchange(hierarchy="hosts"), "made"),
-        (DiLoCo(every=4, quorum=0.5), Exchange(EightBit(), overlap="step"), "adopted"),
+        (DiLoCo(every=4, quorum=0.5, delay=3), Exchange(EightBit(), overlap="step"), "adopted"),
     ],
-    ids=["all by machines", "quorum in eight bits beside the next step"],
+    ids=["all by machines", "quorum in eight bits beside the next steps"],
 )
 def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, sync: DiLoCo, exchange: Exchange, phase: str) -> None:
     with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3", "--policy", "outer_rounds") as run:
