@@ -15,7 +15,7 @@ Loading of batches has separate streams: a :class:`Stream` goes on where it ende
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,18 +74,18 @@ class RandomStreams:
 
     def begin(self, *key: int) -> None:
         """Begins the stream of ``key``, from which user code draws from now on."""
-        self._seed(mix(*key))
+        _seed(self._torch, mix(*key))
 
     def enter(self, block: int) -> int:
         """Begins the stream of a block; returns the seed for :meth:`leave`."""
         seed = self.current
-        self._seed(mix(seed, block, 1))
+        _seed(self._torch, mix(seed, block, 1))
         return seed
 
     def leave(self, block: int, seed: int) -> None:
         """Ends the stream of a block that has run, here or on another stage: ``seed`` is the value of :attr:`current`
         before it."""
-        self._seed(mix(seed, block, 2))
+        _seed(self._torch, mix(seed, block, 2))
 
     @property
     def current(self) -> int:
@@ -95,18 +95,12 @@ class RandomStreams:
     def drawn_from(self) -> bool:
         """Returns whether anything has been drawn since the stream began. Then another stream must begin."""
         found = self._fingerprint()
-        self._seed(self.current)
+        _seed(self._torch, self.current)
         return found != self._fingerprint()
 
     def _fingerprint(self) -> tuple[Any, ...]:
         states = [generator.get_state().numpy().tobytes() for generator in self._torch]
         return *states, random.getstate(), np.random.randint(2**31)
-
-    def _seed(self, seed: int) -> None:
-        for generator in self._torch:
-            generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
 
 
 class Stream:
@@ -148,9 +142,15 @@ def set_states(found: tuple[Any, ...]) -> None:
 
 def seed_generators(seed: int) -> None:
     """Seeds the generators of this process that a data set may draw from: torch's, Python's and NumPy's."""
-    torch.default_generator.manual_seed(seed)
     opened = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if opened:  # never in a process that loads batches
         torch.cuda.manual_seed(seed)
+    _seed([torch.default_generator], seed)
+
+
+def _seed(generators: Sequence[torch.Generator], seed: int) -> None:
+    """Seeds torch's ``generators``, Python's and NumPy's."""
+    for generator in generators:
+        generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)

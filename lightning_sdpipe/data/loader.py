@@ -137,11 +137,11 @@ class PipelineLoader:
         stream = Stream(mix(*key))
         with _seeding_what_follows(), stream.drawn():
             batches = iter(self._source)
-        draws = nullcontext if self._plain else stream.drawn
+        nothing = nullcontext()
         while True:
             before = _STREAMS.current
             try:  # as _seeding_what_follows, without the cost of a generator for each batch
-                with draws(), meter.phase(meter.DATA):
+                with nothing if self._plain else stream.drawn(), meter.phase(meter.DATA):
                     batch = next(batches, _END)
             finally:
                 _STREAMS.leave(_FETCHING, before)
@@ -186,9 +186,9 @@ class _Positions:
     def __iter__(self) -> Iterator[Drawn]:
         with self._stream.drawn():
             batches = iter(self._batches)
-        begun = False
+        begun, nothing = False, nullcontext()
         for number in self._numbers:
-            with nullcontext() if begun and _draws_at_once(self._batches) else self._stream.drawn():
+            with nothing if begun and _draws_at_once(self._batches) else self._stream.drawn():
                 try:
                     indices = next(batches)
                 except StopIteration:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,6 +31,14 @@ WORTH_HALVING = 2**18
 time than they hide."""
 
 
+@dataclass(frozen=True)
+class SentMean:
+    """The mean of ``count`` consecutive values as all members have it: the encoded message (uint8), or the values."""
+
+    count: int
+    message: Tensor
+
+
 class EncodedMean:
     """Gives the members of a group their weighted mean, as precisely as the coding allows.
 
@@ -46,7 +55,7 @@ class EncodedMean:
         self,
         replicas: Replicas,
         coding: Codec,
-        hosts: Sequence[str] | None = None,
+        hosts: Sequence[str] | Mapping[int, str] | None = None,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
         self._replicas = replicas
@@ -67,20 +76,26 @@ class EncodedMean:
             )
         return _Encoded(self, tensors, group)
 
-    def average(self, piece: Tensor, number: int, team: Members, tag: int) -> Tensor:
-        """Returns the outcome for a flat ``piece``, which is not changed; every member calls this method.
+    def average(
+        self, piece: Tensor, number: int, team: Members, tag: int, sent: list[SentMean] | None = None
+    ) -> Tensor:
+        """Returns the outcome for a flat ``piece``, which is not changed; every member calls this method. Without
+        ``hosts``, the messages that it was read from are added to ``sent``, in the order of the values.
 
         Raises:
             WorkerFailedError: a member is gone, or a transfer has timed out.
         """
         self.coding.meets(team)
         x, at = self.coding.prepared(piece, number), Offset(number, 0)
-        return self._by_hosts(x, at, team, tag) if self.hosts is not None else self._flat(x, at, team, tag)
+        return self._by_hosts(x, at, team, tag) if self.hosts is not None else self._flat(x, at, team, tag, sent)
 
-    def _flat(self, x: Tensor, at: Offset, team: Members, tag: int) -> Tensor:
+    def _flat(self, x: Tensor, at: Offset, team: Members, tag: int, sent: list[SentMean] | None = None) -> Tensor:
         coding, wide = self.coding, residual_dtype(x.dtype)
         if len(team.members) == 1:
-            return coding.exact(x, x.to(wide) * team.weights[0])  # of a single host, which need not be 1
+            outcome = coding.exact(x, x.to(wide) * team.weights[0])  # of a single host, which need not be 1
+            if sent is not None:
+                sent.append(SentMean(len(x), outcome))
+            return outcome
         outcome = x.new_empty(len(x), dtype=wide)
         unit = 2 * len(team.members) * coding.block  # so that parts are equally long
         half = -(-len(x) // unit) * unit // 2 if len(x) >= WORTH_HALVING else len(x)
@@ -94,6 +109,8 @@ class EncodedMean:
             for owner in chunk.refused:
                 part = chunk.part(owner)
                 chunk.outcome[chunk.spans[owner]] = coding.exact(part, self._in_full(part, owner, team, tag))
+            if sent is not None:
+                sent += chunk.sent()
         return outcome
 
     def _offer(self, chunk: _Chunk, team: Members, tag: int) -> None:
@@ -117,6 +134,7 @@ class EncodedMean:
             chunk.outcome[chunk.spans[me]] = combined[1]
         answer = refusal(coding.nbytes(len(part), part.dtype), part.device) if combined is None else combined[0]
         chunk.refused = [me] if is_refusal(answer) else []
+        chunk.answer = me, answer
         chunk.arriving = {owner: self._message(chunk.part(owner)) for owner in others}
         chunk.under_way = transfers.begin(dict.fromkeys(others, answer), chunk.arriving, self._replicas, tag)
 
@@ -208,6 +226,8 @@ class _Chunk:
         """Messages, by the owner of the part in them."""
         self.arriving: dict[int, Tensor] = {}
         self.under_way: Transfers
+        self.answer: tuple[int, Tensor]
+        """This worker, and its message with the mean of its own part."""
         self.refused: list[int] = []
         """Owners whose part has to be exchanged in full precision."""
         self._x, self._at = x, at
@@ -218,6 +238,14 @@ class _Chunk:
     def place(self, owner: int) -> Offset:
         return self._at.part(self.spans[owner])
 
+    def sent(self) -> list[SentMean]:
+        """Returns the mean of each part as it was sent, when it is there."""
+        messages = dict([*self.arriving.items(), self.answer])
+        return [
+            SentMean(span.stop - span.start, self.outcome[span].clone() if owner in self.refused else messages[owner])
+            for owner, span in self.spans.items()
+        ]
+
 
 class _Encoded:
     def __init__(self, mover: EncodedMean, tensors: Sequence[Tensor], group: Group) -> None:
@@ -226,6 +254,8 @@ class _Encoded:
         self._team = Members.of(group)
         self._tag = tag_of(group)
         self._to_come = deque(enumerate(pieces_of(tensors)))
+        self._arrived: deque[tuple[int, Tensor, Tensor]] = deque()
+        """Pieces that are not committed: number, piece, outcome."""
         self._first = True
 
     def wait(self) -> bool:
@@ -233,26 +263,29 @@ class _Encoded:
             return False
         number, piece = self._to_come[0]
         start = time.perf_counter()
+        now = piece
         if self._mover.lock is not None:
             with self._mover.lock:
-                piece = piece.clone()
-        self._outcome = self._mover.average(piece, number, self._team, self._tag)
+                now = piece.clone()
+        self._arrived.append((number, piece, self._mover.average(now, number, self._team, self._tag)))
+        self._to_come.popleft()
         if self._first:
             self.seconds_waiting, self._first = time.perf_counter() - start, False
         return True
 
     def commit(self) -> None:
-        number, piece = self._to_come.popleft()
+        number, piece, outcome = self._arrived.popleft()
         with self._mover.lock or nullcontext():
-            self._mover.coding.apply(piece, number, self._outcome)
+            self._mover.coding.apply(piece, number, outcome)
 
     def abort(self) -> None:
-        if self._to_come:
+        if self._to_come or self._arrived:
             self._mover.coding.aborted()
         self._to_come.clear()
+        self._arrived.clear()
 
 
-def _by_host(members: Sequence[int], hosts: Sequence[str]) -> list[list[int]]:
+def _by_host(members: Sequence[int], hosts: Sequence[str] | Mapping[int, str]) -> list[list[int]]:
     """Returns members by their machines, which are in the order of their first members."""
     found: dict[str, list[int]] = {}
     for member in members:

@@ -20,17 +20,25 @@ changes, and keep the old one if m̄' is not finite.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
-from lightning_sdpipe.errors import NonFiniteError
-from lightning_sdpipe.exchange.background import Background
+from lightning_sdpipe.errors import NonFiniteError, WorkerFailedError
+from lightning_sdpipe.exchange.background import Background, Job
+from lightning_sdpipe.exchange.buckets import as_real
+from lightning_sdpipe.exchange.collectives import SumInPlace
 from lightning_sdpipe.exchange.common_reference import CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds, UnderWay
 from lightning_sdpipe.exchange.members import Members
+from lightning_sdpipe.exchange.moving import finish, tag_of
+from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
+from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round, Sums
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.topology.groups import Replicas
 
 
@@ -118,7 +126,7 @@ class EncodedRounds(GradientRounds):
         averaged = super().wait()
         looks = self._watch and self._payload.overflows and not averaged.nonfinite
         if looks and not _finite([flat for flat in flats if flat is not None]):
-            raise NonFiniteError(f"a gradient beyond the range of {self._payload}, which another payload has")
+            raise _beyond(self._payload)
         if averaged.members:
             if self._payload.momentum:
                 for number, flat in enumerate(flats):
@@ -172,6 +180,132 @@ class EncodedRounds(GradientRounds):
             flat.copy_(gradient_to_apply(before, after, beta))
         if torch.isfinite(after.sum()):
             before.copy_(after)
+
+
+class ReferenceOfPresent(CommonReference):
+    """A codec for gradients of members that come and go: whoever decides on them drops what was left out."""
+
+    def meets(self, team: Members) -> None:
+        """No-op."""
+
+
+class EncodedPresentRounds(PresentRounds):
+    """A :class:`~lightning_sdpipe.exchange.present_rounds.PresentRounds` with a payload, in which all gradients weigh
+    the same.
+
+    What messages have left out is dropped by all members alike when others take part than in the last round, and after
+    a round that broke off, since process groups, and with them epochs, are new then. A member without a batch keeps it.
+
+    Args:
+        parameters: see the base class, as for the next four.
+        worker: this worker.
+        cap: see the base class.
+        watch: see the base class.
+        look: see the base class.
+        payload: any payload that sends gradients.
+        beside: the thread in which buckets are encoded and travel.
+        scale: gives the current factor of gradients (a loss scale).
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        worker: Worker,
+        cap: int,
+        watch: bool,
+        look: Callable[[], None],
+        payload: Payload,
+        beside: Background,
+        scale: Callable[[], float],
+    ) -> None:
+        self.coding = ReferenceOfPresent(payload, worker.pipeline)
+        self._beside, self._current_scale = beside, scale
+        self._members: tuple[int, tuple[Worker, ...]] | None = None
+        self._encoded: EncodedMean | None = None
+        self._sum: SumInPlace | None = None
+        self._jobs: list[Job] = []
+        self._failed: list[bool] = []
+        super().__init__(parameters, worker, cap, watch, look)
+
+    def begin(self, group: Group, mover: SumInPlace | None) -> None:
+        """See the base class; ``mover`` adds up the flags, and its replicas average the gradients."""
+        if self._members != (group.epoch, group.members):
+            self.coding.drop()
+        self._members = group.epoch, group.members
+        self._sum, self._encoded = mover, None if mover is None else EncodedMean(mover.replicas, self.coding)
+        self._jobs, self._failed = [], []
+        super().begin(group, mover)
+
+    def begin_again(self) -> None:
+        """See the base class; also drops what was left out, when no message of the round is under way any more."""
+        for job in self._jobs:
+            with suppress(WorkerFailedError):
+                job.wait()
+        self.coding.drop()
+        super().begin_again()
+
+    def _divisor(self, weight: float, members: int, dtype: torch.dtype) -> float:
+        return weight / members
+
+    def _put(self, gradient: Tensor, into: Tensor) -> None:
+        torch.mul(gradient, self.weight, out=into)
+
+    def _means(self, sums: Sums, seconds: float) -> Round:
+        outcome, payload = super()._means(sums, seconds), self.coding.payload
+        looks = self._watch and payload.overflows and not outcome.nonfinite
+        if looks and not _finite([mean for mean in outcome.gradients if mean is not None]):
+            raise _beyond(payload)
+        return outcome
+
+    def _reduce(self, tensor: Tensor) -> UnderWay:
+        if self._encoded is None or self._sum is None:
+            return super()._reduce(tensor)
+        assert self._group is not None
+        group, encoded, adds, number, failed = self._group, self._encoded, self._sum, self._launched, self._failed
+        team = Members(Members.of(group).members, (1 / len(group.members),) * len(group.members))
+        trains, update, scale = self.weight > 0, self.mark, self._current_scale()
+        is_bucket = number < len(self._buckets)
+
+        def average() -> None:
+            coding = self.coding
+            coding.trains, coding.update = trains, update
+            coding.follow(scale)
+            coding.apply(tensor, number, encoded.average(tensor, number, team, tag_of(group)))
+
+        def work() -> None:
+            if failed:  # others would take a later message for the one that they wait for
+                raise WorkerFailedError("an earlier message of this round has failed")
+            try:
+                average() if is_bucket else finish(adds.start([as_real(tensor)], group))
+            except BaseException:
+                failed.append(True)
+                raise
+
+        self._jobs.append(self._beside.do(work))
+        self._sending.append(_InBackground(self._jobs[-1]))
+        return self._sending[-1]
+
+
+class _InBackground:
+    """A :class:`~lightning_sdpipe.exchange.moving.Pending` that another thread carries out, whole."""
+
+    def __init__(self, job: Job) -> None:
+        self.seconds_waiting = 0.0
+        self._job = job
+
+    def wait(self) -> bool:
+        self.seconds_waiting += self._job.wait()
+        return False
+
+    def commit(self) -> None:
+        """No-op, since it has been committed."""
+
+    def abort(self) -> None:
+        """No-op: the job's result is of no use."""
+
+
+def _beyond(payload: Payload) -> NonFiniteError:
+    return NonFiniteError(f"a gradient beyond the range of {payload}, which another payload has")
 
 
 def _finite(flats: Sequence[Tensor]) -> bool:

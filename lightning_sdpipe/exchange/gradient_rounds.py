@@ -49,6 +49,13 @@ class UnderWay(Protocol):
         """Waits until the bucket is reduced."""
 
 
+class _Alone:
+    """The sum over one replica, which is what it was."""
+
+    def wait(self) -> None:
+        pass
+
+
 @dataclass
 class _Bucket:
     numbers: list[int]
@@ -249,6 +256,8 @@ class GradientRounds:
         return bucket.work
 
     def _reduce(self, tensor: Tensor) -> UnderWay:
+        if self._size == 1:
+            return _Alone()
         work: UnderWay | None = dist.all_reduce(tensor, group=self._replicas.group, async_op=True)
         assert work is not None
         return work

@@ -21,7 +21,8 @@ PIECE = 2**22
 
 
 class Pending(Protocol):
-    """An exchange under way. :meth:`wait` and :meth:`commit` alternate, once for each piece."""
+    """An exchange under way. :meth:`wait` and :meth:`commit` alternate, once for each piece. Where other code changes
+    the tensors meanwhile, several pieces may be waited for before the first is committed."""
 
     seconds_waiting: float
     """Seconds until the first message of every other member had arrived: nearly the time waited for these members."""
@@ -86,6 +87,26 @@ def finish(pending: Pending, moved: Callable[[], None] = lambda: None) -> float:
         pending.abort()
         raise
     return pending.seconds_waiting
+
+
+def finish_whole(pending: Pending, confirm: Callable[[], None]) -> None:
+    """Waits for all pieces and calls ``confirm``; only then commits them. After a failure of either, drops all.
+
+    Args:
+        pending: an exchange whose tensors other code may change meanwhile.
+        confirm: returns when the other members have all pieces, too.
+    """
+    pieces = 0
+    try:
+        with labelled("exchange"):
+            while pending.wait():
+                pieces += 1
+            confirm()
+    except BaseException:
+        pending.abort()
+        raise
+    for _ in range(pieces):
+        pending.commit()
 
 
 def pieces_of(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -1,10 +1,12 @@
 """A worker's base, and rounds whose members may have different ones.
 
-What a member brings is the difference from its own base. The mean of these, by any payload, is computed beside; a
-member whose base is not the newest receives that base, with its momentum, from one that has it, in full. Nothing
-changes until :meth:`OuterState.adopt`, which makes the step of the outer optimizer: so a round that breaks leaves no
-trace, and all members have the same new base, bit for bit. Memory: the base, its momentum, and the mean while a round
-goes on; the newest base and its momentum, too, where they are received.
+What a member brings is the difference from its own base. The mean of these, by any payload, is computed beside. A
+member whose base is not the newest receives, from one that has it, the means of the rounds that it has missed
+(:mod:`~lightning_sdpipe.exchange.missed_rounds`), while this round goes on; or, if these are not kept any more, the
+newest base with its momentum, in full. Nothing changes until :meth:`OuterState.adopt`, which makes the steps of the
+outer optimizer: so a round that breaks leaves no trace, and all members have the same new base, bit for bit. Memory:
+the base, its momentum, messages of the last rounds (half of that at most), and the mean while a round goes on; the
+newest base and its momentum, too, where they are received.
 
 :mod:`lightning_sdpipe.policies.outer_rounds` has the rules by which bases stay in one line.
 """
@@ -19,10 +21,12 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.exchange import transfers
-from lightning_sdpipe.exchange.encoded_mean import EncodedMean
+from lightning_sdpipe.exchange.encoded_mean import EncodedMean, SentMean
 from lightning_sdpipe.exchange.members import Members
+from lightning_sdpipe.exchange.missed_rounds import Arriving, History, MadeBase, send
 from lightning_sdpipe.exchange.moving import pieces_of, tag_of
 from lightning_sdpipe.exchange.outer_model import OuterModel
+from lightning_sdpipe.exchange.transfers import Transfers
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas
 
@@ -47,7 +51,11 @@ class NewBase:
     moved: list[Tensor] = field(default_factory=list)
     """Mean change of the members, by piece; empty if ``received`` is the new base itself."""
     received: list[Tensor] = field(default_factory=list)
-    """State of the base that the round began with; empty if this worker had it."""
+    """State of the base that the round began with; empty if this worker had it, or has ``missed`` rounds."""
+    missed: list[MadeBase] = field(default_factory=list)
+    """The rounds before this one that this worker was not in."""
+    made: MadeBase | None = None
+    """The round itself, to be kept for others that miss it; None if its members have not read the same messages."""
 
 
 class OuterState:
@@ -56,6 +64,7 @@ class OuterState:
     def __init__(self, codec: OuterModel) -> None:
         self.codec = codec
         self.base = -1
+        self._history = History(0)
         self._lock = threading.Lock()
 
     def tensors(self) -> list[Tensor]:
@@ -74,8 +83,13 @@ class OuterState:
 
     def _load(self, base: int, state: Sequence[Tensor]) -> None:
         self.base = base
+        self.forget()
         for own, given in zip(self.tensors(), state, strict=True):
             own.copy_(given)
+
+    def forget(self) -> None:
+        """Lets the last rounds go, since the base has come to be in another way."""
+        self._history = History(sum(tensor.nbytes for tensor in self.tensors()) // 2)
 
     def make(
         self,
@@ -96,12 +110,19 @@ class OuterState:
         Raises:
             WorkerFailedError: a member is gone, or a transfer has timed out; nothing has changed.
         """
-        team, tag, means = Members.of(group), tag_of(group), []
+        team, tag = Members.of(group), tag_of(group)
+        means: list[Tensor] = []
+        sent: list[list[SentMean]] = []
         try:
+            sharing = self._begin_to_share(group, replicas)
             for number, piece in enumerate(pieces_of(tensors)):
-                means.append(mover.average(piece, number, team, tag))
+                sent.append([])
+                means.append(mover.average(piece, number, team, tag, sent[-1]))
                 moved()
-            return NewBase(group.sequence, means, self._share(group, replicas, moved))
+            missed, received = self._share(sharing, group, replicas, moved)
+            flat = mover.hosts is None  # else members of one host have read the mean from different messages
+            made = MadeBase(sharing.newest, group.sequence, sent) if flat else None
+            return NewBase(group.sequence, means, received, missed, made)
         except BaseException:
             self.codec.drop()
             raise
@@ -112,8 +133,16 @@ class OuterState:
         with self._lock, torch.no_grad():
             if new.received:
                 self._load(new.base, new.received)
+            for missed in new.missed:
+                for piece, outer in enumerate(self.codec.outer):
+                    outer.step(missed.mean(piece, outer.base, self.codec))
+                self._history.add(missed)
             for outer, mean in zip(self.codec.outer, new.moved, strict=bool(new.moved)):
                 outer.step(mean)
+            if new.made is not None:
+                self._history.add(new.made)
+            elif new.moved:  # by all that are together, who got it in another way
+                self.forget()
             self.base = new.base
         self.put(tensors, sent)
 
@@ -135,8 +164,12 @@ class OuterState:
         """
         others = [worker.pipeline for worker in group.members if worker.pipeline != replicas.pipeline]
         base, state = self.copy()
-        for tensor in (torch.tensor([base]), *state):
-            transfers.begin(dict.fromkeys(others, tensor), {}, replicas, tag_of(group)).wait()
+        begun = [
+            transfers.begin(dict.fromkeys(others, tensor), {}, replicas, tag_of(group))
+            for tensor in (torch.tensor([base]), *state)
+        ]
+        for each in begun:
+            each.wait()
 
     def take_over(self, source: int, group: Group, replicas: Replicas) -> NewBase:
         """Receives a base that ``source`` hands over in ``group``.
@@ -146,25 +179,62 @@ class OuterState:
         """
         base = torch.tensor([0])
         state = [torch.empty_like(tensor) for tensor in self.tensors()]
-        for tensor in (base, *state):
-            transfers.begin({}, {source: tensor}, replicas, tag_of(group)).wait()
+        for each in [transfers.begin({}, {source: t}, replicas, tag_of(group)) for t in (base, *state)]:
+            each.wait()
         return NewBase(int(base), received=state)
 
-    def _share(self, group: Group, replicas: Replicas, moved: Callable[[], None]) -> list[Tensor]:
-        """Sends the newest base to members that lack it; returns it on these."""
+    def _begin_to_share(self, group: Group, replicas: Replicas) -> _Sharing:
+        """Begins to send members that lack the newest base what makes them have it, or to receive that."""
         assert group.lineage is not None, "a policy of rounds by quorum gives groups a lineage"
-        newest: list[int] = []
-        behind: list[int] = []
-        for worker, base in zip(group.members, group.lineage.bases, strict=True):
-            (newest if base == group.lineage.newest else behind).append(worker.pipeline)
-        sources = {member: newest[place % len(newest)] for place, member in enumerate(behind)}
-        received: list[Tensor] = []
-        outgoing = [member for member in behind if sources[member] == replicas.pipeline]
-        for tensor in self.tensors() if sources else ():
-            if replicas.pipeline in sources:
-                received.append(torch.empty_like(tensor))
-                transfers.begin({}, {sources[replicas.pipeline]: received[-1]}, replicas, tag_of(group)).wait()
-            elif outgoing:
-                transfers.begin(dict.fromkeys(outgoing, tensor), {}, replicas, tag_of(group)).wait()
+        newest, tag = group.lineage.newest, tag_of(group)
+        bases = {worker.pipeline: base for worker, base in zip(group.members, group.lineage.bases, strict=True)}
+        having = [member for member, base in bases.items() if base == newest]
+        behind = [member for member in bases if member not in having]
+        sources = {member: having[place % len(having)] for place, member in enumerate(behind)}
+        source = sources.get(replicas.pipeline)
+        if source is not None:
+            return _Sharing(newest, source, Arriving(source, replicas, tag))
+        missed = {
+            member: self._history.since(bases[member], newest)
+            for member in behind
+            if sources[member] == replicas.pipeline
+        }
+        in_full = [member for member, rounds in missed.items() if rounds is None]
+        return _Sharing(newest, sends=send(missed, replicas, tag), in_full=in_full)
+
+    def _share(
+        self, sharing: _Sharing, group: Group, replicas: Replicas, moved: Callable[[], None]
+    ) -> tuple[list[MadeBase], list[Tensor]]:
+        """Ends what :meth:`_begin_to_share` has begun; returns the rounds that this worker has missed, or the newest
+        base."""
+        missed: list[MadeBase] | None = []
+        state: list[Tensor] = []
+        begun = sharing.sends
+        if sharing.arriving is not None:
+            missed = sharing.arriving.wait()
             moved()
-        return received
+        if missed is None:
+            state = [torch.empty_like(tensor) for tensor in self.tensors()]
+            begun = [transfers.begin({}, {sharing.source: each}, replicas, tag_of(group)) for each in state]
+        elif sharing.in_full:
+            begun += [
+                transfers.begin(dict.fromkeys(sharing.in_full, each), {}, replicas, tag_of(group))
+                for each in self.tensors()
+            ]
+        for each in begun:
+            each.wait()
+            moved()
+        return missed or [], state
+
+
+@dataclass
+class _Sharing:
+    """Transfers by which members of a round that lack the newest base get it, as one of them sees them."""
+
+    newest: int
+    source: int = -1
+    """Member from which this worker gets it; -1 if it has it."""
+    arriving: Arriving | None = None
+    sends: list[Transfers] = field(default_factory=list)
+    in_full: list[int] = field(default_factory=list)
+    """Members that this worker sends the base itself."""

@@ -1,4 +1,5 @@
-"""Means that arrive while the next mini-batch is computed: ``overlap="step"``.
+"""Means that arrive while the next mini-batch is computed, or later ones: ``overlap="step"``, and ``"free"`` in elastic
+runs.
 
 A worker gives away a copy of its model and trains on. When the mean is there, it adds the difference between the mean
 and that copy (this is both the overlapped and the asynchronous form of BAGUA §3.2). So no update is lost, and the mean
@@ -52,6 +53,16 @@ class Overlapped:
             copy.copy_(tensor)
         self._tensors = tensors
         self._job = self._background.do(lambda: self._turn(self._mover, self._copies, group))
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if an exchange has begun whose change has not been added."""
+        return self._job is not None
+
+    @property
+    def waits(self) -> bool:
+        """True if :meth:`end` would wait."""
+        return self._job is not None and not self._job.is_done
 
     def end(self) -> float:
         """Waits for the exchange that is under way, if there is one, and adds the change to the tensors.

@@ -27,6 +27,7 @@ from lightning_sdpipe import meter
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.buckets import as_real
+from lightning_sdpipe.exchange.collectives import SumInPlace
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds, UnderWay, unfinite
 from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import Mover, Pending, finish, pieces_of, tag_of
@@ -58,8 +59,8 @@ class Round:
 
 
 @dataclass(frozen=True)
-class _Sums:
-    """The sums of a round, and the group that they are of."""
+class Sums:
+    """The sums of a round, as they were before the optimizer used them, and the group that they are of."""
 
     group: Group
     tensors: list[Tensor]  # of each bucket, and the flags
@@ -97,7 +98,7 @@ class PresentRounds(GradientRounds):
         self._mover: Mover | None = None
         self._sending: deque[Pending] = deque()
         self._given: Sequence[Tensor | None] | None = None
-        self._kept: _Sums | None = None
+        self._kept: Sums | None = None
         self._memory: list[Tensor] = []
         """Memory of the sums that are kept: fresh memory costs as much as a pass over it."""
         alone = Replicas(cast(dist.ProcessGroup, None), {worker.pipeline: 0}, worker.stage, worker.pipeline)
@@ -108,7 +109,7 @@ class PresentRounds(GradientRounds):
         """True if the members of this round are known."""
         return self._group is not None
 
-    def begin(self, group: Group, mover: Mover | None) -> None:
+    def begin(self, group: Group, mover: SumInPlace | None) -> None:
         """Begins the exchange among the members of ``group``, in which ``mover`` moves tensors; a single member needs
         no mover."""
         self._kept = None
@@ -136,7 +137,7 @@ class PresentRounds(GradientRounds):
         with meter.current().waiting(), torch.no_grad():
             while self._sending:
                 finish(self._sending.popleft())
-        sums = _Sums(self._group, [*self._flats, flags])
+        sums = Sums(self._group, [*self._flats, flags])
         return self._means(sums, time.perf_counter() - start)
 
     def begin_again(self) -> None:
@@ -175,13 +176,13 @@ class PresentRounds(GradientRounds):
             transfers.begin({}, {source: piece}, replicas, tag_of(group)).wait()
         for flat, taken in zip(self._flats, tensors, strict=False):
             flat.copy_(taken)
-        return self._means(_Sums(group, [*self._flats, flags]), time.perf_counter() - start)
+        return self._means(Sums(group, [*self._flats, flags]), time.perf_counter() - start)
 
     @property
     def _flats(self) -> list[Tensor]:
         return [bucket.flat for bucket in self._buckets if bucket.flat is not None]
 
-    def _means(self, sums: _Sums, seconds: float) -> Round:
+    def _means(self, sums: Sums, seconds: float) -> Round:
         members = tuple(worker.pipeline for worker in sums.group.members)
         if len(members) > 1:
             self._keep(sums)
@@ -192,7 +193,7 @@ class PresentRounds(GradientRounds):
         for bucket in self._buckets:
             assert bucket.flat is not None
             if weight:
-                bucket.flat.div_(weight * _SCALES.get(bucket.flat.dtype, 1.0))
+                bucket.flat.div_(self._divisor(weight, len(members), bucket.flat.dtype))
             gradients = [bucket.views[n] if used[n] and n in bucket.views else g for n, g in enumerate(gradients)]
         self._begin_round()
         self._group = self._mover = self._given = None
@@ -206,12 +207,12 @@ class PresentRounds(GradientRounds):
             seconds,
         )
 
-    def _keep(self, sums: _Sums) -> None:
+    def _keep(self, sums: Sums) -> None:
         """Copies the sums into the memory of the last ones, which all remaining members have received by now."""
         if [tensor.shape for tensor in self._memory] != [tensor.shape for tensor in sums.tensors]:
             self._memory = [torch.empty_like(tensor) for tensor in sums.tensors]
         torch._foreach_copy_(self._memory, sums.tensors)
-        self._kept = _Sums(sums.group, self._memory)
+        self._kept = Sums(sums.group, self._memory)
 
     def _flags_of(self, group: Group) -> Tensor:
         size, place = len(group.members), group.members.index(self._own)
@@ -223,6 +224,10 @@ class PresentRounds(GradientRounds):
         for used in self._used:
             flags[_SAID * size + used] = 1
         return flags
+
+    def _divisor(self, weight: float, members: int, dtype: torch.dtype) -> float:
+        """Returns the number by which the outcome of an exchange is divided, given the weight of all members."""
+        return weight * _SCALES.get(dtype, 1.0)
 
     def _put(self, gradient: Tensor, into: Tensor) -> None:
         torch.mul(gradient, self.weight * _SCALES.get(gradient.dtype, 1.0), out=into)

@@ -1,11 +1,18 @@
 """Messages between the replicas of a stage, several at a time. Members are identified by their ranks in a process
-group, which ``torch.distributed`` need not know by name."""
+group, which ``torch.distributed`` need not know by name.
+
+If a connection ends in the middle of a message, gloo's wait for that message, on either side, goes on until its
+timeout: neither the end nor a timeout of another message ends it. Over a slow link that is the usual moment for a
+process to be killed in. So where replicas say when their group is given up, a thread waits for long messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +21,11 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.p2p import unrecorded
 from lightning_sdpipe.topology.groups import Replicas
+
+LONG = 2**16
+"""Bytes of messages from which on a thread waits for them. Shorter ones are on their way for a moment only."""
+_GLANCE = 0.05
+"""Seconds between two looks at whether the group was given up."""
 
 
 @dataclass
@@ -24,21 +36,43 @@ class Transfers:
     staged: list[tuple[Tensor, Tensor]]  # where a message arrives, and where it is to go
     kept: list[Tensor]
     limit: timedelta = timedelta(0)  # zero: that of the process group
+    given_up: threading.Event | None = None  # see Replicas
 
     def wait(self) -> None:
         """Waits until all messages have arrived and left.
 
         Raises:
-            WorkerFailedError: a member closed the connection or the group's timeout passed; the message names it.
+            WorkerFailedError: a member closed the connection, the group's timeout passed, or the group was given up;
+                the message names the member.
         """
-        for peer, work in self.works:
-            try:
-                work.wait(self.limit)
-            except RuntimeError as error:
-                raise _failed(peer, error) from error
+        if self.given_up is None or sum(tensor.nbytes for tensor in self.kept) < LONG:
+            _wait(self.works, self.kept, self.limit)
+        else:
+            self._wait_in_thread(self.given_up)
         for arrived, aim in self.staged:
             aim.copy_(arrived)
         self.works, self.staged, self.kept = [], [], []
+
+    def _wait_in_thread(self, given_up: threading.Event) -> None:
+        failures: list[BaseException] = []
+        done = threading.Event()
+
+        def work(*what: Any) -> None:
+            try:
+                _wait(*what)
+            except BaseException as error:  # raised where it is waited for
+                failures.append(error)
+            done.set()
+
+        # A thread of its own, since one whose wait goes on to the timeout is left alone, with its tensors.
+        what = self.works, self.kept, self.limit
+        threading.Thread(target=work, args=what, name="long messages", daemon=True).start()
+        while not done.wait(_GLANCE):
+            if given_up.is_set() and not done.wait(_GLANCE):
+                peers = ", ".join(sorted({peer for peer, _ in self.works}))
+                raise WorkerFailedError(f"exchanging with {peers} was broken off, since the process group is given up")
+        if failures:
+            raise failures[0]
 
 
 def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: Replicas, tag: int) -> Transfers:
@@ -54,7 +88,7 @@ def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: 
     Raises:
         WorkerFailedError: a member is gone already.
     """
-    transfers = Transfers([], [], [], replicas.limit)
+    transfers = Transfers([], [], [], replicas.limit, replicas.given_up)
     replicas.traffic.add(sum(tensor.nbytes for tensor in outgoing.values()))
     operations = []
     for pipeline, aim in into.items():
@@ -93,6 +127,15 @@ def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: 
         except RuntimeError as error:
             raise _failed(name, error) from error
     return transfers
+
+
+def _wait(works: Sequence[tuple[str, dist.Work]], tensors: Sequence[Tensor], limit: timedelta) -> None:
+    """Waits for ``works``, whose ``tensors`` are kept alive by being here."""
+    for peer, work in works:
+        try:
+            work.wait(limit)
+        except RuntimeError as error:
+            raise _failed(peer, error) from error
 
 
 def _failed(peer: str, error: RuntimeError) -> WorkerFailedError:

@@ -19,7 +19,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -172,8 +172,11 @@ class CutModel:
         sending = None if last else Sending(received, span, known)
         self._run = run = _Run(span, receiving, sending, rehearsed=travel is not None)
         try:
-            with nullcontext() if run.whole else _no_gradients_in_glue(run):
+            if run.whole:
                 outcome = step()
+            else:
+                with _no_gradients_in_glue(run):
+                    outcome = step()
         except _StageEnds:
             pass
         finally:

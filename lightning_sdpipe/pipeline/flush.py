@@ -1,7 +1,7 @@
 """Pipelines with a flush: every micro-batch of a mini-batch is finished before the optimizer steps.
 
-Forwards and backwards run in the order of a schedule of ``torch.distributed.pipelining``, so the result is that of one
-process which accumulates over the same micro-batches.
+Forwards and backwards run in the order of 1F1B or GPipe or, where a worker has several stages, in that of a schedule of
+``torch.distributed.pipelining``. So the result is that of one process which accumulates over the same micro-batches.
 
 The last stage computes the loss of a mini-batch, and sends it to all other stages. Hooks receive it on every rank
 (``on_train_batch_end``, ``on_before_backward``), and their decisions must not differ between stages. The last stage
@@ -19,14 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 from lightning_sdpipe import meter, p2p
 from lightning_sdpipe.errors import ConfigurationError
@@ -111,9 +104,8 @@ class SharedLoss:
         self._sent.clear()
 
 
-_Order = tuple[PipelineScheduleSingle | PipelineScheduleMulti, Tensor, float]
-"""A schedule, its target for the loss function, and the share of the last backward that is over when this worker is
-ready."""
+_Order = tuple[Callable[[], object], float]
+"""Runs the micro-batches, and the share of the last backward that is over when this worker is ready."""
 
 
 class FlushPipeline:
@@ -151,7 +143,7 @@ class FlushPipeline:
         @cache
         def ordered(parts: int) -> _Order:
             share = share_before(parts) if len(self._stages) == 1 else 0.0
-            return _schedule(schedule, self._stages, parts), torch.arange(parts), share
+            return _order(schedule, self._stages, parts), share
 
         self._order_of = ordered
         self._order_of(num_micro_batches)  # refuses what cannot be ordered
@@ -194,7 +186,7 @@ class FlushPipeline:
         backwards = len(self._stages) * len(micro_batches)
         waits_for_owners = self._shared.train
         ready = ready or ReadySignal()
-        schedule, target, share = self._order_of(len(micro_batches))
+        run, share = self._order_of(len(micro_batches))
         ready.begin(share, self._parameters)
         before_backward = _first_and_last(
             backwards,
@@ -206,7 +198,7 @@ class FlushPipeline:
         for runner, stage in zip(self._runners, self._stages, strict=True):
             forward = partial(_forward, runner, self._delays, micro_batches, step, log, self._loss)
             stage.begin(keys, forward, before_backward, computing, last_backward)
-        schedule.step(target=target, return_outputs=False)
+        run()
         if waits_for_owners:
             self._shared.sum_gradients()
             ready.passed("backward")
@@ -297,21 +289,34 @@ def _forward(
     return outcome
 
 
-def _schedule(
-    name: str, stages: Sequence[CutStage], num_micro_batches: int
-) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    options: Any = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
+def _order(name: str, stages: Sequence[CutStage], parts: int) -> Callable[[], object]:
+    """Returns a function that runs the micro-batches of a mini-batch in the order of the schedule ``name``.
+
+    Raises:
+        ConfigurationError: the schedule cannot order so many micro-batches.
+    """
+    if name not in ("interleaved_1f1b", "zero_bubble"):
+        (stage,) = stages
+        # 1F1B needs a micro-batch for every stage; with fewer its order is GPipe's
+        ahead = stage.num_stages - stage.stage_index if name == "1f1b" and parts >= stage.num_stages else parts
+        return partial(run_ahead, stage, parts, ahead)
+    kind = ScheduleInterleaved1F1B if name == "interleaved_1f1b" else ScheduleInterleavedZeroBubble
     torch_stages: Any = list(stages)  # CutStage offers what the schedules call, without being torch's class
-    if name in ("interleaved_1f1b", "zero_bubble"):
-        kind = ScheduleInterleaved1F1B if name == "interleaved_1f1b" else ScheduleInterleavedZeroBubble
-        try:
-            return kind(torch_stages, num_micro_batches, **options)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"schedule={name!r} cannot order num_micro_batches={num_micro_batches} over {stages[0].num_stages} "
-                f"stages on {stages[0].group_size} workers ({error}). Use a multiple of {stages[0].group_size}."
-            ) from error
-    # 1F1B needs a micro-batch for every stage; with fewer its order is GPipe's
-    if name == "1f1b" and num_micro_batches >= stages[0].num_stages:
-        return Schedule1F1B(torch_stages[0], num_micro_batches, **options)
-    return ScheduleGPipe(torch_stages[0], num_micro_batches, **options)
+    try:
+        schedule = kind(torch_stages, parts, loss_fn=lambda loss, _: loss, scale_grads=False)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"schedule={name!r} cannot order num_micro_batches={parts} over {stages[0].num_stages} "
+            f"stages on {stages[0].group_size} workers ({error}). Use a multiple of {stages[0].group_size}."
+        ) from error
+    return partial(schedule.step, target=torch.arange(parts), return_outputs=False)
+
+
+def run_ahead(stage: CutStage, parts: int, ahead: int) -> None:
+    """Runs ``parts`` micro-batches through a stage whose forwards are at most ``ahead`` of its backwards: by its
+    distance from the end of the pipeline in 1F1B (Harlap et al. 2018), and all of them in GPipe (Huang et al. 2019)."""
+    losses = [stage.forward_one_chunk(index) for index in range(ahead)]
+    for index in range(parts):
+        stage.backward_one_chunk(index, losses[index])
+        if index + ahead < parts:
+            losses.append(stage.forward_one_chunk(index + ahead))

@@ -169,8 +169,9 @@ class StageLink:
 
     def settle(self) -> None:
         """Waits until the neighbours have taken everything that was sent."""
-        self._settle(self._sent_down, 0)
-        self._settle(self._sent_up, 0)
+        for transfers in (self._sent_down, self._sent_up):
+            if transfers:
+                self._settle(transfers, 0)
 
     def _settle(self, transfers: deque[p2p.Transfer], leave: int) -> None:
         while len(transfers) > leave:

@@ -75,7 +75,7 @@ class SharedParameters:
     @property
     def train(self) -> bool:
         """True if a shared parameter of this stage gets a gradient."""
-        return any(p.requires_grad for p in self.parameters)
+        return bool(self._copies) and any(p.requires_grad for p in self.parameters)
 
     def refuse_hooks(self) -> None:
         """Raises ConfigurationError if the user's hooks would see the parts of a gradient that stages add up."""

@@ -1,6 +1,7 @@
-"""One stage of a pipeline, as the schedules of ``torch.distributed.pipelining`` drive it.
+"""One stage of a pipeline, as :mod:`~lightning_sdpipe.pipeline.flush` and the schedules of
+``torch.distributed.pipelining`` drive it.
 
-The schedules decide the order of forwards and backwards. Their own ``PipelineStage`` fixes every shape in advance,
+They decide the order of forwards and backwards. Torch's own ``PipelineStage`` fixes every shape in advance,
 wants a gradient for everything that it sends, and runs an extra forward to learn shapes; this stage offers the
 schedules the same methods, and does its communication itself, inside the forward and the backward.
 """

@@ -93,6 +93,15 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
 Decision: TypeAlias = Group
 
 
+def without_passive(group: Group) -> Group:
+    """Returns ``group`` with those members only that wait for an answer, in equal parts."""
+    members = tuple(member for member in group.members if member not in group.passive)
+    weights = (1 / len(members),) * len(members)
+    return msgspec.structs.replace(
+        group, members=members, weights=weights, passive=(), standing=(), reason=Reason.LOCAL_STEP
+    )
+
+
 class BrokenRule(ValueError):
     """A policy decided something that cannot be carried out: an error in the policy."""
 

@@ -47,10 +47,10 @@ class GroupPolicy:
         match event:
             case Tick():
                 return self.time_passed(now)
-            case Joined(worker, answered):
+            case Joined(worker, answered, host):
                 participants.check_joins(worker)
                 decisions = self.time_passed(now)
-                participants.joins(worker, answered)
+                participants.joins(worker, answered, host)
                 return decisions + self.worker_joined(worker, now)
             case Left(worker) | Lost(worker):
                 participants.check_takes_part(worker, "left")

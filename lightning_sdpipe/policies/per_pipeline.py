@@ -57,16 +57,17 @@ class PerPipeline:
                 decisions = self._policy.on(_of_pipeline(event), now) if complete else []
                 workers.waits(worker, iteration)
                 return self._answered(decisions)
-            case Joined(worker, answered):
+            case Joined(worker, answered, host):
                 self._check_exists(worker)
                 workers.check_joins(worker)
                 decisions = []
                 if self._active(worker.pipeline) == self._depths[worker.pipeline] - 1:
                     before = [workers.last_answered(stage, worker.pipeline) for stage in self._others(worker)]
                     newest = max((each for each in (answered, *before) if each is not None), default=None)
-                    decisions = self._policy.on(Joined(_of(worker), newest), now)
+                    hosts = [host, *(workers.hosts[stage].get(worker.pipeline, "") for stage in self._others(worker))]
+                    decisions = self._policy.on(Joined(_of(worker), newest, ",".join(sorted({*hosts}))), now)
                     self._joined.add(worker.pipeline)
-                workers.joins(worker, answered)
+                workers.joins(worker, answered, host)
                 return self._answered(decisions)
             case Left(worker) | Lost(worker):
                 workers.check_takes_part(worker, "left")

@@ -50,7 +50,7 @@ from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig, Unit, check_integer, checked_groups, refusal
 from lightning_sdpipe.policies.sync_graph import SyncGraph
-from lightning_sdpipe.policies.tournament import splits_of
+from lightning_sdpipe.policies.tournament import on_one_host, splits_of
 from lightning_sdpipe.policies.versions import Versions
 from lightning_sdpipe.policies.window import AdaptiveWindow, Length
 
@@ -80,7 +80,8 @@ class SemiDecentralized(PolicyConfig, frozen=True):
     groups than ``max_group`` are split; None is 4 beyond eight pipelines, else no limit.
 
     ``seating`` says how: by ``"turns"``, or at every second turn so that pipelines stay with near ones. Near pipelines
-    are listed, as in ``[[0, 1], [2, 3]]``; with ``"near"`` they are those of a host. A split that does not connect the
+    are listed, as in ``[[0, 1], [2, 3]]``; with ``"near"`` they are those of a host, as they tell when they join. A
+    split that does not connect the
     stage is made by turns all the same.
 
     ``staleness`` is the number of steps of any pipeline that a model may lack; None for no bound. With several stages a
@@ -137,11 +138,6 @@ class SemiDecentralized(PolicyConfig, frozen=True):
             )
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> GroupPolicy:
-        if self.seating == "near":
-            raise ConfigurationError(
-                "seating='near' asks which pipelines share a host, and that is not known here; list them, as in "
-                "seating=[[0, 1], [2, 3]]"
-            )
         if self.seating != "turns" and self.largest(num_pipelines) is None:
             raise ConfigurationError(
                 f"seating={self.seating!r} has no effect: groups of {num_pipelines} pipelines are not split unless "
@@ -189,7 +185,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
         self.token_holder: int | None = None
         self._min_group = config.min_group
         self._max_group = config.largest(num_pipelines)
-        self._near = config.seating if isinstance(config.seating, tuple) else None
+        self._seating = config.seating
         self._stages = [_Stage(config, num_pipelines) for _ in range(num_stages)]
 
     def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
@@ -302,7 +298,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
         parts = [waiting]
         splits = not stage.enforcing and reason is not Reason.STALENESS_EXCEEDED
         if splits and self._max_group is not None and len(waiting) > self._max_group:
-            for split in splits_of(waiting, self._max_group, stage.releases, self._near):
+            for split in splits_of(waiting, self._max_group, stage.releases, self._near(number)):
                 connects = reason is Reason.TOKEN_BUSY or self._split_connects(stage, split)
                 if connects and all(self._in_time(stage, part) for part in split):
                     parts = split
@@ -318,6 +314,15 @@ class SemiDecentralizedPolicy(GroupPolicy):
         stage.releases += 1
         self._reset(number)
         return groups
+
+    def _near(self, number: int) -> Sequence[Sequence[int]] | None:
+        """Returns the waiting pipelines of stage ``number`` that are near each other; None if all count as equally
+        near."""
+        if isinstance(self._seating, tuple):
+            return self._seating
+        if self._seating == "turns":
+            return None
+        return on_one_host(self.participants.waiting[number], self.participants.hosts[number])
 
     def _needs_nobody(self, number: int) -> bool:
         """Returns whether, after a worker left, the waiting workers of stage ``number`` may go without waiting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 
@@ -21,6 +21,15 @@ def splits_of(
     if turn % 2:
         yield by_nearness(workers, size, turn // 2, near)
     yield by_turns(workers, size, turn // 2)
+
+
+def on_one_host(workers: Iterable[int], hosts: Mapping[int, str]) -> list[list[int]]:
+    """Returns ``workers`` by their machines; those whose machine is not known are left out."""
+    found: dict[str, list[int]] = {}
+    for worker in sorted(workers):
+        if host := hosts.get(worker, ""):
+            found.setdefault(host, []).append(worker)
+    return [*found.values()]
 
 
 def by_turns(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:

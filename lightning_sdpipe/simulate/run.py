@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import BrokenRule, Decision, Group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Lost, Progress, Ready, Worker
 from lightning_sdpipe.policies.mixing import mean_mixing_matrix, mixing_radius
 from lightning_sdpipe.policies.policy import Policy, PolicyConfig
 from lightning_sdpipe.policies.seeded_hash import uniform
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.simulate.dealing import DealtEpochs, Epochs
 from lightning_sdpipe.simulate.pipelines import Pipelines, Work
 
@@ -168,13 +170,27 @@ def dealt_epoch(config: PolicyConfig, alone: Run) -> float:
         return ends[pipeline, number] - (ends[pipeline, number - 1] if number else 0.0)
 
     shape = work.num_stages, work.num_pipelines
-    policy = registry.build(config, *shape, work.depths)
+    policy = _made(config, work)
     epochs = DealtEpochs(policy, Epochs(*shape, [work.iterations], seconds, 2, depths=work.depths))
     epochs.run()
     if epochs.stuck:
         raise BrokenRule(f"{registry.name_of(config)} gets stuck where batches are dealt")
     (_, first, _), (_, second, _) = epochs.finished
     return second - first
+
+
+def _made(config: PolicyConfig, work: Work) -> Policy:
+    """Makes the policy for pipelines that share no machines.
+
+    Raises:
+        ConfigurationError: it asks for these.
+    """
+    if isinstance(config, SemiDecentralized) and config.seating == "near":
+        raise ConfigurationError(
+            "seating='near' asks which pipelines share a host, and simulated ones have none; list them, as in "
+            "seating=[[0, 1], [2, 3]]"
+        )
+    return registry.build(config, work.num_stages, work.num_pipelines, work.depths)
 
 
 def simulate(policy: Policy | PolicyConfig, work: Work) -> Run:
@@ -185,7 +201,7 @@ def simulate(policy: Policy | PolicyConfig, work: Work) -> Run:
     """
     if isinstance(policy, PolicyConfig):
         work = replace(work, announce=work.announce or policy.announces)
-        policy = registry.build(policy, work.num_stages, work.num_pipelines, work.depths)
+        policy = _made(policy, work)
     pipelines = Pipelines(policy, work)
     pipelines.run()
     replicas = pipelines.replicas.values()

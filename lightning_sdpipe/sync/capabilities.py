@@ -52,7 +52,9 @@ class Capabilities:
         deals_by_itself: whether ``data="auto"`` deals, where ``deals`` allows it; the reason goes to the log.
         divides: ``batch_by_speed=True``.
         elastic: a job in which pipelines come and go.
-        elastic_payloads: payloads other than ``Full`` in such a job.
+        elastic_payloads: demands of a payload that the method refuses in such a job.
+        elastic_overlaps: values of ``Exchange(overlap=...)`` that the method refuses in such a job.
+        elastic_hierarchies: values of ``Exchange(hierarchy=...)`` in such a job.
         elastic_schedules: schedules in such a job.
         ragged: pipelines of unlike depths or cuts.
         ragged_elastic: such pipelines in a job in which pipelines come and go.
@@ -68,14 +70,17 @@ class Capabilities:
     deals_by_itself: Incompatible | None = None
     divides: Incompatible | None = because.ALONE
     elastic: Incompatible | None = because.WAITS
-    elastic_payloads: Incompatible | None = because.NEWCOMERS
+    elastic_payloads: Mapping[str, Incompatible] = field(
+        default_factory=lambda: dict.fromkeys(get_args(Needs), because.NEWCOMERS)
+    )
+    elastic_overlaps: Mapping[str, Incompatible] = field(default_factory=dict)
+    elastic_hierarchies: Mapping[str, Incompatible] = field(default_factory=dict)
     elastic_schedules: Mapping[str, Incompatible] = field(default_factory=dict)
     ragged: Incompatible | None = because.ONE_CUT
     ragged_elastic: Incompatible | None = None
     ragged_exchange: Incompatible | None = None
 
 
-_ELASTIC = {"free": because.FREELY_WITH_ALL, "hosts": because.MACHINES_CHANGE}
 _UNLIKE = {"free": because.UNLIKE_FREELY, "hosts": because.UNLIKE_HOSTS}
 _COMMON = {"momentum": because.MOMENTA}
 _SEVERAL = _COMMON | {"feedback": because.FEEDBACK, "differences": because.DIFFERENCES}
@@ -86,7 +91,8 @@ GRADIENTS = Capabilities(
     {},
     divides=None,
     elastic=None,
-    elastic_payloads=because.RESIDUALS,
+    elastic_payloads={"momentum": because.MEAN_MOMENTUM},
+    elastic_hierarchies={"hosts": because.WHOLE_BUCKETS},
     elastic_schedules={"pipedream": because.NO_TURN},
     ragged=None,
     ragged_elastic=because.UNLIKE_ROUNDS,
@@ -98,15 +104,27 @@ BY_SAMPLES = replace(
     hierarchies={"hosts": because.WEIGHED},
     divides=because.DIVIDED,
 )
-OUTER = Capabilities(_COMMON, {"free": because.ROUNDS}, {}, elastic=None, elastic_payloads=None)
+OUTER = Capabilities(_COMMON, {"free": because.ROUNDS}, {}, elastic=None, elastic_payloads={})
 WHOLE = replace(OUTER, hierarchies={"hosts": because.HALF_A_HOST})
 _EVERYBODY = Capabilities(_COMMON, {}, {}, elastic=None, ragged=None)
-_RING = Capabilities(_COMMON | {"few_bits": because.FEW_BITS}, {}, {"hosts": because.ADDS_NOTHING}, ragged=None)
-_NEIGHBOURS = Capabilities(_SEVERAL, {}, {"hosts": because.PAIRS}, ragged=None)
-_GROUPS = Capabilities(
-    _SEVERAL, {"free": because.CHANGES}, {}, deals=None, elastic=None, elastic_payloads=None, ragged=None
+_RING = Capabilities(
+    _COMMON | {"few_bits": because.FEW_BITS},
+    {},
+    {"hosts": because.ADDS_NOTHING},
+    elastic=None,
+    elastic_payloads={},
+    ragged=None,
+    ragged_elastic=because.UNLIKE_UNTRIED,
 )
-_FREE_PAIRS = Capabilities(_SEVERAL, {"free": because.NO_WAIT}, {"hosts": because.PAIRS}, deals=None)
+_NEIGHBOURS = replace(
+    _RING, payloads=_SEVERAL, hierarchies={"hosts": because.PAIRS}, elastic_overlaps={"free": because.PAIRS_BY_NUMBER}
+)
+_GROUPS = Capabilities(
+    _SEVERAL, {"free": because.CHANGES}, {}, deals=None, elastic=None, elastic_payloads={}, ragged=None
+)
+_FREE_PAIRS = Capabilities(
+    _SEVERAL, {"free": because.NO_WAIT}, {"hosts": because.PAIRS}, deals=None, elastic=None, elastic_payloads={}
+)
 _WHOLE_GROUPS = Capabilities(deals=because.EQUALLY_MANY, elastic=because.HELD_UP)
 _MEETINGS = replace(
     _WHOLE_GROUPS,
@@ -121,8 +139,6 @@ def of_policy(policy: PolicyConfig) -> Capabilities:
     match policy:
         case NoSync():
             return Capabilities(deals=None, elastic=None, ragged=None)
-        case SemiDecentralized(seating="near"):
-            return replace(_GROUPS, elastic=because.UNPLACED)
         case SemiDecentralized():
             return replace(_GROUPS, deals_by_itself=because.TOGETHER if policy.window == math.inf else None)
         case PartialReduce():
@@ -141,7 +157,7 @@ def of_policy(policy: PolicyConfig) -> Capabilities:
         case PHDPSGD():
             return _MEETINGS if policy.sharded else _WHOLE_GROUPS
         case _:
-            return replace(_GROUPS, deals_by_itself=because.UNKNOWN, ragged_elastic=because.UNLIKE_OWN)
+            return replace(_GROUPS, deals_by_itself=because.UNKNOWN, ragged_elastic=because.UNLIKE_UNTRIED)
 
 
 @dataclass(frozen=True)
@@ -206,9 +222,10 @@ def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompat
         yield elastic, row.elastic
         if asked.unlike:
             yield f"num_stages={list(asked.unlike)} with unlike cuts and {elastic}", row.ragged_elastic
-        if not exchange.is_full:
-            yield f"exchange={exchange} with {elastic}", row.elastic_payloads
-        yield f"exchange={exchange} with {elastic}", _ELASTIC.get(exchange.overlap) or _ELASTIC.get(exchange.hierarchy)
+        for need in _needs(exchange.payload):
+            yield f"exchange={exchange} with {elastic}", row.elastic_payloads.get(need)
+        yield f"exchange={exchange} with {elastic}", row.elastic_overlaps.get(exchange.overlap)
+        yield f"exchange={exchange} with {elastic}", row.elastic_hierarchies.get(exchange.hierarchy)
         yield f"schedule={asked.schedule!r} with {elastic}", row.elastic_schedules.get(asked.schedule)
         if asked.batch_by_speed:
             yield f"batch_by_speed=True with {elastic}", because.DEALT_ANYWAY

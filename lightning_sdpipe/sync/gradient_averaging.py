@@ -121,7 +121,8 @@ class PresentAveraging(Synchronizer):
         replica: this worker, in a run whose pipelines come and go.
         rounds: rounds of its stage.
         bucket_bytes: see :class:`~lightning_sdpipe.exchange.gradient_rounds.GradientRounds`.
-        by_samples: whether gradients are weighted by the samples of their mini-batch; else all count the same.
+        by_samples: whether gradients are weighted by the samples of their mini-batch; else all count the same, as they
+            must unless they travel in full.
     """
 
     def __init__(self, replica: Replica, rounds: RoundsOfPresent, bucket_bytes: int, by_samples: bool) -> None:
@@ -160,7 +161,8 @@ class PresentAveraging(Synchronizer):
 
     def start(self) -> None:
         """See the base class, as for the next two methods."""
-        self._rounds.arrange(self.replica.trained, self._cap, self.replica.watch)
+        replica = self.replica
+        self._rounds.arrange(replica.trained, self._cap, replica.watch, replica.exchange.payload, replica.loss_scale)
 
     def make_parameters_equal(self) -> None:
         digest = 0
@@ -173,9 +175,7 @@ class PresentAveraging(Synchronizer):
         outcome, waited = self._rounds.finish()
         if outcome.nonfinite:
             raise NonFiniteError(f"the gradients of pipelines {list(outcome.nonfinite)}, stage {self.replica.stage}")
-        size = len(outcome.members)
-        self.statistics.traffic.add(2 * (size - 1) * self._rounds.rounds.nbytes // size)
-        self.statistics.count(size, waited, time.perf_counter() - start - waited)
+        self.statistics.count(len(outcome.members), waited, time.perf_counter() - start - waited)
         return outcome
 
 

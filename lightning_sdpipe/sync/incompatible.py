@@ -158,23 +158,19 @@ ALONE = Incompatible(
 )
 WAITS = Incompatible(
     "its exchanges would wait for all pipelines, or for ones that may be gone",
-    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=8), DiLoCo(), ADPSGD(), AllReduce() or NoSync()",
-    (_SEMI, _PARTIAL, _EIGHTH, _DILOCO, _PAIRS_WAIT, _ALL_REDUCE, _NO_SYNC),
+    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=8), DiLoCo(), ADPSGD(), Decentralized(), AllReduce() or "
+    "NoSync()",
+    (_SEMI, _PARTIAL, _EIGHTH, _DILOCO, _PAIRS_WAIT, _RING, _ALL_REDUCE, _NO_SYNC),
 )
 HELD_UP = Incompatible(
     "the pipelines of a group average gradients, and none could take a step without one that may be gone",
     "Use PHDPSGD(within='models'), which averages their models after each step instead",
     ({"sync.within": "models"},),
 )
-UNPLACED = Incompatible(
-    "seating='near' asks on which machine each pipeline runs, and that of later ones is not known",
-    "List the pipelines that are near each other, as in seating=[[0, 1], [2, 3]]",
-    ({"sync.seating": [[0, 1], [2, 3]]},),
-)
-RESIDUALS = Incompatible(
-    "what messages of lower precision leave out of gradients is kept by the members of a round, and these change",
-    "Send in full, or use SemiDecentralized() or PartialReduce(), which average models",
-    (_IN_FULL, _SEMI, _PARTIAL),
+MEAN_MOMENTUM = Incompatible(
+    "messages add to the mean momentum of all rounds before, which newcomers lack",
+    "Use momentum=0, which sends gradients with error feedback",
+    ({"exchange.payload.momentum": 0},),
 )
 WEIGHED = Incompatible(
     "gradients that count by samples are added up in full, on the way from each pipeline to all",
@@ -200,11 +196,10 @@ NO_TURN = Incompatible(
 DEALT_ANYWAY = Incompatible(
     "batches are dealt by speed in any case, one after the other", "Leave batch_by_speed out", (_EQUAL_SHARES,)
 )
-FREELY_WITH_ALL = Incompatible(
-    "a thread that averages at its own pace waits for all pipelines", "Use overlap='step'", (_STEP,)
-)
-MACHINES_CHANGE = Incompatible(
-    "the machines of pipelines that come later are not known", "Use hierarchy='flat'", (_FLAT,)
+WHOLE_BUCKETS = Incompatible(
+    "gradients of those that are present are added up among all of them alike",
+    "Use hierarchy='flat', or SemiDecentralized() or DiLoCo(), which average by machines",
+    (_FLAT, _SEMI, _DILOCO),
 )
 
 _ALIKE = {"unlike": ()}
@@ -214,13 +209,18 @@ ONE_CUT = Incompatible(
     "or one number of stages, and one partition, for all pipelines",
     (_SEMI, _PARTIAL, _EIGHTH, _PAIRS_WAIT, _RING, _ALL_REDUCE, _NO_SYNC, _ALIKE),
 )
+PAIRS_BY_NUMBER = Incompatible(
+    "partners meet by the number of an average, and a newcomer that averages at its own pace would begin at 0",
+    "Use overlap='step', or Decentralized(), which has a ring",
+    (_STEP, _RING),
+)
 UNLIKE_ROUNDS = Incompatible(
     "rounds of gradients that survive their members are among replicas of a stage only",
     "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=1), ADPSGD() or NoSync()",
     (_SEMI, _PARTIAL, _EACH, _PAIRS_WAIT, _NO_SYNC),
 )
-UNLIKE_OWN = Incompatible(
-    "a policy of one's own has not been tried with pipelines of unlike cuts that come and go",
+UNLIKE_UNTRIED = Incompatible(
+    "it has not been tried with pipelines of unlike cuts that come and go",
     "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=8), ADPSGD() or NoSync()",
     (_SEMI, _PARTIAL, _EIGHTH, _PAIRS_WAIT, _NO_SYNC),
 )

@@ -21,14 +21,14 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.admission import AdmissionRule
 from lightning_sdpipe.policies.all_reduce import AllPresent
-from lightning_sdpipe.policies.decentralized import Decentralized, with_neighbours
+from lightning_sdpipe.policies.decentralized import Decentralized, PresentPeers, with_neighbours
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.pairing import random_pair, shift_one
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer, refusal
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
-from lightning_sdpipe.sync.background_averaging import BackgroundAveraging
+from lightning_sdpipe.sync.background_averaging import BackgroundAveraging, FreeAveraging
 from lightning_sdpipe.sync.capabilities import BY_SAMPLES, GRADIENTS, Capabilities, capabilities_of, of_policy
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging, PresentAveraging
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
@@ -52,7 +52,7 @@ class AllReduce:
 
     ``weights`` gives the weight of each pipeline's gradient: the ``"samples"`` of its mini-batch (or the count of the
     module's ``weigh_batch``), or ``"equal"`` for all, as with DistributedDataParallel. The default is equal weights,
-    but samples in elastic runs.
+    but samples in elastic runs in which gradients travel in full.
     """
 
     bucket_mib: float = 25.0
@@ -80,7 +80,8 @@ class AllReduce:
     def build(self, replica: Replica) -> Synchronizer:
         size, rounds = int(self.bucket_mib * 2**20), replica.rounds()
         if rounds is not None:
-            return PresentAveraging(replica, rounds, size, self.weights != "equal")
+            by_samples = self.weights == "samples" or (self.weights is None and replica.exchange.is_full)
+            return PresentAveraging(replica, rounds, size, by_samples)
         return GradientAveraging(replica, size, self.weights == "samples")
 
 
@@ -154,6 +155,15 @@ class ByPolicy:
     policy: PolicyConfig
 
     @property
+    def elastic_policy(self) -> PolicyConfig:
+        """Policy for pipelines that come and go."""
+        match self.policy:
+            case Decentralized(peers, every, seed):
+                return PresentPeers(peers, every, seed)
+            case _:
+                return self.policy
+
+    @property
     def capabilities(self) -> Capabilities:
         return of_policy(self.policy)
 
@@ -185,6 +195,8 @@ class ByPolicy:
 def _averaging(
     replica: Replica, every: int, mover: Mover, begin: Begin | None, meet: Callable[[Group], Group]
 ) -> Synchronizer:
+    if replica.exchange.overlap == "free" and replica.mover() is not None:
+        return FreeAveraging(replica, mover)
     if replica.exchange.overlap == "free":
         return BackgroundAveraging(replica, mover, meet, begin)
     return ModelAveraging(replica, every, mover, begin)

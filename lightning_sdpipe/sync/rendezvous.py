@@ -163,6 +163,7 @@ class Rendezvous:
         self.place = SyncState.TRAINING
 
     def _leave(self) -> None:
+        self._sync.settle()
         self._replica.client.leave()
         self.place = SyncState.AWAY
         self._sync.stop()

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
 from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.gradients import GradientExchange
-from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.exchange.moving import Mover, Pending, finish
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState
+from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
 from lightning_sdpipe.exchange.sectioned import OwnSections
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
@@ -170,6 +171,10 @@ class Replica:
         None."""
         return None
 
+    def pairs(self) -> ExchangesOfPairs | None:
+        """Returns how pairs exchange beside training where one of the two may be lost; None if that ends the run."""
+        return None
+
     def mover(self) -> Mover | None:
         """Returns the mover that averages models in groups, where the exchange does not choose it; else None."""
         return None
@@ -225,8 +230,16 @@ class RoundsOfPresent(Protocol):
         """Returns a function that tells whether something is true on any stage of this pipeline. Every stage asks at
         the same point."""
 
-    def arrange(self, parameters: Sequence[nn.Parameter], cap: int, watch: bool) -> None:
-        """Sets the parameters whose gradients are averaged from now on."""
+    def arrange(
+        self,
+        parameters: Sequence[nn.Parameter],
+        cap: int,
+        watch: bool,
+        payload: Payload,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        """Sets the parameters whose gradients are averaged from now on, and how these travel; see
+        :class:`~lightning_sdpipe.exchange.encoded_rounds.EncodedPresentRounds`."""
 
     def begin(self, update: int, weight: float) -> None:
         """Takes part in the round of ``update``. Does not wait."""
@@ -257,6 +270,14 @@ class RoundsOfBases(Protocol):
         the number of updates that this worker has made."""
 
 
+class ExchangesOfPairs(Protocol):
+    """Exchanges of two replicas, either of which may be lost."""
+
+    def run(self, group: Group, start: Callable[[Replicas], Pending]) -> bool:
+        """Exchanges between the two members of ``group``, all of it or nothing; returns whether it was done. Any thread
+        may call it. ``start`` begins the exchange between these replicas."""
+
+
 class Synchronizer:
     """A worker's half of a synchronisation method. The base class never synchronises, except at a sync point.
 
@@ -264,7 +285,7 @@ class Synchronizer:
     more, and :meth:`synchronise`, when the optimizer has stepped. A method that averages gradients offers ``gradients``
     to the pipeline, which reports every gradient that the backward completes, and waits for the means before it ends.
 
-    :class:`~lightning_sdpipe.sync.rendezvous.Rendezvous` calls the last five methods when a worker joins and leaves.
+    :class:`~lightning_sdpipe.sync.rendezvous.Rendezvous` calls the last six methods when a worker joins and leaves.
     """
 
     gradients: GradientExchange | None = None
@@ -291,6 +312,10 @@ class Synchronizer:
 
     loose = 0
     """Number of the last updates of this worker that no other one's model has, if the method counts them."""
+
+    serves = False
+    """Whether others may exchange with this worker at any time until it has left. Then it has to :meth:`stop` after
+    that."""
 
     by_samples = False
     """Whether :meth:`weigh` is called for each mini-batch before its backward."""
@@ -327,6 +352,9 @@ class Synchronizer:
 
     def start(self) -> None:
         """Starts taking part; the others will, too."""
+
+    def settle(self) -> None:
+        """Finishes what others still count on this worker for, which is about to leave the scheduler's groups."""
 
     def stop(self) -> None:
         """Stops taking part, while others may train on."""

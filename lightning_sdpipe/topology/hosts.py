@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -54,13 +55,19 @@ def hosts_of_replicas(groups: ProcessGroups, device: torch.device) -> list[str]:
     """
     by_rank = _gathered(this_host(), LONGEST_NAME, device, groups.stage)
     names = [by_rank[rank] for rank in groups.replicas().ranks]
-    if unnamed := [i for i, name in enumerate(names) if name.partition(".")[0] in ("", "localhost")]:
-        raise ConfigurationError(
-            f"hierarchy='hosts' needs to tell machines apart, but those of pipelines {unnamed} are named "
-            f"{names[unnamed[0]]!r}. Give each machine a name, or set the environment variable {HOST_VARIABLE} to one; "
-            "or use hierarchy='flat'."
-        )
+    require_names(enumerate(names))
     return names
+
+
+def require_names(hosts: Iterable[tuple[int, str]]) -> None:
+    """Raise ConfigurationError unless the machines of pipelines, given with their names, can be told from each
+    other."""
+    if unnamed := {pipeline: name for pipeline, name in hosts if name.partition(".")[0] in ("", "localhost")}:
+        raise ConfigurationError(
+            f"hierarchy='hosts' needs to tell machines apart, but those of pipelines {[*unnamed]} are named "
+            f"{next(iter(unnamed.values()))!r}. Give each machine a name, or set the environment variable "
+            f"{HOST_VARIABLE} to one; or use hierarchy='flat'."
+        )
 
 
 def _gathered(name: str, longest: int, device: torch.device, group: dist.ProcessGroup | None) -> list[str]:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from lightning_sdpipe.scheduler.rows import About
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint, SyncState
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.topology.hosts import this_host
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.phases import Event, Phase, Phases
 
@@ -123,7 +123,7 @@ class Training:
         options = self.trainer.strategy.options  # type: ignore[attr-defined]
         sync = options.sync if isinstance(options.sync, str) else type(options.sync).__name__
         how = options.schedule, options.num_micro_batches, sync
-        self.client.about = About(socket.gethostname(), str(self._device), self.groups.rank, samples, *how)
+        self.client.about = About(this_host(), str(self._device), self.groups.rank, samples, *how)
 
     def begin_batch(self, batch: Any, source: BatchSource) -> None:
         """Take part from now on, unless there is nothing to train; Lightning shows ``batch`` to the hooks."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
@@ -179,3 +185,34 @@ def test_a_late_mean_that_breaks_off_changes_nothing(crew: Crew, break_off: Call
 
     break_off(3)
     together(N, fail)
+
+
+LONG = 2**25
+"""Values: a message that takes some 50 ms between two processes of one machine."""
+
+
+def send_long(path: Path) -> None:
+    torch.set_num_threads(1)
+    group: Any = dist.ProcessGroupGloo(dist.FileStore(str(path), 2), 1, 2, timedelta(seconds=20))
+    transfers.begin({0: torch.ones(LONG)}, {}, Replicas(group, range(2), 0, 1), 7).wait()
+
+
+def test_a_wait_ends_with_its_group_if_the_other_side_is_killed_in_the_midst_of_a_message(tmp_path: Path) -> None:
+    """gloo itself would go on waiting until the timeout."""
+    process = multiprocessing.get_context("fork").Process(target=send_long, args=(tmp_path / "store",))
+    process.start()
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    group: Any = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=20))
+    given_up, arriving = threading.Event(), torch.zeros(LONG)
+    limit = timedelta(seconds=20)
+    under_way = transfers.begin({}, {1: arriving}, Replicas(group, range(2), 0, 0, limit=limit, given_up=given_up), 7)
+    while not arriving[0]:
+        assert process.is_alive()
+    process.kill()
+    process.join()
+    assert not arriving[-1], "the message is there, so nothing is tested"
+    threading.Timer(0.2, given_up.set).start()
+    start = time.monotonic()
+    with pytest.raises(WorkerFailedError, match="exchanging with pipeline 1 of stage 0"):
+        under_way.wait()
+    assert time.monotonic() - start < 5

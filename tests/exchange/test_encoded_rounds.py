@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sdpipe.errors import NonFiniteError
+from lightning_sdpipe.errors import NonFiniteError, WorkerFailedError
+from lightning_sdpipe.exchange.background import Background
+from lightning_sdpipe.exchange.collectives import SumInPlace
 from lightning_sdpipe.exchange.common_reference import CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
+from lightning_sdpipe.exchange.encoded_rounds import EncodedPresentRounds, EncodedRounds
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload
+from lightning_sdpipe.exchange.present_rounds import Round
 from lightning_sdpipe.optim import FrozenVariance
+from lightning_sdpipe.policies import Group, Worker
 from tests.exchange.test_group_mean import values
 from tests.exchange.threads import Crew, one_thread, together
 
@@ -177,6 +182,142 @@ def test_a_sum_beyond_float16_is_no_gradient_beyond_it(crews: tuple[Crew, Crew])
         assert all(mean is not None and bool(mean.isfinite().all()) for mean in rounds.wait().gradients)
 
     run(crews, Half(), work, dtype=torch.float16)
+
+
+def of_present(rank: int, payload: Payload) -> EncodedPresentRounds:
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    thread = Background("averaging gradients", 20.0)
+    return EncodedPresentRounds(parameters, Worker(0, rank), CAP, True, lambda: None, payload, thread, lambda: 1.0)
+
+
+def members(*pipelines: int, sequence: int = 0, epoch: int = 1) -> Group:
+    workers = tuple(Worker(0, i) for i in pipelines)
+    return Group(workers, (1 / len(workers),) * len(workers), sequence, "tested", epoch=epoch)
+
+
+def offer(
+    rounds: EncodedPresentRounds, rank: int, gradients: Sequence[Tensor | None], group: Group, mover: SumInPlace
+) -> None:
+    """Offers the gradients of ``rank``, which has no batch if there are none."""
+    rounds.weight = float(any(each is not None for each in gradients))
+    rounds.begin(group, mover)
+    rounds.complete(gradients)
+
+
+@pytest.mark.parametrize("payload", [Half(), EightBit(block=64, feedback=True), OneBit(64)], ids=repr)
+def test_those_present_have_equal_bits_and_over_time_everything_arrives(
+    crews: tuple[Crew, Crew], payload: Payload
+) -> None:
+    """Also where one has no batch in every other round, and keeps what it has left out."""
+    turns = 30
+
+    def work(rank: int) -> list[list[Tensor | None]]:
+        rounds, found = of_present(rank, payload), []
+        for turn in range(turns):
+            trains = rank != 1 or turn % 2 == 0
+            mine = [gradient(rank, number, 0) if trains and number != 2 else None for number in range(4)]
+            offer(rounds, rank, mine, members(0, 1, 2, sequence=turn), SumInPlace(crews[0].replicas(rank)))
+            outcome = rounds.outcome()
+            assert outcome.weight == 2 + (turn % 2 == 0)
+            found.append([None if each is None else each.clone() for each in outcome.gradients])
+        return found
+
+    by_rank = together(N, work)
+    for turn in range(turns):
+        assert by_rank[0][turn][2] is None
+        assert all(torch.equal(found[turn][n], by_rank[0][turn][n]) for found in by_rank for n in (0, 1, 3))
+    for number in (1, 3):
+        whole = torch.stack([gradient(rank, number, 0) for rank in range(N)]).mean(0)
+        some = torch.stack([gradient(rank, number, 0) for rank in (0, 2)]).mean(0)
+        sent, expected = torch.stack([of_turn[number] for of_turn in by_rank[0]]).mean(0), (whole + some) / 2
+        assert (sent - expected).norm() < 0.3 * expected.norm()
+
+
+class Breaks(SumInPlace):
+    """Does not add up the flags, after all buckets have been averaged."""
+
+    def start(self, *_: Any) -> Any:
+        raise WorkerFailedError("pipeline 2 is gone")
+
+
+def residuals(rounds: EncodedPresentRounds) -> list[Tensor]:
+    return [feedback.residual for feedback in rounds.coding._residuals.values()]
+
+
+def test_a_broken_round_is_made_again_of_gradients_alone_or_handed_over_bit_for_bit(crews: tuple[Crew, Crew]) -> None:
+    payload = OneBit(64)
+
+    def work(rank: int) -> tuple[list[Round], bool]:
+        rounds, adds, found = of_present(rank, payload), SumInPlace(crews[0].replicas(rank)), []
+        mine = [gradient(rank, number, 0) for number in range(4)]
+        offer(rounds, rank, mine, members(0, 1, 2), adds)
+        rounds.outcome()
+        offer(rounds, rank, mine, members(0, 1, 2, sequence=1), Breaks(crews[0].replicas(rank)))
+        with pytest.raises(WorkerFailedError, match="pipeline 2 is gone"):
+            rounds.outcome()
+        rounds.begin_again()
+        forgotten = not residuals(rounds)
+        if rank < 2:
+            rounds.begin(members(0, 1, sequence=2, epoch=2), SumInPlace(crews[1].replicas(rank)))
+            outcome = rounds.outcome()
+            found.append(replace(outcome, gradients=[each.clone() for each in outcome.gradients if each is not None]))
+        if rank == 0:
+            assert rounds.hand_over(2, members(0, 2, sequence=2, epoch=3), crews[1].replicas(rank))
+        if rank == 2:
+            found.append(rounds.take_over(0, members(0, 1, sequence=2, epoch=2), crews[1].replicas(rank)))
+        return found, forgotten
+
+    def fresh(rank: int) -> Round:
+        rounds = of_present(rank, payload)
+        mine = [gradient(rank, number, 0) for number in range(4)]
+        offer(rounds, rank, mine, members(0, 1), SumInPlace(crews[0].replicas(rank)))
+        return rounds.outcome()
+
+    by_rank = together(N, work)
+    assert all(forgotten for _, forgotten in by_rank)
+    expected = together(2, fresh)[0]
+    for (outcome,), _ in by_rank:
+        assert outcome.weight == 2
+        assert all(torch.equal(a, b) for a, b in zip(outcome.gradients, expected.gradients, strict=True))
+
+
+@pytest.mark.parametrize("others", [members(0, 1, sequence=1), members(0, 1, 2, sequence=1, epoch=2)])
+def test_what_was_left_out_is_dropped_by_all_alike_when_others_take_part_or_in_another_epoch(
+    crews: tuple[Crew, Crew], others: Group
+) -> None:
+    def work(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        rounds, adds = of_present(rank, EightBit(block=64, feedback=True)), SumInPlace(crews[0].replicas(rank))
+        mine = [gradient(rank, number, 0) for number in range(4)]
+        for sequence in range(3):
+            offer(rounds, rank, mine, members(0, 1, 2, sequence=sequence), adds)
+            rounds.outcome()
+        if rank in [worker.pipeline for worker in others.members]:
+            offer(rounds, rank, [torch.zeros_like(each) for each in mine], others, adds)
+            return [each for each in rounds.outcome().gradients if each is not None], residuals(rounds)
+        return [], []
+
+    for means, left in together(N, work):
+        assert not any(each.any() for each in (*means, *left)), "nothing of earlier rounds is sent"
+
+
+def test_a_later_bucket_is_not_sent_when_an_earlier_one_has_failed(crews: tuple[Crew, Crew]) -> None:
+    """The others would take it for the one that they wait for."""
+    sent: list[int] = []
+
+    class Fails(EncodedMean):
+        def average(self, piece: Tensor, number: int, *_: Any) -> Tensor:
+            sent.append(number)
+            raise WorkerFailedError("pipeline 2 is gone")
+
+    rounds = of_present(0, EightBit())
+    rounds.weight = 1.0
+    rounds.begin(members(0, 1, 2), SumInPlace(crews[0].replicas(0)))
+    rounds._encoded = Fails(crews[0].replicas(0), rounds.coding)
+    rounds.complete([gradient(0, number, 0) for number in range(4)])
+    with pytest.raises(WorkerFailedError, match="pipeline 2 is gone"):
+        rounds.outcome()
+    rounds.begin_again()
+    assert sent == [0]
 
 
 def test_what_is_unfrozen_is_measured_in_full_precision_first(crews: tuple[Crew, Crew]) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
+from lightning_sdpipe.pipeline.flush import run_ahead
+from lightning_sdpipe.pipeline.stage import CutStage
 from tests.pipeline.harness import assert_same, one_process, pipeline
 from tests.workers import run_workers
 
@@ -96,3 +102,33 @@ def test_what_crosses_a_cut_and_is_not_used_gets_no_gradient(schedule: str) -> N
     stages_per_worker = 2 if schedule == "zero_bubble" else 1
     ranks = run_workers(2, pipeline, Unused, batches, schedule, 2, 2, stages_per_worker)
     assert_same(ranks, one_process(Unused, batches, 2))
+
+
+class Recorder(CutStage):
+    """A stage that only notes what it is asked for, and with which loss."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        link: Any = SimpleNamespace(device=torch.device("cpu"), group=None)
+        super().__init__(nn.Module(), stage, num_stages, num_stages, link)
+        self.asked: list[object] = []
+
+    def forward_one_chunk(self, index: int, *_: Any, **__: Any) -> Tensor | None:
+        self.asked.append(index)
+        return torch.tensor(float(index)) if self.is_last else None
+
+    def backward_one_chunk(self, index: int, loss: Tensor | None = None, *_: Any, **__: Any) -> None:
+        self.asked.append((index, None if loss is None else float(loss)))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_the_orders_of_one_stage_are_those_of_torch(num_stages: int) -> None:
+    for parts in range(1, 9):
+        for stage in range(num_stages):
+            for kind, ahead in ((Schedule1F1B, num_stages - stage), (ScheduleGPipe, parts)):
+                if kind is Schedule1F1B and parts < num_stages:
+                    continue
+                ours, theirs = Recorder(stage, num_stages), Recorder(stage, num_stages)
+                run_ahead(ours, parts, ahead)
+                schedule = kind(theirs, parts, loss_fn=lambda loss, _: loss, scale_grads=False)  # type: ignore[arg-type]
+                schedule.step(target=torch.arange(parts), return_outputs=False)
+                assert ours.asked == theirs.asked

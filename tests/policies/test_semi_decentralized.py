@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.policies import Broken, Joined, Left, Ready, Reason, RefusedEvent, Tick, Worker
+from lightning_sdpipe.policies import Broken, Joined, Left, Lost, Ready, Reason, RefusedEvent, Tick, Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.policy import Unit
 from lightning_sdpipe.policies.seeded_hash import uniform
@@ -345,9 +345,25 @@ def test_what_only_the_tournament_connects_is_not_split_by_nearness() -> None:
 def test_nearness_that_means_nothing_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="groups of 8 pipelines are not split unless max_group is given"):
         make(1, 8, seating=NEAR)
-    with pytest.raises(ConfigurationError, match="which pipelines share a host, and that is not known here"):
-        make(1, 16, seating="near")
     make(1, 16, seating=NEAR)
+
+
+def test_seats_are_given_by_the_machines_that_pipelines_name_as_they_join() -> None:
+    """As if they were listed; and who comes back on another machine, or on one without a name, sits there."""
+    by_host = SemiDecentralized(window=1.0, connectivity=None, max_group=2, seating="near").make_policy(1, 8)
+    listed = make(1, 8, window=1.0, connectivity=None, max_group=2, seating=NEAR)
+    for i in range(8):
+        by_host.on(Joined(W(0, i), host="ab"[i // 4]), 0.0)
+    for k in range(6):
+        for i in range(8):
+            assert by_host.on(Ready(W(0, i), k), k) == listed.on(Ready(W(0, i), k), k)
+    for i, host in ((0, "b"), (4, "")):
+        by_host.on(Lost(W(0, i)), 10.0)
+        by_host.on(Joined(W(0, i), host=host), 11.0)
+    turns = [[group for i in range(8) for group in by_host.on(Ready(W(0, i), 20 + k), 20.0 + k)] for k in range(6)]
+    for groups in turns[1::2]:
+        sites = [{w.pipeline for w in group.members} for group in groups]
+        assert all(site <= {1, 2, 3} or site <= {0, 5, 6, 7} or site == {4} for site in sites), sites
 
 
 def test_without_connectivity_t_0_is_local_sgd() -> None:

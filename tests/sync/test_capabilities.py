@@ -82,6 +82,7 @@ METHODS: dict[str, Any] = {
     "`LocalSGD(every=1)`": LocalSGD(every=1),
     "`LocalSGD`": LocalSGD(every=8),
     "`DiLoCo`": DiLoCo(),
+    "`DiLoCo(group=…)`": DiLoCo(group=SemiDecentralized()),
     '`Decentralized("ring")`': Decentralized("ring"),
     '`Decentralized("shift_one")`': Decentralized("shift_one"),
     '`Decentralized("random")`': Decentralized("random"),
@@ -141,7 +142,11 @@ def comes_and_goes(given: Any) -> list[str]:
         ["none", "step", "free"],
         lambda overlap: goes(given, exchange=Exchange(overlap=overlap), elastic=True),  # type: ignore[arg-type]
     )
-    return [] if payloads == "–" else [payloads, overlaps]
+    hierarchies = those(
+        ["flat", "hosts"],
+        lambda hierarchy: goes(given, exchange=Exchange(hierarchy=hierarchy), elastic=True),  # type: ignore[arg-type]
+    )
+    return [] if payloads == "–" else [payloads, overlaps, hierarchies]
 
 
 def is_cut_unlike(given: Any) -> list[str]:
@@ -157,7 +162,7 @@ def is_cut_unlike(given: Any) -> list[str]:
 TABLES: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
     "exchange.md": ("| method | payloads | overlap | hierarchy | schedule |", moves),
     "data.md": ('| method | `data="dealt"` | `data="auto"` deals | `batch_by_speed` |', trains),
-    "faults.md": ("| method | payloads | overlap |", comes_and_goes),
+    "faults.md": ("| method | payloads | overlap | hierarchy |", comes_and_goes),
     "partition.md": ("| method, where pipelines are cut unlike | payloads | overlap | elastic |", is_cut_unlike),
 }
 
@@ -238,6 +243,7 @@ WALKED = [
     AllReduce(weights="samples"),
     Decentralized("ring", every=2),
     DiLoCo(quorum=0.5),
+    DiLoCo(group=PartialReduce()),
     DiLoCo(fragments=2),
     DiLoCo(delay=1, mix=0.5),
     DiLoCo(every=1),

@@ -31,7 +31,14 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
-from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfBases, RoundsOfPresent, Synchronizer, averaged
+from lightning_sdpipe.sync.synchronizer import (
+    ExchangesOfPairs,
+    Replica,
+    RoundsOfBases,
+    RoundsOfPresent,
+    Synchronizer,
+    averaged,
+)
 from lightning_sdpipe.topology.groups import ProcessGroups, Replicas
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
@@ -298,7 +305,8 @@ class ElasticRendezvous(Rendezvous):
         self._barriers.meet()
 
     def _leave(self) -> None:
-        self._sync.stop()  # first: a worker that has left cannot retry a group that breaks
+        if not self._sync.serves:
+            self._sync.stop()  # first: a worker that has left cannot retry a group that breaks
         super()._leave()
 
     def _set_out(self) -> None:
@@ -315,6 +323,8 @@ class ElasticReplica(Replica):
     present: Callable[[], int] = field(kw_only=True)  # number of pipelines
     of_present: RoundsOfPresent = field(kw_only=True)
     of_bases: RoundsOfBases | None = field(kw_only=True, default=None)
+    of_pairs: ExchangesOfPairs = field(kw_only=True)
+    forget: Callable[[], None] = field(kw_only=True, default=lambda: None)  # what members of groups have in common
 
     @property
     def count(self) -> int:
@@ -329,13 +339,19 @@ class ElasticReplica(Replica):
     def bases(self) -> RoundsOfBases | None:
         return self.of_bases
 
+    def pairs(self) -> ExchangesOfPairs:
+        return self.of_pairs
+
     def average(self, tensors: Sequence[Tensor]) -> None:
+        self.forget()
         self.barriers.average(tensors)
 
     def average_parameters(self) -> None:
+        if self.shared is None:
+            super().average_parameters()
+            return
         self.barriers.average(*(tensors_of(averaged(part.parameters)) for part in self.divided))
-        if self.shared is not None:
-            self.shared.make_equal()
+        self.shared.make_equal()
 
     def average_buffers(self) -> None:
         self.barriers.average(*(part.buffers for part in self.divided))

@@ -5,9 +5,11 @@ Making one takes milliseconds, and longer if a member is gone; so threads do it,
 in use meanwhile. gloo cannot end a wait for a message that a live process will not send, except that a receive in
 another thread runs into its timeout, which closes all connections of this process in that group. So this is done to a
 group in which this worker exchanges with a lost worker, or in which an exchange has broken off: a message still on its
-way to memory that is let go would hold up all later ones for good.
+way to memory that is let go would hold up all later ones for good. Waits for messages that this does not end, since a
+connection was lost in the midst of one, are left (:mod:`~lightning_sdpipe.exchange.transfers`).
 
-To make a group, replicas find each other by :class:`SchedulerStore`, over the scheduler's key-value store. The
+To make a group, replicas find each other by a
+:class:`~lightning_sdpipe.worker.elastic.scheduler_connection.SchedulerStore`, over the scheduler's key-value store. The
 scheduler imports no torch, and its connection is encrypted where there are keys. A TCPStore would live and die with one
 of the workers, and be open to all that can reach it.
 """
@@ -17,8 +19,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -34,65 +36,9 @@ from lightning_sdpipe.exchange.sectioned import SectionedMover
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.client.membership_client import CancelledError, MembershipClient
-from lightning_sdpipe.scheduler.client.store import StoreClient
+from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
+from lightning_sdpipe.sync.mover_choice import MakeMover
 from lightning_sdpipe.topology.groups import Replicas, Traffic
-
-
-class SchedulerStore(Store):
-    """A store of keys under ``room`` in the key-value store of the scheduler that ``client`` speaks to.
-
-    The maker of a process group must keep a Python reference to the store while the group is being made. Every wait
-    ends after ``timeout`` seconds with a SchedulerError, or with :class:`CancelledError` soon after ``cancelled``
-    returns true: as when an epoch of membership is superseded while a member that is gone is waited for.
-    """
-
-    def __init__(
-        self, client: StoreClient, room: str, timeout: float, cancelled: Callable[[], bool] = lambda: False
-    ) -> None:
-        super().__init__()
-        if "/" in room or not room:
-            raise ValueError(f"room={room!r} is not allowed; give a name without a slash")
-        self._client, self._room, self._seconds, self._cancelled = client, room, timeout, cancelled
-
-    def set(self, key: str, value: bytes | str) -> None:
-        self._check()
-        self._client.put(self._name(key), value.encode() if isinstance(value, str) else bytes(value), self._seconds)
-
-    def get(self, key: str) -> bytes:
-        return self._wait([key], self._seconds)[0]
-
-    def add(self, key: str, amount: int) -> int:
-        self._check()
-        return self._client.add(self._name(key), amount, self._seconds)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._wait(keys, self._seconds if timeout is None else timeout.total_seconds())
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return None not in self._client.fetch([self._name(key) for key in keys], self._seconds)
-
-    def delete_key(self, key: str) -> bool:
-        return self._client.remove(self._name(key), self._seconds)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._seconds = timeout.total_seconds()
-
-    @property
-    def timeout(self) -> timedelta:
-        return timedelta(seconds=self._seconds)
-
-    def _wait(self, keys: Sequence[str], seconds: float) -> tuple[bytes, ...]:
-        self._check()
-        return self._client.wait([self._name(key) for key in keys], seconds, self._cancelled)
-
-    def _name(self, key: str) -> str:
-        return f"{self._room}/{key}"
-
-    def _check(self) -> None:
-        if self._cancelled():
-            raise CancelledError(f"the process group of {self._room} is not needed any more")
-
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +62,7 @@ class EpochPart:
     that ``among`` makes for models that train."""
 
     owners: Sequence[int]
-    among: Callable[[Replicas], Mover]
+    among: MakeMover
 
 
 @dataclass(frozen=True)
@@ -124,6 +70,7 @@ class _OfEpoch:
     replicas: Replicas  # over a gloo group that belongs to no world
     movers: Sequence[GroupMean]
     exchange: Mover
+    hosts: Mapping[int, str] | None
 
 
 class EpochGroups:
@@ -134,8 +81,9 @@ class EpochGroups:
         make_store: see :data:`MakeStore`.
         timeout: that of a transfer, once a group exists.
         report: the client that is told the groups and exchanges of this worker.
-        among: makes the mover that averages models while they train.
+        among: makes the mover that averages models while they train, from the replicas and their machines.
         traffic: counts the bytes that this worker sends.
+        host: this worker's machine, if machines are told apart; the replicas of an epoch tell each other theirs.
         depths: stages of each pipeline, if pipelines are cut unlike; then :meth:`divide` comes before the first epoch.
     """
 
@@ -145,8 +93,9 @@ class EpochGroups:
         make_store: MakeStore,
         timeout: timedelta,
         report: MembershipClient,
-        among: Callable[[Replicas], Mover] = GroupMean,
+        among: MakeMover = lambda replicas, hosts: GroupMean(replicas),
         traffic: Traffic | None = None,
+        host: str | None = None,
         depths: Sequence[int] = (),
     ) -> None:
         self._worker, self._depths = worker, depths
@@ -155,6 +104,7 @@ class EpochGroups:
         self._report = report
         self._lock = threading.Condition()
         self._among = among
+        self._host = host
         self._parts: Sequence[EpochPart] = ()
         self._counts: Callable[[], Sequence[int]] = tuple
         self._traffic = Traffic() if traffic is None else traffic
@@ -163,6 +113,8 @@ class EpochGroups:
         self._epoch: Epoch | None = None  # the newest
         self._starts: dict[int, dict[int, Member]] = {}  # start of each pipeline, by known epoch
         self._in_use: Group | None = None
+        self._beside: dict[int, Group] = {}
+        """Groups that are used beside that one, by sequence."""
         self._moved = 0  # pieces of the exchange that were taken over
         self._closed = False
 
@@ -179,12 +131,11 @@ class EpochGroups:
             self._epoch = epoch
             self._starts = {number: self._starts[number] for number in self._starts if number in self._made}
             self._starts[epoch.number] = {member.pipeline: member for member in epoch.members}
-            used = self._in_use
-            broken = used is not None and self._has_lost(used)
+            broken = {used.epoch for used in self._used() if self._has_lost(used)}
             self._lock.notify_all()
         present = set(epoch.pipelines)
-        if used is not None and broken:
-            self._poison(used.epoch)
+        for number in broken:
+            self._poison(number)
         if self._worker.pipeline in present and len(present) > 1:
             # A thread for each: one that connects to a worker that has gone on to the next epoch waits in vain. The
             # interpreter waits for them at its end: it would abort in one that comes out of gloo while it is torn down.
@@ -218,6 +169,11 @@ class EpochGroups:
         """
         return self._of(group).replicas
 
+    def hosts(self, group: Group) -> Mapping[int, str] | None:
+        """Return the machine of each replica in the group's epoch, None if machines are not told apart; raises as
+        :meth:`replicas` does."""
+        return self._of(group).hosts
+
     def _of(self, group: Group) -> _OfEpoch:
         with self._lock:
             self._lock.wait_for(
@@ -244,6 +200,30 @@ class EpochGroups:
             self._tell_of_exchange()
         if gone and group is not None and made is not None and _holds(made.replicas, group):
             self._poison(group.epoch)
+
+    @contextmanager
+    def beside(self, group: Group) -> Iterator[Replicas]:
+        """Use ``group`` within the block, besides others that are used at the same time, and give its process group up
+        if the exchange in the block breaks off. Any thread may do so.
+
+        Raises:
+            WorkerFailedError: a member of the group's epoch is gone, and with it the process group.
+        """
+        with self._lock:
+            self._beside[group.sequence] = group
+            gone = self._has_lost(group)
+        try:
+            if gone:
+                raise WorkerFailedError(f"a member of group {group.sequence} is gone since epoch {group.epoch}")
+            replicas = self.replicas(group)
+            try:
+                yield replicas
+            except WorkerFailedError:
+                self.give_up(group)
+                raise
+        finally:
+            with self._lock:
+                del self._beside[group.sequence]
 
     def moved(self) -> None:
         """Note that a piece of the present exchange has been taken over."""
@@ -286,6 +266,9 @@ class EpochGroups:
     def _newest(self) -> int:
         return 0 if self._epoch is None else self._epoch.number
 
+    def _used(self) -> list[Group]:
+        return [*([] if self._in_use is None else [self._in_use]), *self._beside.values()]
+
     def _present(self) -> set[int]:
         return {self._worker.pipeline} if self._epoch is None else set(self._epoch.pipelines)
 
@@ -305,6 +288,8 @@ class EpochGroups:
                 self._lock.notify_all()
         if made is not None:
             group: Any = made.replicas.group
+            if made.replicas.given_up is not None:
+                made.replicas.given_up.set()
             for peer in {*range(group.size())} - {group.rank()}:  # one that is gone cannot time out
                 with suppress(RuntimeError):  # the timeout is expected
                     group.recv([torch.zeros(1)], peer, _POISON).wait(timedelta(milliseconds=1))
@@ -315,45 +300,50 @@ class EpochGroups:
         return [Worker(j, pipeline) for j in (range(self._depths[pipeline]) if self._depths else [self._worker.stage])]
 
     def _make(self, epoch: Epoch) -> None:
-        stage, number = self._worker.stage, epoch.number
+        own, number = self._worker, epoch.number
         places = {each: place for place, each in enumerate(w for i in epoch.pipelines for w in self._workers_of(i))}
-        room = f"epoch-{number}" if self._depths else f"epoch-{number}-{stage}"
+        room = f"epoch-{number}" if self._depths else f"epoch-{number}-{own.stage}"
         store = self._make_store(room, lambda: self._is_over or number != self._newest)
+        hosts: dict[int, str] | None = None
         try:
-            group: Any = dist.ProcessGroupGloo(store, places[self._worker], len(places), CONNECTING)
+            if self._host is not None:
+                store.set(f"host-{own.pipeline}", self._host)
+            group: Any = dist.ProcessGroupGloo(store, places[own], len(places), CONNECTING)
+            if self._host is not None:
+                hosts = {i: store.get(f"host-{i}").decode() for i in epoch.pipelines}
         except Exception as error:  # a later epoch is on its way, or the scheduler, which says so where it is asked
             log.info("the group of epoch %d was not made: %s", number, str(error).splitlines()[0])
             return
         group._set_default_timeout(self._timeout)  # of collectives
-        made = self._over(group, places)
+        made = self._over(group, places, hosts)
         with self._lock:
             if self._is_over:
                 return
             self._made[number] = made
-            in_use = self._in_use.epoch if self._in_use is not None else number
-            old = [self._made.pop(earlier) for earlier in sorted(self._made)[:-KEPT] if earlier != in_use]
+            in_use = {used.epoch for used in self._used()}
+            old = [self._made.pop(earlier) for earlier in sorted(self._made)[:-KEPT] if earlier not in in_use]
             self._lock.notify_all()
         self._report.holds(self.held)
         del old
 
-    def _over(self, group: Any, places: Mapping[Worker, int]) -> _OfEpoch:
-        """Return what this worker exchanges by over ``group``, in which workers have these ``places``."""
-        stage, pipeline = self._worker.stage, self._worker.pipeline
+    def _over(self, group: Any, places: Mapping[Worker, int], hosts: Mapping[int, str] | None) -> _OfEpoch:
+        """Return what this worker exchanges by over ``group``, in which workers have these ``places``, on ``hosts``."""
+        stage, pipeline, given_up = self._worker.stage, self._worker.pipeline, threading.Event()
 
         def replicas(owners: Callable[[int], int]) -> Replicas:
             ranks = {i: places[Worker(owners(i), i)] for i in {each.pipeline for each in places}}
-            return Replicas(group, ranks, stage, pipeline, limit=self._timeout)
+            return Replicas(group, ranks, stage, pipeline, limit=self._timeout, given_up=given_up)
 
-        def counted(among: Callable[[Replicas], Mover], those: Replicas) -> Mover:
-            return among(replace(those, traffic=self._traffic))
+        def counted(among: MakeMover, those: Replicas) -> Mover:
+            return among(replace(those, traffic=self._traffic), hosts)
 
         if not self._depths:
             own = replicas(lambda _: stage)
-            return _OfEpoch(own, [GroupMean(own)], counted(self._among, own))
+            return _OfEpoch(own, [GroupMean(own)], counted(self._among, own), hosts)
         of_parts = [replicas(part.owners.__getitem__) for part in self._parts]
         movers = [counted(part.among, those) for part, those in zip(self._parts, of_parts, strict=True)]
         last = replicas(lambda i: self._depths[i] - 1)
-        return _OfEpoch(last, [*map(GroupMean, of_parts)], SectionedMover(movers, self._counts))
+        return _OfEpoch(last, [*map(GroupMean, of_parts)], SectionedMover(movers, self._counts), hosts)
 
     def _try(self, epoch: Epoch) -> None:
         """Find the workers that this worker can reach: make and use a process group of two with each."""

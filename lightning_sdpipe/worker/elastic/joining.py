@@ -1,7 +1,8 @@
 """Entry of a pipeline into an elastic run: with the state of one that trains, or with those that begin together.
 
 Its fingerprint names, in words that a refusal can quote, what must be equal in all pipelines of a run. :class:`Fit`
-makes Lightning go on with the state of another pipeline, and gives its own to the next newcomer.
+makes Lightning go on with the state of another pipeline, and gives its own to the next newcomer: one of the
+:class:`StageDuties` between two turns.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch._C._distributed_c10d import Store
@@ -33,14 +35,17 @@ from lightning_sdpipe.lightning_internals import data_source
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.weight_averaging import averaging_of
 from lightning_sdpipe.membership.state_transfers import newcomer_of
+from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient, Receive, Start
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.worker.elastic import leader, state_transfer
 from lightning_sdpipe.worker.elastic.barriers import Barriers, divided
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource
 from lightning_sdpipe.worker.elastic.pipeline_barriers import of_all_stages
+from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.training import Training
 
@@ -275,3 +280,48 @@ class Fit:
 
 def _room(transfer: str, giver: int, taker: int) -> str:
     return f"{transfer}-{giver}-{taker}"
+
+
+class StageDuties:
+    """Duties of a worker between two turns; see :class:`~lightning_sdpipe.worker.elastic.elastic_batches.Duties`.
+
+    Args:
+        fit: returns the worker's training.
+        take_lead: makes its pipeline lead, if it is its turn.
+        commands: those of stage 0.
+        leaving: the notice that it was told to end.
+        line: its client of the scheduler.
+        client: the same, of the thread that trains.
+    """
+
+    def __init__(
+        self,
+        fit: Callable[[], Fit],
+        take_lead: Callable[[], None],
+        commands: CommandChannel,
+        leaving: LeaveNotice,
+        line: MembershipClient,
+        client: SchedulerClient,
+    ) -> None:
+        self._fit, self._take_lead, self.commands = fit, take_lead, commands
+        self._leaving, self._line, self._client = leaving, line, client
+
+    def order(self) -> Command | None:
+        leaving = self._leaving.given
+        return turn_order(leaving, self._line.donations, "" if leaving else self._line.held_up)
+
+    def act(self, command: Command, turns: State) -> None:
+        fit = self._fit()
+        if command.kind is CommandKind.LEAVE:
+            self.commands.done()  # when one stage leaves, all of them must end at once
+            if fit.training.sync.serves:
+                self._client.leave()
+            fit.training.sync.stop()  # others may wait for exchanges that are under way
+            fit.checkpoints.wait()
+            raise SIGTERMException
+        fit.give(command.text, turns)
+        self.commands.done()  # no stage comes to the next barrier before all have reported
+
+    def between(self) -> None:
+        self._take_lead()
+        self._line.has_made(self._fit().trainer.global_step)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
@@ -20,7 +19,6 @@ from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.loop.loop import ClockChecks
-from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Group
@@ -30,7 +28,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
-from lightning_sdpipe.sync.mover_choice import among_groups
+from lightning_sdpipe.sync.mover_choice import among_those_present, own_host
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -40,12 +38,17 @@ from lightning_sdpipe.topology.placement_file import Placement, check_shape, ord
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic import joining, leader, refusals
 from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous, ElasticReplica
-from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, State
-from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, EpochPart, SchedulerStore
-from lightning_sdpipe.worker.elastic.fault_tolerant_mean import FaultTolerantMean, Outcomes, PipelineOutcomes
+from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource
+from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, EpochPart
+from lightning_sdpipe.worker.elastic.fault_tolerant_mean import (
+    DroppedPairs,
+    FaultTolerantMean,
+    Outcomes,
+    PipelineOutcomes,
+)
 from lightning_sdpipe.worker.elastic.pipeline_barriers import PipelineBarriers
 from lightning_sdpipe.worker.elastic.round_batches import RoundBatchSource
-from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection
+from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection, SchedulerStore
 from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
 from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.elastic.surviving_bases import SurvivingBases
@@ -73,6 +76,9 @@ class _Place:
     rounds: SurvivingRounds
     bases: SurvivingBases | None
     """Rounds of an outer optimizer, if the method has one."""
+    forget: Callable[[], None]
+    """Forgets what the members of groups have in common."""
+    policy: PolicyConfig
 
     def hand_over(self, sequence: int, group: Group) -> None:
         """Give other members of ``group`` the result of a group."""
@@ -122,6 +128,7 @@ class ElasticRun:
         if self.options.placement is not None:
             check_shape(self.options.placement, self._job.world_size, None)
         refusals.check_options(self.options)
+        own_host(self.options.exchange, self._job.pipeline)  # refused if it has no name
 
     def check_trainer(self, trainer: Trainer) -> None:
         refusals.check_trainer(trainer, self.options)
@@ -161,8 +168,9 @@ class ElasticRun:
             return SchedulerStore(line.store, name, _CONNECTING, cancelled)
 
         traffic = self._groups.traffic
-        depths = options.depths if options.cuts else ()
-        epochs = EpochGroups(worker, store, options.run_timeout, line, among_groups(options.exchange), traffic, depths)
+        among, forget = among_those_present(options.exchange, policy, job.pipeline)
+        host, depths = own_host(options.exchange, job.pipeline), options.depths if options.cuts else ()
+        epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic, host, depths)
         commands = CommandChannel(self._groups)
         leaving = LeaveNotice(line, job.pipeline, commands)
         rounds = SurvivingRounds(
@@ -172,6 +180,8 @@ class ElasticRun:
             epochs,
             lambda said: self._where_to_meet().meet(said),
             commands.on_any_stage,
+            options.run_timeout.total_seconds(),
+            traffic,
         )
         bases = (
             SurvivingBases(worker, connection.client, line, epochs, self._where_to_meet, traffic)
@@ -182,7 +192,9 @@ class ElasticRun:
         if depths:
             second = self._groups.second(options.run_timeout)
             outcomes = PipelineOutcomes(line, self._mesh.rank(0, job.pipeline), second)
-        self._place = _Place(worker, line, connection.client, epochs, outcomes, commands, leaving, rounds, bases)
+        self._place = _Place(
+            worker, line, connection.client, epochs, outcomes, commands, leaving, rounds, bases, forget, policy
+        )
 
     def _where_to_meet(self) -> Barriers:
         assert self._barriers is not None
@@ -264,9 +276,15 @@ class ElasticRun:
             present=lambda: max(1, len(line.epoch.members)),
             of_present=place.rounds,
             of_bases=place.bases,
+            forget=place.forget,
+            of_pairs=DroppedPairs(place.epochs, line, self.groups.traffic),
         )
         if sections is not None:
-            exchanged = [EpochPart(sections.owners[s], among_groups(self.options.exchange)) for s in sections.numbers]
+            makes = [
+                among_those_present(self.options.exchange, place.policy, self._job.pipeline)[0]
+                for _ in sections.numbers
+            ]
+            exchanged = [EpochPart(sections.owners[s], among) for s, among in zip(sections.numbers, makes, strict=True)]
             place.epochs.divide(exchanged, lambda: [len(part.exchanged) for part in replica.divided])
         return replica
 
@@ -278,7 +296,9 @@ class ElasticRun:
         self, trainer: Trainer, training: Training, checkpoints: Checkpoints, checks: ClockChecks, dealing: Dealing
     ) -> ElasticBatchSource:
         place, run = self._opened, shared(secrets.randbits(62))
-        duties = _Duties(self, place)
+        duties = joining.StageDuties(
+            lambda: self.fit, self.take_lead, place.commands, place.leaving, place.line, place.client
+        )
         arguments = trainer, training, place.client, self.groups, checks, run, dealing, duties
         source = (
             ElasticBatchSource(*arguments)
@@ -359,33 +379,6 @@ class ElasticRun:
             place.epochs.close()
         connection.close()
         self.membership = self._place = None
-
-
-class _Duties:
-    """The duties of a worker of ``run`` between two turns; see
-    :class:`~lightning_sdpipe.worker.elastic.elastic_batches.Duties`."""
-
-    def __init__(self, run: ElasticRun, place: _Place) -> None:
-        self._run, self._leaving, self.commands = run, place.leaving, place.commands
-        self._line = place.line
-
-    def order(self) -> Command | None:
-        leaving = self._leaving.given
-        return turn_order(leaving, self._line.donations, "" if leaving else self._line.held_up)
-
-    def act(self, command: Command, turns: State) -> None:
-        fit = self._run.fit
-        if command.kind is CommandKind.LEAVE:
-            self.commands.done()  # when one stage leaves, all of them must end at once
-            fit.training.sync.stop()  # others may wait for exchanges that are under way
-            fit.checkpoints.wait()
-            raise SIGTERMException
-        fit.give(command.text, turns)
-        self.commands.done()  # no stage comes to the next barrier before all have reported
-
-    def between(self) -> None:
-        self._run.take_lead()
-        self._line.has_made(self._run.fit.trainer.global_step)
 
 
 def _means(each: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -137,13 +137,14 @@ class SurvivingBases:
         self.hand_overs.hand_over(sequence, group)
 
     def _make(self, tensors: Sequence[Tensor], group: Group) -> NewBase:
-        state, replicas, begun = self.state, self._alone, False
+        state, replicas, hosts, begun = self.state, self._alone, None, False
         try:
             if len(group.members) > 1:
                 self._epochs.use(group)
                 replicas = replace(self._epochs.replicas(group), traffic=self._traffic)
+                hosts = self._epochs.hosts(group)
                 begun = True
-            return state.make(tensors, group, EncodedMean(replicas, state.codec), replicas, self._epochs.moved)
+            return state.make(tensors, group, EncodedMean(replicas, state.codec, hosts), replicas, self._epochs.moved)
         except WorkerFailedError:
             if begun:
                 self._epochs.give_up(group)

@@ -11,19 +11,23 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torch import nn
 
 from lightning_sdpipe import meter
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.exchange.background import Background
 from lightning_sdpipe.exchange.collectives import SumInPlace
+from lightning_sdpipe.exchange.encoded_rounds import EncodedPresentRounds
+from lightning_sdpipe.exchange.payloads import Full, Payload
 from lightning_sdpipe.exchange.present_rounds import Batch, PresentRounds, Round
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.topology.groups import Replicas
+from lightning_sdpipe.topology.groups import Replicas, Traffic
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 from lightning_sdpipe.worker.elastic.hand_overs import HandOvers, TogetherService
 
@@ -55,6 +59,8 @@ class SurvivingRounds:
         epochs: the groups of its replicas.
         meet: waits for the other replicas at a barrier, with what each says.
         on_any_stage: returns whether it is so on any stage of this pipeline; every stage asks at the same point.
+        timeout: seconds of a transfer.
+        traffic: counts the bytes that this worker sends in rounds.
     """
 
     def __init__(
@@ -65,9 +71,12 @@ class SurvivingRounds:
         epochs: EpochGroups,
         meet: Callable[[bytes], Met],
         on_any_stage: Callable[[bool], bool],
+        timeout: float,
+        traffic: Traffic,
     ) -> None:
         self._worker, self._client, self._line, self._epochs = worker, client, line, epochs
-        self._meet, self.on_any_stage = meet, on_any_stage
+        self._meet, self.on_any_stage, self._traffic = meet, on_any_stage, traffic
+        self._beside = Background("averaging gradients", 2 * timeout)
         self.batch: Batch | None = None
         """Batch that the next round is trained on, if any."""
         self.on_round: Callable[[Round], None] = lambda outcome: None
@@ -80,9 +89,21 @@ class SurvivingRounds:
         self._waits = False
         self._thread = 0
 
-    def arrange(self, parameters: Sequence[nn.Parameter], cap: int, watch: bool) -> None:
+    def arrange(
+        self,
+        parameters: Sequence[nn.Parameter],
+        cap: int,
+        watch: bool,
+        payload: Payload,
+        loss_scale: Callable[[], float],
+    ) -> None:
         """Take the gradients of ``parameters`` from now on."""
-        self._rounds = PresentRounds(parameters, self._worker, cap, watch, self._look)
+        rounds = parameters, self._worker, cap, watch, self._look
+        self._rounds = (
+            PresentRounds(*rounds)
+            if isinstance(payload, Full)
+            else EncodedPresentRounds(*rounds, payload, self._beside, loss_scale)
+        )
 
     @property
     def rounds(self) -> PresentRounds:
@@ -168,8 +189,8 @@ class SurvivingRounds:
             return
         self._epochs.use(group)
         replicas = self._epochs.replicas(group)
-        if self._sums is None or self._sums.replicas is not replicas:
-            self._sums = SumInPlace(replicas)
+        if self._sums is None or self._sums.replicas.group is not replicas.group:
+            self._sums = SumInPlace(replace(replicas, traffic=self._traffic))
         self.rounds.begin(group, self._sums)
 
     def _break_off(self, group: Group) -> None:

@@ -130,7 +130,7 @@ def run(
     quiet()
     rows: list[Row] = []
     for repeat in range(repeats):
-        for name, options in ((KILLED, {}), (CALM, {}), (WAITS, {"quorum": None})):
+        for name, options in ((KILLED, {}), (CALM, {}), (WAITS, {"quorum": 1.0})):
             islands = Islands(sync=hydra.utils.instantiate({**method, **options}), **work)
             draws = random.Random(seed + repeat) if name == KILLED else None
             with hosts(islands.num_pipelines + 1, rate_mbit) as names, inside(names[-1]):

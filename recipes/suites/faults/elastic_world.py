@@ -58,6 +58,7 @@ class Work:
         epochs: of the run.
         validation_batches: after each epoch.
         checkpoint_every: so many updates; 0 for never.
+        schedule: of the pipelines.
     """
 
     num_stages: int
@@ -69,6 +70,7 @@ class Work:
     epochs: int = 1
     validation_batches: int = 0
     checkpoint_every: int = 0
+    schedule: str = "1f1b"
     seed: int = 1
 
 
@@ -307,6 +309,7 @@ def train(work: Work, directory: Path, name: str, environment: Mapping[str, str]
         1 if elastic else work.num_stages,
         sync=work.sync,
         num_micro_batches=1,
+        schedule=work.schedule,
         data="dealt" if elastic or not isinstance(work.sync, AllReduce) else "sharded",
         timeout=timedelta(seconds=60),
     )

@@ -68,7 +68,8 @@ def run(
 
     Args:
         methods: specifications for Hydra, by name.
-        cases: what is killed, or full: ``method``, ``role``, ``phase``, and ``num_stages`` if not 1.
+        cases: what is killed, or full: ``method``, ``role``, ``phase``, ``num_stages`` if not 1, and ``schedule`` if
+            not 1F1B.
         only: parts.
         after: updates that all make before the death.
         calm: seconds after it until a newcomer takes the place.
@@ -114,6 +115,7 @@ def _survived(
         epochs=1000 if ends else 1,
         validation_batches=2 if ends else 0,
         checkpoint_every=CHECKPOINT_EVERY if case["phase"] == "full_checkpoints" else 0,
+        schedule=case.get("schedule", "1f1b"),
     )
     print(f"{case['method']}: {case['role']} in {case['phase']}", end=": ", flush=True)
     row = {"method": case["method"], "role": case["role"], "phase": case["phase"], "num_stages": stages}

@@ -17,6 +17,10 @@ from torch import Tensor
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.common_reference import CommonReference
+from lightning_sdpipe.exchange.encoded_mean import EncodedMean
+from lightning_sdpipe.exchange.options import Exchange
+from lightning_sdpipe.exchange.payloads import EightBit, Half
 from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
 from lightning_sdpipe.sync import AllReduce
 from lightning_sdpipe.sync.gradient_averaging import PresentAveraging
@@ -27,6 +31,7 @@ from tests.worker.elastic.test_runs import SAMPLES, check_that_replicas_were_equ
 pytestmark = pytest.mark.distributed
 
 BATCHES = SAMPLES // BATCH
+IN_FULL = Exchange()
 
 
 class Rounds(Callback):
@@ -65,6 +70,7 @@ class Fault:
 
     def inject(self) -> None:
         begin, reduce, means, fault = PresentRounds.begin, PresentRounds._reduce, PresentRounds._means, self
+        combine = EncodedMean._combine
 
         def strikes(rounds: PresentRounds, phase: str) -> None:
             if fault.phase == phase and rounds.mark >= fault.update:
@@ -79,6 +85,11 @@ class Fault:
             strikes(rounds, "amid")
             return work
 
+        def combines(mean: EncodedMean, *arguments: Any) -> None:
+            if fault.phase == "amid" and isinstance(mean.coding, CommonReference) and mean.coding.update >= self.update:
+                os.kill(os.getpid(), signal.SIGKILL)
+            combine(mean, *arguments)
+
         def comes(rounds: PresentRounds, sums: Any, seconds: float) -> Round:
             strikes(rounds, "after")
             if fault.phase == "breaks" and rounds.mark >= fault.update and not fault.broke:
@@ -89,15 +100,18 @@ class Fault:
         PresentRounds.begin = begins  # type: ignore[method-assign]
         PresentRounds._reduce = reduces  # type: ignore[method-assign]
         PresentRounds._means = comes  # type: ignore[method-assign]
+        EncodedMean._combine = combines  # type: ignore[method-assign]
 
 
-def train(directory: Path, num_stages: int = 1, fault: Fault | None = None, rank: int = 0) -> None:
+def train(
+    directory: Path, num_stages: int = 1, fault: Fault | None = None, exchange: Exchange = IN_FULL, rank: int = 0
+) -> None:
     if fault is not None and int(os.environ["RANK"]) == rank:
         fault.inject()
-    fit(directory, SAMPLES, {"sync": AllReduce(), "num_stages": num_stages}, more=[Rounds()])
+    fit(directory, SAMPLES, {"sync": AllReduce(), "num_stages": num_stages, "exchange": exchange}, more=[Rounds()])
 
 
-def check(run: ElasticRun, pipelines: list[int]) -> dict[str, int]:
+def check(run: ElasticRun, pipelines: list[int], weight_of_each: int = BATCH) -> dict[str, int]:
     """That replicas were equal after every update, that each made each update once, and that with one stage each batch
     was in one update; how many rounds were tried again, and how many means handed over."""
     found: Counter[str] = Counter()
@@ -121,7 +135,7 @@ def check(run: ElasticRun, pipelines: list[int]) -> dict[str, int]:
         assert not different, (rank, different)
         assert all(len(seen) == 1 for seen in of.values()), of
         rounds = [next(iter(seen)) for _, seen in sorted(of.items())]
-        assert all(weight == BATCH * len(batches) for _, _, batches, weight in rounds)
+        assert all(weight == weight_of_each * len(batches) for _, _, batches, weight in rounds)
         for epoch in {epoch for epoch, *_ in rounds}:
             trained = Counter(batch for of_epoch, _, batches, _ in rounds if of_epoch == epoch for batch in batches)
             whole = epoch > min(epoch for epoch, *_ in rounds) or 0 in {min(of)}
@@ -133,21 +147,31 @@ def check(run: ElasticRun, pipelines: list[int]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "phase"), [pytest.param(1, "amid", marks=pytest.mark.slow), (1, "after"), (2, "amid")]
+    ("num_stages", "phase", "exchange"),
+    [
+        pytest.param(1, "amid", IN_FULL, marks=pytest.mark.slow),
+        (1, "after", IN_FULL),
+        (2, "amid", IN_FULL),
+        (1, "amid", Exchange(EightBit(block=8, feedback=True))),
+        pytest.param(2, "after", Exchange(Half()), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, num_stages: int, phase: str) -> None:
+def test_one_is_killed_in_a_round_and_comes_back(
+    tmp_path: Path, num_stages: int, phase: str, exchange: Exchange
+) -> None:
     options = "--start-pipelines", "3", "--policy", "all_present"
     with elastic_run(tmp_path, num_stages, 3, *options) as run:
         for pipeline in range(3):
             fault = Fault(phase, 12) if pipeline == 2 else None
-            run.start(pipeline, partial(train, tmp_path, num_stages, fault))
+            run.start(pipeline, partial(train, tmp_path, num_stages, fault, exchange))
         run.wait(lambda: run.jobs[2].ended(), "the death of pipeline 2")
         run.wait_for_turns([0, 1], 8)
-        run.start(2, partial(train, tmp_path, num_stages))
+        run.start(2, partial(train, tmp_path, num_stages, exchange=exchange))
         run.wait(lambda: len(run.rows(2)) == 2, "the newcomer's first turn")
         run.wait_for_turns([2], 12)
         codes = run.finish()
         assert set(codes) == {0, 1, 2}
         assert {code for each in codes.values() for code in each} == {0}, run.said()
-        check(run, [0, 1, 2])
+        check(run, [0, 1, 2], BATCH if exchange.is_full else 1)
         check_that_replicas_were_equal(run, [0, 1, 2])

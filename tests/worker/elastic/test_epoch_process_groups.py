@@ -7,10 +7,11 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,8 +20,11 @@ from torch._C._distributed_c10d import Store
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.sync.mover_choice import among_those_present
 from lightning_sdpipe.topology.groups import Traffic
 from lightning_sdpipe.worker.elastic import epoch_process_groups
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
@@ -108,7 +112,8 @@ def test_workers_of_unlike_pipelines_share_one_process_group_and_each_part_has_r
         )
         parts = [part for part, stages in enumerate(owners) if stages[own.pipeline] == own.stage]
         groups.divide(
-            [epoch_process_groups.EpochPart(owners[part], GroupMean) for part in parts], lambda: [1] * len(parts)
+            [epoch_process_groups.EpochPart(owners[part], lambda replicas, _: GroupMean(replicas)) for part in parts],
+            lambda: [1] * len(parts),
         )
         groups.enter(epoch(3, 0, 1))
         uneven = Group((Worker(0, 0), Worker(0, 1)), (0.25, 0.75), 7, "tested", epoch=3)
@@ -128,6 +133,42 @@ def test_workers_of_unlike_pipelines_share_one_process_group_and_each_part_has_r
         ([first], [[0.75] * 2], [0, 2]),
         ([second], [[0.75] * 2], [0, 2]),
     ]
+
+
+def test_models_are_averaged_by_machines_which_each_epoch_tells_anew() -> None:
+    """Pipeline 2 is lost, and pipeline 3 comes on a machine that was not there; the first two share theirs."""
+    stores: dict[str, Store] = defaultdict(dist.HashStore)
+    members = {1: (0, 1, 2), 2: (0, 1, 3)}
+    machines = {0: "a", 1: "a", 2: "b", 3: "c"}
+
+    def work(pipeline: int) -> list[tuple[Mapping[int, str] | None, list[float], int]]:
+        traffic, seen = Traffic(), []
+        groups = EpochGroups(
+            Worker(0, pipeline),
+            lambda name, cancelled: stores[name],
+            timedelta(seconds=20),
+            Reports(),
+            among_those_present(Exchange(hierarchy="hosts"), SemiDecentralized(), pipeline)[0],
+            traffic,
+            machines[pipeline],
+        )
+        for number, those in members.items():
+            if pipeline in those:
+                before, tensor = traffic.bytes, torch.full((64,), float(pipeline))
+                groups.enter(epoch(number, *those))
+                finish(groups.exchange(group(number, *those)).start([tensor], group(number, *those)))
+                seen.append((groups.hosts(group(number, *those)), sorted({*tensor.tolist()}), traffic.bytes - before))
+        return seen
+
+    first, second, third, fourth = together(4, work)
+    assert [hosts for hosts, _, _ in first] == [{0: "a", 1: "a", 2: "b"}, {0: "a", 1: "a", 3: "c"}]
+    assert first[0][:2] == second[0][:2] == third[0][:2]
+    assert first[1][:2] == second[1][:2] == fourth[0][:2]
+    for seen, mean in ((first[0], 1.0), (first[1], 4 / 3)):
+        assert seen[1] == pytest.approx([mean])
+    assert third[0][2] < 64 * 4 * 4 / 3, (
+        "who is alone on a machine sends its model once, and not two thirds of it twice"
+    )
 
 
 def test_what_an_exchange_that_broke_off_has_left_on_its_way_does_not_hold_up_the_next_one() -> None:
@@ -264,6 +305,47 @@ def test_a_group_of_somebody_that_is_lost_meanwhile_is_given_up(left: Epoch, mon
         return "went on"
 
     assert together(2, work) == ["went on", "lost"]
+
+
+def test_of_exchanges_at_the_same_time_each_ends_when_its_own_member_is_lost() -> None:
+    """A worker asks one neighbour while it answers another one."""
+    stores: dict[str, Store] = {"epoch-1-0": dist.HashStore(), "epoch-2-0": dist.HashStore()}
+    kept: list[EpochGroups] = []
+    lost, made = threading.Event(), threading.Barrier(3)
+
+    def pair(sequence: int, *pipelines: int) -> Group:
+        return msgspec.structs.replace(group(1, *pipelines), sequence=sequence)
+
+    def work(pipeline: int) -> list[float]:
+        groups = EpochGroups(
+            Worker(0, pipeline), lambda name, cancelled: stores[name], timedelta(seconds=60), Reports()
+        )
+        groups.enter(epoch(1, 0, 1, 2))
+        tensor = torch.full((3,), float(pipeline))
+        groups.movers(group(1, 0, 1, 2))[0]  # waits until it is made
+        made.wait(20)
+        if pipeline == 2:
+            kept.append(groups)  # it lives, but sends nothing
+            return []
+        if pipeline == 0:
+            threading.Timer(0.2, groups.enter, [epoch(2, 0, 1)]).start()
+            with groups.beside(pair(8, 0, 1)) as replicas:
+                finish(GroupMean(replicas).start([tensor], pair(8, 0, 1)))
+                with pytest.raises(WorkerFailedError, match="pipeline 2"), groups.beside(pair(9, 0, 2)) as others:
+                    finish(GroupMean(others).start([torch.zeros(3)], pair(9, 0, 2)))
+            lost.set()
+            with pytest.raises(WorkerFailedError, match="gone since epoch 1"), groups.beside(pair(10, 0, 2)):
+                raise AssertionError
+        else:
+            with groups.beside(pair(8, 0, 1)) as replicas:
+                finish(GroupMean(replicas).start([tensor], pair(8, 0, 1)))
+            assert lost.wait(20)
+            groups.enter(epoch(2, 0, 1))
+        with groups.beside(msgspec.structs.replace(group(2, 0, 1), sequence=11)) as replicas:
+            finish(GroupMean(replicas).start([tensor], group(2, 0, 1)))
+        return tensor.tolist()
+
+    assert together(3, work) == [[0.5] * 3, [0.5] * 3, []]
 
 
 def test_who_cannot_be_reached_is_told_in_an_epoch_that_tries(monkeypatch: pytest.MonkeyPatch) -> None:
