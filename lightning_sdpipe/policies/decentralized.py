@@ -69,7 +69,7 @@ class ShiftingPairsPolicy(ADPSGDPolicy):
 
 
 def with_neighbours(group: Group, num_pipelines: int) -> Group:
-    """Returns ``group`` as a ring of ``num_pipelines``, with gaps where pipelines are not in it."""
+    """Return ``group`` as a ring of ``num_pipelines``, with gaps where pipelines are not in it."""
     if len(group.members) == 1:
         return group
     there = {worker.pipeline for worker in group.members}

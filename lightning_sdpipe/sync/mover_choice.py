@@ -24,7 +24,7 @@ Begin = Callable[[Sequence[Tensor]], None]
 
 
 def hosts_of(replica: Replica) -> list[str] | None:
-    """Returns the machine of each of the stage's replicas, if the exchange distinguishes machines; else None.
+    """Return the machine of each of the stage's replicas, if the exchange distinguishes machines; else None.
 
     Raises:
         ConfigurationError: machines cannot be distinguished.
@@ -33,7 +33,7 @@ def hosts_of(replica: Replica) -> list[str] | None:
 
 
 def own_host(exchange: Exchange, pipeline: int) -> str | None:
-    """Returns the machine of this replica, which belongs to ``pipeline``, if the exchange distinguishes machines; else
+    """Return the machine of this replica, which belongs to ``pipeline``, if the exchange distinguishes machines; else
     None.
 
     Raises:
@@ -47,7 +47,7 @@ def own_host(exchange: Exchange, pipeline: int) -> str | None:
 
 
 def replicas_for(replica: Replica) -> list[Replicas]:
-    """Returns the replicas of the stage, or of each section of this worker, over separate process groups where a thread
+    """Return the replicas of the stage, or of each section of this worker, over separate process groups where a thread
     exchanges beside training."""
     exchange, sections = replica.exchange, replica.sections
     beside = exchange.overlap != "none" or exchange.hierarchy == "hosts"
@@ -57,7 +57,7 @@ def replicas_for(replica: Replica) -> list[Replicas]:
 
 
 def by_part(replica: Replica, movers: Sequence[Mover]) -> Mover:
-    """Combines the movers of all :func:`replicas_for` in one."""
+    """Combine the movers of all :func:`replicas_for` in one."""
     if replica.sections is None:
         (mover,) = movers
         return mover
@@ -73,12 +73,12 @@ def _begin_by_part(replica: Replica, begins: Sequence[Begin]) -> Begin:
 
 
 def _counts(replica: Replica) -> list[int]:
-    """Returns the number of exchanged tensors in each part."""
+    """Return the number of exchanged tensors in each part."""
     return [len(part.exchanged) for part in replica.parts]
 
 
 def mover_among_groups(replica: Replica) -> Mover:
-    """Returns the mover of models among groups that change; in an elastic job, among the pipelines that are present."""
+    """Return the mover of models among groups that change; in an elastic job, among the pipelines that are present."""
     if (surviving := replica.mover()) is not None:
         return surviving
     exchange = replica.exchange
@@ -94,7 +94,7 @@ def mover_among_groups(replica: Replica) -> Mover:
 
 
 def among_groups(exchange: Exchange) -> Callable[[Replicas, Mapping[int, str] | None], Mover]:
-    """Returns a factory of movers among groups that change, for one process group after the other, and the machine of
+    """Return a factory of movers among groups that change, for one process group after the other, and the machine of
     each pipeline, if the exchange distinguishes machines. The distance of models is remembered."""
     if exchange.is_full and exchange.hierarchy == "flat":
         return lambda replicas, hosts: GroupMean(replicas)
@@ -103,7 +103,7 @@ def among_groups(exchange: Exchange) -> Callable[[Replicas, Mapping[int, str] | 
 
 
 def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:
-    """Returns the mover of models among replicas that all meet, and the function to call with the models when these are
+    """Return the mover of models among replicas that all meet, and the function to call with the models when these are
     equal, or None if it is not needed."""
     exchange = replica.exchange
     if exchange.is_full:
@@ -114,7 +114,7 @@ def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:
 
 
 def mover_in_a_ring(replica: Replica) -> tuple[Mover, Begin | None]:
-    """Returns the mover of models between neighbours of a ring, and a function as that of :func:`mover_among_all`."""
+    """Return the mover of models between neighbours of a ring, and a function as that of :func:`mover_among_all`."""
     payload = None if replica.exchange.is_full else replica.exchange.payload
     movers = [RingMean(replicas, payload) for replicas in replicas_for(replica)]
     neighbours = ring(replica.pipeline, replica.count)
