@@ -65,7 +65,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (690, 8),
     "data": (513, 5),
     "dealing": (467, 5),
-    "exchange": (3042, 35),
+    "exchange": (3039, 35),
     "heterogeneity": (469, 8),
     "loop": (2594, 24),
     "membership": (1309, 14),
