@@ -45,7 +45,7 @@ FAN_OUT = 22  # modules of the package that one imports
 SHORT = 90  # lines: such a module with a single importer belongs into it
 FRAGMENTS = {
     *("What", "Who", "Whose", "How", "Which", "Those", "Why", "Where", "Whether", "As", "It", "Of", "By", "Until"),
-    *("Is", "Are", "Was", "Were", "Has", "Have", "Had", "Do", "Did", "May", "Can"),
+    *("Is", "Are", "Was", "Were", "Has", "Have", "Had", "Did", "May", "Can"),
 }  # words with which the first line of a docstring is a question, or a part of a sentence
 NOUNS = {"Delays", "Figures", "Names", "Places", "Processes", "Samples"}  # and verbs
 
@@ -67,25 +67,25 @@ SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (690, 8),
     "data": (513, 5),
     "dealing": (467, 5),
-    "exchange": (2935, 34),
+    "exchange": (3039, 35),
     "heterogeneity": (469, 8),
     "loop": (2594, 24),
-    "membership": (1308, 14),
+    "membership": (1309, 14),
     "optim": (342, 5),
     "partition": (3914, 32),
     "pipeline": (1826, 17),
     "placement": (3303, 27),
-    "policies": (2707, 27),
+    "policies": (2741, 27),
     "recipes": (8422, 120),
-    "scheduler": (5569, 43),
+    "scheduler": (5572, 43),
     "seeing": (2063, 18),
     "simulate": (696, 6),
     "strategy": (968, 7),
     "supervision": (1338, 14),
-    "sync": (2553, 21),
+    "sync": (2590, 21),
     "top": (1426, 12),
     "topology": (619, 7),
-    "worker": (3772, 33),
+    "worker": (3774, 33),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 

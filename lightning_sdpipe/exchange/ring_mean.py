@@ -162,14 +162,14 @@ class NeighbourCopies:
     def __init__(self, own: Tensor, neighbours: Mapping[int, Tensor], weight: float) -> None:
         self.own = own.clone()
         self.neighbours = {key: theirs.clone() for key, theirs in neighbours.items()}
-        self._weight = weight
+        self.weight = weight
 
     def difference(self, x: Tensor) -> Tensor:
         """Return z, which this worker sends of its model ``x``, in a new tensor."""
         z = x.to(residual_dtype(x.dtype), copy=True)
         for theirs in self.neighbours.values():
-            z.add_(theirs, alpha=self._weight)
-        return z.sub_(self.own, alpha=1 + self._weight * len(self.neighbours))
+            z.add_(theirs, alpha=self.weight)
+        return z.sub_(self.own, alpha=1 + self.weight * len(self.neighbours))
 
     def commit(self, payload: Payload, mine: Tensor, theirs: Mapping[int, Tensor]) -> None:
         """Add the messages to all replicas; afterwards ``own`` is this worker's model.

@@ -28,6 +28,7 @@ BUILT_IN: Mapping[str, str] = {
     "partial_reduce": "lightning_sdpipe.policies.partial_reduce:PartialReduce",
     "ad_psgd": "lightning_sdpipe.policies.ad_psgd:ADPSGD",
     "decentralized": "lightning_sdpipe.policies.decentralized:Decentralized",
+    "present_peers": "lightning_sdpipe.policies.decentralized:PresentPeers",
     "phd_psgd": "lightning_sdpipe.policies.phd_psgd:PHDPSGD",
     "no_sync": "lightning_sdpipe.policies.local_sgd:NoSync",
 }

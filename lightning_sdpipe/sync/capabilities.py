@@ -53,6 +53,7 @@ class Capabilities:
         divides: ``batch_by_speed=True``.
         elastic: a job in which pipelines come and go.
         elastic_payloads: demands of a payload that the method refuses in such a job.
+        elastic_overlaps: values of ``Exchange(overlap=...)`` that the method refuses in such a job.
         elastic_hierarchies: values of ``Exchange(hierarchy=...)`` in such a job.
         elastic_schedules: schedules in such a job.
         ragged: pipelines of unlike depths or cuts.
@@ -71,6 +72,7 @@ class Capabilities:
     elastic_payloads: Mapping[str, Incompatible] = field(
         default_factory=lambda: dict.fromkeys(get_args(Needs), because.NEWCOMERS)
     )
+    elastic_overlaps: Mapping[str, Incompatible] = field(default_factory=dict)
     elastic_hierarchies: Mapping[str, Incompatible] = field(default_factory=dict)
     elastic_schedules: Mapping[str, Incompatible] = field(default_factory=dict)
     ragged: Incompatible | None = because.ONE_CUT
@@ -102,8 +104,17 @@ BY_SAMPLES = replace(
 OUTER = Capabilities(_COMMON, {"free": because.ROUNDS}, {}, elastic=None, elastic_payloads={})
 WHOLE = replace(OUTER, hierarchies={"hosts": because.HALF_A_HOST})
 _EVERYBODY = Capabilities(_COMMON, {}, {}, elastic=None, ragged=None)
-_RING = Capabilities(_COMMON | {"few_bits": because.FEW_BITS}, {}, {"hosts": because.ADDS_NOTHING}, ragged=None)
-_NEIGHBOURS = Capabilities(_SEVERAL, {}, {"hosts": because.PAIRS}, ragged=None)
+_RING = Capabilities(
+    _COMMON | {"few_bits": because.FEW_BITS},
+    {},
+    {"hosts": because.ADDS_NOTHING},
+    elastic=None,
+    elastic_payloads={},
+    ragged=None,
+)
+_NEIGHBOURS = replace(
+    _RING, payloads=_SEVERAL, hierarchies={"hosts": because.PAIRS}, elastic_overlaps={"free": because.PAIRS_BY_NUMBER}
+)
 _GROUPS = Capabilities(
     _SEVERAL, {"free": because.CHANGES}, {}, deals=None, elastic=None, elastic_payloads={}, ragged=None
 )
@@ -207,6 +218,7 @@ def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompat
         yield elastic, row.elastic
         for need in _needs(exchange.payload):
             yield f"exchange={exchange} with {elastic}", row.elastic_payloads.get(need)
+        yield f"exchange={exchange} with {elastic}", row.elastic_overlaps.get(exchange.overlap)
         yield f"exchange={exchange} with {elastic}", row.elastic_hierarchies.get(exchange.hierarchy)
         yield f"schedule={asked.schedule!r} with {elastic}", row.elastic_schedules.get(asked.schedule)
         if asked.batch_by_speed:

@@ -21,7 +21,7 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.admission import AdmissionRule
 from lightning_sdpipe.policies.all_reduce import AllPresent
-from lightning_sdpipe.policies.decentralized import Decentralized, with_neighbours
+from lightning_sdpipe.policies.decentralized import Decentralized, PresentPeers, with_neighbours
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.pairing import random_pair, shift_one
@@ -153,6 +153,15 @@ class ByPolicy:
     """A method whose groups the scheduler decides by ``policy``, with the worker's half that carries them out."""
 
     policy: PolicyConfig
+
+    @property
+    def elastic_policy(self) -> PolicyConfig:
+        """Policy for pipelines that come and go."""
+        match self.policy:
+            case Decentralized(peers, every, seed):
+                return PresentPeers(peers, every, seed)
+            case _:
+                return self.policy
 
     @property
     def capabilities(self) -> Capabilities:

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from lightning_sdpipe.exchange.changing_ring import ChangingRing, RingCopies
 from lightning_sdpipe.exchange.common_reference import CommonModel
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.group_mean import GroupMean
@@ -15,12 +16,17 @@ from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.ring_mean import RingMean
 from lightning_sdpipe.exchange.sectioned import SectionedMover, parted
+from lightning_sdpipe.policies.decentralized import Decentralized
+from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.pairing import ring
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import Replicas
 from lightning_sdpipe.topology.hosts import hosts_of_replicas, require_names, this_host
 
 Begin = Callable[[Sequence[Tensor]], None]
+MakeMover = Callable[[Replicas, Mapping[int, str] | None], Mover]
+"""Makes a mover among replicas, of which the machine of each pipeline is known where it matters."""
 
 
 def hosts_of(replica: Replica) -> list[str] | None:
@@ -93,13 +99,20 @@ def mover_among_groups(replica: Replica) -> Mover:
     )
 
 
-def among_groups(exchange: Exchange) -> Callable[[Replicas, Mapping[int, str] | None], Mover]:
-    """Return a factory of movers among groups that change, for one process group after the other, and the machine of
-    each pipeline, if the exchange distinguishes machines. The distance of models is remembered."""
-    if exchange.is_full and exchange.hierarchy == "flat":
-        return lambda replicas, hosts: GroupMean(replicas)
+def among_those_present(
+    exchange: Exchange, policy: PolicyConfig, pipeline: int
+) -> tuple[MakeMover, Callable[[], None]]:
+    """Return a factory of movers among the pipelines that are present, for one process group after the other, and the
+    machine of each pipeline, if the exchange distinguishes machines; and a function to call when models have been made
+    equal. What members have in common, and the distance of models, is remembered from one process group to the next."""
+    in_rounds = policy.keeps_equal or isinstance(policy, OuterRounds)  # which bring movers of their own
+    if isinstance(policy, Decentralized) and policy.peers == "ring":
+        copies = RingCopies(None if exchange.is_full else exchange.payload, pipeline)
+        return lambda replicas, hosts: ChangingRing(replicas, copies), copies.forget
+    if in_rounds or (exchange.is_full and exchange.hierarchy == "flat"):
+        return lambda replicas, hosts: GroupMean(replicas), lambda: None
     coding = OwnReference(exchange.payload)
-    return lambda replicas, hosts: EncodedMean(replicas, coding, hosts)
+    return lambda replicas, hosts: EncodedMean(replicas, coding, hosts), lambda: None
 
 
 def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:
@@ -115,6 +128,8 @@ def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:
 
 def mover_in_a_ring(replica: Replica) -> tuple[Mover, Begin | None]:
     """Return the mover of models between neighbours of a ring, and a function as that of :func:`mover_among_all`."""
+    if (surviving := replica.mover()) is not None:
+        return surviving, None
     payload = None if replica.exchange.is_full else replica.exchange.payload
     movers = [RingMean(replicas, payload) for replicas in replicas_for(replica)]
     neighbours = ring(replica.pipeline, replica.count)
