@@ -135,7 +135,7 @@ _MEETINGS = replace(
 
 
 def of_policy(policy: PolicyConfig) -> Capabilities:
-    """Returns the row of a policy by which the scheduler decides."""
+    """Return the row of a policy by which the scheduler decides."""
     match policy:
         case NoSync():
             return Capabilities(deals=None, elastic=None, ragged=None)
@@ -176,7 +176,7 @@ class Combination:
 
 
 def check(method: SyncMethod, asked: Combination) -> None:
-    """Refuses a combination that does not go with ``method``.
+    """Refuse a combination that does not go with ``method``.
 
     Raises:
         ConfigurationError: the combination is not allowed; the message says what was asked, why it is refused, and what
@@ -188,14 +188,14 @@ def check(method: SyncMethod, asked: Combination) -> None:
 
 
 def capabilities_of(method: SyncMethod) -> Capabilities:
-    """Returns the row of ``method``: its attribute ``capabilities``, which a user's own method may have, too."""
+    """Return the row of ``method``: its attribute ``capabilities``, which a user's own method may have, too."""
     row: Capabilities = getattr(method, "capabilities", Capabilities())
     late = {"pipedream": because.LATE} if method.policy.announces == "late" else {}
     return replace(row, schedules={**late, **row.schedules})
 
 
 def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompatible | None]]:
-    """Yields what was asked, and the cell of the row that answers it."""
+    """Yield what was asked, and the cell of the row that answers it."""
     exchange, elastic = asked.exchange, f"sync={asked.sync!r} does not work in an elastic job (SDPIPE_PIPELINE is set)"
 
     def with_method(asks: str) -> str:
@@ -228,7 +228,7 @@ def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompat
         yield f"exchange={exchange} with {elastic}", row.elastic_hierarchies.get(exchange.hierarchy)
         yield f"schedule={asked.schedule!r} with {elastic}", row.elastic_schedules.get(asked.schedule)
         if asked.batch_by_speed:
-            yield f"batch_by_speed=True with {elastic}", because.DEALT_ANYWAY
+            yield f"batch_by_speed=True with {elastic}", because.NAMES_ALL
 
 
 def _needs(payload: Payload) -> Iterator[Needs]:
