@@ -250,6 +250,7 @@ class Conversation:
                         request.waits_for = reason
             case e.Start(epoch=epoch):
                 self._member = True
+                self._stranger = self._stranger if self._stranger and self._stranger.known else None  # said before that
                 return [*self._epoch_began(epoch), *self._answered(reply, lambda of: True)]
             case e.Get(receive=receive):
                 self.offered = receive.transfer
