@@ -1,4 +1,5 @@
-"""Means that arrive while the next mini-batch is computed: ``overlap="step"``.
+"""Means that arrive while the next mini-batch is computed, or later ones: ``overlap="step"``, and ``"free"`` in elastic
+runs.
 
 A worker gives away a copy of its model and trains on. When the mean is there, it adds the difference between the mean
 and that copy (this is both the overlapped and the asynchronous form of BAGUA §3.2). So no update is lost, and the mean
@@ -41,7 +42,7 @@ class Overlapped:
         self._job: Job | None = None
 
     def begin(self, tensors: Sequence[Tensor], group: Group) -> None:
-        """Starts to exchange ``tensors`` as they are now. The last exchange must have ended."""
+        """Start to exchange ``tensors`` as they are now. The last exchange must have ended."""
         assert self._job is None, "end() comes before the next begin()"
         if len(group.members) == 1:
             return
@@ -53,8 +54,18 @@ class Overlapped:
         self._tensors = tensors
         self._job = self._background.do(lambda: self._turn(self._mover, self._copies, group))
 
+    @property
+    def is_under_way(self) -> bool:
+        """True if an exchange has begun whose change has not been added."""
+        return self._job is not None
+
+    @property
+    def waits(self) -> bool:
+        """True if :meth:`end` would wait."""
+        return self._job is not None and not self._job.is_done
+
     def end(self) -> float:
-        """Waits for the exchange that is under way, if there is one, and adds the change to the tensors.
+        """Wait for the exchange that is under way, if there is one, and add the change to the tensors.
 
         Returns:
             Seconds waited.
@@ -72,7 +83,7 @@ class Overlapped:
 
 
 def turn_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> None:
-    """Replaces copies of models by the changes that are to be added to these, piece by piece.
+    """Replace copies of models by the changes that are to be added to these, piece by piece.
 
     Raises:
         WorkerFailedError: a member is gone, or a transfer has timed out.
@@ -92,7 +103,7 @@ def turn_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> N
 
 
 def turn_whole_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> None:
-    """Does the same as :func:`turn_into_changes`, for a mover that begins again: pieces must be models until all have
+    """Do the same as :func:`turn_into_changes`, for a mover that begins again: pieces must be models until all have
     been moved.
 
     Raises:

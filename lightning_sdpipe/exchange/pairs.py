@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.exchange import transfers
-from lightning_sdpipe.exchange.moving import Pending, pieces_of, tag_of
+from lightning_sdpipe.exchange.moving import Pending, finish_whole, pieces_of, tag_of
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas
 
@@ -48,25 +48,44 @@ class _Pair:
         self._lock = lock
         self._tag = tag_of(group)
         self._to_come = deque(pieces_of(tensors))
+        self._arrived: deque[tuple[Tensor, Tensor]] = deque()
+        """Pieces that are not committed, each with the difference from the other one's."""
         self._first = True
 
     def wait(self) -> bool:
         if not self._to_come:
             return False
         start = time.perf_counter()
+        piece = self._to_come.popleft()
         with self._lock:
-            self._mine = self._to_come[0].clone()
-        self._theirs = torch.empty_like(self._mine)
-        outgoing, into = {self._other: self._mine}, {self._other: self._theirs}
-        transfers.begin(outgoing, into, self._replicas, self._tag).wait()
+            mine = piece.clone()
+        theirs = torch.empty_like(mine)
+        transfers.begin({self._other: mine}, {self._other: theirs}, self._replicas, self._tag).wait()
+        self._arrived.append((piece, theirs.sub_(mine)))
         if self._first:
             self.seconds_waiting, self._first = time.perf_counter() - start, False
         return True
 
     def commit(self) -> None:
-        piece = self._to_come.popleft()
+        piece, difference = self._arrived.popleft()
         with self._lock:
-            piece.add_(self._theirs.sub_(self._mine), alpha=self._weight)
+            piece.add_(difference, alpha=self._weight)
 
     def abort(self) -> None:
         self._to_come.clear()
+        self._arrived.clear()
+
+
+def exchange_whole(pending: Pending, group: Group, replicas: Replicas) -> None:
+    """Finish the exchange of the pair ``group``: neither changes its tensors before both have all of it.
+
+    Raises:
+        WorkerFailedError: the other one is gone, or a transfer has timed out; nothing has changed.
+    """
+    (other,) = {worker.pipeline for worker in group.members} - {replicas.pipeline}
+
+    def confirm() -> None:
+        word = torch.zeros(1)
+        transfers.begin({other: word}, {other: torch.empty_like(word)}, replicas, tag_of(group)).wait()
+
+    finish_whole(pending, confirm)

@@ -93,12 +93,21 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
 Decision: TypeAlias = Group
 
 
+def without_passive(group: Group) -> Group:
+    """Return ``group`` with those members only that wait for an answer, in equal parts."""
+    members = tuple(member for member in group.members if member not in group.passive)
+    weights = (1 / len(members),) * len(members)
+    return msgspec.structs.replace(
+        group, members=members, weights=weights, passive=(), standing=(), reason=Reason.LOCAL_STEP
+    )
+
+
 class BrokenRule(ValueError):
     """A policy decided something that cannot be carried out: an error in the policy."""
 
 
 def check_group(group: Group, next_sequence: int) -> None:
-    """Checks a group as far as possible without knowing which workers wait.
+    """Check a group as far as possible without knowing which workers wait.
 
     Raises:
         BrokenRule: the group is not as :class:`Group` requires, or its sequence is below ``next_sequence``.

@@ -1,12 +1,19 @@
-"""Worker's half of averaging at its own pace, beside training: ``overlap="free"`` (BAGUA §3.2, asynchronous).
+"""Worker's halves of averaging at its own pace, beside training: ``overlap="free"`` (BAGUA §3.2, asynchronous).
 
-A thread of each worker takes part in one average after the other, with an interval between them, whatever the training
-does. It works on what the worker publishes: a copy of its model, to which each update is added when it is ready, and to
-which the thread adds the difference between the mean and the sent model. So a gradient is computed on one unchanged
-model, no worker stands still, and no update is lost. A lock is held for the copy and the sums only.
+In an ordinary run a thread of each worker takes part in one average after the other, with an interval between them,
+whatever the training does. It works on what the worker publishes: a copy of its model, to which each update is added
+when it is ready, and to which the thread adds the difference between the mean and the sent model. So a gradient is
+computed on one unchanged model, no worker stands still, and no update is lost. A lock is held for the copy and the sums
+only.
 
 All threads average the same number of times: each begins an average by saying whether its worker has arrived at a sync
 point, and they end together when all have.
+
+In an elastic run replicas come and go, so the scheduler names the members of each average. The worker asks for the next
+one when an interval has passed, looks after each of its updates whether it is known, and gives a copy of its model to a
+thread, which averages it. When the thread has the whole mean, the worker adds the difference between the mean and the
+copy after its next update. If a member dies, the thread begins again, with those that are left; nothing of it is in any
+model until then. A newcomer begins with its donor's model, without what is under way there.
 """
 
 from __future__ import annotations
@@ -22,8 +29,8 @@ from torch import Tensor
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.moving import Mover
-from lightning_sdpipe.exchange.overlapped import turn_into_changes
-from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.exchange.overlapped import Overlapped, turn_into_changes
+from lightning_sdpipe.p2p import labelled, waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.mover_choice import Begin
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
@@ -72,7 +79,7 @@ class BackgroundAveraging(Synchronizer):
         return True
 
     def synchronise(self) -> None:
-        """Publishes the update, and takes over the changes that averages have made.
+        """Publish the update, and take over the changes that averages have made.
 
         Raises:
             WorkerFailedError: another worker failed while it averaged with this one.
@@ -98,7 +105,7 @@ class BackgroundAveraging(Synchronizer):
         self._thread.start()
 
     def stop(self) -> None:
-        """Waits until all workers have arrived."""
+        """Wait until all workers have arrived."""
         assert self._thread is not None
         self._arrived.set()
         self._thread.join(2 * self.replica.timeout.total_seconds())
@@ -142,8 +149,74 @@ class BackgroundAveraging(Synchronizer):
             self._arrived.wait(self.replica.exchange.interval)
 
     def _all_have_arrived(self) -> bool:
-        """Waits for the threads of all workers; returns whether all workers have arrived."""
+        """Wait for the threads of all workers; return whether all workers have arrived."""
         training = torch.tensor([0 if self._arrived.is_set() else 1])
         with waiting_for(self._channel, "averaging freely"):
             dist.all_reduce(training, group=self._channel)
         return not training.item()
+
+
+class FreeAveraging(Synchronizer):
+    """Averages beside training among replicas that come and go; see the module's text. Memory: two further models.
+
+    Args:
+        replica: this worker.
+        mover: moves copies of the models; it begins again when a member is lost.
+    """
+
+    def __init__(self, replica: Replica, mover: Mover) -> None:
+        super().__init__(replica)
+        self._beside = Overlapped(mover, replica.timeout.total_seconds(), begins_again=True)
+        self._asked = False
+        self._due = 0.0  # time of the next average
+        self._number = 0  # of the next average; all stages of a pipeline count alike from the moment they take part
+
+    @property
+    def models_averaged(self) -> int:
+        """See the base class."""
+        return self.replica.count
+
+    @property
+    def shares_next(self) -> bool:
+        """See the base class."""
+        return True
+
+    def start(self) -> None:
+        """See the base class."""
+        self._number, self._due = 0, time.monotonic()
+
+    def synchronise(self) -> None:
+        """Add the change of an average that has ended, and ask for the next one when it is due. Do not wait."""
+        start = time.perf_counter()
+        members = 1 if self._beside.waits else self._end()
+        if not self._beside.is_under_way:
+            if not self._asked and time.monotonic() >= self._due:
+                self.replica.client.ready(self._number)
+                self._asked, self._number = True, self._number + 1
+            if self._asked:
+                self._begin(self.replica.client.group_if_known())
+        self.statistics.count(members, 0.0, time.perf_counter() - start)
+
+    def stop(self) -> None:
+        """End the average that is asked for or under way, since others wait for it."""
+        if self._asked:
+            with labelled("group"):
+                group = self.replica.client.group()
+            self._begin(group)
+        self._end()
+
+    def _begin(self, group: Group | None) -> None:
+        if group is None:
+            return
+        self._asked = False
+        self._beside.begin(tensors_of(self.replica.exchanged), group)
+        if not self._beside.is_under_way:  # nobody else was there
+            self._due = time.monotonic() + self.replica.exchange.interval
+
+    def _end(self) -> int:
+        """End the average that is under way, if there is one; return its members."""
+        members = self._beside.members
+        if self._beside.is_under_way:
+            self._beside.end()
+            self._due = time.monotonic() + self.replica.exchange.interval
+        return members

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
+from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.sync.capabilities import OUTER, WHOLE, Capabilities
-from lightning_sdpipe.sync.incompatible import Incompatible
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.sync.capabilities import OUTER, WHOLE, Capabilities, Needs, of_policy
+from lightning_sdpipe.sync.incompatible import ONE_CUT, Incompatible
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
+from lightning_sdpipe.sync.outer_groups import OuterGroups
 from lightning_sdpipe.sync.quorum_averaging import QuorumAveraging
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
@@ -26,8 +30,24 @@ _EACH_UPDATE = Incompatible(
 )
 _STREAMS = Incompatible(
     "fragments, and means that arrive later, would have bases of their own, of which a newcomer may lack some",
-    "Use fragments=1, delay=0 and mix=0, and overlap='step' to hide the transfer",
+    "Use fragments=1, delay=0 and mix=0, and overlap='step' to hide the transfer; with a quorum delay= hides more",
     ({"sync.fragments": 1, "sync.delay": 0, "sync.mix": 0, "exchange.overlap": "step"},),
+)
+_IN_FULL = Incompatible(
+    "the members of a group have bases of their own, which travel in full",
+    "Leave exchange out, or use rounds by quorum=0.5 with group=None",
+    ({"exchange": Exchange()}, {"sync.group": None, "sync.quorum": 0.5}),
+)
+_IN_GROUPS: dict[str, Any] = {
+    "payloads": dict.fromkeys(get_args(Needs), _IN_FULL),
+    "overlaps": dict.fromkeys(("step", "free"), _IN_FULL),
+    "hierarchies": {"hosts": _IN_FULL},
+    "ragged": ONE_CUT,
+}
+_BESIDE = Incompatible(
+    "a round by quorum that may take delay= updates goes on beside training",
+    "Use overlap='step', or delay=0",
+    ({"exchange.overlap": "step"}, {"sync.delay": 0}),
 )
 
 
@@ -44,7 +64,12 @@ class DiLoCo:
     A round waits for all pipelines, or for as many as ``quorum`` says: their number, or their share of those present,
     such as 0.5. It then waits for more of them as long as ``grace``: seconds, or ``"auto"``, until those have come that
     are expected soon. One that comes later is in a later round, with what it has moved by since its own base, and gets
-    the newest base there. A quorum goes with ``fragments=1`` and ``delay=0``.
+    the newest base there. A quorum goes with ``fragments=1``; and with ``delay`` if ``overlap="step"``: a pipeline then
+    waits neither for others to be ready nor for the new base if these come within so many updates each.
+
+    With ``group``, a round is of a group that this policy forms, so that no pipeline waits for a slow one: the members
+    average their bases and momenta with their models, in full, which is up to three times the bytes. It is
+    ``SemiDecentralized(...)`` or ``PartialReduce(...)``, and goes with ``fragments=1`` and ``delay=0``.
     """
 
     every: int = 500
@@ -55,42 +80,62 @@ class DiLoCo:
     mix: float = 0.0
     quorum: int | float | None = None
     grace: float | Literal["auto"] = "auto"
+    group: SemiDecentralized | PartialReduce | None = None
 
     def __post_init__(self) -> None:
         Nesterov(self.lr, self.momentum)  # each refuses its values
         Fragments(self.every, self.fragments, self.delay, self.mix)
         OuterRounds(self.quorum, self.grace)
-        for name, value, instead in (("fragments", self.fragments, 1), ("delay", self.delay, 0), ("mix", self.mix, 0)):
-            if self.quorum is not None and value != instead:
+        if self.group is not None and not isinstance(self.group, SemiDecentralized | PartialReduce):
+            raise ConfigurationError(
+                f"group={self.group!r} is not allowed; give SemiDecentralized(...) or PartialReduce(...), or None for "
+                "rounds of all."
+            )
+        if self.group is not None and self.quorum is not None:
+            raise ConfigurationError(
+                f"quorum={self.quorum} does not go with group=: the policy of the groups says when a round begins. Use "
+                "one of them."
+            )
+        by = f"quorum={self.quorum}" if self.quorum is not None else "group="
+        hide = ", with exchange=Exchange(overlap='step') and delay= to hide it" if self.quorum is not None else ""
+        delay = 0 if self.quorum is not None else self.delay
+        for name, value, instead in (("fragments", self.fragments, 1), ("delay", delay, 0), ("mix", self.mix, 0)):
+            if (self.quorum is not None or self.group is not None) and value != instead:
                 raise ConfigurationError(
-                    f"{name}={value} does not go with quorum={self.quorum}: in a round by quorum each member has one "
-                    f"base for the whole model. Use {name}={instead}, with exchange=Exchange(overlap='step') to hide "
-                    "the transfer; or quorum=None."
+                    f"{name}={value} does not go with {by}: the members of such a round have one base each, for the "
+                    f"whole model. Use {name}={instead}{hide}; or leave {by.partition('=')[0]}= out."
                 )
 
     @property
     def policy(self) -> PolicyConfig:
         """Policy of an ordinary run; workers ask when a round is due."""
-        return LocalSGD(every=1) if self.quorum is None else self.elastic_policy
+        return LocalSGD(every=1) if self.quorum is None and self.group is None else self.elastic_policy
 
     @property
-    def elastic_policy(self) -> OuterRounds:
+    def elastic_policy(self) -> PolicyConfig:
         """Policy for pipelines that come and go."""
-        return OuterRounds(self.quorum, self.grace)
+        return self.group or OuterRounds(self.quorum, self.grace)
 
     @property
     def capabilities(self) -> Capabilities:
+        if self.group is not None:
+            return replace(of_policy(self.group), **_IN_GROUPS)
         row = OUTER if self.quorum is None else WHOLE
-        if (self.fragments, self.delay, self.mix) != (1, 0, 0):
+        if (self.fragments, self.delay, self.mix) != (1, 0, 0) and self.quorum is None:
             row = replace(row, elastic=_STREAMS)
+        if self.delay and self.quorum is not None:
+            row = replace(row, overlaps={"none": _BESIDE, **row.overlaps})
         if self.mix or self.every == 1:
             row = replace(row, overlaps={"step": _MIXES if self.mix else _EACH_UPDATE, **row.overlaps})
         return row
 
     def build(self, replica: Replica) -> Synchronizer:
         nesterov, bases = Nesterov(self.lr, self.momentum), replica.bases()
+        if self.group is not None:
+            return OuterGroups(replica, nesterov, self.every, self.group.announces == "late")
         if bases is not None or self.quorum is not None:
-            return QuorumAveraging(replica, nesterov, self.every, bases)
+            delay = max(self.delay, 1) if replica.exchange.overlap == "step" else 0
+            return QuorumAveraging(replica, nesterov, Fragments(self.every, delay=delay), bases)
         keeps = replica.exchange.overlap == "step"
         delay = max(self.delay, 1) if keeps else self.delay
         return OuterAveraging(replica, nesterov, Fragments(self.every, self.fragments, delay, self.mix), keeps)

@@ -1,7 +1,13 @@
 """Worker's half of DiLoCo by quorum: rounds of those that are ready, whose bases may differ.
 
-A round goes on at once, or with ``overlap="step"`` beside the next mini-batch. Its outcome is put into the model by the
-thread that trains, whole. Where pipelines come and go, ``bases`` carries rounds out among those that are there.
+A round goes on at once, or with ``overlap="step"`` beside the next mini-batches. Its outcome is put into the model by
+the thread that trains, whole. Where pipelines come and go, ``bases`` carries rounds out among those that are there.
+
+With a ``delay`` above 1 a worker waits for nothing that comes within so many updates. It trains on while the scheduler
+has no group for it yet, gives the model of the moment when the group is known, and adopts the new base as soon as that
+is there. So a round takes as many mini-batches as it has to, and the next one is due ``every`` updates after it began.
+Stages of one pipeline would see both at different updates; so with several of them the group is waited for, and the
+base is adopted after ``delay`` updates.
 """
 
 from __future__ import annotations
@@ -31,13 +37,21 @@ class QuorumAveraging(OuterAveraging):
     Args:
         replica: this worker.
         nesterov: options of the outer optimizer.
-        every: updates between two rounds.
+        schedule: of the rounds, with one fragment.
         bases: rounds where pipelines come and go; else None.
     """
 
-    def __init__(self, replica: Replica, nesterov: Nesterov, every: int, bases: RoundsOfBases | None) -> None:
-        self._late = replica.exchange.overlap == "step"
-        super().__init__(replica, nesterov, Fragments(every, delay=int(self._late)), keeps=False)
+    def __init__(self, replica: Replica, nesterov: Nesterov, schedule: Fragments, bases: RoundsOfBases | None) -> None:
+        self._late = schedule.delay > 0
+        super().__init__(replica, nesterov, schedule, keeps=False)
+        self._roams = schedule.delay > 1 and replica.groups.mesh.num_stages == 1
+        """Whether this worker trains on until its group is known."""
+        self._looks = False
+        """Whether it has told the scheduler that it is ready, and does so now."""
+        self._until = 0
+        """The update after which it waits for what has still to come."""
+        self._apart = 0
+        """Number of updates since its last round began."""
         (self._whole,) = self._fragments
         self._state, self._bases = OuterState(self._whole.common), bases
         if bases is not None:
@@ -63,32 +77,68 @@ class QuorumAveraging(OuterAveraging):
         return self._whole.since + (self._before if self._underway else 0)
 
     def announce(self, iteration: int) -> None:
-        """Tells the scheduler that this worker is ready, and what its base is, if a round begins after this update."""
+        """Tell the scheduler that this worker is ready, and what its base is, if a round begins after this update."""
         self._update = iteration + 1
-        if self._schedule.begin(self._update):
+        if self._is_due():
             self.replica.client.ready(iteration, self._state.base)
             self.announced = True
 
+    def _is_due(self) -> bool:
+        """Return whether a round is to begin after the update that is being made."""
+        if not self._roams:
+            return bool(self._schedule.begin(self._update))
+        return not self._looks and not self._underway and self._apart + 1 >= self._schedule.every
+
+    @property
+    def shares_next(self) -> bool:
+        """See the base class."""
+        return self.announced or self._looks
+
     def synchronise(self) -> None:
-        """Adopts the base of the last round, and runs or begins the round that is due."""
+        """Adopt the base of the last round, and run or begin the round that is due."""
         start = time.perf_counter()
         self._whole.since += 1
-        waited, members = self._adopt(), 1
+        self._apart += 1
+        waited, members = 0.0, 1
+        if self._underway and (self._update >= self._until or (self._roams and self._is_there)):
+            waited = self._adopt()
         if self.announced:
+            self.announced, self._looks = False, True
+            self._until = self._update + (self._schedule.delay if self._roams else 0)
+        if self._looks:
             asked = time.perf_counter()
-            with labelled("group"):
-                group = self.replica.client.group()
-            self.announced = False
+            group = self._group(waits=self._update >= self._until)
             waited += time.perf_counter() - asked
-            members = len(group.members)
-            self._begin_round(group)
+            if group is not None:
+                members = len(group.members)
+                self._begin_round(group)
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
 
+    def _group(self, waits: bool) -> Group | None:
+        """Return the group that this worker looks for, if it is known already, or when it is."""
+        with labelled("group"):
+            group = self.replica.client.group() if waits else self.replica.client.group_if_known()
+        self._looks = group is None
+        return group
+
+    @property
+    def _is_there(self) -> bool:
+        """True if the outcome of the round that is under way is there."""
+        return self._job is None or self._job.is_done
+
+    def settle(self) -> None:
+        """See the base class: takes part in the round that it is ready for."""
+        if self._looks:
+            group = self._group(waits=True)
+            assert group is not None
+            self._begin_round(group)
+
     def start(self) -> None:
-        """Begins with the model as the base, unless it only rested; or with the base that another pipeline gave."""
+        """Begin with the model as the base, unless it only rested; or with the base that another pipeline gave."""
         if not self._begins_anew:
             return
         self._begins_anew = False
+        self._apart = 0
         super().start()
         self._state.forget()
         given, self._given = self._given, None
@@ -119,9 +169,9 @@ class QuorumAveraging(OuterAveraging):
         self._given = state["base"], state["state"]
 
     def _begin_round(self, group: Group) -> None:
-        """Runs the round of ``group``, or begins it beside training."""
+        """Run the round of ``group``, or begin it beside training."""
         tensors, self._before, self._whole.since = self._whole.tensors, self._whole.since, 0
-        self._underway = True
+        self._underway, self._apart, self._until = True, 0, self._update + self._schedule.delay
         if self._late:
             if [copy.shape for copy in self._sent] != [tensor.shape for tensor in tensors]:
                 self._sent = [torch.empty_like(tensor) for tensor in tensors]
@@ -134,7 +184,7 @@ class QuorumAveraging(OuterAveraging):
             self._adopt()
 
     def _run(self, tensors: Sequence[Tensor], group: Group) -> None:
-        """Computes the outcome of a round: None if it was dropped."""
+        """Compute the outcome of a round: None if it was dropped."""
         if group.lineage is None:
             raise ConfigurationError(
                 "DiLoCo by quorum needs a scheduler that decides by outer_rounds, and this one names no bases in group "
@@ -146,7 +196,7 @@ class QuorumAveraging(OuterAveraging):
             self._came = self._state.make(tensors, group, self._whole.mover, self._replicas)
 
     def _adopt(self) -> float:
-        """Puts the outcome of the round that is under way into the model; returns the seconds waited for it."""
+        """Put the outcome of the round that is under way into the model; return the seconds waited for it."""
         if not self._underway:
             return 0.0
         waited, self._underway = 0.0, False

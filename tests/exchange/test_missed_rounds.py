@@ -38,8 +38,8 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 class Run:
     """Rounds of workers in threads, whose models move by themselves."""
 
-    def __init__(self, crew: Crew, payload: Payload) -> None:
-        self.crew, self.sent = crew, [0] * N
+    def __init__(self, crew: Crew, payload: Payload, hosts: Sequence[str] | None = None) -> None:
+        self.crew, self.hosts, self.sent = crew, hosts, [0] * N
         codecs = [OwnBase(payload, rank, Nesterov(), 0.0) for rank in range(N)]
         self.states = [OuterState(codec) for codec in codecs]
         self.models = [[10 * values(99, SIZE)] for _ in range(N)]
@@ -59,7 +59,7 @@ class Run:
                 return
             state, replicas = self.states[rank], self.crew.replicas(rank)
             self.models[rank][0].add_(move * values(100 * sequence + rank, SIZE))
-            new = state.make(self.models[rank], group, EncodedMean(replicas, state.codec), replicas)
+            new = state.make(self.models[rank], group, EncodedMean(replicas, state.codec, self.hosts), replicas)
             state.adopt(new, self.models[rank])
             self.sent[rank] = replicas.traffic.bytes
 
@@ -110,6 +110,14 @@ def test_one_that_has_missed_too_much_gets_the_base_itself(crew: Crew) -> None:
     run.check_equal()
     assert run.sent[0] > 2 * 4 * SIZE
     run.round(6, [0, 1, 2])
+    run.check_equal()
+
+
+def test_rounds_by_machines_are_not_kept(crew: Crew) -> None:
+    run = Run(crew, EIGHT, hosts=["a", "a", "b"])
+    run.round(0, [0, 1, 2])
+    run.round(1, [0, 1])
+    run.round(2, [0, 1, 2])
     run.check_equal()
 
 

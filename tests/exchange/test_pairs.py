@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange import moving
-from lightning_sdpipe.exchange.pairs import PairMean
+from lightning_sdpipe.exchange.encoded_mean import EncodedMean
+from lightning_sdpipe.exchange.moving import Mover
+from lightning_sdpipe.exchange.own_reference import OwnReference
+from lightning_sdpipe.exchange.pairs import PairMean, exchange_whole
+from lightning_sdpipe.exchange.payloads import EightBit
 from lightning_sdpipe.topology.groups import Replicas
 from tests.exchange.test_group_mean import group, values
+from tests.exchange.threads import Crew, together
 from tests.workers import run_workers
 
 
@@ -40,3 +47,39 @@ def test_no_update_is_lost_and_equal_weights_keep_the_sum(weights: tuple[float, 
     torch.testing.assert_close(second, mean + updates[1], rtol=1e-5, atol=1e-5)
     if weights[0] == weights[1]:
         torch.testing.assert_close(first + second, values(0, 100) + values(1, 100) + 9.0)
+
+
+@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("dies_after", [1, 3, None])
+def test_both_change_when_both_have_all_of_it_and_else_nothing_changes(
+    eight_bits: bool, dies_after: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one ends after a piece, or before it has said that it has all of them."""
+    monkeypatch.setattr(moving, "PIECE", 64)
+    crew = Crew(2)
+
+    def work(rank: int) -> Tensor:
+        replicas, lock, published = crew.replicas(rank), threading.Lock(), values(rank, 192)
+        mover: Mover = PairMean(replicas, lock)
+        if eight_bits:
+            mover = EncodedMean(replicas, OwnReference(EightBit()), lock=lock)
+        pending = mover.start([published], group((0, 1), (0.5, 0.5)))
+        if rank == 1 and dies_after is not None:
+            for _ in range(dies_after):
+                assert pending.wait()
+            with pytest.raises(RuntimeError):
+                crew.groups[rank].recv([torch.zeros(1)], 0, 7).wait(timedelta(milliseconds=1))
+        elif dies_after is None:
+            exchange_whole(pending, group((0, 1), (0.5, 0.5)), replicas)
+        else:
+            with pytest.raises(WorkerFailedError, match="pipeline 1"):
+                exchange_whole(pending, group((0, 1), (0.5, 0.5)), replicas)
+        return published
+
+    first, second = together(2, work)
+    mean = (values(0, 192) + values(1, 192)) / 2
+    if dies_after is None:
+        torch.testing.assert_close(torch.stack([first, second]), torch.stack([mean, mean]))  # at first in full
+    else:
+        assert torch.equal(first, values(0, 192))
+        assert torch.equal(second, values(1, 192))

@@ -104,7 +104,9 @@ class NobodyLeft(Exception):
 class World:
     """See the module's text."""
 
-    def __init__(self, seed: int, tell: Callable[[str], None] = lambda text: None, late: float = 0.0) -> None:
+    def __init__(
+        self, seed: int, tell: Callable[[str], None] = lambda text: None, late: float = 0.0, pairs: bool = False
+    ) -> None:
         self.rng = rng = random.Random(seed)
         self.tell = tell
         self.late = late
@@ -142,7 +144,7 @@ class World:
         for size in {1, 2} if self.pipelines % 2 == 0 else {1}:
             every, staleness = rng.randint(1, 2), rng.choice([None, 3])
             configs.append(PHDPSGD(group_size=size, every=every, staleness=staleness, within="models"))
-        self.config = rng.choice(configs)
+        self.config = ADPSGD(asynchronous=True) if pairs else rng.choice(configs)
         self.loss = rng.choice([0.0, 0.02])
         self.now = 0.0
         self.tick = itertools.count()
@@ -329,6 +331,8 @@ class World:
             case f.Connect(nonce=nonce):
                 process.nonce = nonce
                 process.talk.lifeline(there=True)
+            case m.Invitation(group=group):
+                self.begin_pair(process, group, lambda: None)
             case e.End(reason=reason, run=run):
                 assert not run or self.finishes_after is not None, reason
                 self.die(process, f"it must end: {reason}")
@@ -509,7 +513,11 @@ class World:
         if process.group is not None:
             process.goes_on = lambda: self.exchange(process, group)
             return
-        self.begin_exchange(process, group)
+        if group.passive:
+            process.group = group
+            self.begin_pair(process, group, lambda: self.exchange_ends(process))
+        else:
+            self.begin_exchange(process, group)
         if self.overlaps:
             self.stepped(process)
         else:
@@ -544,6 +552,29 @@ class World:
             return
         process.talk.completed(group.sequence)
         self.pump(process)
+        self.exchange_ends(process)
+
+    def begin_pair(self, process: Process, group: Group, then: Callable[[], None]) -> None:
+        """An exchange beside the training, which is dropped if it breaks off, or does not move for so long."""
+        process.begun.add(group.sequence)
+        self.after(self.rng.uniform(0.01, 0.05), lambda: self.paired(process, group, self.now, then))
+
+    def paired(self, process: Process, group: Group, began: float, then: Callable[[], None]) -> None:
+        if process.dead:
+            return
+        others = [p for p in self.processes if p.worker in group.members and p is not process and not p.dead]
+        there = [p for p in (process, *others) if group.epoch in p.talk.held]
+        reached = frozenset(worker.pipeline for worker in group.members) not in self.apart
+        if len(there) == 2 and reached and all(group.sequence in p.begun for p in others):
+            then()
+        elif len(there) == 2 and self.now - began < SILENCE:
+            self.after(0.05, lambda: self.paired(process, group, began, then))
+        else:
+            process.talk.holds([epoch for epoch in process.talk.held if epoch != group.epoch])
+            self.pump(process)
+            then()
+
+    def exchange_ends(self, process: Process) -> None:
         process.group = None
         if process.goes_on is not None:
             goes_on, process.goes_on = process.goes_on, None
@@ -643,9 +674,11 @@ class World:
         assert not self.processes
 
 
-def live_through(seed: int, faults: int, tell: Callable[[str], None] = lambda text: None, late: float = 0.0) -> World:
-    """A history with so many faults, and what must hold in it."""
-    world = World(seed, tell, late)
+def live_through(
+    seed: int, faults: int, tell: Callable[[str], None] = lambda text: None, late: float = 0.0, pairs: bool = False
+) -> World:
+    """A history with so many faults, and what must hold in it; with ``pairs``, of asynchronous AD-PSGD."""
+    world = World(seed, tell, late, pairs)
     with suppress(NobodyLeft):
         world.run(3.0)
         for _ in range(faults):

@@ -23,6 +23,12 @@ def test_everybody_trains_again_after_any_faults(seed: int, faults: int) -> None
     live_through(seed, faults)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_pairs_that_average_while_they_compute_go_on_after_any_faults(seed: int) -> None:
+    world = live_through(seed, 8, pairs=True)
+    assert world.pipelines == 1 or world.seen["Invitation"] > 100
+
+
 def test_stages_that_copy_their_state_a_turn_late_give_it_to_nobody() -> None:
     """That no newcomer starts with a torn state is checked in every history; here some are."""
     torn = 0
@@ -44,9 +50,12 @@ def test_a_scheduler_that_is_cut_off_from_all_loses_nobody(seed: int, seconds: f
     assert {process.incarnation for process in world.processes} == starts
 
 
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_of_two_pipelines_that_cannot_reach_each_other_one_is_put_out_and_the_others_go_on(seed: int) -> None:
-    world = World(seed)
+def test_of_two_pipelines_that_cannot_reach_each_other_one_is_put_out_and_the_others_go_on(
+    seed: int, pairs: bool
+) -> None:
+    world = World(seed, pairs=pairs)
     if world.pipelines < 2 or world.terms.min_pipelines > world.pipelines - 1:
         return
     world.loss = 0.0

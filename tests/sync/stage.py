@@ -53,6 +53,11 @@ class Office:
                     self._tell(Tick())
             return self._answers[pipeline].popleft()
 
+    def has_answered(self, pipeline: int) -> bool:
+        with self._changed:
+            self._tell(Tick())
+            return bool(self._answers[pipeline])
+
     def _tell(self, event: Event) -> None:
         for group in self._policy.on(event, time.monotonic()):
             self.groups.append(group)
@@ -83,6 +88,9 @@ class Client:
 
     def group(self) -> Group:
         return self._office.answer(self._worker.pipeline)
+
+    def group_if_known(self) -> Group | None:
+        return self._office.answer(self._worker.pipeline) if self._office.has_answered(self._worker.pipeline) else None
 
 
 class Places:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
-from lightning_sdpipe.exchange.payloads import EightBit
+from lightning_sdpipe.exchange.payloads import EightBit, Full
+from lightning_sdpipe.exchange.payloads.payload import Payload
 from lightning_sdpipe.policies import Group
 from lightning_sdpipe.sync import DiLoCo
+from lightning_sdpipe.sync.capabilities import Combination, check
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from tests.exchange.test_group_mean import values
@@ -43,7 +45,7 @@ class Work:
     """Trains so many updates from a number on; the straggler begins when the others have made two rounds."""
 
     def __init__(self, straggler: int | None = None) -> None:
-        self.straggler, self.others = straggler, threading.Barrier(N)
+        self.straggler, self.others, self.ready = straggler, threading.Barrier(N), threading.Event()
         self.groups: list[Group] = []
 
     def __call__(self, pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> Tensor:
@@ -55,6 +57,7 @@ class Work:
             if pipeline == self.straggler:
                 self.update(pipeline, parameter, sync, range(EVERY))
             else:
+                assert self.ready.wait(20), "the straggler is ready before the others are again"
                 self.update(pipeline, parameter, sync, range(2 * EVERY, 3 * EVERY))
         else:
             self.update(pipeline, parameter, sync, range(3 * EVERY))
@@ -64,6 +67,8 @@ class Work:
     def update(self, pipeline: int, parameter: nn.Parameter, sync: Any, numbers: range) -> None:
         for number in numbers:
             sync.announce(number)
+            if pipeline == self.straggler and sync.announced:
+                self.ready.set()
             parameter.data.add_(change(pipeline, number))
             sync.synchronise()
 
@@ -120,6 +125,33 @@ def test_a_straggler_brings_the_change_from_its_own_base_and_gets_the_newest(sta
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("payload", [Full(), EightBit(block=16)], ids=str)
+def test_with_a_delay_nobody_waits_for_the_others(stage: Stage, payload: Payload) -> None:
+    """One is ready, and trains on; the others are not before it has. No update is lost or counts twice."""
+    far, updates = threading.Event(), [9, 5, 7]
+    groups: list[Group] = []
+
+    def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> Tensor:
+        rendezvous.join()
+        if pipeline != 0:
+            assert far.wait(20), "pipeline 0 waited for the others"
+        for number in range(updates[pipeline]):
+            Work().update(pipeline, parameter, sync, range(number, number + 1))
+            if pipeline == 0 and number == 5:
+                far.set()
+        rendezvous.pause(position=10)
+        return parameter.detach().clone()
+
+    method = DiLoCo(4, lr=1.0, momentum=0.0, delay=3, quorum=1.0)
+    found = stage.run(method, Exchange(payload, overlap="step"), equal, train, groups=groups)
+    moved = [torch.stack([change(i, number) for number in range(updates[i])]).sum(0) for i in range(N)]
+    for outcome in found:
+        assert torch.equal(outcome, found[0])
+        tolerance = 1e-5 if isinstance(payload, Full) else 2e-2
+        torch.testing.assert_close(outcome, equal(0) + torch.stack(moved).mean(0), rtol=0, atol=tolerance)
+    assert [len(group.members) for group in groups][:1] == [N]
+
+
 def test_a_newcomer_begins_with_the_base_of_its_donor(stage: Stage) -> None:
     """What the donor has moved by since then is not the newcomer's; a donor that has not begun gives its model only."""
     method = DiLoCo(EVERY, LR, MOMENTUM, quorum=1.0)
@@ -153,7 +185,6 @@ def test_a_newcomer_begins_with_the_base_of_its_donor(stage: Stage) -> None:
     [
         ({"quorum": 0}, "quorum=0 is not allowed; give a number of pipelines from 1"),
         ({"quorum": 2, "fragments": 2}, "Use fragments=1"),
-        ({"quorum": 2, "delay": 1}, "Use delay=0, with exchange=Exchange"),
         ({"quorum": 0.5, "mix": 0.5}, "Use mix=0"),
         ({"grace": 2.0}, "or a quorum, such as 0.5"),
     ],
@@ -161,3 +192,10 @@ def test_a_newcomer_begins_with_the_base_of_its_donor(stage: Stage) -> None:
 def test_what_a_quorum_does_not_go_with_is_refused_with_what_does(values: dict[str, Any], instead: str) -> None:
     with pytest.raises(ConfigurationError, match=instead):
         DiLoCo(**values)
+
+
+def test_a_round_that_may_be_late_goes_on_beside_training() -> None:
+    method = DiLoCo(quorum=2, delay=2)
+    check(method, Combination(method, Exchange(overlap="step"), elastic=True))
+    with pytest.raises(ConfigurationError, match="Use overlap='step', or delay=0"):
+        check(method, Combination(method, Exchange()))

@@ -72,12 +72,17 @@ class SchedulerClient:
         """Called in the other thread, in order, for each group that the worker is a passive member of, with the last
         iteration that had been answered before, None if none had since the worker joined. It must be set before
         :meth:`join`."""
+        self.invitations_are_lost_after: float | None = None
+        """Seconds after which an invitation that was sent and has not come is not waited for any more; None if that
+        is an error. It never comes if the connection has broken, or the scheduler was killed."""
         self._timeout = timeout
         self._thread, self._asks = line.thread, line.thread.talk.training
         self._outcomes: dict[Kind, m.Reply | e.Reply] = {}
         self._invited = 0
         self._iteration: int | None = None
         """Iteration of the ready whose group was not fetched yet."""
+        self._repeat_at = 0.0
+        """Time at which a ready that is only looked at is repeated."""
         self._group = -1
         """Sequence of the group that was fetched since the last step, -1 for none."""
         self._leasing: tuple[Segment, int] | None = None
@@ -133,7 +138,7 @@ class SchedulerClient:
                 f"worker {self.worker} reported iteration {iteration} before it fetched the group of "
                 f"iteration {self._iteration}; call group() after every ready()"
             )
-        self._iteration = iteration
+        self._iteration, self._repeat_at = iteration, time.monotonic() + REPEAT_AFTER
         self._ask(m.Ready, iteration, base)
 
     def group(self) -> Group:
@@ -147,8 +152,13 @@ class SchedulerClient:
         return answer.group
 
     def group_if_known(self) -> Group | None:
-        """Return the group as :meth:`group` does, if the answer has come, else None."""
+        """Return the group as :meth:`group` does, if the answer has come, else None. Called again and again, it repeats
+        the ready as a wait would."""
         if self._iteration is not None and m.Ready not in self._outcomes:
+            self._check()
+            if (now := time.monotonic()) >= self._repeat_at:
+                self._again()
+                self._repeat_at = now + REPEAT_AFTER
             self._receive(0.0)
         return self.group() if m.Ready in self._outcomes else None
 
@@ -291,9 +301,14 @@ class SchedulerClient:
         raise RunAborted(Failure(stop.worker, stop.reason))
 
     def _wait_for_invitations(self, sent: int) -> None:
+        lost_after = self.invitations_are_lost_after
+        seconds = self._timeout if lost_after is None else lost_after
         with self._thread.changed:
             talk = self._thread.talk
-            if not self._thread.changed.wait_for(lambda: self._invited >= sent or bool(talk.stop), self._timeout):
+            if not self._thread.changed.wait_for(lambda: self._invited >= sent or bool(talk.stop), seconds):
+                if lost_after is not None:
+                    self._invited = sent
+                    return
                 raise SchedulerError(
                     f"worker {self.worker} waited {self._timeout:g} s for {sent - self._invited} invitations that it "
                     f"was sent; its beats may not reach the scheduler at {self.address}"

@@ -16,6 +16,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import msgspec
 
@@ -219,7 +220,7 @@ class GroupDelivery:
 
     def _waiting(self) -> list[KeptGroup | _KeptMet | _HandedOver]:
         """Return all groups and barrier results that wait for a process group."""
-        return [*self._process_groups.kept.values(), *self._met, *self._handed.values()]
+        return [*self._process_groups.lacking, *self._met, *self._handed.values()]
 
     def beats(self, beat: e.Beat, now: float) -> None:
         """Note a worker's process groups and its exchange."""
@@ -231,16 +232,13 @@ class GroupDelivery:
     def remake(self, now: float) -> None:
         """Announce the epoch anew if a worker has waited long for a process group, once for all that do; and have stuck
         exchanges broken off."""
-        waiting: list[tuple[float, int, Sequence[int]]] = [
-            (kept.until, kept.group.stage, [worker.pipeline for worker in kept.group.members])
-            for kept in self._process_groups.kept.values()
-        ]
+        waiting: list[tuple[float, int, Sequence[int]]] = []
+        waiting += [(kept.until, kept.group.stage, kept.pipelines) for kept in self._process_groups.lacking]
         waiting += [(kept.until, kept.met.stage, kept.met.pipelines) for kept in self._met]
-        waiting += [
-            (kept.until, kept.broken.group.stage, sorted(worker.pipeline for worker in kept.broken.said))
-            for kept in self._handed.values()
-        ]
-        if (first := min(waiting, default=None)) is not None and first[0] <= now:
+        for handed in self._handed.values():
+            said = sorted(worker.pipeline for worker in handed.broken.said)
+            waiting.append((handed.until, handed.broken.group.stage, said))
+        if (first := min(waiting, key=itemgetter(0), default=None)) is not None and first[0] <= now:
             for kept in self._waiting():
                 kept.until = now + REMAKE_AFTER
             self._unreachable(first[1], first[2], True, now)
@@ -264,6 +262,7 @@ class GroupDelivery:
                 weights = [x for x, w in zip(kept.group.weights, kept.group.members, strict=True) if w in there]
                 again = self._groups.regroup(kept.group, there, weights, now)
                 self._say_or_keep(self._process_groups.keepable(again, now, kept.broken))
+        self._process_groups.come_together(self._here)
         self._met = [kept for kept in self._met if not self._say_met(kept)]
         for broken in list(self._regrouping.settled(self.is_gone, takes_part)):
             self._settle(broken, now)

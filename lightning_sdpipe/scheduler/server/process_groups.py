@@ -2,18 +2,19 @@
 
 A worker makes a process group of its stage's replicas for each epoch of membership, in a thread, and reports which it
 holds; where groups are of whole pipelines, one with all workers of the members. A group that is decided before its
-members share one is kept for the few milliseconds that this takes, or until the epoch is announced anew.
+members share one is kept for the few milliseconds that this takes, or until the epoch is announced anew. A group with
+passive members is not kept: the others go on without these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from lightning_sdpipe.membership.membership import Membership
-from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.decisions import Group, without_passive
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.server.contradictions import Extent
 from lightning_sdpipe.scheduler.server.liveness import Liveness
@@ -31,6 +32,11 @@ class KeptGroup:
     until: float
     broken: Group | None = None
 
+    @property
+    def pipelines(self) -> list[int]:
+        """Pipelines of its members."""
+        return [worker.pipeline for worker in self.group.members]
+
 
 class ProcessGroupRegistry:
     """Epochs whose process group each worker holds; ``extent`` knows the workers that a member of a group
@@ -39,6 +45,8 @@ class ProcessGroupRegistry:
     def __init__(self, membership: Membership, presence: Liveness, extent: Extent) -> None:
         self.kept: dict[int, KeptGroup] = {}
         """Kept groups by sequence."""
+        self.apart: dict[tuple[Worker, ...], KeptGroup] = {}
+        """Groups that went out without their passive members, by the members, which share no process group yet."""
         self._membership, self._presence, self._extent = membership, presence, extent
         self._holds: dict[Worker, frozenset[int]] = {}
 
@@ -47,6 +55,11 @@ class ProcessGroupRegistry:
         """True if this is an elastic run, as far as is known."""
         core = self._membership
         return not core.terms.fixed and (bool(self._presence.incarnations) or core.epoch.number > 0)
+
+    @property
+    def lacking(self) -> list[KeptGroup]:
+        """Groups whose members share no process group yet."""
+        return [*self.kept.values(), *self.apart.values()]
 
     def holds(self, worker: Worker, epochs: Iterable[int]) -> None:
         """Set the epochs whose process group ``worker`` has."""
@@ -76,9 +89,19 @@ class ProcessGroupRegistry:
         if not self.in_use:
             return group
         ready = self.with_epoch(group)
+        if ready is None and group.passive:
+            self.apart.setdefault(group.members, KeptGroup(group, now + REMAKE_AFTER))
+            group = without_passive(group)
+            ready = self.with_epoch(group)
         if ready is None:
             self.kept[group.sequence] = self.keepable(group, now)
         return ready
+
+    def come_together(self, here: Collection[Worker]) -> None:
+        """Forget groups of :attr:`apart` that share a process group by now, or have members that are not ``here``."""
+        for workers in list(self.apart):
+            if self.common(workers) is not None or not all(worker in here for worker in workers):
+                del self.apart[workers]
 
     def keepable(self, group: Group, now: float, broken: Group | None = None) -> KeptGroup:
         """Return ``group``, which is decided ``now`` among members of this epoch."""

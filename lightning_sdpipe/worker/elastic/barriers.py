@@ -30,7 +30,13 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
-from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfBases, RoundsOfPresent, Synchronizer
+from lightning_sdpipe.sync.synchronizer import (
+    ExchangesOfPairs,
+    Replica,
+    RoundsOfBases,
+    RoundsOfPresent,
+    Synchronizer,
+)
 from lightning_sdpipe.topology.groups import ProcessGroups, Replicas
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
@@ -262,7 +268,8 @@ class ElasticRendezvous(Rendezvous):
         self._barriers.meet()
 
     def _leave(self) -> None:
-        self._sync.stop()  # first: a worker that has left cannot retry a group that breaks
+        if not self._sync.serves:
+            self._sync.stop()  # first: a worker that has left cannot retry a group that breaks
         super()._leave()
 
     def _set_out(self) -> None:
@@ -279,6 +286,8 @@ class ElasticReplica(Replica):
     present: Callable[[], int] = field(kw_only=True)  # number of pipelines
     of_present: RoundsOfPresent = field(kw_only=True)
     of_bases: RoundsOfBases | None = field(kw_only=True, default=None)
+    of_pairs: ExchangesOfPairs = field(kw_only=True)
+    forget: Callable[[], None] = field(kw_only=True, default=lambda: None)  # what members of groups have in common
 
     @property
     def count(self) -> int:
@@ -293,7 +302,11 @@ class ElasticReplica(Replica):
     def bases(self) -> RoundsOfBases | None:
         return self.of_bases
 
+    def pairs(self) -> ExchangesOfPairs:
+        return self.of_pairs
+
     def average(self, tensors: Sequence[Tensor]) -> None:
+        self.forget()
         self.barriers.average(tensors)
 
     def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -153,6 +153,8 @@ class EpochGroups:
         self._epoch: Epoch | None = None  # the newest
         self._starts: dict[int, dict[int, Member]] = {}  # start of each pipeline, by known epoch
         self._in_use: Group | None = None
+        self._beside: dict[int, Group] = {}
+        """Groups that are used beside that one, by sequence."""
         self._moved = 0  # pieces of the exchange that were taken over
         self._closed = False
 
@@ -164,12 +166,11 @@ class EpochGroups:
             self._epoch = epoch
             self._starts = {number: self._starts[number] for number in self._starts if number in self._made}
             self._starts[epoch.number] = {member.pipeline: member for member in epoch.members}
-            used = self._in_use
-            broken = used is not None and self._has_lost(used)
+            broken = {used.epoch for used in self._used() if self._has_lost(used)}
             self._lock.notify_all()
         present = set(epoch.pipelines)
-        if used is not None and broken:
-            self._poison(used.epoch)
+        for number in broken:
+            self._poison(number)
         if self._worker.pipeline in present and len(present) > 1:
             # A thread for each: one that connects to a worker that has gone on to the next epoch waits in vain. The
             # interpreter waits for them at its end: it would abort in one that comes out of gloo while it is torn down.
@@ -234,6 +235,30 @@ class EpochGroups:
         if gone and group is not None and made is not None and _holds(made.replicas, group):
             self._poison(group.epoch)
 
+    @contextmanager
+    def beside(self, group: Group) -> Iterator[Replicas]:
+        """Use ``group`` within the block, besides others that are used at the same time, and give its process group up
+        if the exchange in the block breaks off. Any thread may do so.
+
+        Raises:
+            WorkerFailedError: a member of the group's epoch is gone, and with it the process group.
+        """
+        with self._lock:
+            self._beside[group.sequence] = group
+            gone = self._has_lost(group)
+        try:
+            if gone:
+                raise WorkerFailedError(f"a member of group {group.sequence} is gone since epoch {group.epoch}")
+            replicas = self.replicas(group)
+            try:
+                yield replicas
+            except WorkerFailedError:
+                self.give_up(group)
+                raise
+        finally:
+            with self._lock:
+                del self._beside[group.sequence]
+
     def moved(self) -> None:
         """Note that a piece of the present exchange has been taken over."""
         with self._lock:
@@ -274,6 +299,9 @@ class EpochGroups:
     @property
     def _newest(self) -> int:
         return 0 if self._epoch is None else self._epoch.number
+
+    def _used(self) -> list[Group]:
+        return [*([] if self._in_use is None else [self._in_use]), *self._beside.values()]
 
     def _present(self) -> set[int]:
         return {self._worker.pipeline} if self._epoch is None else set(self._epoch.pipelines)
@@ -322,8 +350,8 @@ class EpochGroups:
             if self._is_over:
                 return
             self._made[number] = _OfEpoch(replicas, GroupMean(replicas), self._among(counted, hosts), hosts)
-            in_use = self._in_use.epoch if self._in_use is not None else number
-            old = [self._made.pop(earlier) for earlier in sorted(self._made)[:-KEPT] if earlier != in_use]
+            in_use = {used.epoch for used in self._used()}
+            old = [self._made.pop(earlier) for earlier in sorted(self._made)[:-KEPT] if earlier not in in_use]
             self._lock.notify_all()
         self._report.holds(self.held)
         del old

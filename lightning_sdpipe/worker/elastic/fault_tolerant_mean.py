@@ -1,17 +1,24 @@
-"""An exchange that survives its members: when one is lost, the members that are left retry, or go on without a
+"""Exchanges that survive their members: when one is lost, the members that are left retry, or go on without a
 result."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
 
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import Pending
+from lightning_sdpipe.exchange.pairs import exchange_whole
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
+from lightning_sdpipe.topology.groups import Replicas, Traffic
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
+
+log = logging.getLogger(__name__)
 
 
 class FaultTolerantMean:
@@ -85,3 +92,32 @@ class _FaultTolerantPending:
         self.abort()
         self._epochs.wait_for_newest()
         self._begin(self._line.broken(self._group))
+
+
+class DroppedPairs:
+    """Exchanges of pairs beside training, which are dropped when they break off: neither member changes its model then.
+
+    They are not tried again, since each member averages with another one soon. An exchange is taken over when both
+    members have all of it. Only if their connection breaks in the last word about that, while both live, one may take
+    it over and the other not.
+
+    Args:
+        epochs: the groups of the replicas of this worker.
+        line: says how long a transfer may stand still.
+        traffic: counts the bytes that this worker sends.
+    """
+
+    def __init__(self, epochs: EpochGroups, line: MembershipClient, traffic: Traffic) -> None:
+        self._epochs, self._line, self._traffic = epochs, line, traffic
+
+    def run(self, group: Group, start: Callable[[Replicas], Pending]) -> bool:
+        """Exchange; see :class:`~lightning_sdpipe.sync.synchronizer.ExchangesOfPairs`."""
+        try:
+            with self._epochs.beside(group) as replicas:
+                limit = timedelta(seconds=self._line.limit)
+                limited = replace(replicas, traffic=self._traffic, limit=limit)
+                exchange_whole(start(limited), group, limited)
+        except WorkerFailedError as error:
+            log.info("the exchange %d is dropped: %s", group.sequence, str(error).splitlines()[0])
+            return False
+        return True

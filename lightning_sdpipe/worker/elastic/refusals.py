@@ -10,6 +10,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies.decentralized import PresentPeers
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.worker.options import Options
@@ -24,12 +26,14 @@ def check_options(options: Options) -> None:
 
 
 def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) -> None:
-    """Raise ConfigurationError if a method has rounds, and the scheduler decides by another policy than it needs."""
-    if (needed.keeps_equal or isinstance(needed, OuterRounds)) and type(held) is not type(needed):
-        name = registry.name_of(needed)
+    """Raise ConfigurationError if the scheduler decides by another policy than a method needs, or only one of the two
+    lets pipelines average while they compute."""
+    others = (needed.keeps_equal or isinstance(needed, OuterRounds | PresentPeers)) and type(held) is not type(needed)
+    if others or _is_asynchronous(needed) != _is_asynchronous(held):
+        name = _named(needed)
         raise ConfigurationError(
-            f"sync={options.sync!r} needs a scheduler that decides by {name}, and this one decides by "
-            f"{registry.name_of(held)}. Start it with --policy {name}, or leave --policy out."
+            f"sync={options.sync!r} needs a scheduler that decides by {name}, and this one decides by {_named(held)}. "
+            f"Start it with --policy {name}, or leave --policy out."
         )
 
 
@@ -46,6 +50,15 @@ def check_trainer(trainer: Trainer, options: Options) -> None:
             f"predict does not work {_HOW}: no process collects the predictions of pipelines that come and go. Load "
             "the checkpoint in a job without SDPIPE_PIPELINE."
         )
+
+
+def _named(policy: PolicyConfig) -> str:
+    """Return the name of ``policy``, as it is given to a scheduler."""
+    return registry.name_of(policy) + (" --set asynchronous=true" if _is_asynchronous(policy) else "")
+
+
+def _is_asynchronous(policy: PolicyConfig) -> bool:
+    return isinstance(policy, ADPSGD) and policy.asynchronous
 
 
 def _policy(options: Options) -> PolicyConfig:

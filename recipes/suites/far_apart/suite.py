@@ -113,7 +113,7 @@ def run(
     repeats: int,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Trains with kills, without, and without where each round waits for all.
+    """Train with kills, without, and without where each round waits for all.
 
     Args:
         method: specification of DiLoCo for Hydra, with a quorum.
@@ -130,7 +130,7 @@ def run(
     quiet()
     rows: list[Row] = []
     for repeat in range(repeats):
-        for name, options in ((KILLED, {}), (CALM, {}), (WAITS, {"quorum": None})):
+        for name, options in ((KILLED, {}), (CALM, {}), (WAITS, {"quorum": 1.0})):
             islands = Islands(sync=hydra.utils.instantiate({**method, **options}), **work)
             draws = random.Random(seed + repeat) if name == KILLED else None
             with hosts(islands.num_pipelines + 1, rate_mbit) as names, inside(names[-1]):

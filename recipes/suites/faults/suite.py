@@ -64,11 +64,12 @@ def run(
     torchft: Mapping[str, Any],
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Runs the parts that ``only`` names: ``matrix``, ``overhead``, ``torchft``.
+    """Run the parts that ``only`` names: ``matrix``, ``overhead``, ``torchft``.
 
     Args:
         methods: specifications for Hydra, by name.
-        cases: what is killed, or full: ``method``, ``role``, ``phase``, and ``num_stages`` if not 1.
+        cases: what is killed, or full: ``method``, ``role``, ``phase``, ``num_stages`` if not 1, and ``schedule`` if
+            not 1F1B.
         only: parts.
         after: updates that all make before the death.
         calm: seconds after it until a newcomer takes the place.
@@ -114,6 +115,7 @@ def _survived(
         epochs=1000 if ends else 1,
         validation_batches=2 if ends else 0,
         checkpoint_every=CHECKPOINT_EVERY if case["phase"] == "full_checkpoints" else 0,
+        schedule=case.get("schedule", "1f1b"),
     )
     print(f"{case['method']}: {case['role']} in {case['phase']}", end=": ", flush=True)
     row = {"method": case["method"], "role": case["role"], "phase": case["phase"], "num_stages": stages}
@@ -289,13 +291,13 @@ def _figures(
 
 
 def _transfer(records: Sequence[Record], victims: Sequence[int]) -> float:
-    """Returns how long the state of the newest newcomer was on its way."""
+    """Return how long the state of the newest newcomer was on its way."""
     newest = [record for record in records if record.pipeline in victims and record.rank == 0][-1:]
     return max((line["seconds"] for record in newest for line in record.lines if line["what"] == "received"), default=0)
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Returns the ratios of what survivors noticed to its limit."""
+    """Return the ratios of what survivors noticed to its limit."""
     found: Ratios = {}
     cases: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:

@@ -48,6 +48,20 @@ def test_a_group_reaches_all_its_members() -> None:
         assert server.service.refused == {}, "nothing that a client says by itself is refused, or of another version"
 
 
+def test_a_ready_that_was_lost_is_repeated_by_who_only_looks_for_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(AllReduceModels(), 1, 1) as server, clients(server.address, W(0, 0)) as (a,):
+        a.join()
+        with monkeypatch.context() as lost:
+            lost.setattr(a._connection, "send", lambda message: True)
+            a.ready(0)
+        until, found = time.monotonic() + 10, None
+        while found is None and time.monotonic() < until:
+            found = a.group_if_known()
+            time.sleep(0.01)
+        assert found is not None
+        assert found.members == (W(0, 0),)
+
+
 def test_many_workers_train_for_a_while_and_leave_one_by_one() -> None:
     spec = SemiDecentralized(window=0.002, connectivity=3)
     workers = [W(j, i) for j in range(2) for i in range(4)]

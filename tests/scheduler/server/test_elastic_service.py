@@ -11,6 +11,7 @@ from lightning_sdpipe.dealing.leases import Done, Lease, Segment, Told
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import FIXED, Epoch, Member
 from lightning_sdpipe.policies import Group, PolicyConfig, Worker, registry
+from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.events import Widened
 from lightning_sdpipe.policies.local_sgd import LocalSGD
@@ -231,6 +232,39 @@ def equal_replicas(stages: int = 1) -> ElasticDialogue:
         for stage in range(stages):
             d.holds(Worker(stage, member.pipeline), member, 1)
     return d
+
+
+def test_who_shares_no_process_group_with_its_neighbour_goes_on_alone_until_all_make_another_one() -> None:
+    """A pair is not kept until the other one, which computes, has made its process group."""
+    d, first, second = ElasticDialogue(ADPSGD(asynchronous=True)), Worker(0, 0), Worker(0, 1)
+    for member in (A, B):
+        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME)
+    for member in (A, B):
+        d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None)
+    assert d.groups(d.say(m.Ready, first, A.incarnation, 0)) == [(0,)]
+    d.holds(first, A, 1)
+    d.holds(second, B, 1)
+    replies = d.say(m.Ready, first, A.incarnation, 1, now=1.0)
+    assert d.groups(replies) == [(0, 1)]
+    (invited,) = (peer for peer, reply in replies if isinstance(reply, m.Invitation))
+    assert invited == e.peer_of(second, B.incarnation)
+    d.say(e.Beat, second, B.incarnation, (), 1, True, now=2.0)  # an exchange has broken off
+    assert d.groups(d.say(m.Ready, first, A.incarnation, 2, now=2.0)) == [(0,)]
+    assert d.groups(d.say(m.Ready, first, A.incarnation, 3, now=3.0)) == [(0,)]
+    d.tick(6.9)
+    assert d.service.members.membership.epoch.number == 1
+    d.tick(7.0)
+    epoch = d.service.members.membership.epoch
+    assert (epoch.number, epoch.tries) == (2, True)
+    d.holds(first, A, 2)
+    d.holds(second, B, 2)
+    assert d.groups(d.say(m.Ready, first, A.incarnation, 4, now=7.5)) == [(0, 1)]
+    d.say(e.Beat, second, B.incarnation, (), 2, True, now=7.5)
+    assert d.groups(d.say(m.Ready, first, A.incarnation, 5, now=7.5)) == [(0,)]
+    d.say(e.Depart, second, B.incarnation, False, now=8.0)
+    assert d.groups(d.say(m.Ready, first, A.incarnation, 6, now=8.0)) == [(0,)]
+    d.tick(13.0)
+    assert d.service.members.membership.epoch.number == 3, "that of the departure"
 
 
 def test_replicas_that_are_to_stay_equal_set_out_together() -> None:

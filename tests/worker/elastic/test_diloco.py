@@ -20,7 +20,10 @@ from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState
 from lightning_sdpipe.exchange.payloads import EightBit
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.sync import DiLoCo
+from lightning_sdpipe.sync.outer_groups import OuterGroups
 from tests.worker.elastic.jobs import Diary, ElasticRun, elastic_run, fit
 from tests.worker.elastic.test_runs import SAMPLES, check_that_replicas_were_equal
 
@@ -34,6 +37,7 @@ class Bases(Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, SDPipeStrategy)
         (diary,) = (each for each in trainer.callbacks if isinstance(each, Diary))  # type: ignore[attr-defined]
+        self.diary = diary
         adopt = OuterState.adopt
 
         def adopts(state: OuterState, new: NewBase, tensors: Sequence[Tensor], *sent: Any) -> None:
@@ -97,9 +101,9 @@ def check_that_what_died_is_trained_by_others(run: ElasticRun, died: int) -> Non
     ("sync", "exchange", "phase"),
     [
         (DiLoCo(every=4), Exchange(hierarchy="hosts"), "made"),
-        (DiLoCo(every=4, quorum=0.5), Exchange(EightBit(), overlap="step"), "adopted"),
+        (DiLoCo(every=4, quorum=0.5, delay=3), Exchange(EightBit(), overlap="step"), "adopted"),
     ],
-    ids=["all by machines", "quorum in eight bits beside the next step"],
+    ids=["all by machines", "quorum in eight bits beside the next steps"],
 )
 def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, sync: DiLoCo, exchange: Exchange, phase: str) -> None:
     with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3", "--policy", "outer_rounds") as run:
@@ -116,4 +120,38 @@ def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, sync: DiLoCo, e
         assert check(run, [0, 1, 2]) > 4
         if phase == "made":
             check_that_what_died_is_trained_by_others(run, 2)
+        check_that_replicas_were_equal(run, [0, 1, 2])
+
+
+def train_in_groups(directory: Path, sync: DiLoCo, dies: bool = False) -> None:
+    make, seen = OuterGroups._make_round, [0]
+    bases = Bases()
+
+    def makes(self: OuterGroups, group: Group) -> float:
+        seen[0] += len(group.members) > 1
+        if dies and seen[0] == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        waited = make(self, group)
+        if len(group.members) > 1:
+            bases.diary.note(base=group.sequence)
+        return waited
+
+    OuterGroups._make_round = makes  # type: ignore[method-assign]
+    fit(directory, SAMPLES, {"sync": sync}, more=[bases])
+
+
+def test_one_is_killed_in_a_round_of_a_group_and_comes_back(tmp_path: Path) -> None:
+    sync = DiLoCo(every=4, group=PartialReduce())
+    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3", "--policy", "partial_reduce") as run:
+        for pipeline in range(3):
+            run.start(pipeline, partial(train_in_groups, tmp_path, sync, pipeline == 2))
+        run.wait(lambda: run.jobs[2].ended(), "the death of pipeline 2")
+        run.wait_for_turns([0, 1], 12)
+        run.start(2, partial(train_in_groups, tmp_path, sync))
+        run.wait(lambda: len(run.rows(2)) == 2, "the newcomer's first turn")
+        run.wait_for_turns([2], 16)
+        codes = run.finish()
+        assert set(codes) == {0, 1, 2}
+        assert {code for each in codes.values() for code in each} == {0}, run.said()
+        check_that_what_died_is_trained_by_others(run, 2)
         check_that_replicas_were_equal(run, [0, 1, 2])

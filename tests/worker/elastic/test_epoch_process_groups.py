@@ -11,17 +11,20 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.sync.mover_choice import among_groups
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.sync.mover_choice import among_those_present
 from lightning_sdpipe.topology.groups import Traffic
 from lightning_sdpipe.worker.elastic import epoch_process_groups
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
@@ -110,7 +113,7 @@ def test_models_are_averaged_by_machines_which_each_epoch_tells_anew() -> None:
             lambda name, cancelled: stores[name],
             timedelta(seconds=20),
             Reports(),
-            among_groups(Exchange(hierarchy="hosts")),
+            among_those_present(Exchange(hierarchy="hosts"), SemiDecentralized(), pipeline)[0],
             traffic,
             machines[pipeline],
         )
@@ -267,6 +270,47 @@ def test_a_group_of_somebody_that_is_lost_meanwhile_is_given_up(left: Epoch, mon
         return "went on"
 
     assert together(2, work) == ["went on", "lost"]
+
+
+def test_of_exchanges_at_the_same_time_each_ends_when_its_own_member_is_lost() -> None:
+    """A worker asks one neighbour while it answers another one."""
+    stores: dict[str, Store] = {"epoch-1-0": dist.HashStore(), "epoch-2-0": dist.HashStore()}
+    kept: list[EpochGroups] = []
+    lost, made = threading.Event(), threading.Barrier(3)
+
+    def pair(sequence: int, *pipelines: int) -> Group:
+        return msgspec.structs.replace(group(1, *pipelines), sequence=sequence)
+
+    def work(pipeline: int) -> list[float]:
+        groups = EpochGroups(
+            Worker(0, pipeline), lambda name, cancelled: stores[name], timedelta(seconds=60), Reports()
+        )
+        groups.enter(epoch(1, 0, 1, 2))
+        tensor = torch.full((3,), float(pipeline))
+        groups.mover(group(1, 0, 1, 2))  # waits until it is made
+        made.wait(20)
+        if pipeline == 2:
+            kept.append(groups)  # it lives, but sends nothing
+            return []
+        if pipeline == 0:
+            threading.Timer(0.2, groups.enter, [epoch(2, 0, 1)]).start()
+            with groups.beside(pair(8, 0, 1)) as replicas:
+                finish(GroupMean(replicas).start([tensor], pair(8, 0, 1)))
+                with pytest.raises(WorkerFailedError, match="pipeline 2"), groups.beside(pair(9, 0, 2)) as others:
+                    finish(GroupMean(others).start([torch.zeros(3)], pair(9, 0, 2)))
+            lost.set()
+            with pytest.raises(WorkerFailedError, match="gone since epoch 1"), groups.beside(pair(10, 0, 2)):
+                raise AssertionError
+        else:
+            with groups.beside(pair(8, 0, 1)) as replicas:
+                finish(GroupMean(replicas).start([tensor], pair(8, 0, 1)))
+            assert lost.wait(20)
+            groups.enter(epoch(2, 0, 1))
+        with groups.beside(msgspec.structs.replace(group(2, 0, 1), sequence=11)) as replicas:
+            finish(GroupMean(replicas).start([tensor], group(2, 0, 1)))
+        return tensor.tolist()
+
+    assert together(3, work) == [[0.5] * 3, [0.5] * 3, []]
 
 
 def test_who_cannot_be_reached_is_told_in_an_epoch_that_tries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import EightBit, OneBit
 from lightning_sdpipe.policies.all_reduce import AllPresent
+from lightning_sdpipe.policies.decentralized import PresentPeers
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.sync import (
     ADPSGD,
@@ -45,8 +46,10 @@ def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
     "sync",
     [
         *(SemiDecentralized(), PartialReduce(), NoSync(), LocalSGD(every=2), ADPSGD(), BY_MODELS),
+        ADPSGD(asynchronous=True),
         *(AllReduce(), AllReduce(weights="equal"), AllReduce(weights="samples")),
-        *(DiLoCo(every=2), DiLoCo(every=2, quorum=0.5, grace=1.0)),
+        *(DiLoCo(every=2), DiLoCo(every=2, quorum=0.5, grace=1.0), DiLoCo(group=PartialReduce())),
+        *(Decentralized(), Decentralized("shift_one", 2)),
     ],
 )
 def test_these_methods_work(sync: Any) -> None:
@@ -57,7 +60,7 @@ def test_these_methods_work(sync: Any) -> None:
 
 @pytest.mark.parametrize(
     "sync",
-    [HetPipe(), ParameterServer(), ADPSGD(asynchronous=True), PHDPSGD(), Decentralized(), DiLoCo(every=2, fragments=2)],
+    [HetPipe(), ParameterServer(), PHDPSGD(), DiLoCo(every=2, fragments=2)],
 )
 def test_other_methods_are_refused(sync: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"SemiDecentralized|PHDPSGD\(within='models'\)|fragments=1"):
@@ -84,15 +87,15 @@ def test_machines_must_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
             ElasticRun(options, SimpleNamespace(), lambda: None).check()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("sync", [SemiDecentralized(), PartialReduce(), ADPSGD()])
+@pytest.mark.parametrize("sync", [SemiDecentralized(), PartialReduce(), ADPSGD(), ADPSGD(asynchronous=True)])
 def test_groups_may_send_eight_bits_and_average_beside_the_next_step(sync: Any) -> None:
     SDPipeStrategy(sync=sync, exchange=Exchange(EightBit(), overlap="step"))
 
 
-@pytest.mark.parametrize("exchange", [Exchange(overlap="free"), Exchange(EightBit())])
-def test_what_everybody_must_share_is_refused(exchange: Exchange) -> None:
+def test_what_everybody_must_share_is_refused() -> None:
+    SDPipeStrategy(sync=LocalSGD(every=1), exchange=Exchange(overlap="free"))
     with pytest.raises(ConfigurationError, match="does not work in an elastic job"):
-        SDPipeStrategy(sync=LocalSGD(every=1), exchange=exchange)
+        SDPipeStrategy(sync=LocalSGD(every=1), exchange=Exchange(EightBit()))
 
 
 @pytest.mark.parametrize("sync", [SemiDecentralized(), LocalSGD(every=2), ADPSGD()])
@@ -100,6 +103,14 @@ def test_models_may_be_averaged_without_a_flush_and_gradients_may_not(sync: Any)
     SDPipeStrategy(sync=sync, schedule="pipedream")
     with pytest.raises(ConfigurationError, match=r"schedule='1f1b', or SemiDecentralized\(\)"):
         SDPipeStrategy(sync=AllReduce(), schedule="pipedream")
+
+
+def test_pairs_that_compute_meanwhile_need_a_scheduler_that_names_such_pairs() -> None:
+    waits, does_not = ADPSGD(), ADPSGD(asynchronous=True)
+    refusals.check_scheduler(SDPipeStrategy(sync=does_not).options, does_not, ADPSGD(seed=3, asynchronous=True))
+    for needed, held, name in ((does_not, waits, "ad_psgd --set asynchronous=true"), (waits, does_not, "ad_psgd")):
+        with pytest.raises(ConfigurationError, match=f"decides by {name}, and .*Start it with --policy {name}, or"):
+            refusals.check_scheduler(SDPipeStrategy(sync=needed).options, needed, held)
 
 
 @pytest.mark.parametrize("distributed", [True, "async"])
@@ -147,5 +158,9 @@ def test_what_rounds_of_gradients_cannot_do_is_refused_with_what_they_can() -> N
     refusals.check_scheduler(outer, OuterRounds(2), OuterRounds(0.5))
     with pytest.raises(ConfigurationError, match="decides by outer_rounds, and this one decides by no_sync"):
         refusals.check_scheduler(outer, OuterRounds(2), NoSync())
+    ring = SDPipeStrategy(sync=Decentralized()).options
+    refusals.check_scheduler(ring, PresentPeers(), PresentPeers())
+    with pytest.raises(ConfigurationError, match="decides by present_peers, and this one decides by decentralized"):
+        refusals.check_scheduler(ring, PresentPeers(), Decentralized())
     with pytest.raises(ConfigurationError, match="decides by all_present, and this one decides by no_sync"):
         refusals.check_scheduler(options, AllPresent(), NoSync())

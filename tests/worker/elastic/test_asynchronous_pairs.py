@@ -1,0 +1,115 @@
+"""Pairs that average while they compute, in runs whose pipelines are killed amid an exchange and come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from lightning_sdpipe import EightBit, Exchange
+from lightning_sdpipe.exchange.moving import Pending
+from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.sync import ADPSGD
+from lightning_sdpipe.topology.groups import Replicas
+from lightning_sdpipe.worker.elastic.fault_tolerant_mean import DroppedPairs
+from tests.worker.elastic.jobs import Diary, ElasticRun, elastic_run, fit
+from tests.worker.elastic.test_runs import SAMPLES, check_that_nothing_is_lost, check_that_replicas_were_equal
+
+POLICY = ["--policy", "ad_psgd", "--set", "asynchronous=true"]
+pytestmark = pytest.mark.distributed
+
+
+class Exchanges(Callback):
+    """Writes down each exchange, and whether it was done. Kills this process in the exchange of that ``number`` in
+    which it has that ``role``, when it has all of the other one's model and the other one has its own."""
+
+    def __init__(self, role: str, number: int) -> None:
+        self.role, self.left = role, number
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        (diary,) = (each for each in trainer.callbacks if isinstance(each, Diary))  # type: ignore[attr-defined]
+        run, module = DroppedPairs.run, import_module(DroppedPairs.__module__)
+        whole = module.exchange_whole
+
+        def runs(pairs: DroppedPairs, group: Group, start: Callable[[Replicas], Pending]) -> bool:
+            done = run(pairs, group, start)
+            diary.note(exchange=group.sequence, done=done, asked=Worker(0, own) not in group.passive)
+            return done
+
+        def exchanges(pending: Pending, group: Group, replicas: Replicas) -> None:
+            self.left -= (Worker(0, own) in group.passive) == (self.role == "answers")
+            if self.role and self.left == 0:
+                pending.wait()
+                diary.note(broken=group.sequence)
+                os.kill(os.getpid(), signal.SIGKILL)
+            whole(pending, group, replicas)
+
+        own = int(os.environ["SDPIPE_PIPELINE"])
+        DroppedPairs.run = runs  # type: ignore[method-assign]
+        module.exchange_whole = exchanges  # type: ignore[attr-defined]
+
+
+def train(directory: Path, exchange: Exchange, role: str = "") -> None:
+    options = {"sync": ADPSGD(asynchronous=True), "exchange": exchange}
+    fit(directory, SAMPLES, options, more=[Exchanges(role, 8)])
+
+
+def check_exchanges(run: ElasticRun) -> None:
+    """That each was done by both or by none, and that each worker counts those that it asked for and that were done."""
+    outcomes: dict[int, set[bool]] = {}
+    for pipeline in range(3):
+        for rows in run.rows(pipeline):
+            for row in rows:
+                if "exchange" in row:
+                    outcomes.setdefault(row["exchange"], set()).add(row["done"])
+            counted = [row["others"] for row in rows if "others" in row]
+            done = sum(row.get("asked", False) and row["done"] for row in rows)
+            assert done - 1 <= counted[-1] <= done + 1, "but for one that is under way beside the last step"
+    assert all(len(each) == 1 for each in outcomes.values()), outcomes
+    (broken,) = (row["broken"] for rows in run.rows(2) for row in rows if "broken" in row)
+    assert outcomes[broken] == {False}, "nothing of who died amid an exchange is in a model"
+    assert sum(done == {True} for done in outcomes.values()) > 40
+
+
+@pytest.mark.parametrize(
+    ("exchange", "role"),
+    [
+        (Exchange(), "answers"),
+        pytest.param(Exchange(EightBit(block=8), overlap="step"), "asks", marks=pytest.mark.slow),
+    ],
+    ids=["answers", "asks, in eight bits beside the next step"],
+)
+def test_one_is_killed_amid_an_exchange_and_comes_back_and_one_is_told_to_leave(
+    tmp_path: Path, exchange: Exchange, role: str
+) -> None:
+    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3", *POLICY) as run:
+        for pipeline in range(3):
+            run.start(pipeline, partial(train, tmp_path, exchange, role if pipeline == 2 else ""))
+        run.wait(lambda: run.jobs[2].ended(), "the death of pipeline 2")
+        died = run.rows(2)[0][-1]["at"]
+        run.wait_for_turns([0, 1], 12)
+        run.start(2, partial(train, tmp_path, exchange))
+        run.wait(lambda: len(run.rows(2)) == 2, "the newcomer's first turn")
+        run.wait_for_turns([2], 16)
+        run.jobs[1].signal(signal.SIGTERM)  # it answers those that have drawn it, and leaves
+        run.wait(run.jobs[1].ended, "the end of pipeline 1")
+        run.wait_for_turns([0, 2], 4)
+        codes = run.finish()
+        assert codes == {0: [0], 1: [143], 2: [0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 1, 2])
+        check_exchanges(run)
+        for survivor in (0, 1):
+            longest, median = run.longest(survivor, died)
+            assert longest < median + 2.5, "they wait for no limit"
+        newcomer = run.rows(2)[-1]
+        assert newcomer[0]["started"] > 0
+        assert newcomer[0]["moments"] > 0  # the donor's optimizer
+        assert any(row.get("others", 0) > 0 for row in newcomer)
