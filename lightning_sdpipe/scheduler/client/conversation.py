@@ -344,9 +344,7 @@ class Conversation:
             self._line, self.limit = now.line, now.line.limit
             effects.append(f.Connect(now.line.port, now.line.nonce))
         effects += [f.IsLost(*one) for one in now.lost if one not in self._now.lost]
-        self._now = now
-        if now.hold is not None:
-            self.held_up = now.hold
+        self._now, self.held_up = now, self.held_up if now.hold is None else now.hold
         for sequence in now.broken:
             if sequence in self._completed:
                 self.tell(e.TellCompleted, sequence)
