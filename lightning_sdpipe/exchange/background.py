@@ -39,11 +39,6 @@ class Job:
         self._span = meter.HIDDEN, begun, meter.CLOCK()
         self._done.set()
 
-    @property
-    def is_done(self) -> bool:
-        """True if :meth:`wait` returns at once."""
-        return self._done.is_set()
-
     def wait(self) -> float:
         """Waits until the work is done.
 

@@ -195,11 +195,6 @@ NO_TURN = Incompatible(
 DEALT_ANYWAY = Incompatible(
     "batches are dealt by speed in any case, one after the other", "Leave batch_by_speed out", (_EQUAL_SHARES,)
 )
-WHOLE_BUCKETS = Incompatible(
-    "gradients of those that are present are added up among all of them alike",
-    "Use hierarchy='flat', or SemiDecentralized() or DiLoCo(), which average by machines",
-    (_FLAT, _SEMI, _DILOCO),
-)
 
 _ALIKE = {"unlike": ()}
 ONE_CUT = Incompatible(

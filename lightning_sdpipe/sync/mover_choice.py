@@ -82,7 +82,7 @@ def mover_among_groups(replica: Replica) -> Mover:
     if (surviving := replica.mover()) is not None:
         return surviving
     exchange = replica.exchange
-    if exchange.is_full and exchange.hierarchy == "flat":
+    if exchange.is_plain:
         return by_part(replica, [GroupMean(replicas) for replicas in replicas_for(replica)])
     return by_part(
         replica,
@@ -96,7 +96,7 @@ def mover_among_groups(replica: Replica) -> Mover:
 def among_groups(exchange: Exchange) -> Callable[[Replicas, Mapping[int, str] | None], Mover]:
     """Returns a factory of movers among groups that change, for one process group after the other, and the machine of
     each pipeline, if the exchange distinguishes machines. The distance of models is remembered."""
-    if exchange.is_full and exchange.hierarchy == "flat":
+    if exchange.is_plain:
         return lambda replicas, hosts: GroupMean(replicas)
     coding = OwnReference(exchange.payload)
     return lambda replicas, hosts: EncodedMean(replicas, coding, hosts)
