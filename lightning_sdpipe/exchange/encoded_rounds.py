@@ -43,13 +43,13 @@ from lightning_sdpipe.topology.groups import Replicas
 
 
 def momentum_to_send(momentum: Tensor, gradient: Tensor, beta: float) -> Tensor:
-    """Returns β m̄ + (1 − β) g in a new tensor. Before compression begins, this with the mean gradient is the next
+    """Return β m̄ + (1 − β) g in a new tensor. Before compression begins, this with the mean gradient is the next
     m̄."""
     return torch.lerp(momentum, gradient.to(momentum.dtype), 1 - beta)
 
 
 def gradient_to_apply(before: Tensor, after: Tensor, beta: float) -> Tensor:
-    """Returns ĝ in a new tensor, given m̄ before and after this step."""
+    """Return ĝ in a new tensor, given m̄ before and after this step."""
     return (after - before).mul_(1 / (1 - beta)).add_(before)
 
 
@@ -163,7 +163,7 @@ class EncodedRounds(GradientRounds):
             self._scale_of_momenta = scale
 
     def _to_momentum(self, number: int, flat: Tensor) -> None:
-        """Replaces the gradient by this worker's share of the mean momentum, once compression has begun."""
+        """Replace the gradient by this worker's share of the mean momentum, once compression has begun."""
         if number not in self._momenta:
             self._momenta[number] = torch.zeros_like(flat, dtype=residual_dtype(flat.dtype))
         if self.updates >= self._payload.after and self._trains:
@@ -171,7 +171,7 @@ class EncodedRounds(GradientRounds):
             flat.mul_(1 - beta).add_(self._momenta[number], alpha=beta / self._size)
 
     def _back_to_gradient(self, number: int, flat: Tensor) -> None:
-        """Replaces the momentum by the gradient that makes Adam's own first moment the mean momentum."""
+        """Replace the momentum by the gradient that makes Adam's own first moment the mean momentum."""
         before, beta = self._momenta[number], self._payload.momentum
         if self.updates < self._payload.after:
             after = momentum_to_send(before, flat, beta)

@@ -86,7 +86,7 @@ class GradientAveraging(Synchronizer):
         return gradients
 
     def synchronise(self) -> None:
-        """Counts the update. Parameters stay equal, since all took an equal step."""
+        """Count the update. Parameters stay equal, since all took an equal step."""
         self._update += 1
 
     def start(self) -> None:

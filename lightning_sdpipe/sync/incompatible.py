@@ -158,8 +158,9 @@ ALONE = Incompatible(
 )
 WAITS = Incompatible(
     "its exchanges would wait for all pipelines, or for ones that may be gone",
-    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=8), DiLoCo(), ADPSGD(), AllReduce() or NoSync()",
-    (_SEMI, _PARTIAL, _EIGHTH, _DILOCO, _PAIRS_WAIT, _ALL_REDUCE, _NO_SYNC),
+    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=8), DiLoCo(), ADPSGD(), Decentralized(), AllReduce() or "
+    "NoSync()",
+    (_SEMI, _PARTIAL, _EIGHTH, _DILOCO, _PAIRS_WAIT, _RING, _ALL_REDUCE, _NO_SYNC),
 )
 HELD_UP = Incompatible(
     "the pipelines of a group average gradients, and none could take a step without one that may be gone",
@@ -202,6 +203,11 @@ ONE_CUT = Incompatible(
     "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=8), ADPSGD(), Decentralized(), AllReduce(), NoSync(), "
     "or one number of stages, and one partition, for all pipelines",
     (_SEMI, _PARTIAL, _EIGHTH, _PAIRS_WAIT, _RING, _ALL_REDUCE, _NO_SYNC, _ALIKE),
+)
+PAIRS_BY_NUMBER = Incompatible(
+    "partners meet by the number of an average, and a newcomer that averages at its own pace would begin at 0",
+    "Use overlap='step', or Decentralized(), which has a ring",
+    (_STEP, _RING),
 )
 UNLIKE_FREELY = Incompatible(
     "a thread that averages at its own pace knows the replicas of a stage only", "Use overlap='step'", (_STEP,)

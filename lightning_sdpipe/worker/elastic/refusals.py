@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies.decentralized import PresentPeers
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.worker.options import Options
@@ -25,9 +26,9 @@ def check_options(options: Options) -> None:
 
 
 def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) -> None:
-    """Raise ConfigurationError if the scheduler decides by another policy than a method with rounds needs, or only one
-    of the two lets pipelines average while they compute."""
-    others = (needed.keeps_equal or isinstance(needed, OuterRounds)) and type(held) is not type(needed)
+    """Raise ConfigurationError if the scheduler decides by another policy than a method needs, or only one of the two
+    lets pipelines average while they compute."""
+    others = (needed.keeps_equal or isinstance(needed, OuterRounds | PresentPeers)) and type(held) is not type(needed)
     if others or _is_asynchronous(needed) != _is_asynchronous(held):
         name = _named(needed)
         raise ConfigurationError(

@@ -150,7 +150,7 @@ class SurvivingRounds:
         return outcome, waited
 
     def hand_over(self, sequence: int, group: Group) -> None:
-        """Give the other members of ``group`` the mean of the group ``sequence``, which this worker has. Does not wait;
+        """Give the other members of ``group`` the mean of the group ``sequence``, which this worker has. Do not wait;
         any thread may call it, and again."""
         self.hand_overs.hand_over(sequence, group)
 

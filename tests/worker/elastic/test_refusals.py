@@ -15,6 +15,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import EightBit, OneBit
 from lightning_sdpipe.policies.all_reduce import AllPresent
+from lightning_sdpipe.policies.decentralized import PresentPeers
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.sync import (
     ADPSGD,
@@ -48,6 +49,7 @@ def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
         ADPSGD(asynchronous=True),
         *(AllReduce(), AllReduce(weights="equal"), AllReduce(weights="samples")),
         *(DiLoCo(every=2), DiLoCo(every=2, quorum=0.5, grace=1.0), DiLoCo(group=PartialReduce())),
+        *(Decentralized(), Decentralized("shift_one", 2)),
     ],
 )
 def test_these_methods_work(sync: Any) -> None:
@@ -58,7 +60,7 @@ def test_these_methods_work(sync: Any) -> None:
 
 @pytest.mark.parametrize(
     "sync",
-    [HetPipe(), ParameterServer(), PHDPSGD(), Decentralized(), DiLoCo(every=2, fragments=2)],
+    [HetPipe(), ParameterServer(), PHDPSGD(), DiLoCo(every=2, fragments=2)],
 )
 def test_other_methods_are_refused(sync: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"SemiDecentralized|PHDPSGD\(within='models'\)|fragments=1"):
@@ -155,5 +157,9 @@ def test_what_rounds_of_gradients_cannot_do_is_refused_with_what_they_can() -> N
     refusals.check_scheduler(outer, OuterRounds(2), OuterRounds(0.5))
     with pytest.raises(ConfigurationError, match="decides by outer_rounds, and this one decides by no_sync"):
         refusals.check_scheduler(outer, OuterRounds(2), NoSync())
+    ring = SDPipeStrategy(sync=Decentralized()).options
+    refusals.check_scheduler(ring, PresentPeers(), PresentPeers())
+    with pytest.raises(ConfigurationError, match="decides by present_peers, and this one decides by decentralized"):
+        refusals.check_scheduler(ring, PresentPeers(), Decentralized())
     with pytest.raises(ConfigurationError, match="decides by all_present, and this one decides by no_sync"):
         refusals.check_scheduler(options, AllPresent(), NoSync())
