@@ -82,7 +82,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "simulate": (696, 6),
     "strategy": (968, 7),
     "supervision": (1338, 14),
-    "sync": (2590, 21),
+    "sync": (2593, 21),
     "top": (1426, 12),
     "topology": (619, 7),
     "worker": (3774, 33),

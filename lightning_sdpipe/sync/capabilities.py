@@ -218,7 +218,7 @@ def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompat
         yield f"exchange={exchange} with {elastic}", row.elastic_overlaps.get(exchange.overlap)
         yield f"schedule={asked.schedule!r} with {elastic}", row.elastic_schedules.get(asked.schedule)
         if asked.batch_by_speed:
-            yield f"batch_by_speed=True with {elastic}", because.DEALT_ANYWAY
+            yield f"batch_by_speed=True with {elastic}", because.NAMES_ALL
 
 
 def _needs(payload: Payload) -> Iterator[Needs]:
