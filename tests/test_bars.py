@@ -77,7 +77,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "placement": (3303, 27),
     "policies": (2741, 27),
     "recipes": (8422, 120),
-    "scheduler": (5573, 43),
+    "scheduler": (5571, 43),
     "seeing": (2063, 18),
     "simulate": (696, 6),
     "strategy": (968, 7),
