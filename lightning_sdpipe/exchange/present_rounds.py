@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
@@ -109,9 +109,9 @@ class PresentRounds(GradientRounds):
         """True if the members of this round are known."""
         return self._group is not None
 
-    def begin(self, group: Group, mover: SumInPlace | None) -> None:
+    def begin(self, group: Group, mover: SumInPlace | None, hosts: Mapping[int, str] | None = None) -> None:
         """Begin the exchange among the members of ``group``, in which ``mover`` moves tensors; a single member needs
-        no mover."""
+        no mover. ``hosts``, the machines of the members, is ignored here, since all are alike."""
         self._kept = None
         self._group = msgspec.structs.replace(group, weights=(1.0,) * len(group.members))
         self._mover = mover or GroupMean(self._replicas)

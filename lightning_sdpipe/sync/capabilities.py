@@ -54,7 +54,6 @@ class Capabilities:
         elastic: a job in which pipelines come and go.
         elastic_payloads: demands of a payload that the method refuses in such a job.
         elastic_overlaps: values of ``Exchange(overlap=...)`` that the method refuses in such a job.
-        elastic_hierarchies: values of ``Exchange(hierarchy=...)`` in such a job.
         elastic_schedules: schedules in such a job.
         ragged: pipelines of unlike depths or cuts.
         ragged_elastic: such pipelines in a job in which pipelines come and go.
@@ -74,7 +73,6 @@ class Capabilities:
         default_factory=lambda: dict.fromkeys(get_args(Needs), because.NEWCOMERS)
     )
     elastic_overlaps: Mapping[str, Incompatible] = field(default_factory=dict)
-    elastic_hierarchies: Mapping[str, Incompatible] = field(default_factory=dict)
     elastic_schedules: Mapping[str, Incompatible] = field(default_factory=dict)
     ragged: Incompatible | None = because.ONE_CUT
     ragged_elastic: Incompatible | None = None
@@ -92,7 +90,6 @@ GRADIENTS = Capabilities(
     divides=None,
     elastic=None,
     elastic_payloads={"momentum": because.MEAN_MOMENTUM},
-    elastic_hierarchies={"hosts": because.WHOLE_BUCKETS},
     elastic_schedules={"pipedream": because.NO_TURN},
     ragged=None,
     ragged_elastic=because.UNLIKE_ROUNDS,
@@ -225,7 +222,6 @@ def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompat
         for need in _needs(exchange.payload):
             yield f"exchange={exchange} with {elastic}", row.elastic_payloads.get(need)
         yield f"exchange={exchange} with {elastic}", row.elastic_overlaps.get(exchange.overlap)
-        yield f"exchange={exchange} with {elastic}", row.elastic_hierarchies.get(exchange.hierarchy)
         yield f"schedule={asked.schedule!r} with {elastic}", row.elastic_schedules.get(asked.schedule)
         if asked.batch_by_speed:
             yield f"batch_by_speed=True with {elastic}", because.NAMES_ALL

@@ -199,11 +199,6 @@ NAMES_ALL = Incompatible(
     "which each pipeline trains as many batches as its speed allows",
     (_EQUAL_SHARES, *({**method, **_EQUAL_SHARES} for method in (_SEMI, _DILOCO))),
 )
-WHOLE_BUCKETS = Incompatible(
-    "gradients of those that are present are added up among all of them alike",
-    "Use hierarchy='flat', or SemiDecentralized() or DiLoCo(), which average by machines",
-    (_FLAT, _SEMI, _DILOCO),
-)
 
 _ALIKE = {"unlike": ()}
 ONE_CUT = Incompatible(

@@ -80,7 +80,7 @@ class AllReduce:
     def build(self, replica: Replica) -> Synchronizer:
         size, rounds = int(self.bucket_mib * 2**20), replica.rounds()
         if rounds is not None:
-            by_samples = self.weights == "samples" or (self.weights is None and replica.exchange.is_full)
+            by_samples = self.weights == "samples" or (self.weights is None and replica.exchange.is_plain)
             return PresentAveraging(replica, rounds, size, by_samples)
         return GradientAveraging(replica, size, self.weights == "samples")
 

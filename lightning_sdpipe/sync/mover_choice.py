@@ -88,7 +88,7 @@ def mover_among_groups(replica: Replica) -> Mover:
     if (surviving := replica.mover()) is not None:
         return surviving
     exchange = replica.exchange
-    if exchange.is_full and exchange.hierarchy == "flat":
+    if exchange.is_plain:
         return by_part(replica, [GroupMean(replicas) for replicas in replicas_for(replica)])
     return by_part(
         replica,
@@ -109,7 +109,7 @@ def among_those_present(
     if isinstance(policy, Decentralized) and policy.peers == "ring":
         copies = RingCopies(None if exchange.is_full else exchange.payload, pipeline)
         return lambda replicas, hosts: ChangingRing(replicas, copies), copies.forget
-    if in_rounds or (exchange.is_full and exchange.hierarchy == "flat"):
+    if in_rounds or exchange.is_plain:
         return lambda replicas, hosts: GroupMean(replicas), lambda: None
     coding = OwnReference(exchange.payload)
     return lambda replicas, hosts: EncodedMean(replicas, coding, hosts), lambda: None

@@ -16,7 +16,6 @@ from lightning_sdpipe.exchange.gradients import GradientExchange
 from lightning_sdpipe.exchange.moving import Mover, Pending, finish
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState
-from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
 from lightning_sdpipe.exchange.sectioned import OwnSections
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
@@ -235,7 +234,7 @@ class RoundsOfPresent(Protocol):
         parameters: Sequence[nn.Parameter],
         cap: int,
         watch: bool,
-        payload: Payload,
+        exchange: Exchange,
         loss_scale: Callable[[], float],
     ) -> None:
         """Set the parameters whose gradients are averaged from now on, and how these travel; see
