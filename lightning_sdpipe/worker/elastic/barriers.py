@@ -30,12 +30,10 @@ from lightning_sdpipe.membership.stuck import BARRIERS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
+from lightning_sdpipe.sync.among_present import ExchangesOfPairs, RoundsOfBases, RoundsOfPresent
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
 from lightning_sdpipe.sync.synchronizer import (
-    ExchangesOfPairs,
     Replica,
-    RoundsOfBases,
-    RoundsOfPresent,
     Synchronizer,
     averaged,
 )

@@ -295,13 +295,10 @@ class EpochGroups:
                     group.recv([torch.zeros(1)], peer, _POISON).wait(timedelta(milliseconds=1))
             self._report.holds(self.held)
 
-    def _workers_of(self, pipeline: int) -> list[Worker]:
-        """Return the workers of ``pipeline`` that this worker shares process groups with."""
-        return [Worker(j, pipeline) for j in (range(self._depths[pipeline]) if self._depths else [self._worker.stage])]
-
     def _make(self, epoch: Epoch) -> None:
         own, number = self._worker, epoch.number
-        places = {each: place for place, each in enumerate(w for i in epoch.pipelines for w in self._workers_of(i))}
+        workers = [each for i in epoch.pipelines for each in _workers_of(i, own, self._depths)]
+        places = {each: place for place, each in enumerate(workers)}
         room = f"epoch-{number}" if self._depths else f"epoch-{number}-{own.stage}"
         store = self._make_store(room, lambda: self._is_over or number != self._newest)
         hosts: dict[int, str] | None = None
@@ -348,7 +345,7 @@ class EpochGroups:
     def _try(self, epoch: Epoch) -> None:
         """Find the workers that this worker can reach: make and use a process group of two with each."""
         number, own = epoch.number, self._worker
-        others = {each for i in epoch.pipelines if i != own.pipeline for each in self._workers_of(i)}
+        others = {each for i in epoch.pipelines if i != own.pipeline for each in _workers_of(i, own, self._depths)}
         until = time.monotonic() + _TRYING
         reached: set[Worker] = set()
 
@@ -380,3 +377,8 @@ class EpochGroups:
 
 def _holds(replicas: Replicas, group: Group) -> bool:
     return {member.pipeline for member in group.members} <= {*replicas.pipelines}
+
+
+def _workers_of(pipeline: int, worker: Worker, depths: Sequence[int]) -> list[Worker]:
+    """Return the workers of ``pipeline`` that ``worker`` shares process groups with."""
+    return [Worker(j, pipeline) for j in (range(depths[pipeline]) if depths else [worker.stage])]
