@@ -29,7 +29,7 @@ class Job:
         return self._done.is_set()
 
     def run(self) -> None:
-        """Does the work; an exception of it is raised where it is waited for."""
+        """Do the work; an exception of it is raised where it is waited for."""
         begun = meter.CLOCK()
         try:
             with torch.no_grad():
@@ -40,7 +40,7 @@ class Job:
         self._done.set()
 
     def wait(self) -> float:
-        """Waits until the work is done.
+        """Wait until the work is done.
 
         Returns:
             Seconds waited.
@@ -74,7 +74,7 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def do(self, work: Callable[[], None]) -> Job:
-        """Starts ``work`` as soon as all earlier jobs are done."""
+        """Start ``work`` as soon as all earlier jobs are done."""
         if self._thread is None:  # not before there is anything to do: a fork would not inherit it
             self._thread = threading.Thread(target=self._run, name=self._purpose, daemon=True)
             self._thread.start()

@@ -49,11 +49,11 @@ class RingCopies:
         """Sequence of the last exchange that was ended with each neighbour."""
 
     def forget(self) -> None:
-        """Lets go of all copies, as when models have been made equal: the next exchange begins with new ones."""
+        """Let go of all copies, as when models have been made equal: the next exchange begins with new ones."""
         self.of_pieces, self.residuals, self.ended_with = [], [], {}
 
     def keep(self, neighbours: set[int]) -> None:
-        """Lets go of all copies but those that ``neighbours`` know, too; and of all if there are none."""
+        """Let go of all copies but those that ``neighbours`` know, too; and of all if there are none."""
         if not neighbours:
             self.forget()
         for copies in self.of_pieces:
@@ -135,7 +135,7 @@ class _Exchange:
         self._to_come.clear()
 
     def _copies(self, number: int, piece: Tensor) -> NeighbourCopies:
-        """Returns the copies of a piece, after new neighbours have been sent that of this worker."""
+        """Return the copies of a piece, after new neighbours have been sent that of this worker."""
         memory = self._memory
         if self._known is None:
             if [len(of_piece.own) for of_piece in memory.of_pieces] != [len(of_piece) for _, of_piece in self._to_come]:
@@ -151,7 +151,7 @@ class _Exchange:
         return copies
 
     def _compare(self) -> set[int]:
-        """Returns the neighbours that have ended the same exchange with this worker last as it with them."""
+        """Return the neighbours that have ended the same exchange with this worker last as it with them."""
         mine = {i: torch.tensor([self._memory.ended_with.get(i, _NONE)]) for i in self._neighbours}
         theirs = {i: torch.empty_like(number) for i, number in mine.items()}
         transfers.begin(mine, theirs, self._replicas, self._tag).wait()

@@ -121,14 +121,14 @@ class PresentPairsPolicy(ADPSGDPolicy):
 
 
 def as_ring(group: Group) -> Group:
-    """Returns ``group`` as a ring of its members."""
+    """Return ``group`` as a ring of its members."""
     members, size = group.members, len(group.members)
     beside = tuple(tuple(members[other] for other in places.ring(place, size)) for place in range(size))
     return msgspec.structs.replace(group, neighbours=beside if size > 1 else ())
 
 
 def with_neighbours(group: Group, num_pipelines: int) -> Group:
-    """Returns ``group`` as a ring of ``num_pipelines``, with gaps where pipelines are not in it."""
+    """Return ``group`` as a ring of ``num_pipelines``, with gaps where pipelines are not in it."""
     if len(group.members) == 1:
         return group
     there = {worker.pipeline for worker in group.members}

@@ -54,7 +54,6 @@ class Capabilities:
         elastic: a job in which pipelines come and go.
         elastic_payloads: demands of a payload that the method refuses in such a job.
         elastic_overlaps: values of ``Exchange(overlap=...)`` that the method refuses in such a job.
-        elastic_hierarchies: values of ``Exchange(hierarchy=...)`` in such a job.
         elastic_schedules: schedules in such a job.
         ragged: pipelines of unlike depths or cuts.
         ragged_exchange: exchanges other than ``Exchange()`` there; else only ``overlap="free"`` and
@@ -73,7 +72,6 @@ class Capabilities:
         default_factory=lambda: dict.fromkeys(get_args(Needs), because.NEWCOMERS)
     )
     elastic_overlaps: Mapping[str, Incompatible] = field(default_factory=dict)
-    elastic_hierarchies: Mapping[str, Incompatible] = field(default_factory=dict)
     elastic_schedules: Mapping[str, Incompatible] = field(default_factory=dict)
     ragged: Incompatible | None = because.ONE_CUT
     ragged_exchange: Incompatible | None = None
@@ -90,7 +88,6 @@ GRADIENTS = Capabilities(
     divides=None,
     elastic=None,
     elastic_payloads={"momentum": because.MEAN_MOMENTUM},
-    elastic_hierarchies={"hosts": because.WHOLE_BUCKETS},
     elastic_schedules={"pipedream": because.NO_TURN},
     ragged=None,
     ragged_exchange=because.UNLIKE_GRADIENTS,
@@ -131,7 +128,7 @@ _MEETINGS = replace(
 
 
 def of_policy(policy: PolicyConfig) -> Capabilities:
-    """Returns the row of a policy by which the scheduler decides."""
+    """Return the row of a policy by which the scheduler decides."""
     match policy:
         case NoSync():
             return Capabilities(deals=None, elastic=None, ragged=None)
@@ -172,7 +169,7 @@ class Combination:
 
 
 def check(method: SyncMethod, asked: Combination) -> None:
-    """Refuses a combination that does not go with ``method``.
+    """Refuse a combination that does not go with ``method``.
 
     Raises:
         ConfigurationError: the combination is not allowed; the message says what was asked, why it is refused, and what
@@ -184,14 +181,14 @@ def check(method: SyncMethod, asked: Combination) -> None:
 
 
 def capabilities_of(method: SyncMethod) -> Capabilities:
-    """Returns the row of ``method``: its attribute ``capabilities``, which a user's own method may have, too."""
+    """Return the row of ``method``: its attribute ``capabilities``, which a user's own method may have, too."""
     row: Capabilities = getattr(method, "capabilities", Capabilities())
     late = {"pipedream": because.LATE} if method.policy.announces == "late" else {}
     return replace(row, schedules={**late, **row.schedules})
 
 
 def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompatible | None]]:
-    """Yields what was asked, and the cell of the row that answers it."""
+    """Yield what was asked, and the cell of the row that answers it."""
     exchange, elastic = asked.exchange, f"sync={asked.sync!r} does not work in an elastic job (SDPIPE_PIPELINE is set)"
 
     def with_method(asks: str) -> str:
@@ -219,10 +216,9 @@ def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompat
         for need in _needs(exchange.payload):
             yield f"exchange={exchange} with {elastic}", row.elastic_payloads.get(need)
         yield f"exchange={exchange} with {elastic}", row.elastic_overlaps.get(exchange.overlap)
-        yield f"exchange={exchange} with {elastic}", row.elastic_hierarchies.get(exchange.hierarchy)
         yield f"schedule={asked.schedule!r} with {elastic}", row.elastic_schedules.get(asked.schedule)
         if asked.batch_by_speed:
-            yield f"batch_by_speed=True with {elastic}", because.DEALT_ANYWAY
+            yield f"batch_by_speed=True with {elastic}", because.NAMES_ALL
 
 
 def _needs(payload: Payload) -> Iterator[Needs]:

@@ -193,13 +193,11 @@ NO_TURN = Incompatible(
     "Use schedule='1f1b', or SemiDecentralized()",
     ({"schedule": "1f1b"}, _SEMI),
 )
-DEALT_ANYWAY = Incompatible(
-    "batches are dealt by speed in any case, one after the other", "Leave batch_by_speed out", (_EQUAL_SHARES,)
-)
-WHOLE_BUCKETS = Incompatible(
-    "gradients of those that are present are added up among all of them alike",
-    "Use hierarchy='flat', or SemiDecentralized() or DiLoCo(), which average by machines",
-    (_FLAT, _SEMI, _DILOCO),
+NAMES_ALL = Incompatible(
+    "each round is divided among all pipelines beforehand, so nobody would train the part of one that is gone",
+    "Leave batch_by_speed out, and where all should not wait for the slowest use SemiDecentralized() or DiLoCo(), with "
+    "which each pipeline trains as many batches as its speed allows",
+    (_EQUAL_SHARES, *({**method, **_EQUAL_SHARES} for method in (_SEMI, _DILOCO))),
 )
 
 _ALIKE = {"unlike": ()}

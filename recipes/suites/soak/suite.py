@@ -155,7 +155,7 @@ def run(
     calm: float,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Runs until there were so many events.
+    """Run until there were so many events.
 
     Args:
         methods: specifications for Hydra, by name; drawn for each run.
@@ -327,7 +327,7 @@ def _longest_still(records: Sequence[Record]) -> float:
 
 
 def check(records: Sequence[Record], work: Regression, anew: bool = False) -> None:
-    """Raises AssertionError, with what was lost; a run may begin ``anew`` if its scheduler died with all pipelines."""
+    """Raise AssertionError, with what was lost; a run may begin ``anew`` if its scheduler died with all pipelines."""
     if not anew:
         first = min((at for record in records for at in record.times("update")), default=float("inf"))
         for record in records:
