@@ -211,7 +211,7 @@ def run(
 def _going_with(
     sync: Any, num_stages: int, overlap: Overlap, payload: str, schedule: Schedule
 ) -> tuple[Overlap, str, Schedule]:
-    """Returns as much of an overlap, a payload and a schedule as goes with a method in an elastic run."""
+    """Return as much of an overlap, a payload and a schedule as goes with a method in an elastic run."""
     method, plain = method_of(sync), ("1f1b", "full", "none")
     chosen: Any
     for chosen in product(*zip((schedule, payload, overlap), plain, strict=True)):
