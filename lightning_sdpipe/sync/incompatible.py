@@ -179,13 +179,18 @@ WEIGHED = Incompatible(
 )
 DIVIDED = Incompatible(
     "batch_by_speed weighs gradients by samples already",
-    "Use AllReduce(weights='equal'), or leave weights out",
-    ({"sync.weights": "equal"}, {"sync.weights": None}),
+    "Use AllReduce(weights='equal'), or leave weights out, or leave batch_by_speed out",
+    ({"sync.weights": "equal"}, {"sync.weights": None}, _EQUAL_SHARES),
 )
 NEWCOMERS = Incompatible(
     "its members need a common model, which newcomers lack",
     "Use SemiDecentralized() or PartialReduce(), or send in full",
     (_SEMI, _PARTIAL, _IN_FULL),
+)
+SEVERAL_BATCHES = Incompatible(
+    "a pipeline that is lost would take the gradients of several batches with it",
+    "Use accumulate_grad_batches=1, a larger batch size, and as many more num_micro_batches; or SemiDecentralized()",
+    ({"accumulate_grad_batches": 1}, _SEMI),
 )
 NO_TURN = Incompatible(
     "the members of a round of gradients are named as a turn begins, and the updates that drain a pipeline have no "

@@ -172,7 +172,7 @@ def test_what_rounds_of_gradients_cannot_do_is_refused_with_what_they_can() -> N
     options = SDPipeStrategy(sync=AllReduce()).options
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, accumulate_grad_batches=2)
     trainer.state.fn = TrainerFn.FITTING
-    with pytest.raises(ConfigurationError, match="accumulate_grad_batches=1, with a larger batch"):
+    with pytest.raises(ConfigurationError, match="accumulate_grad_batches=1, a larger batch"):
         refusals.check_trainer(trainer, options)
     refusals.check_trainer(trainer, SDPipeStrategy().options)
     for payload in (EightBit(), EightBit(feedback=True), OneBit(after=10)):
