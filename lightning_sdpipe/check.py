@@ -27,7 +27,7 @@ _SHOWN = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the comparison; the exit status is 1 where they differ, and 2 when the model cannot be cut as asked."""
+    """Print the comparison; the exit status is 1 where they differ, and 2 when the model cannot be cut as asked."""
     options = factory.parser("check", "Compares the loss and every gradient of a cut model with the whole one's.")
     given = options.parse_args(arguments)
     try:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(make: Callable[[], Made], cut: Plan) -> tuple[float, str]:
-    """Runs the model that ``make`` builds, whole and cut.
+    """Run the model that ``make`` builds, whole and cut.
 
     Returns:
         The largest relative difference of a loss or gradient, and a table of the largest ones.
@@ -78,7 +78,7 @@ def compare(make: Callable[[], Made], cut: Plan) -> tuple[float, str]:
 
 
 def compare_split(make: Callable[[Sequence[Any]], Made], batch: Any, parts: Sequence[MicroBatch]) -> str:
-    """Compares the loss of ``batch`` with the weighted mean of the losses of its ``parts``, in evaluation mode: nothing
+    """Compare the loss of ``batch`` with the weighted mean of the losses of its ``parts``, in evaluation mode: nothing
     else shows that a batch is split by something other than samples."""
     losses = []
     module, steps = make([batch, *(part.batch for part in parts)])
@@ -129,7 +129,7 @@ def _loss(outcome: Any) -> Tensor:
 
 
 def _relative(one: Tensor, other: Tensor, least: float = 1e-12) -> float:
-    """Returns the largest difference over the largest value; infinite where only one is a number."""
+    """Return the largest difference over the largest value; infinite where only one is a number."""
     difference = (one - other).abs().max() / (one.abs().max() + least)
     return float("inf") if bool(difference.isnan()) else float(difference)
 

@@ -22,7 +22,7 @@ from lightning_sdpipe.errors import ConfigurationError, nearest
 
 
 def check(config: DictConfig, typed: Sequence[str] = ("lightning_sdpipe",)) -> None:
-    """Raises ConfigurationError for a name or a type that the class or function of a ``_target_`` does not take.
+    """Raise ConfigurationError for a name or a type that the class or function of a ``_target_`` does not take.
 
     Values that cannot be resolved yet, such as a directory that Hydra will make, are ignored.
 
@@ -35,7 +35,7 @@ def check(config: DictConfig, typed: Sequence[str] = ("lightning_sdpipe",)) -> N
 
 
 def explain(error: HydraException | OmegaConfBaseException, groups: Iterable[str] = ()) -> str:
-    """Returns Hydra's message about a configuration that it cannot compose, with the nearest valid name.
+    """Return Hydra's message about a configuration that it cannot compose, with the nearest valid name.
 
     Args:
         error: the exception that Hydra raised.
@@ -57,7 +57,7 @@ def explain(error: HydraException | OmegaConfBaseException, groups: Iterable[str
 
 
 def parameters(target: Any) -> dict[str, Any]:
-    """Returns the named parameters of ``target`` with their types, including those that a class passes on to its
+    """Return the named parameters of ``target`` with their types, including those that a class passes on to its
     parents."""
     classes = inspect.getmro(target) if inspect.isclass(target) else (target,)
     found: dict[str, Any] = {}
@@ -118,7 +118,7 @@ def _targets(node: Any, path: str) -> Iterator[tuple[str, DictConfig]]:
 
 
 def _resolved(node: DictConfig | ListConfig) -> Iterator[tuple[Any, Any]]:
-    """Yields the entries of ``node`` that are options and that can be resolved."""
+    """Yield the entries of ``node`` that are options and that can be resolved."""
     keys = list(node) if isinstance(node, DictConfig) else range(len(node))
     for key in keys:
         if OmegaConf.is_missing(node, key) or key in ("_target_", "_partial_", "_recursive_", "_convert_", "_args_"):

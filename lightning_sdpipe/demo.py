@@ -122,7 +122,7 @@ def _check(epochs: int) -> None:
 
 
 def _hush() -> None:
-    """Suppresses the hints of Lightning and torch about this script."""
+    """Suppress the hints of Lightning and torch about this script."""
     torch.set_num_threads(1)  # several workers share a core
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)
@@ -143,7 +143,7 @@ def _compare(number: int, scene: Scene, epochs: int, directory: Path) -> dict[st
 
 
 def _folder(directory: Path, name: str, scene: Scene) -> Path:
-    """Returns the folder of a run."""
+    """Return the folder of a run."""
     return directory / f"{name}-{scene.num_stages}"
 
 
@@ -234,7 +234,7 @@ class DigitsModule(L.LightningModule):
 
 
 def _digits() -> tuple[TensorDataset, TensorDataset]:
-    """Loads scikit-learn's 1797 handwritten digits: 1437 to train on, 360 to validate."""
+    """Load scikit-learn's 1797 handwritten digits: 1437 to train on, 360 to validate."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -246,7 +246,7 @@ def _digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def _draw(results: Sequence[dict[str, Figures]], file: Path) -> None:
-    """Draws bars for the median seconds of an epoch, and a point for each epoch."""
+    """Draw bars for the median seconds of an epoch, and a point for each epoch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.5), layout="constrained")

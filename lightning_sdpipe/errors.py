@@ -53,7 +53,7 @@ LOST_CONNECTION = "gloo/transport"
 
 
 def place_of(error: BaseException) -> str:
-    """Returns the innermost frame in which ``error`` was raised, as in ``train.py:41 in training_step``; empty if there
+    """Return the innermost frame in which ``error`` was raised, as in ``train.py:41 in training_step``; empty if there
     is none."""
     frames = error.__traceback__
     if frames is None:
@@ -65,7 +65,7 @@ def place_of(error: BaseException) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns the end of a message about a wrong ``name``: the name that may have been meant, or all names."""
+    """Return the end of a message about a wrong ``name``: the name that may have been meant, or all names."""
     names = list(dict.fromkeys(names))
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(names) or 'none'}."

@@ -111,32 +111,32 @@ class Meter:
         self._closer: weakref.finalize[..., Meter] | None = None
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Returns a context for a wait for another worker: ``wait_stage``, unless a phase of waiting has been entered
+        """Return a context for a wait for another worker: ``wait_stage``, unless a phase of waiting has been entered
         already."""
         return self.spans[WAIT_STAGE] if self._stack[-1] < OWN else _NO_SPAN
 
     def seconds(self, *phases: int) -> float:
-        """Returns the seconds in all of these phases since this thread began."""
+        """Return the seconds in all of these phases since this thread began."""
         return sum(self._totals[phase] for phase in phases) / 1e9
 
     def start(self) -> None:
-        """Marks that the time before now belongs to no update."""
+        """Mark that the time before now belongs to no update."""
         self._marked = False
         self.mark(START)
 
     def mark(self, what: int, number: int = 0) -> None:
-        """Adds a mark at the time of the last change of phase."""
+        """Add a mark at the time of the last change of phase."""
         self.kept.append((what, self._since, number))
 
     def recent(self, updates: int, until: int) -> list[tuple[int, int, int]]:
-        """Returns the spans and marks of the last ``updates`` updates that had ended at ``until``, and of the time
+        """Return the spans and marks of the last ``updates`` updates that had ended at ``until``, and of the time
         between them; may be called by any thread."""
         kept = list(self.kept)  # at once, as long as one thread runs Python at a time
         ends = [index for index, (what, at, _) in enumerate(kept) if what == UPDATE and at <= until]
         return kept[ends[max(0, len(ends) - 1 - updates)] : ends[-1] + 1] if len(ends) > 1 else []
 
     def update_ended(self, waited: float) -> MeterRow | None:
-        """Ends an update; ``waited`` is the exchange's total of seconds that it has waited for replicas so far. Returns
+        """End an update; ``waited`` is the exchange's total of seconds that it has waited for replicas so far. Return
         None for the first update after :meth:`start`, which only marks the beginning of the next."""
         self.change()
         totals, more, self._waited = self._totals, waited - self._waited, waited
@@ -154,12 +154,12 @@ class Meter:
         return row
 
     def close(self) -> None:
-        """Closes the file that the meter reads."""
+        """Close the file that the meter reads."""
         if self._closer is not None:
             self._closer()
 
     def change(self) -> list[int]:
-        """Counts the time until now for the top phase; returns the stack, whose top counts from now on."""
+        """Count the time until now for the top phase; return the stack, whose top counts from now on."""
         now = self._clock()
         passed = now - self._since
         if passed > 0:  # else garbage was collected after the clock was read, and counted until later
@@ -189,7 +189,7 @@ _local = _Local()
 
 
 def current() -> Meter:
-    """Returns this thread's meter."""
+    """Return this thread's meter."""
     meter = _local.meter
     if meter is None:
         meter = _local.meter = Meter()
@@ -197,25 +197,25 @@ def current() -> Meter:
 
 
 def phase(number: int) -> Span:
-    """Returns a context whose time counts for that phase."""
+    """Return a context whose time counts for that phase."""
     return (_local.meter or current()).spans[number]
 
 
 def seconds_without_a_core() -> float:
-    """Returns the seconds for which this thread has waited for a core so far, as Linux counts them; 0 where they are
+    """Return the seconds for which this thread has waited for a core so far, as Linux counts them; 0 where they are
     not counted."""
     return current().core_wait() / 1e9
 
 
 def _forget() -> None:
-    """Drops the meter in a forked process, since its file is of the parent's thread."""
+    """Drop the meter in a forked process, since its file is of the parent's thread."""
     meter, _local.meter = _local.meter, None
     if meter is not None:
         meter.close()
 
 
 def _collecting(event: str, info: dict[str, int], local: _Local = _local, gc: int = GC) -> None:
-    """Counts a full garbage collection, which stops the thread in which it happens. Global names are gone when Python
+    """Count a full garbage collection, which stops the thread in which it happens. Global names are gone when Python
     ends."""
     meter = local.meter
     if meter is not None and info["generation"] == 2:

@@ -10,7 +10,7 @@ _SOFT = 1  # omp_pause_soft: settings stay
 
 
 def end_threads() -> None:
-    """Ends the threads that GNU's OpenMP keeps for the calling thread; the next parallel region starts them again.
+    """End the threads that GNU's OpenMP keeps for the calling thread; the next parallel region starts them again.
 
     A forked child inherits the record of these threads without the threads, and its first parallel region waits for
     them for ever. Called right before a fork, this leaves parent and child with none. Other implementations of OpenMP

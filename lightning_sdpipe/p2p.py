@@ -28,7 +28,7 @@ class Transfer:
     receiving: bool = False
 
     def wait(self) -> list[Tensor]:
-        """Blocks until the peer has taken (or delivered) everything.
+        """Block until the peer has taken (or delivered) everything.
 
         Raises:
             WorkerFailedError: the peer closed the connection or the group's timeout passed; the message names the peer.
@@ -47,12 +47,12 @@ class Transfer:
         return self.tensors
 
     def failed(self, error: RuntimeError) -> WorkerFailedError:
-        """Returns the error of this transfer that ``error`` is, with the name of the peer."""
+        """Return the error of this transfer that ``error`` is, with the name of the peer."""
         verb = "receiving from" if self.receiving else "sending to"
         return WorkerFailedError(f"{verb} {self.peer} failed: {str(error).splitlines()[0]}")
 
     def start(self, begin: Callable[..., dist.Work | None], tensor: Tensor, rank: int, group: Any, tag: int) -> None:
-        """Starts sending or receiving one tensor by ``begin``."""
+        """Start sending or receiving one tensor by ``begin``."""
         try:
             with unrecorded():
                 self.works.append(_started(begin(tensor, rank, group=group, tag=tag)))
@@ -94,7 +94,7 @@ class waiting_for:
 
 
 def labelled(what: str, micro_batch: int | None = None) -> AbstractContextManager[object]:
-    """Returns a context that labels ``what`` a worker does, perhaps for one ``micro_batch``, for a profiler of torch,
+    """Return a context that labels ``what`` a worker does, perhaps for one ``micro_batch``, for a profiler of torch,
     which shows it as ``sdpipe:forward 3``. Nothing is created while no profiler runs."""
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING
@@ -105,7 +105,7 @@ _NOTHING = nullcontext()
 
 
 def backend_for(device: torch.device, group: Any) -> str:
-    """Returns the name of the backend that moves tensors of ``device`` in ``group``, which may have different backends
+    """Return the name of the backend that moves tensors of ``device`` in ``group``, which may have different backends
     for types of devices. It is gloo where there is none: messages then go through the memory of the host."""
     if not isinstance(group, dist.ProcessGroup):  # a backend by itself
         return str(group.name())
@@ -115,22 +115,22 @@ def backend_for(device: torch.device, group: Any) -> str:
 
 
 def through_host(tensor: Tensor, group: Any) -> bool:
-    """Returns whether a message with ``tensor`` must go through the memory of the host, since gloo reads no other."""
+    """Return whether a message with ``tensor`` must go through the memory of the host, since gloo reads no other."""
     return tensor.device.type != "cpu" and backend_for(tensor.device, group) == "gloo"
 
 
 def pinned_like(tensor: Tensor) -> Tensor:
-    """Returns pinned memory of the host for the values of ``tensor``."""
+    """Return pinned memory of the host for the values of ``tensor``."""
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def _landing(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the tensor into which the network writes a message for ``tensor``."""
+    """Return the tensor into which the network writes a message for ``tensor``."""
     return pinned_like(tensor) if through_host(tensor, group) else tensor
 
 
 def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup, tag: int, peer: str) -> Transfer:
-    """Starts sending ``tensors`` to global rank ``to``; they must not change before the transfer is waited for."""
+    """Start sending ``tensors`` to global rank ``to``; they must not change before the transfer is waited for."""
     transfer = Transfer(peer)
     for tensor in tensors:
         payload = tensor.detach().contiguous()
@@ -143,7 +143,7 @@ def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup, tag: int,
 
 
 def receive(into: Sequence[Tensor], source: int, group: dist.ProcessGroup, tag: int, peer: str) -> Transfer:
-    """Starts receiving from global rank ``source`` into contiguous tensors, in the order in which they were sent."""
+    """Start receiving from global rank ``source`` into contiguous tensors, in the order in which they were sent."""
     transfer = Transfer(peer, receiving=True)
     for tensor in into:
         staged = _landing(tensor, group)
@@ -155,20 +155,20 @@ def receive(into: Sequence[Tensor], source: int, group: dist.ProcessGroup, tag: 
 
 
 def send_bytes(data: bytes, to: int, group: dist.ProcessGroup, tag: int, peer: str) -> Transfer:
-    """Sends a byte string of any length."""
+    """Send a byte string of any length."""
     payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return send([torch.tensor([len(data)]), payload], to, group, tag, peer)
 
 
 def receive_bytes(source: int, group: dist.ProcessGroup, tag: int, peer: str) -> bytes:
-    """Waits for a byte string that the peer sent with :func:`send_bytes`."""
+    """Wait for a byte string that the peer sent with :func:`send_bytes`."""
     (length,) = receive([torch.empty(1, dtype=torch.int64)], source, group, tag, peer).wait()
     (payload,) = receive([torch.empty(int(length), dtype=torch.uint8)], source, group, tag, peer).wait()
     return payload.numpy().tobytes()
 
 
 def broadcast_bytes(data: bytes, source: int, group: dist.ProcessGroup) -> bytes:
-    """Broadcasts the bytes of global rank ``source`` to every member.
+    """Broadcast the bytes of global rank ``source`` to every member.
 
     Raises:
         WorkerFailedError: a member is gone, or the group's timeout passed.
@@ -184,7 +184,7 @@ def broadcast_bytes(data: bytes, source: int, group: dist.ProcessGroup) -> bytes
 
 
 def broadcast_value(value: Any, source: int, group: dist.ProcessGroup) -> Any:
-    """Broadcasts the JSON value of global rank ``source`` to every member; raises as :func:`broadcast_bytes` does."""
+    """Broadcast the JSON value of global rank ``source`` to every member; raise as :func:`broadcast_bytes` does."""
     return json.loads(broadcast_bytes(json.dumps(value).encode(), source, group))
 
 

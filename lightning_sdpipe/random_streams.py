@@ -28,7 +28,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
-    """Returns a seed, from 0 to 2⁶² − 1, that is unrelated to those of other numbers (the finaliser of SplitMix64,
+    """Return a seed, from 0 to 2⁶² − 1, that is unrelated to those of other numbers (the finaliser of SplitMix64,
     Steele et al. 2014, after each number)."""
     state = 0x9E3779B97F4A7C15
     for number in numbers:
@@ -39,7 +39,7 @@ def mix(*numbers: int) -> int:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """Returns the generator of an accelerator's draws.
+    """Return the generator of an accelerator's draws.
 
     Raises:
         ConfigurationError: torch does not name it.
@@ -73,17 +73,17 @@ class RandomStreams:
             self._torch.append(generator_of(device))
 
     def begin(self, *key: int) -> None:
-        """Begins the stream of ``key``, from which user code draws from now on."""
+        """Begin the stream of ``key``, from which user code draws from now on."""
         _seed(self._torch, mix(*key))
 
     def enter(self, block: int) -> int:
-        """Begins the stream of a block; returns the seed for :meth:`leave`."""
+        """Begin the stream of a block; return the seed for :meth:`leave`."""
         seed = self.current
         _seed(self._torch, mix(seed, block, 1))
         return seed
 
     def leave(self, block: int, seed: int) -> None:
-        """Ends the stream of a block that has run, here or on another stage: ``seed`` is the value of :attr:`current`
+        """End the stream of a block that has run, here or on another stage: ``seed`` is the value of :attr:`current`
         before it."""
         _seed(self._torch, mix(seed, block, 2))
 
@@ -93,7 +93,7 @@ class RandomStreams:
         return torch.default_generator.initial_seed()
 
     def drawn_from(self) -> bool:
-        """Returns whether anything has been drawn since the stream began. Then another stream must begin."""
+        """Return whether anything has been drawn since the stream began. Then another stream must begin."""
         found = self._fingerprint()
         _seed(self._torch, self.current)
         return found != self._fingerprint()
@@ -116,7 +116,7 @@ class Stream:
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
-        """Draws from this stream within the context. Afterwards the generators stay where it ends: the next user seeds
+        """Draw from this stream within the context. Afterwards the generators stay where it ends: the next user seeds
         them."""
         if self._states is None:
             seed_generators(self._seed)
@@ -129,19 +129,19 @@ class Stream:
 
 
 def states() -> tuple[Any, ...]:
-    """Returns the states of the CPU's generators; NumPy's takes 0.1 ms."""
+    """Return the states of the CPU's generators; NumPy's takes 0.1 ms."""
     return torch.default_generator.get_state(), random.getstate(), np.random.get_state()
 
 
 def set_states(found: tuple[Any, ...]) -> None:
-    """Restores the states of the generators."""
+    """Restore the states of the generators."""
     torch.default_generator.set_state(found[0])
     random.setstate(found[1])
     np.random.set_state(found[2])
 
 
 def seed_generators(seed: int) -> None:
-    """Seeds the generators of this process that a data set may draw from: torch's, Python's and NumPy's."""
+    """Seed the generators of this process that a data set may draw from: torch's, Python's and NumPy's."""
     opened = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if opened:  # never in a process that loads batches
         torch.cuda.manual_seed(seed)
@@ -149,7 +149,7 @@ def seed_generators(seed: int) -> None:
 
 
 def _seed(generators: Sequence[torch.Generator], seed: int) -> None:
-    """Seeds torch's ``generators``, Python's and NumPy's."""
+    """Seed torch's ``generators``, Python's and NumPy's."""
     for generator in generators:
         generator.manual_seed(seed)
     random.seed(seed)

@@ -103,7 +103,7 @@ class SweepTable(Callback):
 
 
 def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """Returns the rows with aligned columns: overrides that differ between jobs, and the figures that ``columns``
+    """Return the rows with aligned columns: overrides that differ between jobs, and the figures that ``columns``
     names."""
     names = [name for row in rows for name in row.overrides]
     varied = [name for name in dict.fromkeys(names) if len({row.overrides.get(name) for row in rows}) > 1]

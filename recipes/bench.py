@@ -24,7 +24,7 @@ from recipes.suites.ratios import Ratio, Ratios, Row
 
 
 def measure(name: str, parameters: Mapping[str, Any], seed: int, command: str) -> tuple[dict[str, Any], frozenset[str]]:
-    """Runs a suite.
+    """Run a suite.
 
     Args:
         name: of a folder in ``recipes/suites``.
@@ -52,7 +52,7 @@ def measure(name: str, parameters: Mapping[str, Any], seed: int, command: str) -
 
 
 def is_met(key: str, ratio: Ratio, lower_is_better: Collection[str]) -> bool:
-    """Returns whether the value is on the right side of the goal."""
+    """Return whether the value is on the right side of the goal."""
     if key.partition("/")[0] in lower_is_better:
         return bool(ratio["value"] <= ratio["goal"])
     return bool(ratio["value"] >= ratio["goal"])

@@ -43,7 +43,7 @@ class ResNet(Classifier):
         self.network = ResNetForImageClassification(ResNetConfig(**{"num_labels": 1000, **network}))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores of the classes for pictures of any size; grey ones count as three equal colours."""
+        """Score of the classes for pictures of any size; grey ones count as three equal colours."""
         scores: Tensor = self.network(images.expand(-1, 3, -1, -1)).logits
         return scores
 

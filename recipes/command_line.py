@@ -30,7 +30,7 @@ _MOST = 256  # combinations of a sweep that are looked at before it starts
 
 
 def prepare() -> None:
-    """Ends the program with one message if a job of the command line cannot work, before anything starts.
+    """End the program with one message if a job of the command line cannot work, before anything starts.
 
     Under torchrun and SLURM, which start every rank with the same command line, all of them use the same output
     directory, and rank 0 alone writes Hydra's files.
@@ -52,7 +52,7 @@ def prepare() -> None:
 
 
 def check_jobs(config_name: str, overrides: Sequence[str]) -> None:
-    """Raises ConfigurationError for the first job of ``overrides``, as on a command line, that cannot work."""
+    """Raise ConfigurationError for the first job of ``overrides``, as on a command line, that cannot work."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         groups = GlobalHydra.instance().config_loader().list_groups("")
         try:
@@ -87,7 +87,7 @@ def start_time() -> datetime:
 
 
 def _number_started() -> int:
-    """Returns how many processes torchrun or srun has started with this command line."""
+    """Return how many processes torchrun or srun has started with this command line."""
     return int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1) if "SLURM_PROCID" in os.environ else 1))
 
 

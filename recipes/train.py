@@ -21,7 +21,7 @@ from recipes.training_curve import TrainingCurve
 
 
 def train(config: DictConfig, output: Path) -> dict[str, Any]:
-    """Trains what ``config`` describes and returns the figures that are in ``output/summary.json``, on rank 0."""
+    """Train what ``config`` describes and return the figures that are in ``output/summary.json``, on rank 0."""
     L.seed_everything(config.seed, workers=True)
     model = hydra.utils.instantiate(config.model)
     data = hydra.utils.instantiate(config.data)

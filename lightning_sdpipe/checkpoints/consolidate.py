@@ -15,7 +15,7 @@ from lightning_sdpipe.checkpoints.files import WholeFiles
 
 
 def consolidate(directory: Path, file: Path) -> None:
-    """Writes the checkpoint in ``directory`` into ``file``; it has to fit into memory.
+    """Write the checkpoint in ``directory`` into ``file``; it has to fit into memory.
 
     Raises:
         ValueError: ``directory`` is no distributed checkpoint, or ``file`` exists already.
@@ -32,7 +32,7 @@ def consolidate(directory: Path, file: Path) -> None:
 
 
 def main() -> None:
-    """Runs the command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="Makes one file of a distributed checkpoint.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("file", type=Path, nargs="?", help="DIRECTORY.consolidated by default")

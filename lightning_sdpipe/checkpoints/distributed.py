@@ -39,7 +39,7 @@ _PART = ".part"
 
 
 def is_distributed(path: str | Path) -> bool:
-    """Returns whether ``path`` is a checkpoint that :class:`DistributedWriter` wrote."""
+    """Return whether ``path`` is a checkpoint that :class:`DistributedWriter` wrote."""
     return (Path(path) / _REST).is_file()
 
 
@@ -61,7 +61,7 @@ class DistributedWriter:
     def save(
         self, checkpoint: dict[str, Any], path: Path, files: CheckpointIO, publisher: Publisher | None = None
     ) -> None:
-        """Writes ``checkpoint``, in which the module's states and ``optimizer_states`` are this rank's parts.
+        """Write ``checkpoint``, in which the module's states and ``optimizer_states`` are this rank's parts.
 
         Args:
             checkpoint: loses what goes into the files of the ranks.
@@ -97,7 +97,7 @@ class DistributedWriter:
         return next(number for number, ranks in enumerate(self._groups.mesh.ranks) if self._groups.rank in ranks)
 
     def _finish(self, written: Callable[[], object], part: Path, path: Path, publisher: Publisher | None) -> None:
-        """Puts the checkpoint in place when ``written``, which waits until all ranks have written their parts, has
+        """Put the checkpoint in place when ``written``, which waits until all ranks have written their parts, has
         returned."""
         first = self._groups.rank == 0
         try:
@@ -116,7 +116,7 @@ class DistributedWriter:
                 publisher.published(path)
 
     def wait(self) -> None:
-        """Waits until the last checkpoint is complete; raises the exception of writing it."""
+        """Wait until the last checkpoint is complete; raise the exception of writing it."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
@@ -130,7 +130,7 @@ def _put_in_place(part: Path, path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[None]:
-    """Keeps the checkpoint at ``path`` while another kind is put in its place within the context: the old one is
+    """Keep the checkpoint at ``path`` while another kind is put in its place within the context: the old one is
     removed only afterwards, and restored if that fails."""
     old = path.with_name(f".{path.name}.old")
     _remove(old)
@@ -156,7 +156,7 @@ def _remove(path: Path) -> None:
 def read_part(
     path: Path, ownership: Ownership, places: Mapping[int, Any], groups: ProcessGroups, files: CheckpointIO
 ) -> dict[str, Any]:
-    """Reads the part of the checkpoint in ``path`` that this rank needs; of the rest only the names and shapes.
+    """Read the part of the checkpoint in ``path`` that this rank needs; of the rest only the names and shapes.
 
     Args:
         path: a directory for which :func:`is_distributed` holds.
@@ -184,7 +184,7 @@ def read_part(
 
 
 def read_whole(path: Path, files: CheckpointIO) -> dict[str, Any]:
-    """Reads the checkpoint in ``path`` as one file would hold it; the optimizer's state is that of the first
+    """Read the checkpoint in ``path`` as one file would hold it; the optimizer's state is that of the first
     pipeline."""
     metadata = FileSystemReader(path).read_metadata()
     wanted = [key for key in metadata.state_dict_metadata if key.startswith((*_OF_MODULES, f"{_OPTIMIZER}.0."))]
@@ -192,7 +192,7 @@ def read_whole(path: Path, files: CheckpointIO) -> dict[str, Any]:
 
 
 def _read(path: Path, metadata: Metadata, wanted: Sequence[str], files: CheckpointIO) -> dict[str, Any]:
-    """Reads the ``wanted`` entries into their places in a checkpoint of one pipeline's optimizer."""
+    """Read the ``wanted`` entries into their places in a checkpoint of one pipeline's optimizer."""
     values = {key: _empty(metadata.state_dict_metadata[key], "cpu") for key in wanted}
     load(values, checkpoint_id=path, no_dist=True)
     checkpoint: dict[str, Any] = files.load_checkpoint(path / _REST, weights_only=False)

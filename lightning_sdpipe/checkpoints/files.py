@@ -28,14 +28,14 @@ class Publisher(Protocol):
         """Part of the names of all files that these processes write."""
 
     def publish(self, path: Path) -> None:
-        """Checks that this process may put its file at ``path``.
+        """Check that this process may put its file at ``path``.
 
         Raises:
             WorkerFailedError: another process has taken its place.
         """
 
     def published(self, path: Path) -> None:
-        """Notes that the file is at ``path``."""
+        """Note that the file is at ``path``."""
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -50,7 +50,7 @@ class WholeFiles(TorchCheckpointIO):
     publisher: Publisher | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Writes the checkpoint. A failure leaves no part of the file, and a previous file stays.
+        """Write the checkpoint. A failure leaves no part of the file, and a previous file stays.
 
         Raises:
             NotWrittenError: the file cannot be written, for lack of space or another reason.
@@ -92,12 +92,12 @@ _BESIDE = ".writing"
 
 
 def beside_it(place: Path, mark: str, ending: str) -> Path:
-    """Returns a path next to ``place`` that no other process uses, and that bears the ``mark`` of the run."""
+    """Return a path next to ``place`` that no other process uses, and that bears the ``mark`` of the run."""
     return place.with_name(f".{place.name}.{mark}{_own_name()}-{secrets.token_hex(4)}{ending}")
 
 
 def of_predecessors(place: Path, mark: str, ending: str) -> list[Path]:
-    """Returns what :func:`beside_it` has named for other processes of the run, in the directory of ``place``."""
+    """Return what :func:`beside_it` has named for other processes of the run, in the directory of ``place``."""
     own = f".{mark}{_own_name()}-"
     return [other for other in place.parent.glob(f".*.{mark}*{ending}") if own not in other.name]
 
@@ -107,7 +107,7 @@ def _own_name() -> str:
 
 
 def _remove_what_the_dead_left(place: Path, mark: str) -> None:
-    """Removes the temporary files that killed processes on this machine have left of this file."""
+    """Remove the temporary files that killed processes on this machine have left of this file."""
     begins = f".{place.name}.{mark}{socket.gethostname()}-"
     for left in place.parent.glob(f"{escape(begins)}*{_BESIDE}"):
         number = left.name.removeprefix(begins).partition("-")[0]
@@ -128,7 +128,7 @@ def _not_written(place: Path, checkpoint: Any, error: OSError) -> NotWrittenErro
 
 
 def with_whole_files(io: CheckpointIO | None) -> CheckpointIO:
-    """Returns ``io`` with :class:`WholeFiles` inside, if it wraps no other plugin; :class:`WholeFiles` if ``io`` is
+    """Return ``io`` with :class:`WholeFiles` inside, if it wraps no other plugin; :class:`WholeFiles` if ``io`` is
     None."""
     if io is None:
         return WholeFiles()
@@ -138,13 +138,13 @@ def with_whole_files(io: CheckpointIO | None) -> CheckpointIO:
 
 
 def whole_files(io: CheckpointIO | None) -> WholeFiles | None:
-    """Returns the :class:`WholeFiles` that ``io`` is, or wraps; else None."""
+    """Return the :class:`WholeFiles` that ``io`` is, or wraps; else None."""
     inner = io.checkpoint_io if isinstance(io, WrappingCheckpointIO) else io
     return inner if isinstance(inner, WholeFiles) else None
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the names in ``path`` are on the disk."""
+    """Wait until the names in ``path`` are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

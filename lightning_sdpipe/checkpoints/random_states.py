@@ -18,7 +18,7 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 def gather(groups: ProcessGroups, device: torch.device) -> dict[str, Any]:
-    """Gathers the states of all ranks, each of which computes on its ``device``, on rank 0; returns an empty mapping on
+    """Gather the states of all ranks, each of which computes on its ``device``, on rank 0; return an empty mapping on
     the others. Every rank must call it. The mesh assigns the states to workers."""
     mine = _collect(device)
     ranks = range(dist.get_world_size())
@@ -33,7 +33,7 @@ def gather(groups: ProcessGroups, device: torch.device) -> dict[str, Any]:
 
 
 def restore(saved: Mapping[str, Any], groups: ProcessGroups, device: torch.device) -> None:
-    """Restores the state of the worker that this rank is now, which may have been another rank before; a mesh of
+    """Restore the state of the worker that this rank is now, which may have been another rank before; a mesh of
     another shape, or other devices, have no state to restore."""
     mine = _collect(device)
     sizes = {name: len(state) for name, state in mine.items()}
@@ -53,7 +53,7 @@ def restore(saved: Mapping[str, Any], groups: ProcessGroups, device: torch.devic
 
 
 def _collect(device: torch.device) -> dict[str, torch.Tensor]:
-    """Collects each generator's state as bytes. A second normal number that a generator may hold is dropped."""
+    """Collect each generator's state as bytes. A second normal number that a generator may hold is dropped."""
     legacy: Any = np.random.get_state()
     _, keys, position, _, _ = legacy
     states = {

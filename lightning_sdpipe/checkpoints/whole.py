@@ -28,7 +28,7 @@ _TAG = 2**31 - 1  # apart from the tags of the stages' messages
 
 
 def gather_module_state(module: nn.Module, ownership: Ownership, groups: ProcessGroups) -> dict[str, Any]:
-    """Returns the whole module's ``state_dict`` on rank 0; on the others, the part that this rank has.
+    """Return the whole module's ``state_dict`` on rank 0; on the others, the part that this rank has.
 
     Every rank of rank 0's pipeline must call it.
 
@@ -66,20 +66,20 @@ def gather_module_state(module: nn.Module, ownership: Ownership, groups: Process
 
 
 def part_of_module_state(module: nn.Module, ownership: Ownership, stage: int) -> dict[str, Any]:
-    """Returns the part of the module's ``state_dict`` that this stage is the last to hold: buffers outside of blocks
+    """Return the part of the module's ``state_dict`` that this stage is the last to hold: buffers outside of blocks
     are up to date where the step runs to its end."""
     state, entries = _state(module, ownership, stage)
     return {name: value for name, value in state.items() if entries[name].owners[-1] == stage}
 
 
 def held_module_state(module: nn.Module, ownership: Ownership, stage: int) -> dict[str, Any]:
-    """Returns the part of the module's ``state_dict`` that this stage holds, and None for all other names."""
+    """Return the part of the module's ``state_dict`` that this stage holds, and None for all other names."""
     state, entries = _state(module, ownership, stage)
     return {name: value if stage in entries[name].owners else None for name, value in state.items()}
 
 
 def check_module_state(module: nn.Module, ownership: Ownership, stage: int, sends: bool) -> None:
-    """Raises ConfigurationError if the ``state_dict`` that the module and its hooks make has an entry that no single
+    """Raise ConfigurationError if the ``state_dict`` that the module and its hooks make has an entry that no single
     stage can give, or that this stage cannot send, if it ``sends`` its part."""
     state, entries = _state(module, ownership, stage)
     more = {}
@@ -98,7 +98,7 @@ def check_module_state(module: nn.Module, ownership: Ownership, stage: int, send
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Loads a whole ``state_dict``, of which this stage takes its part: the module's hooks see all of it.
+    """Load a whole ``state_dict``, of which this stage takes its part: the module's hooks see all of it.
 
     Raises:
         ConfigurationError: the state does not fit the module.
@@ -131,7 +131,7 @@ class _Entry:
 
 
 def _state(module: nn.Module, ownership: Ownership, stage: int) -> tuple[dict[str, Any], dict[str, _Entry]]:
-    """Returns the part of the ``state_dict`` that this stage has, and its entries. Modules of other stages are not
+    """Return the part of the ``state_dict`` that this stage has, and its entries. Modules of other stages are not
     asked for their extra state, which may depend on buffers that are not here: it is None."""
     extras = _with_extra_state(module)
     elsewhere = [part for name, part in extras.items() if ownership.stage_of(name) != stage]
@@ -141,7 +141,7 @@ def _state(module: nn.Module, ownership: Ownership, stage: int) -> tuple[dict[st
 
 
 def _entries(module: nn.Module, ownership: Ownership, state: Mapping[str, Any]) -> dict[str, _Entry]:
-    """Returns the entry of each name in ``state``, which hooks may have renamed. A value other than a parameter or
+    """Return the entry of each name in ``state``, which hooks may have renamed. A value other than a parameter or
     buffer (extra state) is where its module runs: on the last stage, if the module is in no block."""
     tensors = [
         *module.named_parameters(remove_duplicate=False),
@@ -163,7 +163,7 @@ def _entries(module: nn.Module, ownership: Ownership, state: Mapping[str, Any]) 
 
 
 def _with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the submodules of ``module`` that keep extra state, by its name."""
+    """Return the submodules of ``module`` that keep extra state, by its name."""
     return {
         f"{path}.{_EXTRA}": part
         for path, part in module.named_modules()
@@ -173,7 +173,7 @@ def _with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def _instead(modules: Iterable[nn.Module], method: str, other: Callable[..., Any]) -> Iterator[None]:
-    """Replaces the ``method`` of each of ``modules`` by ``other`` within the context."""
+    """Replace the ``method`` of each of ``modules`` by ``other`` within the context."""
     changed = [part for part in modules if method not in vars(part)]
     for part in changed:
         vars(part)[method] = other
@@ -185,7 +185,7 @@ def _instead(modules: Iterable[nn.Module], method: str, other: Callable[..., Any
 
 
 def _packed(state: Mapping[Any, Any], of: str = "state_dict", maker: str = "get_extra_state") -> bytes:
-    """Packs the state as bytes that are unpacked without running code."""
+    """Pack the state as bytes that are unpacked without running code."""
     for name, value in state.items():
         buffer = io.BytesIO()
         try:
@@ -230,7 +230,7 @@ class OptimizerParts:
         optimizer.__dict__["add_param_group"] = add_param_group
 
     def _take(self, group: dict[str, Any]) -> bool:
-        """Leaves this stage's parameters in ``group``. Returns False if it has no new parameter, on any stage: users
+        """Leave this stage's parameters in ``group``. Return False if it has no new parameter, on any stage: users
         leave out parameters that the optimizer has already, and it does not show those of other stages."""
         known = {id(p) for parameters in self._whole for p in parameters}
         whole = [p for p in group["params"] if id(p) not in known]
@@ -249,7 +249,7 @@ class OptimizerParts:
         return True
 
     def groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Returns ``optimizer.param_groups`` with the parameters of all stages.
+        """Return ``optimizer.param_groups`` with the parameters of all stages.
 
         Raises:
             ConfigurationError: groups were removed.
@@ -264,7 +264,7 @@ class OptimizerParts:
 
     @contextmanager
     def shown(self, optimizer: Optimizer) -> Iterator[None]:
-        """Shows the parameters of all stages in ``optimizer.param_groups`` within the context."""
+        """Show the parameters of all stages in ``optimizer.param_groups`` within the context."""
         for group, whole in zip(optimizer.param_groups, self._whole, strict=False):
             group["params"] = whole
         try:
@@ -279,18 +279,18 @@ class OptimizerParts:
         return self._local
 
     def part(self, optimizer: Optimizer, stage: int) -> dict[str, Any]:
-        """Returns the ``state_dict`` of the whole optimizer with the states of which ``stage`` is the first holder."""
+        """Return the ``state_dict`` of the whole optimizer with the states of which ``stage`` is the first holder."""
         local = {i: optimizer.state[p] for i, p in self._local.items() if p in optimizer.state}
         state = {i: value for i, value in local.items() if self._owners[i][0] == stage}
         return {"state": state, "param_groups": self._packed(optimizer)}
 
     def held(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the ``state_dict`` of the whole optimizer with all states that this stage has."""
+        """Return the ``state_dict`` of the whole optimizer with all states that this stage has."""
         state = {i: optimizer.state[p] for i, p in self._local.items() if p in optimizer.state}
         return {"state": state, "param_groups": self._packed(optimizer)}
 
     def gather(self, optimizer: Optimizer, groups: ProcessGroups) -> dict[str, Any]:
-        """Returns the whole optimizer's ``state_dict`` on rank 0; an empty one on the others."""
+        """Return the whole optimizer's ``state_dict`` on rank 0; an empty one on the others."""
         stage_of_zero, pipeline_of_zero = groups.mesh.locate(0)
         stage, pipeline = groups.mesh.locate(groups.rank)
         if pipeline != pipeline_of_zero:
@@ -310,7 +310,7 @@ class OptimizerParts:
         return [{**group, "params": places} for group, places in zip(self.groups(optimizer), self._places, strict=True)]
 
     def load(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
-        """Loads this stage's part of a whole ``state_dict``."""
+        """Load this stage's part of a whole ``state_dict``."""
         numbers = {place: number for number, place in enumerate(self._local)}  # in the order of the groups
         state = {numbers[place]: value for place, value in whole["state"].items() if place in numbers}
         packed = [

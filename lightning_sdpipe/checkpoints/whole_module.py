@@ -15,19 +15,19 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 def is_whole(module: nn.Module) -> bool:
-    """Returns whether no tensor of ``module`` lies on ``meta``."""
+    """Return whether no tensor of ``module`` lies on ``meta``."""
     return all(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def to_cpu(module: nn.Module) -> None:
-    """Moves the tensors that are not on ``meta`` to the CPU; they stay the same objects."""
+    """Move the tensors that are not on ``meta`` to the CPU; they stay the same objects."""
     for tensor in (*module.parameters(), *module.buffers()):
         if not (tensor.is_meta or tensor.is_cpu):
             replace_data(tensor, tensor.data.cpu())
 
 
 def tie_again(module: nn.Module, ownership: Ownership) -> None:
-    """Restores shared memory: tensors that were one memory before the run get the memory of the first of them that is
+    """Restore shared memory: tensors that were one memory before the run get the memory of the first of them that is
     here."""
     for first, *others in held_together(module, ownership.memory):
         for other in others:
@@ -35,7 +35,7 @@ def tie_again(module: nn.Module, ownership: Ownership) -> None:
 
 
 def make_whole(module: nn.Module, ownership: Ownership, groups: ProcessGroups, keep: bool) -> None:
-    """Gives this worker the tensors of the other stages of its pipeline, on the CPU, where its own part must be
+    """Give this worker the tensors of the other stages of its pipeline, on the CPU, where its own part must be
     already. Each tensor gets separate memory; ties between names are kept. All workers of a pipeline must call it.
 
     Args:

@@ -47,22 +47,22 @@ class Checkpoints:
         self._writer: DistributedWriter | None = None
 
     def take_part_of(self, optimizer: Optimizer) -> None:
-        """Drops the parameters of other stages from the optimizer of the whole module, and remembers their places."""
+        """Drop the parameters of other stages from the optimizer of the whole module, and remember their places."""
         self._optimizer = whole.OptimizerParts(optimizer, self._module, self._ownership, self._stage)
 
     def whole_groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Returns the optimizer's groups with the parameters of all stages."""
+        """Return the optimizer's groups with the parameters of all stages."""
         return self._parts.groups(optimizer)
 
     @contextmanager
     def whole_groups_shown(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Shows the parameters of all stages in the optimizer's own groups within the context, if there is an
+        """Show the parameters of all stages in the optimizer's own groups within the context, if there is an
         optimizer."""
         with self._optimizer.shown(optimizers[0]) if self._optimizer and optimizers else nullcontext():
             yield
 
     def module_state(self) -> dict[str, Any]:
-        """Returns the whole ``state_dict`` on rank 0; for distributed checkpoints, this stage's part on every rank."""
+        """Return the whole ``state_dict`` on rank 0; for distributed checkpoints, this stage's part on every rank."""
         if self.only_held:
             return whole.held_module_state(self._module, self._ownership, self._stage)
         if self.distributed:
@@ -71,7 +71,7 @@ class Checkpoints:
 
     @contextmanager
     def of_this_stage(self) -> Iterator[None]:
-        """Requests the state of this stage alone within the context: no other rank is asked, nor waited for."""
+        """Request the state of this stage alone within the context: no other rank is asked, nor waited for."""
         self.only_held = True
         try:
             yield
@@ -79,18 +79,18 @@ class Checkpoints:
             self.only_held = False
 
     def check(self) -> None:
-        """Raises ConfigurationError if the module's state cannot be saved."""
+        """Raise ConfigurationError if the module's state cannot be saved."""
         mesh, rank = self._groups.mesh, self._groups.rank
         to_zero = mesh.alike or mesh.locate(rank)[1] == mesh.locate(0)[1]
         sends = to_zero and not self.distributed and not mesh.is_last(rank)
         whole.check_module_state(self._module, self._ownership, self._stage, sends)
 
     def load_module(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Loads this stage's part of a whole ``state_dict``; raises ConfigurationError if it does not fit."""
+        """Load this stage's part of a whole ``state_dict``; raise ConfigurationError if it does not fit."""
         whole.load_module_state(self._module, state, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the optimizer's state in the same way as :meth:`module_state`."""
+        """Return the optimizer's state in the same way as :meth:`module_state`."""
         if self.only_held:
             return self._parts.held(optimizer)
         if self.distributed:
@@ -103,18 +103,18 @@ class Checkpoints:
     def save(
         self, checkpoint: dict[str, Any], path: Path, files: CheckpointIO, publisher: Publisher | None = None
     ) -> None:
-        """Writes a distributed checkpoint; see :class:`~lightning_sdpipe.checkpoints.distributed.DistributedWriter`."""
+        """Write a distributed checkpoint; see :class:`~lightning_sdpipe.checkpoints.distributed.DistributedWriter`."""
         if self._writer is None:
             self._writer = DistributedWriter(self._groups, self.distributed == "async")
         self._writer.save(checkpoint, path, files, publisher)
 
     def load(self, path: Path, files: CheckpointIO) -> dict[str, Any]:
-        """Reads the part of a distributed checkpoint that this worker needs."""
+        """Read the part of a distributed checkpoint that this worker needs."""
         places = self._optimizer.places if self._optimizer else {}
         return read_part(path, self._ownership, places, self._groups, files)
 
     def wait(self) -> None:
-        """Waits until the checkpoint that is being written is complete."""
+        """Wait until the checkpoint that is being written is complete."""
         if self._writer is not None:
             self._writer.wait()
 

@@ -63,7 +63,7 @@ class DealtBatches:
         self._loader = drawing_copy(loader, self._sampler)
 
     def begin(self, segment: Segment, seed: int) -> None:
-        """Begins ``segment``, which is dealt from now on; ``seed`` is the run's, equal on all workers.
+        """Begin ``segment``, which is dealt from now on; ``seed`` is the run's, equal on all workers.
 
         Raises:
             ConfigurationError: a shard is shorter than its length.
@@ -76,7 +76,7 @@ class DealtBatches:
         self._sampler.begin(segment, seed)
 
     def take(self) -> DealtBatch | None:
-        """Returns the next batch; None when there is none until :meth:`wait`. Never waits for other pipelines.
+        """Return the next batch; None when there is none until :meth:`wait`. Never waits for other pipelines.
 
         Raises:
             ConfigurationError: the loader gives more or fewer batches than its sampler.
@@ -98,8 +98,8 @@ class DealtBatches:
         return DealtBatch(data, lease.home, number, position, lease.progress + k * lease.advance)
 
     def wait(self, *seconds: float) -> bool | None:
-        """Waits until there is more to take, or the segment is over for all: then returns False. All taken batches must
-        be trained, and reported to the scheduler, or the wait is in vain. Returns None if it takes longer than
+        """Wait until there is more to take, or the segment is over for all: then return False. All taken batches must
+        be trained, and reported to the scheduler, or the wait is in vain. Return None if it takes longer than
         ``seconds``."""
         return self._sampler.wait(*seconds)
 

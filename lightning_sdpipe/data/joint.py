@@ -26,7 +26,7 @@ Counts = Callable[[int], Sequence[int]]
 
 
 def divide(counts: Sequence[int], parts: int) -> list[list[tuple[int, int]]]:
-    """Returns the micro-batches that each pipeline trains, as (home shard, number), in order.
+    """Return the micro-batches that each pipeline trains, as (home shard, number), in order.
 
     Args:
         counts: number of micro-batches of each pipeline; they add up to ``parts`` times the number of pipelines.
@@ -57,13 +57,13 @@ class JointBatches:
         """Number of rounds before a batch is taken at which its contents are settled."""
 
     def begin(self, epoch: int, start: int, counts: Counts, seed: int) -> None:
-        """Begins with round ``start``; ``seed`` is the run's, equal on all workers."""
+        """Begin with round ``start``; ``seed`` is the run's, equal on all workers."""
         self._iterator = None
         self._given.clear()
         self._sampler.begin(epoch, start, counts, seed)
 
     def take(self) -> tuple[Any, Portion]:
-        """Returns the batch of the next round, and its portion.
+        """Return the batch of the next round, and its portion.
 
         Raises:
             ConfigurationError: the loader gives fewer batches than its sampler.

@@ -108,7 +108,7 @@ class PipelineLoader:
         self._source._iterator = iterator  # type: ignore[attr-defined]
 
     def compare(self, groups: ProcessGroups, device: torch.device) -> None:
-        """Makes the length that of the longest loader of all pipelines. Every rank must call it."""
+        """Make the length that of the longest loader of all pipelines. Every rank must call it."""
         mine = sized_len(self._loader)
         trusted = isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset)
         unknown = 2**62
@@ -151,7 +151,7 @@ class PipelineLoader:
 
 
 def _refuse_lost_batches(loader: Any) -> None:
-    """Refuses a loader that Lightning has made anew, for a plain ``BatchSampler``, with its own sampler and the
+    """Refuse a loader that Lightning has made anew, for a plain ``BatchSampler``, with its own sampler and the
     loader's ``batch_size``, which is None there. Samples that are tensors would be silently taken for batches."""
     made = isinstance(loader, DataLoader) and type(loader.sampler) in (DistributedSampler, DistributedSamplerWrapper)
     if made and loader.batch_size is loader.batch_sampler is None and loader.collate_fn is default_collate:
@@ -177,7 +177,7 @@ class _Positions:
         self._pipeline, self._num_pipelines = pipeline, num_pipelines
 
     def begin(self, *key: int) -> None:
-        """Begins an epoch, of which all workers have the same ``key``."""
+        """Begin an epoch, of which all workers have the same ``key``."""
         self._key, self._stream, self._numbers = key, Stream(mix(mix(*key))), count()  # as dealt batches are drawn
 
     def __len__(self) -> int:
@@ -198,7 +198,7 @@ class _Positions:
 
 
 def _draws_at_once(batches: Any) -> bool:
-    """Returns whether ``batches`` draw all their random numbers with the first batch. Other samplers take 0.2 ms for
+    """Return whether ``batches`` draw all their random numbers with the first batch. Other samplers take 0.2 ms for
     each."""
     sampler = batches.sampler if type(batches) is BatchSampler else batches
     return type(sampler) in (DistributedSampler, DistributedSamplerWrapper, RandomSampler, SequentialSampler)
@@ -206,7 +206,7 @@ def _draws_at_once(batches: Any) -> bool:
 
 @contextmanager
 def _seeding_what_follows() -> Iterator[None]:
-    """Isolates random draws within the context from later ones."""
+    """Isolate random draws within the context from later ones."""
     before = _STREAMS.current
     try:
         yield
@@ -268,7 +268,7 @@ class DrawingCollate:
         self._pipeline = pipeline
 
     def begin(self, *key: int) -> None:
-        """Begins an epoch, of which all workers have the same ``key``."""
+        """Begin an epoch, of which all workers have the same ``key``."""
         self._key, self._number = key, 0
 
     def __call__(self, samples: Any) -> Any:
@@ -300,7 +300,7 @@ class WorkerStart:
 
 
 def drawing_copy(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
-    """Returns a copy of ``loader`` that loads the entries of ``batches``: for each batch a :class:`Drawn`, or
+    """Return a copy of ``loader`` that loads the entries of ``batches``: for each batch a :class:`Drawn`, or
     several."""
     changes = {
         "sampler" if loader.batch_sampler is None else "batch_sampler": batches,
@@ -315,7 +315,7 @@ def drawing_copy(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
 
 
 def with_collate(loader: DataLoader[Any], collate: Callable[[Any], Any]) -> DataLoader[Any]:
-    """Returns a copy of ``loader`` with another collate function."""
+    """Return a copy of ``loader`` with another collate function."""
     inner = copy.copy(loader)
     vars(inner).update({"collate_fn": collate, "_iterator": None})
     return inner

@@ -18,7 +18,7 @@ from lightning_sdpipe.random_streams import mix, seed_generators
 
 
 def why_sharded(loader: Any, pipeline: int, num_pipelines: int) -> str | None:
-    """Returns why the batches of ``loader`` cannot be dealt to any free pipeline; None if they can.
+    """Return why the batches of ``loader`` cannot be dealt to any free pipeline; None if they can.
 
     If they cannot, each pipeline trains its own shard, in which no sample is missing, as fast as it can.
     """
@@ -54,7 +54,7 @@ def why_sharded(loader: Any, pipeline: int, num_pipelines: int) -> str | None:
 
 
 def takes_turns(loader: Any) -> bool:
-    """Returns whether replicas take the samples of an epoch by turns, in an order that does not depend on their
+    """Return whether replicas take the samples of an epoch by turns, in an order that does not depend on their
     number."""
     batches = loader.batch_sampler
     sampler = getattr(batches, "sampler", None)
@@ -62,7 +62,7 @@ def takes_turns(loader: Any) -> bool:
 
 
 def refuse_to_deal(reason: str) -> ConfigurationError:
-    """Returns the error for ``data="dealt"`` where batches cannot be dealt."""
+    """Return the error for ``data="dealt"`` where batches cannot be dealt."""
     return ConfigurationError(
         f"data='dealt' was given, but {reason}. Otherwise give data='sharded': each pipeline then trains its own shard."
     )
@@ -86,11 +86,11 @@ class Shards:
         self._known: dict[int, list[Any]] = {}
 
     def __len__(self) -> int:
-        """Returns the number of batches of each shard."""
+        """Return the number of batches of each shard."""
         return len(_index_sampler(self._loader))
 
     def begin(self, seed: int) -> None:
-        """Begins a new epoch, of which its samplers have been told."""
+        """Begin a new epoch, of which its samplers have been told."""
         self._known.clear()
         self._seed = seed
         # State that a sampler keeps (a generator, say) goes on from epoch to epoch, and the shards begin alike in each.
@@ -102,7 +102,7 @@ class Shards:
             self._known[mine.rank] = self._checked(list(live), mine.rank)
 
     def batch(self, home: int, number: int) -> Any:
-        """Returns the indices of that batch (one index if the loader does not batch)."""
+        """Return the indices of that batch (one index if the loader does not batch)."""
         if home not in self._known:
             batches = _copied(self._source, self._loader)
             sampler = _distributed(batches)
@@ -127,7 +127,7 @@ def _index_sampler(loader: DataLoader[Any]) -> Any:
 
 
 def _distributed(batches: Any) -> DistributedSampler[Any] | None:
-    """Returns the DistributedSampler that ``batches`` are made from; None if there is none."""
+    """Return the DistributedSampler that ``batches`` are made from; None if there is none."""
     if isinstance(batches, DistributedSampler):
         return batches
     inside = vars(batches).values() if hasattr(batches, "__dict__") else ()

@@ -24,7 +24,7 @@ class Job:
         self._span: tuple[int, int, int] | None = None
 
     def run(self) -> None:
-        """Does the work; an exception of it is raised where it is waited for."""
+        """Do the work; an exception of it is raised where it is waited for."""
         begun = meter.CLOCK()
         try:
             with torch.no_grad():
@@ -34,13 +34,8 @@ class Job:
         self._span = meter.HIDDEN, begun, meter.CLOCK()
         self._done.set()
 
-    @property
-    def is_done(self) -> bool:
-        """True if :meth:`wait` returns at once."""
-        return self._done.is_set()
-
     def wait(self) -> float:
-        """Waits until the work is done.
+        """Wait until the work is done.
 
         Returns:
             Seconds waited.
@@ -74,7 +69,7 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def do(self, work: Callable[[], None]) -> Job:
-        """Starts ``work`` as soon as all earlier jobs are done."""
+        """Start ``work`` as soon as all earlier jobs are done."""
         if self._thread is None:  # not before there is anything to do: a fork would not inherit it
             self._thread = threading.Thread(target=self._run, name=self._purpose, daemon=True)
             self._thread.start()

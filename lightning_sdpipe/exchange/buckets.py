@@ -30,7 +30,7 @@ class FlatBucket:
         return [t for p in self.parameters for t in (p, *self.tied.get(p, ())) if isinstance(t, nn.Parameter)]
 
     def check(self) -> None:
-        """Raises RuntimeError if a parameter no longer is a view of the buffer, which averaging would then miss."""
+        """Raise RuntimeError if a parameter no longer is a view of the buffer, which averaging would then miss."""
         offset = self.buffer.data_ptr()
         for parameter in self.parameters:
             same = [parameter, *(tensor for tensor in self.tied.get(parameter, ()) if isinstance(tensor, nn.Parameter))]
@@ -43,7 +43,7 @@ class FlatBucket:
 
 
 def tensors_of(buckets: Sequence[FlatBucket]) -> list[Tensor]:
-    """Checks each bucket (:meth:`FlatBucket.check`) and returns the buffers, which an exchange moves."""
+    """Check each bucket (:meth:`FlatBucket.check`) and return the buffers, which an exchange moves."""
     for bucket in buckets:
         bucket.check()
     return [bucket.buffer for bucket in buckets]
@@ -54,7 +54,7 @@ def flatten(
     together: Iterable[Sequence[Tensor]] = (),
     sections: Mapping[nn.Parameter, int] = MappingProxyType({}),
 ) -> list[FlatBucket]:
-    """Moves parameters into flat buffers and makes each parameter a view of its buffer: one per dtype for those that
+    """Move parameters into flat buffers and make each parameter a view of its buffer: one per dtype for those that
     train, and one for those that are frozen.
 
     The parameter objects stay the same; peak memory is the parameters of one buffer, twice, while they are copied.
@@ -98,6 +98,6 @@ def _flatten_one(
 
 
 def as_real(flat: Tensor) -> Tensor:
-    """Returns a view of the same memory as real numbers, where it holds complex ones; ``flat`` is contiguous and
+    """Return a view of the same memory as real numbers, where it holds complex ones; ``flat`` is contiguous and
     1-D."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

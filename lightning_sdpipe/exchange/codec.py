@@ -26,21 +26,21 @@ class Codec(Protocol):
     """Parts begin at multiples of this number."""
 
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
-        """Returns the bytes of a message with ``n`` values."""
+        """Return the bytes of a message with ``n`` values."""
 
     def meets(self, team: Members) -> None:
-        """Notes that these members are about to exchange."""
+        """Note that these members are about to exchange."""
 
     def prepared(self, piece: Tensor, number: int) -> Tensor:
-        """Returns the values to average; they are not changed."""
+        """Return the values to average; they are not changed."""
 
     def encode_part(self, x: Tensor, at: Offset) -> Tensor:
-        """Returns a message with this worker's values of a part that another one owns."""
+        """Return a message with this worker's values of a part that another one owns."""
 
     def reduce_part(
         self, x: Tensor, at: Offset, weight: float, others: Sequence[tuple[Tensor, float]], members: int
     ) -> tuple[Tensor, Tensor] | None:
-        """Returns the mean of a part that this worker owns.
+        """Return the mean of a part that this worker owns.
 
         Args:
             x: this worker's values.
@@ -55,27 +55,27 @@ class Codec(Protocol):
         """
 
     def decode_mean(self, x: Tensor, at: Offset, mine: Tensor, mean: Tensor) -> Tensor:
-        """Returns the outcome for a part that another worker owns, given this worker's message and the message with the
+        """Return the outcome for a part that another worker owns, given this worker's message and the message with the
         mean."""
 
     def exact(self, x: Tensor, mean: Tensor) -> Tensor:
-        """Returns the outcome if the mean is known in full precision."""
+        """Return the outcome if the mean is known in full precision."""
 
     def share(self, x: Tensor, outcome: Tensor) -> Tensor:
-        """Returns the data on the outcome for workers of the same host, whose mean ``x`` is."""
+        """Return the data on the outcome for workers of the same host, whose mean ``x`` is."""
 
     def apply_shared(self, x: Tensor, published: Tensor) -> Tensor:
-        """Returns the outcome for a worker of the same host that has the values ``x``."""
+        """Return the outcome for a worker of the same host that has the values ``x``."""
 
     def apply(self, piece: Tensor, number: int, outcome: Tensor) -> None:
-        """Changes the model, and what is remembered, by the outcome."""
+        """Change the model, and what is remembered, by the outcome."""
 
     def aborted(self) -> None:
-        """Forgets what the messages of an aborted exchange may have left inconsistent."""
+        """Forget what the messages of an aborted exchange may have left inconsistent."""
 
 
 def refusal(nbytes: int, device: torch.device) -> Tensor:
-    """Returns a message that asks for full precision."""
+    """Return a message that asks for full precision."""
     return torch.full((nbytes,), REFUSAL, dtype=torch.uint8, device=device)
 
 

@@ -55,11 +55,11 @@ class CommonReference:
         left out. (In a host's mean it sends for its host.)"""
 
     def follow(self, scale: float) -> None:
-        """Sets ``scale``, by which gradients are multiplied from now on; see :meth:`ErrorFeedback.follow`."""
+        """Set ``scale``, by which gradients are multiplied from now on; see :meth:`ErrorFeedback.follow`."""
         self._scale = scale
 
     def drop(self) -> None:
-        """Forgets what was left out."""
+        """Forget what was left out."""
         self._residuals.clear()
 
     def aborted(self) -> None:
@@ -151,13 +151,13 @@ class CommonModel(CommonReference):
         self._base: list[Tensor] = []
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
-        """Sets the common model: all workers have the same ``tensors`` now, of which pieces will be exchanged."""
+        """Set the common model: all workers have the same ``tensors`` now, of which pieces will be exchanged."""
         self.drop()
         self._met = None
         self._base = [piece.clone() for piece in pieces_of(tensors)]
 
     def aborted(self) -> None:
-        """Drops the common model until :meth:`begin`, since some members may have taken over what others have not."""
+        """Drop the common model until :meth:`begin`, since some members may have taken over what others have not."""
         self.drop()
         self._base = []
 

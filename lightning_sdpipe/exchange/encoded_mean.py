@@ -79,7 +79,7 @@ class EncodedMean:
     def average(
         self, piece: Tensor, number: int, team: Members, tag: int, sent: list[SentMean] | None = None
     ) -> Tensor:
-        """Returns the outcome for a flat ``piece``, which is not changed; every member calls this method. Without
+        """Return the outcome for a flat ``piece``, which is not changed; every member calls this method. Without
         ``hosts``, the messages that it was read from are added to ``sent``, in the order of the values.
 
         Raises:
@@ -114,7 +114,7 @@ class EncodedMean:
         return outcome
 
     def _offer(self, chunk: _Chunk, team: Members, tag: int) -> None:
-        """Begins to send the other members the parts that they own."""
+        """Begin to send the other members the parts that they own."""
         me, others = self._replicas.pipeline, team.without(self._replicas.pipeline)
         for owner in others:
             if len(part := chunk.part(owner)):
@@ -123,7 +123,7 @@ class EncodedMean:
         chunk.under_way = transfers.begin(chunk.mine, chunk.arriving, self._replicas, tag)
 
     def _combine(self, chunk: _Chunk, team: Members, tag: int) -> None:
-        """Averages this worker's own part when it has come from the others, and begins to send them the mean."""
+        """Average this worker's own part when it has come from the others, and begin to send them the mean."""
         coding, me, others = self.coding, self._replicas.pipeline, team.without(self._replicas.pipeline)
         part, combined = chunk.part(me), None
         chunk.under_way.wait()
@@ -139,7 +139,7 @@ class EncodedMean:
         chunk.under_way = transfers.begin(dict.fromkeys(others, answer), chunk.arriving, self._replicas, tag)
 
     def _accept(self, chunk: _Chunk, team: Members, tag: int) -> None:
-        """Takes the means of the others' parts when they have come."""
+        """Take the means of the others' parts when they have come."""
         chunk.under_way.wait()
         for owner, mean in chunk.arriving.items():
             if is_refusal(mean):
@@ -149,7 +149,7 @@ class EncodedMean:
                 chunk.outcome[chunk.spans[owner]] = taken
 
     def _in_full(self, x: Tensor, owner: int, team: Members, tag: int) -> Tensor:
-        """Returns the mean of a part, exchanged in full precision."""
+        """Return the mean of a part, exchanged in full precision."""
         me, others = self._replicas.pipeline, team.without(self._replicas.pipeline)
         wide = residual_dtype(x.dtype)
         if owner != me:
@@ -163,7 +163,7 @@ class EncodedMean:
         return mean
 
     def _by_hosts(self, x: Tensor, at: Offset, team: Members, tag: int) -> Tensor:
-        """Averages by hosts: each worker of a host averages its own part of the host's mean with its counterparts on
+        """Average by hosts: each worker of a host averages its own part of the host's mean with its counterparts on
         other hosts. Where hosts have unequally many members, a worker of a small host has several parts."""
         assert self.hosts is not None
         coding, me = self.coding, self._replicas.pipeline
@@ -193,7 +193,7 @@ class EncodedMean:
         return outcome
 
     def _of_host(self, x: Tensor, owner: int, local: Sequence[int], team: Members, tag: int) -> Tensor:
-        """Returns the mean over the members of this host, for the owner; an empty tensor for others."""
+        """Return the mean over the members of this host, for the owner; an empty tensor for others."""
         me, wide = self._replicas.pipeline, residual_dtype(x.dtype)
         if owner != me:
             self._swap({owner: x}, {}, tag)
@@ -207,7 +207,7 @@ class EncodedMean:
         return mean
 
     def _message(self, values: Tensor) -> Tensor:
-        """Returns a buffer for a message with as many values as ``values``."""
+        """Return a buffer for a message with as many values as ``values``."""
         return values.new_empty(0, dtype=torch.uint8).new_empty(self.coding.nbytes(len(values), values.dtype))
 
     def _swap(self, outgoing: Mapping[int, Tensor], like: Mapping[int, Tensor], tag: int) -> dict[int, Tensor]:
@@ -239,7 +239,7 @@ class _Chunk:
         return self._at.part(self.spans[owner])
 
     def sent(self) -> list[SentMean]:
-        """Returns the mean of each part as it was sent, when it is there."""
+        """Return the mean of each part as it was sent, when it is there."""
         messages = dict([*self.arriving.items(), self.answer])
         return [
             SentMean(span.stop - span.start, self.outcome[span].clone() if owner in self.refused else messages[owner])
@@ -286,7 +286,7 @@ class _Encoded:
 
 
 def _by_host(members: Sequence[int], hosts: Sequence[str] | Mapping[int, str]) -> list[list[int]]:
-    """Returns members by their machines, which are in the order of their first members."""
+    """Return members by their machines, which are in the order of their first members."""
     found: dict[str, list[int]] = {}
     for member in members:
         found.setdefault(hosts[member], []).append(member)
@@ -296,7 +296,7 @@ def _by_host(members: Sequence[int], hosts: Sequence[str] | Mapping[int, str]) -
 def _shares(
     owners: Sequence[int], hosts: Sequence[Sequence[int]], team: Members
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Returns one owner of each host, in increasing order, and the weight of its host."""
+    """Return one owner of each host, in increasing order, and the weight of its host."""
     shares = {
         owner: sum(team.weight(member) for member in members) for owner, members in zip(owners, hosts, strict=True)
     }

@@ -19,7 +19,7 @@ changes, and keep the old one if m̄' is not finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -43,13 +43,13 @@ from lightning_sdpipe.topology.groups import Replicas
 
 
 def momentum_to_send(momentum: Tensor, gradient: Tensor, beta: float) -> Tensor:
-    """Returns β m̄ + (1 − β) g in a new tensor. Before compression begins, this with the mean gradient is the next
+    """Return β m̄ + (1 − β) g in a new tensor. Before compression begins, this with the mean gradient is the next
     m̄."""
     return torch.lerp(momentum, gradient.to(momentum.dtype), 1 - beta)
 
 
 def gradient_to_apply(before: Tensor, after: Tensor, beta: float) -> Tensor:
-    """Returns ĝ in a new tensor, given m̄ before and after this step."""
+    """Return ĝ in a new tensor, given m̄ before and after this step."""
     return (after - before).mul_(1 / (1 - beta)).add_(before)
 
 
@@ -163,7 +163,7 @@ class EncodedRounds(GradientRounds):
             self._scale_of_momenta = scale
 
     def _to_momentum(self, number: int, flat: Tensor) -> None:
-        """Replaces the gradient by this worker's share of the mean momentum, once compression has begun."""
+        """Replace the gradient by this worker's share of the mean momentum, once compression has begun."""
         if number not in self._momenta:
             self._momenta[number] = torch.zeros_like(flat, dtype=residual_dtype(flat.dtype))
         if self.updates >= self._payload.after and self._trains:
@@ -171,7 +171,7 @@ class EncodedRounds(GradientRounds):
             flat.mul_(1 - beta).add_(self._momenta[number], alpha=beta / self._size)
 
     def _back_to_gradient(self, number: int, flat: Tensor) -> None:
-        """Replaces the momentum by the gradient that makes Adam's own first moment the mean momentum."""
+        """Replace the momentum by the gradient that makes Adam's own first moment the mean momentum."""
         before, beta = self._momenta[number], self._payload.momentum
         if self.updates < self._payload.after:
             after = momentum_to_send(before, flat, beta)
@@ -227,14 +227,15 @@ class EncodedPresentRounds(PresentRounds):
         self._failed: list[bool] = []
         super().__init__(parameters, worker, cap, watch, look)
 
-    def begin(self, group: Group, mover: SumInPlace | None) -> None:
-        """See the base class; ``mover`` adds up the flags, and its replicas average the gradients."""
+    def begin(self, group: Group, mover: SumInPlace | None, hosts: Mapping[int, str] | None = None) -> None:
+        """See the base class; ``mover`` adds up the flags, and its replicas average the gradients: by the machines
+        ``hosts``, if they are given."""
         if self._members != (group.epoch, group.members):
             self.coding.drop()
         self._members = group.epoch, group.members
-        self._sum, self._encoded = mover, None if mover is None else EncodedMean(mover.replicas, self.coding)
+        self._sum, self._encoded = mover, None if mover is None else EncodedMean(mover.replicas, self.coding, hosts)
         self._jobs, self._failed = [], []
-        super().begin(group, mover)
+        super().begin(group, mover, hosts)
 
     def begin_again(self) -> None:
         """See the base class; also drops what was left out, when no message of the round is under way any more."""
@@ -263,7 +264,8 @@ class EncodedPresentRounds(PresentRounds):
         assert self._group is not None
         group, encoded, adds, number, failed = self._group, self._encoded, self._sum, self._launched, self._failed
         team = Members(Members.of(group).members, (1 / len(group.members),) * len(group.members))
-        trains, update, scale = self.weight > 0, self.mark, self._current_scale()
+        trains = self.weight > 0 or encoded.hosts is not None  # a host's mean is of those on it that train
+        update, scale = self.mark, self._current_scale()
         is_bucket = number < len(self._buckets)
 
         def average() -> None:

@@ -46,7 +46,7 @@ class UnderWay(Protocol):
     """A bucket that is being reduced."""
 
     def wait(self) -> object:
-        """Waits until the bucket is reduced."""
+        """Wait until the bucket is reduced."""
 
 
 class _Alone:
@@ -100,7 +100,7 @@ class GradientRounds:
         self.arrange()
 
     def arrange(self) -> None:
-        """Lays out the buckets for the present parameters; all members must do so between the same rounds."""
+        """Lay out the buckets for the present parameters; all members must do so between the same rounds."""
         self.nbytes = sum(parameter.nbytes for parameter in self._parameters)
         self._layout = _layout(self._parameters, min(self._cap, max(self.nbytes // 4, SMALL)))
         self._shapes = [parameter.shape for parameter in self._parameters]
@@ -127,7 +127,7 @@ class GradientRounds:
         self._flags: tuple[Tensor, UnderWay] | None = None
 
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        """Takes the complete gradient of parameter ``number``. Starts averaging its bucket if it was the last one.
+        """Take the complete gradient of parameter ``number``. Start averaging its bucket if it was the last one.
 
         Raises:
             ConfigurationError: the gradient is sparse, or grew after it had been sent.
@@ -150,7 +150,7 @@ class GradientRounds:
             self._launch()
 
     def complete(self, gradients: Sequence[Tensor | None], trains: bool = True, mark: int = 0) -> None:
-        """Ends the backward: ``gradients`` are all gradients by number; :meth:`gradient_ready` may have had some.
+        """End the backward: ``gradients`` are all gradients by number; :meth:`gradient_ready` may have had some.
 
         Args:
             gradients: None for parameters without one.
@@ -175,7 +175,7 @@ class GradientRounds:
         self._flags = flags, self._reduce(flags) if last is None else self._send(last)
 
     def wait(self) -> Averaged:
-        """Waits for the means over the replicas that train; a parameter that none of them used has no mean.
+        """Wait for the means over the replicas that train; a parameter that none of them used has no mean.
 
         Raises:
             WorkerFailedError: another replica failed, or did not come within the group's timeout.
@@ -205,7 +205,7 @@ class GradientRounds:
         return Averaged(gradients, len(seen), nonfinite, all_there - start, averaging, seen)
 
     def _fill(self, gradients: Sequence[Tensor | None]) -> None:
-        """Puts all remaining gradients into the buckets, and zeros where there is none."""
+        """Put all remaining gradients into the buckets, and zeros where there is none."""
         for number, gradient in enumerate(gradients):
             if gradient is not None and number not in self._used:
                 self.gradient_ready(number, gradient)
@@ -232,7 +232,7 @@ class GradientRounds:
         return bucket.views
 
     def _launch(self) -> None:
-        """Starts the buckets that are full and whose turn it is."""
+        """Start the buckets that are full and whose turn it is."""
         while self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
             if bucket.room or len(bucket.filled) < len(bucket.numbers):
@@ -268,12 +268,12 @@ class GradientRounds:
 
 
 def unfinite(totals: Tensor) -> Tensor:
-    """Returns whether any of ``totals`` is not a finite number."""
+    """Return whether any of ``totals`` is not a finite number."""
     return (totals - totals).any()  # of what is not finite, that is nan
 
 
 def _layout(parameters: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
-    """Returns consecutive numbers of one type and device for each bucket, which is full at ``cap`` bytes."""
+    """Return consecutive numbers of one type and device for each bucket, which is full at ``cap`` bytes."""
     buckets: list[list[int]] = []
     size = 0
     for number, p in enumerate(parameters):

@@ -15,11 +15,11 @@ class GradientExchange(Protocol):
     """
 
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        """Takes the final gradient of parameter ``number`` while the backward goes on. The gradient may change
+        """Take the final gradient of parameter ``number`` while the backward goes on. The gradient may change
         afterwards."""
 
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
-        """Ends the backward: takes all gradients, with those that :meth:`gradient_ready` had. Does not wait."""
+        """End the backward: take all gradients, with those that :meth:`gradient_ready` had. Do not wait."""
 
     def finish(self) -> list[Tensor | None]:
-        """Waits for the gradients that take the place of those given to :meth:`complete`."""
+        """Wait for the gradients that take the place of those given to :meth:`complete`."""

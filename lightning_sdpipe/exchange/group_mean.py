@@ -101,7 +101,7 @@ class _Mean:
                 mean.add_(part, alpha=weight)
 
     def _begin(self) -> None:
-        """Sends the others their parts of the next piece, if there is one."""
+        """Send the others their parts of the next piece, if there is one."""
         self._scattering = None
         if not self._to_come:
             return

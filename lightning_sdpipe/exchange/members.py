@@ -19,14 +19,14 @@ class Members:
 
     @classmethod
     def of(cls, group: Group) -> Members:
-        """Makes the members of a group that the policy decided on."""
+        """Make the members of a group that the policy decided on."""
         return cls(tuple(worker.pipeline for worker in group.members), group.weights)
 
     def weight(self, pipeline: int) -> float:
         return self.weights[self.members.index(pipeline)]
 
     def without(self, pipeline: int) -> list[int]:
-        """Returns the other members, from the next one on, so that members begin with different ones."""
+        """Return the other members, from the next one on, so that members begin with different ones."""
         place = self.members.index(pipeline)
         return [*self.members[place + 1 :], *self.members[:place]]
 
@@ -44,14 +44,14 @@ class Offset:
 
 
 def parts(n: int, members: int) -> list[slice]:
-    """Returns the part of ``n`` elements that each member owns, divided as by ``torch.tensor_split``."""
+    """Return the part of ``n`` elements that each member owns, divided as by ``torch.tensor_split``."""
     size, more = divmod(n, members)
     bounds = [index * size + min(index, more) for index in range(members + 1)]
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
 def owned(n: int, members: Sequence[int], block: int) -> dict[int, slice]:
-    """Returns the part of ``n`` values that each member owns: whole blocks, divided as evenly as possible."""
+    """Return the part of ``n`` values that each member owns: whole blocks, divided as evenly as possible."""
     blocks = parts(num_blocks(n, block), len(members))
     return {
         member: slice(min(n, span.start * block), min(n, span.stop * block))

@@ -43,7 +43,7 @@ class MadeBase:
         return sum(part.message.nbytes for means in self.means for part in means)
 
     def mean(self, piece: int, base: Tensor, coding: Codec) -> Tensor:
-        """Returns the mean change of a piece, as members of the round have read it; ``base`` is the piece before it."""
+        """Return the mean change of a piece, as members of the round have read it; ``base`` is the piece before it."""
         taken, start = [], 0
         for part in self.means[piece]:
             values, message = base[start : start + part.count], part.message.to(base.device)
@@ -67,13 +67,13 @@ class History:
         """Rounds by the base before them, the oldest first."""
 
     def add(self, made: MadeBase) -> None:
-        """Notes a round."""
+        """Note a round."""
         self._made[made.before] = made
         while sum(each.nbytes for each in self._made.values()) > self._limit:
             del self._made[next(iter(self._made))]
 
     def since(self, base: int, newest: int) -> list[MadeBase] | None:
-        """Returns the rounds that lead from ``base`` to ``newest``, or None if one of them is not kept."""
+        """Return the rounds that lead from ``base`` to ``newest``, or None if one of them is not kept."""
         found: list[MadeBase] = []
         while base != newest:
             made = self._made.get(base)
@@ -85,7 +85,7 @@ class History:
 
 
 def send(missed: Mapping[int, Sequence[MadeBase] | None], replicas: Replicas, tag: int) -> list[Transfers]:
-    """Begins to send each of these pipelines the rounds that it has missed; None tells it that they are not kept."""
+    """Begin to send each of these pipelines the rounds that it has missed; None tells it that they are not kept."""
     begun = []
     for pipeline, rounds in missed.items():
         packed = torch.empty(0, dtype=torch.uint8) if rounds is None else _packed(rounds)
@@ -104,7 +104,7 @@ class Arriving:
         self._thread.start()
 
     def wait(self) -> list[MadeBase] | None:
-        """Returns the rounds; None if the source does not keep them.
+        """Return the rounds; None if the source does not keep them.
 
         Raises:
             WorkerFailedError: the source is gone, or a transfer has timed out.
@@ -126,7 +126,7 @@ class Arriving:
 
 
 def _packed(rounds: Sequence[MadeBase]) -> Tensor:
-    """Returns rounds as bytes: the number of their messages, what each of these is, and their contents."""
+    """Return rounds as bytes: the number of their messages, what each of these is, and their contents."""
     said, contents = [0], []
     for made in rounds:
         for piece, means in enumerate(made.means):
@@ -145,7 +145,7 @@ def _packed(rounds: Sequence[MadeBase]) -> Tensor:
 
 
 def _unpacked(packed: Tensor) -> list[MadeBase]:
-    """Returns the rounds of :func:`_packed`; their messages stay on the CPU."""
+    """Return the rounds of :func:`_packed`; their messages stay on the CPU."""
     count = int(packed[:8].view(torch.int64))
     at = 8 + 48 * count
     found: dict[tuple[int, int], dict[int, list[SentMean]]] = {}

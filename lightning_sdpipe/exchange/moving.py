@@ -28,24 +28,24 @@ class Pending(Protocol):
     """Seconds until the first message of every other member had arrived: nearly the time waited for these members."""
 
     def wait(self) -> bool:
-        """Waits for the next piece, which then lies beside the model; returns False when all have been committed.
+        """Wait for the next piece, which then lies beside the model; return False when all have been committed.
 
         Raises:
             WorkerFailedError: a member is gone, or a transfer has timed out.
         """
 
     def commit(self) -> None:
-        """Puts the piece that was waited for into the model."""
+        """Put the piece that was waited for into the model."""
 
     def abort(self) -> None:
-        """Drops all pieces that are not committed. The model keeps committed ones, and nothing more changes it."""
+        """Drop all pieces that are not committed. The model keeps committed ones, and nothing more changes it."""
 
 
 class Mover(Protocol):
     """Moves tensors between the members of a group; the group gives the weight of each model."""
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
-        """Begins to move ``tensors``; every member calls it with tensors of equal lengths and with the same group.
+        """Begin to move ``tensors``; every member calls it with tensors of equal lengths and with the same group.
 
         Args:
             tensors: contiguous tensors of the model. They must not change until they are committed.
@@ -60,19 +60,19 @@ class Scratch:
         self._free: Tensor | None = None
 
     def lend(self, length: int, like: Tensor) -> Tensor:
-        """Lends a flat tensor of at least that length, with the dtype and the device of ``like``."""
+        """Lend a flat tensor of at least that length, with the dtype and the device of ``like``."""
         free, self._free = self._free, None
         if free is None or (free.dtype, free.device) != (like.dtype, like.device) or len(free) < length:
             free = like.new_empty(length)
         return free
 
     def give_back(self, scratch: Tensor) -> None:
-        """Takes back ``scratch``, into which nothing writes any more."""
+        """Take back ``scratch``, into which nothing writes any more."""
         self._free = scratch
 
 
 def finish(pending: Pending, moved: Callable[[], None] = lambda: None) -> float:
-    """Commits all remaining pieces, and calls ``moved`` after each; after a failure, drops pieces that are not
+    """Commit all remaining pieces, and call ``moved`` after each; after a failure, drop pieces that are not
     committed.
 
     Returns:
@@ -90,7 +90,7 @@ def finish(pending: Pending, moved: Callable[[], None] = lambda: None) -> float:
 
 
 def finish_whole(pending: Pending, confirm: Callable[[], None]) -> None:
-    """Waits for all pieces and calls ``confirm``; only then commits them. After a failure of either, drops all.
+    """Wait for all pieces and call ``confirm``; only then commit them. After a failure of either, drop all.
 
     Args:
         pending: an exchange whose tensors other code may change meanwhile.
@@ -110,12 +110,12 @@ def finish_whole(pending: Pending, confirm: Callable[[], None]) -> None:
 
 
 def pieces_of(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields views of flat tensors, none longer than a piece."""
+    """Yield views of flat tensors, none longer than a piece."""
     for tensor in tensors:
         if tensor.numel():
             yield from torch.split(tensor.view(-1), PIECE)
 
 
 def tag_of(group: Group) -> int:
-    """Returns the tag of the messages of ``group``."""
+    """Return the tag of the messages of ``group``."""
     return group.sequence % 2**31

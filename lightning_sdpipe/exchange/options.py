@@ -60,3 +60,8 @@ class Exchange:
     def is_full(self) -> bool:
         """True if values are sent unchanged."""
         return isinstance(self.payload, Full)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if values are sent unchanged, and to all workers alike."""
+        return self.is_full and self.hierarchy == "flat"

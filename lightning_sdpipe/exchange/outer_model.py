@@ -56,7 +56,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def step(self, moved: Tensor) -> None:
-        """Does the step of one round.
+        """Do the step of one round.
 
         Args:
             moved: −Δ, the mean movement of the workers' models since the base.
@@ -67,12 +67,12 @@ class OuterOptimizer:
             self.base.add_(self._momentum, alpha=self._nesterov.lr * self._nesterov.momentum)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the base and −m, by reference; the latter only with momentum."""
+        """Return the base and −m, by reference; the latter only with momentum."""
         return {"base": self.base} | ({"momentum": self._momentum} if self._momentum is not None else {})
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copies a state of :meth:`state_dict`. A momentum that it lacks starts from zero."""
+        """Copy a state of :meth:`state_dict`. A momentum that it lacks starts from zero."""
         self.base.copy_(state["base"])
         if self._momentum is not None:
             self._momentum.zero_()
@@ -108,16 +108,16 @@ class Fragments:
             raise refusal("mix", self.mix, "a share from 0 and below 1, such as 0.5")
 
     def begin(self, updates: int) -> list[int]:
-        """Returns the fragments whose rounds begin after this number of updates, which count from 1."""
+        """Return the fragments whose rounds begin after this number of updates, which count from 1."""
         due = [self.every * (fragment + 1) // self.fragments for fragment in range(self.fragments)]
         return [k for k, first in enumerate(due) if updates >= first and (updates - first) % self.every == 0]
 
     def end(self, updates: int) -> list[int]:
-        """Returns the fragments whose bases are adopted after this number of updates."""
+        """Return the fragments whose bases are adopted after this number of updates."""
         return self.begin(updates - self.delay)
 
     def take_over(self, x: Tensor, base: Tensor) -> None:
-        """Sets x ← mix · x + (1 − mix) · base, for a fragment whose round ends."""
+        """Set x ← mix · x + (1 − mix) · base, for a fragment whose round ends."""
         x.lerp_(base, 1 - self.mix)
 
 
@@ -141,7 +141,7 @@ class OuterModel(CommonReference):
         self._is_common = False
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
-        """Sets the base: all workers have the same ``tensors`` now. A momentum stays, unless the tensors have other
+        """Set the base: all workers have the same ``tensors`` now. A momentum stays, unless the tensors have other
         shapes than before."""
         self.drop()
         self._met = None
@@ -154,7 +154,7 @@ class OuterModel(CommonReference):
             self.outer = [OuterOptimizer(self._nesterov, piece) for piece in pieces]
 
     def aborted(self) -> None:
-        """Marks the base as not common until :meth:`begin`, since some members may have taken over what others have
+        """Mark the base as not common until :meth:`begin`, since some members may have taken over what others have
         not."""
         self.drop()
         self._is_common = False
@@ -170,7 +170,7 @@ class OuterModel(CommonReference):
         self.take_over(piece, number)
 
     def take_over(self, piece: Tensor, number: int) -> None:
-        """Replaces a piece of the model by the base, but for the share that is kept."""
+        """Replace a piece of the model by the base, but for the share that is kept."""
         piece.lerp_(self.outer[number].base, 1 - self.mix)
 
     @property
@@ -179,6 +179,6 @@ class OuterModel(CommonReference):
         return [state["momentum"] for outer in self.outer if "momentum" in (state := outer.state_dict())]
 
     def load_momentum(self, momenta: Sequence[Tensor]) -> None:
-        """Copies the momenta of the tensors that :meth:`begin` was given."""
+        """Copy the momenta of the tensors that :meth:`begin` was given."""
         for outer, piece in zip(self.outer, pieces_of(momenta), strict=True):
             outer.load_state_dict({"base": outer.base, "momentum": piece})

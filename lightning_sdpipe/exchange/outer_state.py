@@ -35,7 +35,7 @@ class OwnBase(OuterModel):
     """A codec for members that may have different bases: what they send are differences, each from its own."""
 
     def meets(self, team: Members) -> None:
-        """Drops residuals when members have changed, since others own their parts then."""
+        """Drop residuals when members have changed, since others own their parts then."""
         members = set(team.members)
         if members != self._met:
             self.drop()
@@ -68,16 +68,16 @@ class OuterState:
         self._lock = threading.Lock()
 
     def tensors(self) -> list[Tensor]:
-        """Returns the base and its momentum, piece by piece, by reference."""
+        """Return the base and its momentum, piece by piece, by reference."""
         return [tensor for outer in self.codec.outer for tensor in outer.state_dict().values()]
 
     def copy(self) -> tuple[int, list[Tensor]]:
-        """Returns the number of the base, and copies of its tensors. Any thread may call it."""
+        """Return the number of the base, and copies of its tensors. Any thread may call it."""
         with self._lock:
             return self.base, [tensor.detach().clone() for tensor in self.tensors()]
 
     def load(self, base: int, state: Sequence[Tensor]) -> None:
-        """Takes over what :meth:`copy` has returned on another worker."""
+        """Take over what :meth:`copy` has returned on another worker."""
         with self._lock:
             self._load(base, state)
 
@@ -88,7 +88,7 @@ class OuterState:
             own.copy_(given)
 
     def forget(self) -> None:
-        """Lets the last rounds go, since the base has come to be in another way."""
+        """Let the last rounds go, since the base has come to be in another way."""
         self._history = History(sum(tensor.nbytes for tensor in self.tensors()) // 2)
 
     def make(
@@ -99,7 +99,7 @@ class OuterState:
         replicas: Replicas,
         moved: Callable[[], None] = lambda: None,
     ) -> NewBase:
-        """Computes the outcome of a round, and calls ``moved`` after each piece.
+        """Compute the outcome of a round, and call ``moved`` after each piece.
 
         Args:
             tensors: the model, or a copy of it; they are not changed.
@@ -128,7 +128,7 @@ class OuterState:
             raise
 
     def adopt(self, new: NewBase, tensors: Sequence[Tensor], sent: Sequence[Tensor] | None = None) -> None:
-        """Makes ``new`` the base, and puts it into the model ``tensors``. If that has changed since it was ``sent``,
+        """Make ``new`` the base, and put it into the model ``tensors``. If that has changed since it was ``sent``,
         it keeps these changes."""
         with self._lock, torch.no_grad():
             if new.received:
@@ -148,7 +148,7 @@ class OuterState:
 
     @torch.no_grad()
     def put(self, tensors: Sequence[Tensor], sent: Sequence[Tensor] | None = None) -> None:
-        """Puts the base into the model, as :meth:`adopt` does."""
+        """Put the base into the model, as :meth:`adopt` does."""
         if sent is None:
             for number, piece in enumerate(pieces_of(tensors)):
                 self.codec.take_over(piece, number)
@@ -157,7 +157,7 @@ class OuterState:
                 piece.add_(outer.base - before)
 
     def hand_over(self, group: Group, replicas: Replicas) -> None:
-        """Sends the base to the other members of ``group``. Any thread may call it.
+        """Send the base to the other members of ``group``. Any thread may call it.
 
         Raises:
             WorkerFailedError: one of them is gone.
@@ -172,7 +172,7 @@ class OuterState:
             each.wait()
 
     def take_over(self, source: int, group: Group, replicas: Replicas) -> NewBase:
-        """Receives a base that ``source`` hands over in ``group``.
+        """Receive a base that ``source`` hands over in ``group``.
 
         Raises:
             WorkerFailedError: it is gone.
@@ -184,7 +184,7 @@ class OuterState:
         return NewBase(int(base), received=state)
 
     def _begin_to_share(self, group: Group, replicas: Replicas) -> _Sharing:
-        """Begins to send members that lack the newest base what makes them have it, or to receive that."""
+        """Begin to send members that lack the newest base what makes them have it, or to receive that."""
         assert group.lineage is not None, "a policy of rounds by quorum gives groups a lineage"
         newest, tag = group.lineage.newest, tag_of(group)
         bases = {worker.pipeline: base for worker, base in zip(group.members, group.lineage.bases, strict=True)}
@@ -205,7 +205,7 @@ class OuterState:
     def _share(
         self, sharing: _Sharing, group: Group, replicas: Replicas, moved: Callable[[], None]
     ) -> tuple[list[MadeBase], list[Tensor]]:
-        """Ends what :meth:`_begin_to_share` has begun; returns the rounds that this worker has missed, or the newest
+        """End what :meth:`_begin_to_share` has begun; return the rounds that this worker has missed, or the newest
         base."""
         missed: list[MadeBase] | None = []
         state: list[Tensor] = []

@@ -42,7 +42,7 @@ class Overlapped:
         self._job: Job | None = None
 
     def begin(self, tensors: Sequence[Tensor], group: Group) -> None:
-        """Starts to exchange ``tensors`` as they are now. The last exchange must have ended."""
+        """Start to exchange ``tensors`` as they are now. The last exchange must have ended."""
         assert self._job is None, "end() comes before the next begin()"
         if len(group.members) == 1:
             return
@@ -65,7 +65,7 @@ class Overlapped:
         return self._job is not None and not self._job.is_done
 
     def end(self) -> float:
-        """Waits for the exchange that is under way, if there is one, and adds the change to the tensors.
+        """Wait for the exchange that is under way, if there is one, and add the change to the tensors.
 
         Returns:
             Seconds waited.
@@ -83,7 +83,7 @@ class Overlapped:
 
 
 def turn_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> None:
-    """Replaces copies of models by the changes that are to be added to these, piece by piece.
+    """Replace copies of models by the changes that are to be added to these, piece by piece.
 
     Raises:
         WorkerFailedError: a member is gone, or a transfer has timed out.
@@ -103,7 +103,7 @@ def turn_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> N
 
 
 def turn_whole_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> None:
-    """Does the same as :func:`turn_into_changes`, for a mover that begins again: pieces must be models until all have
+    """Do the same as :func:`turn_into_changes`, for a mover that begins again: pieces must be models until all have
     been moved.
 
     Raises:

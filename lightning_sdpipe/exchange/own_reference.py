@@ -60,7 +60,7 @@ class OwnReference:
         return (self._modulo or self._payload.on(dtype)).nbytes(n)
 
     def meets(self, team: Members) -> None:
-        """Does nothing: any members may exchange."""
+        """Do nothing: any members may exchange."""
 
     def prepared(self, piece: Tensor, number: int) -> Tensor:
         self._payload.on(piece.dtype)
@@ -131,13 +131,13 @@ class OwnReference:
             self._spread(Offset(number, 0)).observe(outcome)
 
     def aborted(self) -> None:
-        """Does nothing, since only the distance of models is remembered."""
+        """Do nothing, since only the distance of models is remembered."""
 
     def _spread(self, at: Offset) -> Spread:
         return self._spreads.setdefault(at.piece, Spread(self.block))
 
     def _read(self, message: Tensor, reference: Tensor, into: Tensor) -> bool:
-        """Reads a message into float32; returns whether the sender was too far away."""
+        """Read a message into float32; return whether the sender was too far away."""
         if self._modulo is not None:
             return bool(self._modulo.decode(message, reference, into).any())
         self._payload.on(reference.dtype).decode(message, into)
@@ -153,14 +153,14 @@ class _Reach:
         self._step: Tensor | None = None
 
     def take_in(self, read: Tensor, message: Tensor) -> None:
-        """Takes in a member's values, as read from its message. Overwrites ``read``."""
+        """Take in a member's values, as read from its message. Overwrites ``read``."""
         away = largest_magnitudes(read.sub_(self._x), self._block)
         step = Pieces(self._x, self._block).read_header(message, 2)[0]
         self._furthest = away if self._furthest is None else torch.maximum(self._furthest, away)
         self._step = step.view_as(away) if self._step is None else torch.maximum(self._step, step.view_as(away))
 
     def theta(self, mean: Tensor) -> Tensor:
-        """Returns θ for the message with the mean."""
+        """Return θ for the message with the mean."""
         assert self._furthest is not None
         assert self._step is not None
         return (largest_magnitudes(mean - self._x, self._block) + self._furthest + self._step).mul_(1.001)

@@ -77,7 +77,7 @@ class _Pair:
 
 
 def exchange_whole(pending: Pending, group: Group, replicas: Replicas) -> None:
-    """Finishes the exchange of the pair ``group``: neither changes its tensors before both have all of it.
+    """Finish the exchange of the pair ``group``: neither changes its tensors before both have all of it.
 
     Raises:
         WorkerFailedError: the other one is gone, or a transfer has timed out; nothing has changed.

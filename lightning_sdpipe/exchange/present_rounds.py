@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
@@ -109,9 +109,9 @@ class PresentRounds(GradientRounds):
         """True if the members of this round are known."""
         return self._group is not None
 
-    def begin(self, group: Group, mover: SumInPlace | None) -> None:
-        """Begins the exchange among the members of ``group``, in which ``mover`` moves tensors; a single member needs
-        no mover."""
+    def begin(self, group: Group, mover: SumInPlace | None, hosts: Mapping[int, str] | None = None) -> None:
+        """Begin the exchange among the members of ``group``, in which ``mover`` moves tensors; a single member needs
+        no mover. ``hosts``, the machines of the members, is ignored here, since all are alike."""
         self._kept = None
         self._group = msgspec.structs.replace(group, weights=(1.0,) * len(group.members))
         self._mover = mover or GroupMean(self._replicas)
@@ -123,7 +123,7 @@ class PresentRounds(GradientRounds):
         self._fill(gradients)
 
     def outcome(self) -> Round:
-        """Waits for the means.
+        """Wait for the means.
 
         Raises:
             WorkerFailedError: a member is gone, or did not come within the group's timeout.
@@ -141,7 +141,7 @@ class PresentRounds(GradientRounds):
         return self._means(sums, time.perf_counter() - start)
 
     def begin_again(self) -> None:
-        """Offers the same gradients again for other members, in other memory, since the exchange has failed."""
+        """Offer the same gradients again for other members, in other memory, since the exchange has failed."""
         given = self._given
         assert given is not None
         self._sending.clear()
@@ -150,7 +150,7 @@ class PresentRounds(GradientRounds):
         self.complete(given)
 
     def hand_over(self, sequence: int, group: Group, replicas: Replicas) -> bool:
-        """Sends the sums of the group ``sequence`` to the other members of ``group``; False if they are not kept.
+        """Send the sums of the group ``sequence`` to the other members of ``group``; False if they are not kept.
 
         Raises:
             WorkerFailedError: one of the members is gone.
@@ -164,7 +164,7 @@ class PresentRounds(GradientRounds):
         return True
 
     def take_over(self, source: int, group: Group, replicas: Replicas) -> Round:
-        """Receives the outcome of the broken ``group`` from ``source``.
+        """Receive the outcome of the broken ``group`` from ``source``.
 
         Raises:
             WorkerFailedError: ``source`` is gone.
@@ -208,7 +208,7 @@ class PresentRounds(GradientRounds):
         )
 
     def _keep(self, sums: Sums) -> None:
-        """Copies the sums into the memory of the last ones, which all remaining members have received by now."""
+        """Copy the sums into the memory of the last ones, which all remaining members have received by now."""
         if [tensor.shape for tensor in self._memory] != [tensor.shape for tensor in sums.tensors]:
             self._memory = [torch.empty_like(tensor) for tensor in sums.tensors]
         torch._foreach_copy_(self._memory, sums.tensors)
@@ -226,7 +226,7 @@ class PresentRounds(GradientRounds):
         return flags
 
     def _divisor(self, weight: float, members: int, dtype: torch.dtype) -> float:
-        """Returns the number by which the outcome of an exchange is divided, given the weight of all members."""
+        """Return the number by which the outcome of an exchange is divided, given the weight of all members."""
         return weight * _SCALES.get(dtype, 1.0)
 
     def _put(self, gradient: Tensor, into: Tensor) -> None:

@@ -57,7 +57,7 @@ class RingMean:
         self.draws = random.Random(replicas.pipeline)
 
     def begin(self, tensors: Sequence[Tensor], neighbours: Sequence[int]) -> None:
-        """Sets the common model and the neighbours: all workers have the same ``tensors`` now."""
+        """Set the common model and the neighbours: all workers have the same ``tensors`` now."""
         if self.payload is None:
             return
         self.copies = [NeighbourCopies(p, dict.fromkeys(neighbours, p), self.weight) for p in pieces_of(tensors)]
@@ -122,7 +122,7 @@ class _Ring:
         piece.copy_(copies.own)
 
     def abort(self) -> None:
-        """Drops the replicas until :meth:`RingMean.begin`, since a neighbour may have changed replicas that this worker
+        """Drop the replicas until :meth:`RingMean.begin`, since a neighbour may have changed replicas that this worker
         has not."""
         if self._to_come:
             self._mover.copies, self._mover.residuals = [], []
@@ -135,12 +135,12 @@ class _Ring:
 
 
 def weight_of_each(size: int) -> float:
-    """Returns the weight of a neighbour's model in a ring of ``size`` workers."""
+    """Return the weight of a neighbour's model in a ring of ``size`` workers."""
     return 1 / min(size, 3)
 
 
 def average(x: Tensor, neighbours: Iterable[Tensor], weight: float) -> None:
-    """Replaces ``x`` by its average with the models of the ``neighbours`` that are there, in full precision."""
+    """Replace ``x`` by its average with the models of the ``neighbours`` that are there, in full precision."""
     change = torch.zeros_like(x, dtype=residual_dtype(x.dtype))
     for theirs in neighbours:
         change.add_(theirs, alpha=weight).sub_(x, alpha=weight)
@@ -162,17 +162,17 @@ class NeighbourCopies:
     def __init__(self, own: Tensor, neighbours: Mapping[int, Tensor], weight: float) -> None:
         self.own = own.clone()
         self.neighbours = {key: theirs.clone() for key, theirs in neighbours.items()}
-        self._weight = weight
+        self.weight = weight
 
     def difference(self, x: Tensor) -> Tensor:
-        """Returns z, which this worker sends of its model ``x``, in a new tensor."""
+        """Return z, which this worker sends of its model ``x``, in a new tensor."""
         z = x.to(residual_dtype(x.dtype), copy=True)
         for theirs in self.neighbours.values():
-            z.add_(theirs, alpha=self._weight)
-        return z.sub_(self.own, alpha=1 + self._weight * len(self.neighbours))
+            z.add_(theirs, alpha=self.weight)
+        return z.sub_(self.own, alpha=1 + self.weight * len(self.neighbours))
 
     def commit(self, payload: Payload, mine: Tensor, theirs: Mapping[int, Tensor]) -> None:
-        """Adds the messages to all replicas; afterwards ``own`` is this worker's model.
+        """Add the messages to all replicas; afterwards ``own`` is this worker's model.
 
         Args:
             payload: the payload of all messages.
@@ -188,5 +188,5 @@ class NeighbourCopies:
             payload.decode(message, replica, 1.0)
 
     def leave(self, key: int) -> None:
-        """Removes a neighbour that has left: its weight stays with this worker from now on."""
+        """Remove a neighbour that has left: its weight stays with this worker from now on."""
         del self.neighbours[key]

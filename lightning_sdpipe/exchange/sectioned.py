@@ -77,7 +77,7 @@ class _Sections:
             self._now = None
 
     def _begin(self) -> None:
-        """Starts the next section, if there is one."""
+        """Start the next section, if there is one."""
         self._now = None
         if self._to_come:
             mover, tensors = self._to_come.popleft()
@@ -85,7 +85,7 @@ class _Sections:
 
 
 def parted(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Tensor]]:
-    """Divides ``tensors`` by ``counts``, the number for each section, in order."""
+    """Divide ``tensors`` by ``counts``, the number for each section, in order."""
     ends = [*accumulate(counts)]
     return [tensors[end - count : end] for end, count in zip(ends, counts, strict=True)]
 

@@ -67,7 +67,7 @@ class ServedParameters:
             ).start()
 
     def push(self, pipeline: int, changes: Sequence[Tensor]) -> Pulled:
-        """Takes the changes of a pipeline's clock, and waits until it may begin the next one.
+        """Take the changes of a pipeline's clock, and wait until it may begin the next one.
 
         Raises:
             WorkerFailedError: another pipeline failed, or the pipelines that are awaited did not come in time.
@@ -84,12 +84,12 @@ class ServedParameters:
             return Pulled([p.clone() for p in self._parameters], len(self._admission.active), waited)
 
     def leave(self, pipeline: int, changes: Sequence[Tensor], pushes: bool = True) -> None:
-        """Takes the changes of a pipeline that ends its epoch, if it ``pushes`` any."""
+        """Take the changes of a pipeline that ends its epoch, if it ``pushes`` any."""
         with self._changed:
             self._take(self._admission.leave(pipeline, pushes), changes)
 
     def close(self) -> Sequence[Tensor]:
-        """Waits until every pipeline has left; returns the parameters with all changes.
+        """Wait until every pipeline has left; return the parameters with all changes.
 
         Raises:
             WorkerFailedError: a pipeline failed, or did not leave in time.
@@ -102,7 +102,7 @@ class ServedParameters:
             return self._parameters
 
     def _take(self, verdict: Verdict, changes: Sequence[Tensor]) -> None:
-        """Carries out the decision on a push. A round that closes with it needs no memory of its own."""
+        """Carry out the decision on a push. A round that closes with it needs no memory of its own."""
         scale = verdict.weight if self._round is not None or verdict.closes is None else verdict.weight * verdict.closes
         if verdict.weight:
             if self._round is None and verdict.closes is None:
@@ -127,7 +127,7 @@ class ServedParameters:
             self._changed.wait(left)
 
     def _serve(self, pipeline: int, rank: int) -> None:
-        """Serves one remote pipeline, until it leaves."""
+        """Serve one remote pipeline, until it leaves."""
         peer = f"pipeline {pipeline} (rank {rank})"
         changes = [torch.empty_like(p) for p in self._parameters]
         try:

@@ -70,7 +70,7 @@ class ShardedMean:
         return _Sharded(tensors, group, parts, self._replicas, self.between, self._scratch)
 
     def between(self, piece: int | None) -> Mover:
-        """Returns the mover for a piece, which averages among groups that each send one member's values; a piece has
+        """Return the mover for a piece, which averages among groups that each send one member's values; a piece has
         its own mover, since the distance of models is remembered by offset. None stands for whole models."""
         if isinstance(self._payload, Full):
             return self._whole
@@ -79,7 +79,7 @@ class ShardedMean:
         return self._between[piece]
 
     def parts(self, group: Group) -> list[list[int]]:
-        """Returns the members of ``group`` by the groups that they belong to."""
+        """Return the members of ``group`` by the groups that they belong to."""
         there = {worker.pipeline for worker in group.members}
         parts = [[pipeline for pipeline in own if pipeline in there] for own in self._groups]
         return [part for part in parts if part]

@@ -39,7 +39,7 @@ class Transfers:
     given_up: threading.Event | None = None  # see Replicas
 
     def wait(self) -> None:
-        """Waits until all messages have arrived and left.
+        """Wait until all messages have arrived and left.
 
         Raises:
             WorkerFailedError: a member closed the connection, the group's timeout passed, or the group was given up;
@@ -76,7 +76,7 @@ class Transfers:
 
 
 def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: Replicas, tag: int) -> Transfers:
-    """Sends to and receives from several pipelines at once. NCCL needs both directions together: two members that began
+    """Send to and receive from several pipelines at once. NCCL needs both directions together: two members that began
     with the same direction would block.
 
     Args:
@@ -130,7 +130,7 @@ def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: 
 
 
 def _wait(works: Sequence[tuple[str, dist.Work]], tensors: Sequence[Tensor], limit: timedelta) -> None:
-    """Waits for ``works``, whose ``tensors`` are kept alive by being here."""
+    """Wait for ``works``, whose ``tensors`` are kept alive by being here."""
     for peer, work in works:
         try:
             work.wait(limit)

@@ -57,7 +57,7 @@ class Delays:
             raise ConfigurationError(f"draws={self.draws!r} must be one of {', '.join(get_args(Draws))}.")
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
-        """Returns the seconds for which worker (stage, pipeline) sleeps before this pass of this iteration; a pure
+        """Return the seconds for which worker (stage, pipeline) sleeps before this pass of this iteration; a pure
         function."""
         if self.draws == "iteration" and during == "backward":
             return 0.0
@@ -66,12 +66,12 @@ class Delays:
         return self.seconds * self.scale
 
     def track(self, rank: int) -> Track | None:
-        """Returns None: between its delays, every device runs at full speed."""
+        """Return None: between its delays, every device runs at full speed."""
         return None
 
 
 def condition(name: Condition, model: Model, *, scale: float = 1.0, seed: int = 0) -> Delays:
-    """Returns the delays of one of the paper's conditions: each worker is delayed in 10 % of its iterations.
+    """Return the delays of one of the paper's conditions: each worker is delayed in 10 % of its iterations.
 
     A: 0.1 s (ResNet) or 0.2 s (BERT); B: 0.3 s or 0.6 s.
 
@@ -85,6 +85,6 @@ def condition(name: Condition, model: Model, *, scale: float = 1.0, seed: int = 
 
 
 def uniform(*key: object) -> float:
-    """Returns a number in [0, 1), evenly spread over its arguments: a hash in the place of a generator's state."""
+    """Return a number in [0, 1), evenly spread over its arguments: a hash in the place of a generator's state."""
     text = " ".join(map(str, key)).encode()
     return (int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 11) / (1 << 53)

@@ -35,7 +35,7 @@ class Pacer:
         self._late = 0.0
 
     def sleep_until(self, deadline: float) -> None:
-        """Returns at `deadline` (on this clock), or at once if it has passed."""
+        """Return at `deadline` (on this clock), or at once if it has passed."""
         target = deadline - self._late
         remaining = target - self.clock()
         if remaining > 0.0:
@@ -81,7 +81,7 @@ class EmulatedBlock(nn.Module):
         self.pacer = Pacer()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (batch, …) of any type to (batch, *out_shape) of the weight's type."""
+        """Map (batch, …) of any type to (batch, *out_shape) of the weight's type."""
         start = self.pacer.clock()
         values = x.to(self.weight.dtype)
         if self.out_shape is not None:
@@ -92,7 +92,7 @@ class EmulatedBlock(nn.Module):
         return output
 
     def extra_repr(self) -> str:
-        """Returns the times and shape, for `print(model)`."""
+        """Return the times and shape, for `print(model)`."""
         return (
             f"forward_seconds={self.forward_seconds}, backward_seconds={self.backward_seconds}, "
             f"out_shape={self.out_shape}, num_parameters={self.weight.numel()}"

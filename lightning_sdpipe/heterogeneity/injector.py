@@ -18,10 +18,10 @@ class Heterogeneity(Protocol):
     """A model of what slows workers down. Both methods are pure: the same arguments give the same result."""
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
-        """Returns the seconds for which worker (stage, pipeline) sleeps before this pass of this iteration."""
+        """Return the seconds for which worker (stage, pipeline) sleeps before this pass of this iteration."""
 
     def track(self, rank: int) -> Track | None:
-        """Returns the speed of this rank's device over time; None for full speed."""
+        """Return the speed of this rank's device over time; None for full speed."""
 
 
 class DelayInjector:
@@ -71,12 +71,12 @@ class DelayInjector:
         """Seconds inside of :meth:`computing`, without what was injected there."""
 
     def before_forward(self, iteration: int) -> None:
-        """Injects the delay before the forward of each mini-batch."""
+        """Inject the delay before the forward of each mini-batch."""
         self._iteration = iteration
         self._inject(iteration, "forward")
 
     def before_backward(self, iteration: int) -> None:
-        """Injects the delay before the backward of each mini-batch."""
+        """Inject the delay before the backward of each mini-batch."""
         self._inject(iteration, "backward")
 
     @property
@@ -87,7 +87,7 @@ class DelayInjector:
     def computing(
         self, share: float = 1.0, tell: Callable[[], None] | None = None, phase: int = meter.BACKWARD
     ) -> Computing:
-        """Returns a context for all of the worker's own arithmetic, and nothing that waits for others. ``tell`` is
+        """Return a context for all of the worker's own arithmetic, and nothing that waits for others. ``tell`` is
         called when ``share`` of it is over on a device that is made slow, at the end on others; not after an error.
         ``phase``: see :mod:`~lightning_sdpipe.meter`."""
         return Computing(self, share, tell, phase)
@@ -103,7 +103,7 @@ class DelayInjector:
         return dict(self._by_iteration)
 
     def _computed(self, start: float, waited: float, share: float, tell: Callable[[], None] | None) -> None:
-        """Sleeps for as long as a device of the slow speed would have computed longer since ``start``."""
+        """Sleep for as long as a device of the slow speed would have computed longer since ``start``."""
         passed = work = self._clock() - start
         rest = 0.0
         if self._track is not None:

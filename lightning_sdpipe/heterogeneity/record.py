@@ -24,7 +24,7 @@ _SIZES = (64, 4096)
 
 
 def record(path: Path, device: str, seconds: float, interval: float, share: float) -> list[float]:
-    """Measures ``device`` and writes a trace file with one track.
+    """Measure ``device`` and write a trace file with one track.
 
     Args:
         path: the file, which is overwritten.
@@ -55,7 +55,7 @@ def record(path: Path, device: str, seconds: float, interval: float, share: floa
 
 
 def devices() -> list[tuple[str, str]]:
-    """Returns the accelerators of this machine: torch's names, and their models."""
+    """Return the accelerators of this machine: torch's names, and their models."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if kind is None else torch.accelerator.device_count()
     found = [torch.device(kind.type, index) for index in range(count) if kind is not None]
@@ -70,7 +70,7 @@ def sample(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[float]:
-    """Returns the calls of ``kernel`` per second, measured ``samples`` times, ``interval`` seconds apart."""
+    """Return the calls of ``kernel`` per second, measured ``samples`` times, ``interval`` seconds apart."""
     rates = []
     first = clock()
     for index in range(samples):
@@ -84,7 +84,7 @@ def sample(
 
 
 def matrix_product(device: torch.device) -> tuple[Callable[[], None], int]:
-    """Returns a matrix product that takes about :data:`_KERNEL_SECONDS` here, and returns when it is done; and its
+    """Return a matrix product that takes about :data:`_KERNEL_SECONDS` here, and return when it is done; and its
     number of floating-point operations."""
     size = _SIZES[0]
     while True:

@@ -42,11 +42,11 @@ class Static:
             raise ConfigurationError(f"factors={list(self.factors)} must be finite numbers of at least 1.")
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
-        """Returns 0: there is no delay beside the slowness."""
+        """Return 0: there is no delay beside the slowness."""
         return 0.0
 
     def track(self, rank: int) -> Track | None:
-        """Returns a constant track; None at full speed."""
+        """Return a constant track; None at full speed."""
         factor = self.factors[rank % len(self.factors)]
         return None if factor == 1.0 else Track(1.0, (1.0 / factor,))
 
@@ -80,11 +80,11 @@ class Trace:
         object.__setattr__(self, "_tracks", tuple(track.rescaled(self.time_scale) for track in tracks))
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
-        """Returns 0: there is no delay beside the slowness."""
+        """Return 0: there is no delay beside the slowness."""
         return 0.0
 
     def track(self, rank: int) -> Track | None:
-        """Returns the track that this device replays."""
+        """Return the track that this device replays."""
         lap, index = divmod(rank, len(self._tracks))
         track = self._tracks[index]
         return track if lap == 0 else replace(track, start_seconds=uniform(self.seed, rank) * track.seconds)
@@ -120,10 +120,10 @@ class Slowed:
         return self.factor if isinstance(self.factor, Sequence) else (self.factor,)
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
-        """Returns the delay of the base."""
+        """Return the delay of the base."""
         return self.base.delay(stage, pipeline, iteration, during)
 
     def track(self, rank: int) -> Track | None:
-        """Returns the track of the base, made slower."""
+        """Return the track of the base, made slower."""
         track, factor = self.base.track(rank) or Track(1.0, (1.0,)), self._factors[rank % len(self._factors)]
         return replace(track, speeds=tuple(speed / factor for speed in track.speeds))

@@ -30,7 +30,7 @@ JITTER = 0.05
 
 
 def shared_gpu_track(rng: random.Random, samples: int = SAMPLES, interval: float = INTERVAL_SECONDS) -> list[float]:
-    """Returns relative speeds of one device.
+    """Return relative speeds of one device.
 
     Args:
         rng: the only source of chance; just its ``random`` is used, which all versions of Python compute alike.
@@ -50,7 +50,7 @@ def shared_gpu_track(rng: random.Random, samples: int = SAMPLES, interval: float
 
 
 def shared_gpu_tracks(tracks: int = TRACKS, seed: int = SEED) -> list[list[float]]:
-    """Returns relative speeds of several devices, drawn independently."""
+    """Return relative speeds of several devices, drawn independently."""
     return [shared_gpu_track(random.Random(seed + index)) for index in range(tracks)]
 
 

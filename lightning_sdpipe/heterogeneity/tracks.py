@@ -50,7 +50,7 @@ class Track:
         return self.interval_seconds * len(self.speeds)
 
     def duration(self, since: float, work: float) -> float:
-        """Returns the seconds that this device takes, from ``since`` seconds after the start of the replay on, for work
+        """Return the seconds that this device takes, from ``since`` seconds after the start of the replay on, for work
         of ``work`` seconds at full speed: until the integral of the speed is ``work``."""
         position, into = divmod(since + self.start_seconds, self.interval_seconds)
         index, elapsed = int(position), 0.0
@@ -64,7 +64,7 @@ class Track:
             index, into = index + 1, 0.0
 
     def rescaled(self, time_scale: float) -> Track:
-        """Returns the same course in ``time_scale`` times the time."""
+        """Return the same course in ``time_scale`` times the time."""
         return replace(
             self, interval_seconds=self.interval_seconds * time_scale, start_seconds=self.start_seconds * time_scale
         )
@@ -78,7 +78,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_tracks(path: Path) -> list[Track]:
-    """Reads the tracks of a trace file, in order.
+    """Read the tracks of a trace file, in order.
 
     Raises:
         ConfigurationError: the file cannot be read, or is not a trace.
@@ -95,7 +95,7 @@ def read_tracks(path: Path) -> list[Track]:
 
 
 def write_tracks(path: Path, source: str, interval_seconds: float, tracks: Iterable[Iterable[float]]) -> None:
-    """Writes a trace file with one track per line.
+    """Write a trace file with one track per line.
 
     Args:
         path: the file, which is overwritten.

@@ -81,7 +81,7 @@ def _clip_by_known_norm(
     clip_val: float,
 ) -> None:
     """
-    Raises:
+    Raise:
         ConfigurationError: it could not be known that gradients would be clipped.
         WorkerFailedError: another stage is gone.
     """

@@ -220,7 +220,7 @@ class Roster:
         return True
 
     def rival_ends(self, worker: Worker, incarnation: int) -> None:
-        """Forget a process that may be a rival's, and waits no longer."""
+        """Forget a process that may be a rival's, and wait no longer."""
         rivals = self._rivals.get(worker.pipeline, {})
         if worker in rivals and rivals[worker].incarnation == incarnation:
             del rivals[worker]

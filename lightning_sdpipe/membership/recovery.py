@@ -89,17 +89,19 @@ class MemberRecovery:
                 reason = f"its stages {absent} did not come back to the scheduler that was started again"
                 decisions.append(_ends(member, reason, roster, True))
                 continue
-            roster.returns(member, now, self.since.get(member, 0))
+            roster.returns(member, now, self.since.get(member, self.epoch.number))
             silent += [Worker(stage, member.pipeline) for stage in absent]
         replaced = [member for member in self._back if member not in self.epoch.members]
         decisions += [_ends(member, "the others went on without it", roster, False) for member in replaced]
         return decisions, silent
 
     def missing(self, member: Member) -> list[int]:
-        """Return the member's stages that have not resumed; in a fixed roster, enrolling anew counts as well."""
+        """Return the member's stages that have not resumed. In a fixed roster, enrolling anew counts as well. In others
+        a state that has come does, since that process is a member and has not heard so."""
         stages = range(self._depth(member.pipeline))
-        here = (stage for stage in stages if self._fixed and self.is_there(member, stage))
-        return sorted(set(stages) - self._back.get(member, set()) - set(here))
+        here = {stage for stage in stages if self._fixed and self.is_there(member, stage)}
+        came = (event for event in self.early if isinstance(event, w.Received) and _of(event) == member)
+        return sorted(set(stages) - self._back.get(member, set()) - here - {event.worker.stage for event in came})
 
     def complete(self) -> bool:
         """Return whether all members of the newest epoch are back."""

@@ -71,7 +71,7 @@ class FrozenVariance(OptimizerWrapper):
         super().__init__(optimizer)
 
     def _step(self) -> None:
-        """Steps parameters that are not frozen yet by the wrapped optimizer, and the others by this one."""
+        """Step parameters that are not frozen yet by the wrapped optimizer, and the others by this one."""
         frozen = [(group, [p for p in _trained(group) if self._is_frozen(p)]) for group in self.param_groups]
         gradients = {param: param.grad for _, params in frozen for param in params}
         measured = [p for group in self.param_groups for p in _trained(group) if p not in gradients]
@@ -110,7 +110,7 @@ class FrozenVariance(OptimizerWrapper):
                 self._update(group, bucket, measured, measured + since)
 
     def _update(self, group: dict[str, Any], params: list[Tensor], measured: int, step: int) -> None:
-        """Performs Adam's step without updating the second moment."""
+        """Perform Adam's step without updating the second moment."""
         lr, (beta1, beta2), decay = float(group["lr"]), map(float, group["betas"]), float(group["weight_decay"])
         states = [self.state[param] for param in params]
         grads: list[Tensor] | tuple[Tensor, ...] = [param.grad for param in params if param.grad is not None]
@@ -144,7 +144,7 @@ class FrozenVariance(OptimizerWrapper):
 
 
 def _trained(group: dict[str, Any]) -> Iterator[Tensor]:
-    """Yields the parameters of a group that have a gradient."""
+    """Yield the parameters of a group that have a gradient."""
     for param in group["params"]:
         if param.grad is None:
             continue

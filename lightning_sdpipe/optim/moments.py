@@ -76,7 +76,7 @@ class Coefficients:
 
 
 def advance(tracks: list[MomentTensors], by: Coefficients) -> None:
-    """Moves means and second moments over this step's gradients, up to the part that the wrapped step still adds.
+    """Move means and second moments over this step's gradients, up to the part that the wrapped step still adds.
 
     Afterwards `mean` is current, and `second_moment` is the bracket of the module's formula: the wrapped
     optimizer's own update turns it into u. With one worker, before and now, `second_moment` is not touched.
@@ -101,7 +101,7 @@ def advance(tracks: list[MomentTensors], by: Coefficients) -> None:
 
 
 def _step_towards(means: list[Tensor], grads: list[Tensor], rate: float, deviations: list[Tensor]) -> None:
-    """Writes grads − means to `deviations` and adds `rate` times that to the means, in one pass over memory.
+    """Write grads − means to `deviations` and add `rate` times that to the means, in one pass over memory.
 
     An SGD step on the means is just this: a weight decay of −1 turns its gradient into the difference, which
     a momentum buffer at its first step takes as it is.
@@ -124,7 +124,7 @@ _Bucket = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 def _buckets(tracks: list[MomentTensors], grad_decay: float) -> Iterator[_Bucket]:
-    """Cuts and packs (gradients, means, second moments), all flat, into buckets that fit into caches."""
+    """Cut and pack (gradients, means, second moments), all flat, into buckets that fit into caches."""
     grads: list[Tensor] = []
     means: list[Tensor] = []
     seconds: list[Tensor] = []
@@ -148,7 +148,7 @@ def _buckets(tracks: list[MomentTensors], grad_decay: float) -> Iterator[_Bucket
 
 
 def _flat(track: MomentTensors, grad_decay: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient that enters the moments, the mean and the second moment as 1-D tensors in memory order."""
+    """Return the gradient that enters the moments, the mean and the second moment as 1-D tensors in memory order."""
     param, grad, mean, second = track
     if grad_decay != 0.0:
         grad = grad.add(param, alpha=grad_decay)

@@ -21,7 +21,7 @@ _WORKERS = "num_workers"
 
 
 def is_adam_family(optimizer: Optimizer) -> bool:
-    """Returns whether `VarianceCorrection` applies to this optimizer: torch's Adam, AdamW, NAdam or RAdam."""
+    """Return whether `VarianceCorrection` applies to this optimizer: torch's Adam, AdamW, NAdam or RAdam."""
     return isinstance(optimizer, _ADAM_FAMILY)
 
 
@@ -74,7 +74,7 @@ class VarianceCorrection(OptimizerWrapper):
         self._num_workers = float(value)
 
     def corrected_second_moment(self, param: Tensor) -> Tensor:
-        """Returns the divisor of the last step for `param`, before its square root and bias correction.
+        """Return the divisor of the last step for `param`, before its square root and bias correction.
 
         With amsgrad this is the running maximum. The tensor, of the parameter's shape, is the optimizer's own
         state: do not write to it.
@@ -89,7 +89,7 @@ class VarianceCorrection(OptimizerWrapper):
         return moment
 
     def _step(self) -> None:
-        """Performs the wrapped optimizer's step with corrected second moments."""
+        """Perform the wrapped optimizer's step with corrected second moments."""
         started: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
             started.update(self._correct(group))
@@ -99,7 +99,7 @@ class VarianceCorrection(OptimizerWrapper):
             self.state[param].update({_MEAN: mean, _STEPS: 1, _WORKERS: self.num_workers})
 
     def _correct(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
-        """Prepares one group's second moments; returns the means of parameters that start with this step."""
+        """Prepare one group's second moments; return the means of parameters that start with this step."""
         grad_decay = _decay_in_gradient(group)
         started: dict[Tensor, Tensor] = {}
         alike: defaultdict[tuple[torch.device, torch.dtype, int, float], list[MomentTensors]] = defaultdict(list)
@@ -142,14 +142,14 @@ class VarianceCorrection(OptimizerWrapper):
 
 
 def _decay_in_gradient(group: dict[str, Any]) -> float:
-    """Returns the weight decay inside the moments; negative under maximize, where our mean has the other sign."""
+    """Return the weight decay inside the moments; negative under maximize, where our mean has the other sign."""
     if group.get("decoupled_weight_decay", False):
         return 0.0
     return float(-group["weight_decay"] if group["maximize"] else group["weight_decay"])
 
 
 def _adopt(state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    """Returns this wrapper's part of the state of a parameter that the wrapped optimizer has already stepped alone.
+    """Return this wrapper's part of the state of a parameter that the wrapped optimizer has already stepped alone.
 
     The mean of its past gradients is unknown; the first moment is the best estimate of it.
     """

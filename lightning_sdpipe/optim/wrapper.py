@@ -26,7 +26,7 @@ class OptimizerWrapper(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Performs one step.
+        """Perform one step.
 
         Args:
             closure: evaluates the model and returns the loss; it runs first, and its value is returned.
@@ -43,14 +43,14 @@ class OptimizerWrapper(Optimizer):
 
     @abstractmethod
     def _step(self) -> None:
-        """Steps with the present gradients, without recording any."""
+        """Step with the present gradients, without recording any."""
 
     @abstractmethod
     def _check(self, group: dict[str, Any]) -> None:
-        """Raises ConfigurationError for a group of parameters that the wrapper cannot handle."""
+        """Raise ConfigurationError for a group of parameters that the wrapper cannot handle."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to this and the wrapped optimizer, which share them.
+        """Add a group to this and the wrapped optimizer, which share them.
 
         Raises:
             ConfigurationError: see the class.

@@ -24,7 +24,7 @@ _HEADINGS = ("stage", "blocks", "parameters", "forward ms", "backward ms", "KiB 
 
 
 def table(module: nn.Module, plan: Plan, profile: Profile | None = None, each_block: bool = False) -> str:
-    """Returns the stages of ``plan`` as a table: blocks, parameters (tied ones count in every block that has them), and
+    """Return the stages of ``plan`` as a table: blocks, parameters (tied ones count in every block that has them), and
     with a ``profile`` the measured times of one micro-batch in milliseconds and the activations in KiB that cross the
     cut after the stage (as much again comes back as gradients). ``each_block`` gives every block a row of its own."""
     parts = [
@@ -59,7 +59,7 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table; the exit status is 2 when the model cannot be cut as asked."""
+    """Print the table; the exit status is 2 when the model cannot be cut as asked."""
     parser = factory.parser("partition", "Shows the chain of blocks of a model, and where it would be cut into stages.")
     parser.add_argument("--each-block", action="store_true", help="a row for every block, not for every stage")
     options = parser.parse_args(arguments)

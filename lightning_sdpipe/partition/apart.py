@@ -27,13 +27,13 @@ class NoAnswerError(RuntimeError):
 
 
 def is_possible(device: torch.device) -> bool:
-    """Returns whether computations on ``device`` can be tried in a child: a fork must have neither an open accelerator
+    """Return whether computations on ``device`` can be tried in a child: a fork must have neither an open accelerator
     nor, as on macOS, system libraries that do not survive it."""
     return sys.platform == "linux" and device.type == "cpu" and not _has_opened_an_accelerator()
 
 
 def apart(work: Callable[[], bytes], seconds: float) -> bytes:
-    """Calls ``work`` in a forked child and returns its result. Memory is copied as it is written to, and the rest is
+    """Call ``work`` in a forked child and return its result. Memory is copied as it is written to, and the rest is
     shared.
 
     The child has this thread only, and torch computes there with as many threads as here.
@@ -76,7 +76,7 @@ def apart(work: Callable[[], bytes], seconds: float) -> bytes:
 
 
 def _answer(work: Callable[[], bytes], send: Connection, seconds: float) -> None:
-    """Runs the child; it leaves without running what is registered for the end of the parent."""
+    """Run the child; it leaves without running what is registered for the end of the parent."""
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it as well, and ends this process
@@ -95,7 +95,7 @@ def _answer(work: Callable[[], bytes], send: Connection, seconds: float) -> None
 
 
 def _outcome(work: Callable[[], bytes]) -> bytes:
-    """Returns whether something was raised, and what was returned or raised."""
+    """Return whether something was raised, and what was returned or raised."""
     try:
         return pickle.dumps((False, work()))
     except BaseException as error:

@@ -42,7 +42,7 @@ class Needs:
 
 
 def backward_slice(traces: Sequence[StepTrace], span: range, last: bool) -> Needs:
-    """Returns the needs of the stage of the blocks ``span`` in the last of ``traces``; the steps of the others run
+    """Return the needs of the stage of the blocks ``span`` in the last of ``traces``; the steps of the others run
     before."""
     return _Search(traces, span, last).found
 
@@ -82,7 +82,7 @@ class _Search:
                 todo += self._resolve(value, use)
 
     def _miss(self) -> None:
-        """Refuses values that user code keeps in Python, which do not travel."""
+        """Refuse values that user code keeps in Python, which do not travel."""
         span = self._span
 
         def runs(touch: Touch) -> bool:
@@ -93,7 +93,7 @@ class _Search:
             self.found.refusals.append(Refusal(change.block, change.what, "user code that reads it", python=True))
 
     def _resolve(self, value: Value, use: str) -> Sequence[Value]:
-        """Notes where ``value`` comes from, and returns the other values that it needs."""
+        """Note where ``value`` comes from, and return the other values that it needs."""
         write, now = value.write, len(self._traces) - 1
         if write.step < now and not self._last and self._kept_too_late(value):
             self.found.refusals.append(Refusal(OUTSIDE, write.name, use, from_earlier_step=True))
@@ -113,7 +113,7 @@ class _Search:
         return ()
 
     def _kept_too_late(self, value: Value) -> bool:
-        """Returns whether user code that this stage does not reach put the value where the next step finds it."""
+        """Return whether user code that this stage does not reach put the value where the next step finds it."""
         kept = self._traces[value.write.step].kept
         if not kept or value.storage not in kept[max(kept)]:
             return False
@@ -121,14 +121,14 @@ class _Search:
         return bool(reached) and value.storage not in kept[max(reached)]
 
     def _write(self, use: Use) -> None:
-        """Notes that values are needed which are written into a tensor that is present."""
+        """Note that values are needed which are written into a tensor that is present."""
         target, *others = use.values
         if self._is_here(target):
             missing = [value for value in others if not self._is_here(value)]
             self._need(missing, f"user code between blocks ({use.what})")
 
     def _is_here(self, value: Value) -> bool:
-        """Returns whether this stage has the value, given all that has been found to travel."""
+        """Return whether this stage has the value, given all that has been found to travel."""
         todo, done = [value], set[Value]()
         while todo:
             value = todo.pop()
@@ -148,7 +148,7 @@ class _Search:
         return True
 
     def _passed_on(self, value: Value, use: str) -> None:
-        """Notes that a reader may have the value from an earlier block that returned it, having got it from user
+        """Note that a reader may have the value from an earlier block that returned it, having got it from user
         code."""
         leaves = [
             key
@@ -168,7 +168,7 @@ class _Search:
             self.found.refusals.append(Refusal(write.block, write.name, use, earlier_step))
 
     def _handed_on(self, value: Value, write: Write) -> Leaves:
-        """Returns all leaves at which blocks before this stage hand on the value, or else its base, if the view was not
+        """Return all leaves at which blocks before this stage hand on the value, or else its base, if the view was not
         taken in those blocks."""
         candidates = [
             (key, leaf) for key, leaf in self._leaves[write.step].get(value.storage, ()) if leaf.write is write
@@ -195,7 +195,7 @@ class _Search:
         return ()
 
     def _as_of_now(self, leaves: Sequence[LeafKey]) -> Leaves:
-        """Returns the same leaves in the last trace, with all others that are the same value there."""
+        """Return the same leaves in the last trace, with all others that are the same value there."""
         trace = self._traces[-1]
         now = {trace.leaves[key] for key in leaves if key in trace.leaves}
         every = {*leaves, *(key for key, value in trace.leaves.items() if value in now)}
@@ -210,5 +210,5 @@ def _leaves_by_storage(trace: StepTrace) -> dict[Storage, list[tuple[LeafKey, Va
 
 
 def _is_leaf(gradient: Gradient) -> bool:
-    """Returns whether user code has asked for the gradient of a value that had none."""
+    """Return whether user code has asked for the gradient of a value that had none."""
     return gradient is not None and gradient[0] == "leaf"

@@ -22,7 +22,7 @@ def balance(
     memory: Memory | None = None,
     slowness: Sequence[float] | None = None,
 ) -> tuple[tuple[range, ...], float]:
-    """Returns the consecutive spans of blocks that minimise the time of the slowest stage.
+    """Return the consecutive spans of blocks that minimise the time of the slowest stage.
 
     A stage's time is that of its blocks divided by its speed, plus the transfers over the cuts at both its
     ends: what a stage takes for one micro-batch if its transfers overlap with nothing.
@@ -87,7 +87,7 @@ def balance(
 
 
 def _least_maximum(n: int, m: int, cost: Callable[[int, int, int], float]) -> tuple[tuple[range, ...], float]:
-    """Returns the m spans of n blocks with the smallest largest ``cost(stage, start, end)``, and that cost; it is
+    """Return the m spans of n blocks with the smallest largest ``cost(stage, start, end)``, and that cost; it is
     infinite if there are none."""
     largest = [[math.inf] * (n + 1) for _ in range(m + 1)]  # [j][end]: stages 0..j−1 cover blocks 0..end−1
     begins = [[0] * (n + 1) for _ in range(m + 1)]

@@ -20,7 +20,7 @@ Block = tuple[str, ...]  # paths of modules that run one after the other and sta
 
 
 def find_blocks(module: nn.Module, names: Sequence[str] | None = None) -> tuple[Block, ...]:
-    """Returns the blocks of ``module``, in order.
+    """Return the blocks of ``module``, in order.
 
     Without ``names``, every child of an ``nn.Sequential`` or ``nn.ModuleList`` is a block. A module that is not such a
     container is a block itself when it has parameters or buffers, unless it holds more than half of the parameters that
@@ -44,12 +44,12 @@ def find_blocks(module: nn.Module, names: Sequence[str] | None = None) -> tuple[
 
 
 def find_chain(module: nn.Module, names: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Returns the paths of the modules that form the blocks of :func:`find_blocks`, in order."""
+    """Return the paths of the modules that form the blocks of :func:`find_blocks`, in order."""
     return tuple(path for block in find_blocks(module, names) for path in block)
 
 
 def find_chains(module: nn.Module, names: Sequence[str] | None = None) -> Iterator[tuple[str, ...]]:
-    """Yields the chain of :func:`find_chain`. Unless blocks are named, also yields the other chain, if there is one, in
+    """Yield the chain of :func:`find_chain`. Unless blocks are named, also yields the other chain, if there is one, in
     which a module is opened if it holds one of the longest ModuleLists, instead of most of the parameters.
 
     Raises:
@@ -75,13 +75,13 @@ def find_chains(module: nn.Module, names: Sequence[str] | None = None) -> Iterat
 
 
 def described(blocks: Sequence[Block]) -> str:
-    """Returns the names of the first and the last of consecutive blocks, and their number."""
+    """Return the names of the first and the last of consecutive blocks, and their number."""
     first, last = " + ".join(blocks[0]), " + ".join(blocks[-1])
     return first if len(blocks) == 1 else f"{first} … {last} ({len(blocks)})"
 
 
 def refuse_compiled(module: nn.Module, chain: Sequence[str]) -> None:
-    """Raises ConfigurationError where several blocks lie in a module that is compiled as one."""
+    """Raise ConfigurationError where several blocks lie in a module that is compiled as one."""
     for path, inner in module.named_modules():
         if hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None:
             within = [block for block in chain if block.startswith(f"{path}." if path else "")]
@@ -90,7 +90,7 @@ def refuse_compiled(module: nn.Module, chain: Sequence[str]) -> None:
 
 
 def compiled_as_one(what: str) -> str:
-    """Returns the reason why a compiled module cannot be cut, and the line to write instead."""
+    """Return the reason why a compiled module cannot be cut, and the line to write instead."""
     return (
         f"{what} is compiled as one, and a pipeline has to stop and go on between its blocks. Compile each block "
         "instead, and pass the module as it is, as in `for layer in model.layers: layer.compile()`; or use "
@@ -107,7 +107,7 @@ _HOW_TO_NAME = (
 def _open(
     module: nn.Module, path: str, opened: Callable[[nn.Module], bool], lists: Collection[nn.Module] | None = None
 ) -> Iterator[str]:
-    """Yields the chain within ``module``; of containers only ``lists`` are taken apart, if they are given."""
+    """Yield the chain within ``module``; of containers only ``lists`` are taken apart, if they are given."""
     is_list = isinstance(module, _CONTAINERS) if lists is None else module in lists
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
@@ -125,7 +125,7 @@ def _open(
 
 
 def _in_containers(module: nn.Module) -> Iterator[int]:
-    """Yields the numbers of parameters of the outermost containers in ``module``."""
+    """Yield the numbers of parameters of the outermost containers in ``module``."""
     if isinstance(module, _CONTAINERS):
         yield sum(p.numel() for p in module.parameters())
     else:
@@ -148,7 +148,7 @@ def _has_state(module: nn.Module) -> bool:
 
 
 def join_ends(module: nn.Module, chain: Sequence[str]) -> tuple[Block, ...]:
-    """Returns the blocks of a chain: the modules before the first element of a container are one block with it, and
+    """Return the blocks of a chain: the modules before the first element of a container are one block with it, and
     those after the last element are one block of their own."""
     elements = [
         index

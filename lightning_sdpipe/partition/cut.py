@@ -11,7 +11,7 @@ Partition = Literal["uniform"] | Sequence[int]
 
 
 def cut(num_blocks: int, num_stages: int, partition: Partition = "uniform") -> tuple[range, ...]:
-    """Returns the blocks of each stage, as consecutive ranges that cover the chain.
+    """Return the blocks of each stage, as consecutive ranges that cover the chain.
 
     Args:
         num_blocks: length of the chain.

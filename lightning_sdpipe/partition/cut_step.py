@@ -54,7 +54,7 @@ class Made(TorchDispatchMode):
         return outcome
 
     def kept_elsewhere(self, effects: Iterable[Effect]) -> list[str]:
-        """Returns descriptions of what refers to a tensor that was made, still lives, and is in none of ``effects``."""
+        """Return descriptions of what refers to a tensor that was made, still lives, and is in none of ``effects``."""
         handed_on = {id(leaf) for effect in effects for leaf in tree_leaves(effect.value)}
         alive = (reference() for reference in self._references)
         left = [tensor for tensor in alive if tensor is not None and id(tensor) not in handed_on]
@@ -66,7 +66,7 @@ _DEPTH = 4  # of containers in containers
 
 
 def _holders(values: list[Any], passed: set[int], depth: int = _DEPTH) -> Iterator[str]:
-    """Yields descriptions of the objects by which user code would reach any of ``values``. References of torch's own,
+    """Yield descriptions of the objects by which user code would reach any of ``values``. References of torch's own,
     for the backward and for checkpoints, are left out."""
     holders = gc.get_referrers(*values) if values else []
     passed.add(id(holders))
@@ -145,14 +145,14 @@ class CutModel:
             self._restore.append(intercept(block, partial(self._call, index)))
 
     def restore(self) -> None:
-        """Gives the blocks their own classes back."""
+        """Give the blocks their own classes back."""
         while self._restore:
             self._restore.pop()()
 
     def run(
         self, span: range, step: Callable[[], Any], received: Message | None, travel: Travel | None
     ) -> Message | Any:
-        """Runs ``step`` as the stage that owns the blocks of ``span``.
+        """Run ``step`` as the stage that owns the blocks of ``span``.
 
         Args:
             span: consecutive indices into the chain.
@@ -247,7 +247,7 @@ class CutModel:
         return output
 
     def _look_for_escapes(self, index: int, call: Callable[[], tuple[Any, list[Effect]]]) -> tuple[Any, list[Effect]]:
-        """Warns the user of values that later stages would not see, since without a rehearsal their use is not
+        """Warn the user of values that later stages would not see, since without a rehearsal their use is not
         known."""
         if index in self._looked:
             return call()
@@ -265,7 +265,7 @@ class CutModel:
         return output, effects
 
     def _check_skipped(self, run: _Run, until: int) -> None:
-        """Checks that the blocks of earlier stages which were not called here have not run there either."""
+        """Check that the blocks of earlier stages which were not called here have not run there either."""
         assert run.receiving is not None
         blocks = run.receiving.message.layout.blocks
         for block in range(run.next_block, until):
@@ -309,7 +309,7 @@ def _no_gradients_in_glue(run: _Run) -> Iterator[None]:
 
 
 def _refuse_reentrant_checkpoint(name: str) -> None:
-    """Refuses a reentrant checkpoint: leaving it by an exception would lose the gradients of all blocks before the
+    """Refuse a reentrant checkpoint: leaving it by an exception would lose the gradients of all blocks before the
     cut."""
     frame = sys._getframe()
     while frame.f_back is not None:

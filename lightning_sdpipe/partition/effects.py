@@ -44,7 +44,7 @@ class _Intercepted(nn.Module):
 
 
 def intercept(module: nn.Module, call: Call) -> Callable[[], None]:
-    """Makes ``module(*args, **kwargs)`` return ``call(original, args, kwargs)``.
+    """Make ``module(*args, **kwargs)`` return ``call(original, args, kwargs)``.
 
     Returns:
         A function that gives the module its own class back.
@@ -111,7 +111,7 @@ class EffectRecorder:
         self._looked = -1  # the number of assignments of containers at the last look
 
     def call(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Effect]]:
-        """Returns the result of ``original(*args, **kwargs)``, and its effects, the output first."""
+        """Return the result of ``original(*args, **kwargs)``, and its effects, the output first."""
         hooked: list[Effect] = []
         attributes: dict[tuple[nn.Module, str], None] = {}
         containers = [(place, c, c.copy()) for place, c in self._containers(args, kwargs)]
@@ -186,7 +186,7 @@ def _changes(place: Place, now: _Container, before: _Container) -> Iterator[Effe
 
 
 def replay(effects: Sequence[Effect], root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Repeats the effects of a block's call on ``root``, and on the arguments that a stand-in was called with.
+    """Repeat the effects of a block's call on ``root``, and on the arguments that a stand-in was called with.
 
     Returns:
         The output.
@@ -241,7 +241,7 @@ class _Assignments:
         self._original = nn.Module.__setattr__
 
     def hear(self) -> Callable[[], None]:
-        """Starts reporting, and returns a function that stops it."""
+        """Start reporting, and return a function that stops it."""
         self._hearers += 1
         if self._hearers == 1:
             self._original = original = nn.Module.__setattr__
@@ -267,7 +267,7 @@ hear_assignments = _assignments.hear
 
 @contextmanager
 def listening(listener: Callable[[nn.Module, str], None]) -> Iterator[None]:
-    """Tells ``listener`` of each assignment within the context, while :func:`hear_assignments` holds; for calls of
+    """Tell ``listener`` of each assignment within the context, while :func:`hear_assignments` holds; for calls of
     blocks."""
     _assignments.listeners.append(listener)
     try:

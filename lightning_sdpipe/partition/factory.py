@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 
 
 def parser(command: str, description: str) -> argparse.ArgumentParser:
-    """Returns a parser with the arguments that all of these commands take."""
+    """Return a parser with the arguments that all of these commands take."""
     parser = argparse.ArgumentParser(prog=f"sdpipe {command}", description=description)
     parser.add_argument(
         "factory",
@@ -51,7 +51,7 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def cuts(options: argparse.Namespace) -> list[PipelineCut]:
-    """Returns how to cut each pipeline; one cut, if one number of stages was given.
+    """Return how to cut each pipeline; one cut, if one number of stages was given.
 
     Raises:
         ConfigurationError: the given options do not go together.
@@ -65,7 +65,7 @@ def cuts(options: argparse.Namespace) -> list[PipelineCut]:
 
 
 def _partition(options: argparse.Namespace) -> Any:
-    """Returns what ``--partition`` and its companion options say."""
+    """Return what ``--partition`` and its companion options say."""
     given: str = options.partition
     if given == "balanced":
         return Balanced(options.speeds, options.bandwidth)
@@ -81,7 +81,7 @@ def _partition(options: argparse.Namespace) -> Any:
 
 
 def by_cut(plans: Sequence[Plan]) -> list[tuple[str, Plan]]:
-    """Returns each cut once, with a heading for people that names its pipelines; the heading is empty if there is one
+    """Return each cut once, with a heading for people that names its pipelines; the heading is empty if there is one
     plan."""
     pipelines: dict[tuple[range, ...], list[int]] = {}
     for number, plan in enumerate(plans):
@@ -95,7 +95,7 @@ def by_cut(plans: Sequence[Plan]) -> list[tuple[str, Plan]]:
 
 
 def build(path: str) -> tuple[nn.Module, Any]:
-    """Returns the module and the batch that a factory makes; the batch is None if it makes none.
+    """Return the module and the batch that a factory makes; the batch is None if it makes none.
 
     Raises:
         ConfigurationError: there is no such factory, or it returns something else.
@@ -113,7 +113,7 @@ def build(path: str) -> tuple[nn.Module, Any]:
 
 
 def rehearse(module: nn.Module, chain: Sequence[str], batches: Sequence[Any]) -> RehearsalResult:
-    """Rehearses ``training_step`` on two batches, or on one twice.
+    """Rehearse ``training_step`` on two batches, or on one twice.
 
     Raises:
         Exception: the exception that the step raised.

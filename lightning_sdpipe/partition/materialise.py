@@ -65,13 +65,13 @@ class Initialisation:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records operations on ``meta`` within the context, so that their results can be given values later."""
+        """Record operations on ``meta`` within the context, so that their results can be given values later."""
         whole = {name: self._whole(name) for name in _DO_NOTHING_ON_META}
         with _KeepData(), _Record(self), _patched(nn.init, whole):
             yield
 
     def _whole(self, name: str) -> Callable[..., Tensor]:
-        """Returns a stand-in for a function of ``torch.nn.init``, which is recorded as one operation."""
+        """Return a stand-in for a function of ``torch.nn.init``, which is recorded as one operation."""
         original = getattr(nn.init, name)
 
         def initialise(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -86,11 +86,11 @@ class Initialisation:
         return initialise
 
     def knows(self, tensor: Tensor) -> bool:
-        """Returns whether ``tensor`` was made while recording."""
+        """Return whether ``tensor`` was made while recording."""
         return tensor.untyped_storage()._cdata in self._storages
 
     def replay(self, wanted: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the values of ``wanted``, which must all be known, on the CPU.
+        """Return the values of ``wanted``, which must all be known, on the CPU.
 
         Peak memory is that of the wanted tensors and the largest other one. Afterwards the random state of the CPU is
         the same as if everything had been initialised.
@@ -109,13 +109,13 @@ class Initialisation:
         return [place.over(real[place.storage]) for place in places]
 
     def forget(self) -> None:
-        """Discards all recorded operations."""
+        """Discard all recorded operations."""
         self._operations.clear()
         self._storages.clear()
         self._random_state = None
 
     def _needed(self, storages: set[int]) -> list[tuple[_Operation, bool]]:
-        """Returns the operations to run: those that the storages' values depend on (True), and those that only draw
+        """Return the operations to run: those that the storages' values depend on (True), and those that only draw
         (False)."""
         needed: list[tuple[_Operation, bool]] = []
         for operation in reversed(self._operations):
@@ -127,7 +127,7 @@ class Initialisation:
         return needed[::-1]
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
-        """Writes down an operation, if it involves tensors on ``meta``."""
+        """Write down an operation, if it involves tensors on ``meta``."""
         inputs, outputs = _on_meta((args, kwargs)), _on_meta(outcome)
         if not inputs and not outputs:
             return
@@ -146,7 +146,7 @@ class Initialisation:
         self._operations.append(_Operation(func, args, kwargs, frozenset(before), writes, places, draws, seed))
 
     def _new_seed(self) -> Tensor | None:
-        """Returns the state of the generator if it has changed; drawing on meta leaves it alone."""
+        """Return the state of the generator if it has changed; drawing on meta leaves it alone."""
         state = torch.get_rng_state()
         if self._random_state is not None and torch.equal(state, self._random_state):
             return None
@@ -165,7 +165,7 @@ class Initialisation:
 
 
 def materialise(module: nn.Module, ownership: Ownership, stage: int, initialisation: Initialisation) -> None:
-    """Gives the tensors of ``module`` that ``stage`` holds and that lie on ``meta`` their initial values, on the CPU.
+    """Give the tensors of ``module`` that ``stage`` holds and that lie on ``meta`` their initial values, on the CPU.
 
     The parameters are new objects; ties between names are kept. All other tensors stay on ``meta``.
 

@@ -60,7 +60,7 @@ class Mementos:
             undo()
 
     def _remember(self, value: Any) -> Iterator[Any]:
-        """Remembers ``value``, and yields what can be reached from it."""
+        """Remember ``value``, and yield what can be reached from it."""
         again = _state_of(value)
         if again is not None:
             self._undo.append(again)
@@ -121,7 +121,7 @@ class Mementos:
         return [self._copied(type(items).__name__, item) for item in items]
 
     def _copied(self, name: str, value: Any) -> Any:
-        """Returns what replaces ``value`` when it is restored: a copy of an iterator, which cannot be turned back."""
+        """Return what replaces ``value`` when it is restored: a copy of an iterator, which cannot be turned back."""
         if not isinstance(value, (Iterator, SimpleQueue)):
             return value
         try:
@@ -132,7 +132,7 @@ class Mementos:
 
 
 def _state_of(value: Any) -> Callable[[], None] | None:
-    """Returns a function that restores the internal state of ``value``, or None."""
+    """Return a function that restores the internal state of ``value``, or None."""
     if isinstance(value, torch.Generator):
         return partial(_set_state, value, value.get_state())
     if isinstance(value, np.random.Generator):
@@ -183,7 +183,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def is_users(module: str | None) -> bool:
-    """Returns whether code in ``module`` is the user's own; installed packages are not."""
+    """Return whether code in ``module`` is the user's own; installed packages are not."""
     root = (module or "builtins").partition(".")[0]
     if root != "__main__" and (root in sys.stdlib_module_names or root == "lightning_sdpipe"):
         return False

@@ -43,23 +43,23 @@ class Memory:
         return [list(accumulate(part, initial=0.0)) for part in (self.fixed, self.held, self.weights)]
 
     def needed(self, stage: int, start: int, end: int) -> float:
-        """Returns the bytes that a stage needs for the blocks from ``start`` up to ``end``."""
+        """Return the bytes that a stage needs for the blocks from ``start`` up to ``end``."""
         fixed, held, weights = (total[end] - total[start] for total in self._totals)
         return fixed + self.in_flight[stage] * held + self.copies[stage] * weights
 
     def fits(self, stage: int, start: int, end: int) -> bool:
-        """Returns whether these blocks fit into that stage's device."""
+        """Return whether these blocks fit into that stage's device."""
         return self.needed(stage, start, end) <= self.available[stage]
 
     def overflow(self, spans: Sequence[range]) -> tuple[int, float]:
-        """Returns the stage that lacks most memory, and how many bytes; negative if all stages fit."""
+        """Return the stage that lacks most memory, and how many bytes; negative if all stages fit."""
         lacks = [self.needed(stage, span.start, span.stop) - self.available[stage] for stage, span in enumerate(spans)]
         worst = max(range(len(spans)), key=lacks.__getitem__)
         return worst, lacks[worst]
 
 
 def shown(amount: float) -> str:
-    """Formats a number of bytes for people."""
+    """Format a number of bytes for people."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(amount) >= size:
             return f"{amount / size:.2f} {unit}"

@@ -78,11 +78,11 @@ class Structure:
     parts: tuple[Part, ...]
 
     def rebuild(self, leaves: Iterable[Any]) -> Any:
-        """Returns the value with ``leaves`` in the places of its parts."""
+        """Return the value with ``leaves`` in the places of its parts."""
         return pytree.tree_unflatten(list(leaves), self.spec)
 
     def encode(self) -> dict[str, Any]:
-        """Returns the structure as values for JSON."""
+        """Return the structure as values for JSON."""
         return {"spec": pytree.treespec_dumps(self.spec), "parts": list(map(encode_part, self.parts))}
 
     @classmethod
@@ -93,7 +93,7 @@ class Structure:
 
 
 def take_apart(value: Any) -> tuple[list[Any], Structure]:
-    """Returns the leaves of ``value``, in order, and its structure. An object that cannot be described to another
+    """Return the leaves of ``value``, in order, and its structure. An object that cannot be described to another
     process is a leaf."""
     if isinstance(value, Tensor):
         return [value], Structure(_LEAF, (TensorMeta.of(value),))
@@ -129,7 +129,7 @@ def _part(leaf: Any) -> Part:
 
 
 def encode_part(part: Part) -> list[Any]:
-    """Returns the part as values for JSON."""
+    """Return the part as values for JSON."""
     match part:
         case TensorMeta(shape, dtype, requires_grad):
             return ["tensor", shape, str(dtype).removeprefix("torch."), requires_grad]
@@ -148,7 +148,7 @@ def encode_part(part: Part) -> list[Any]:
 
 
 def decode_part(data: Sequence[Any]) -> Part:
-    """Reverses :func:`encode_part`."""
+    """Reverse :func:`encode_part`."""
     match data:
         case ["tensor", shape, dtype, requires_grad]:
             return TensorMeta(tuple(shape), getattr(torch, dtype), requires_grad)
@@ -182,7 +182,7 @@ def _named_tuples_in(encoded: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _make_known(kind: Any) -> None:
-    """Registers a named tuple: these are trees for torch, but it must know each kind before it can describe it."""
+    """Register a named tuple: these are trees for torch, but it must know each kind before it can describe it."""
     if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
         name = f"{kind.__module__}.{kind.__qualname__}"
         if name not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
@@ -190,7 +190,7 @@ def _make_known(kind: Any) -> None:
 
 
 def _loaded(name: str) -> Any:
-    """Returns the object that other processes call ``name``, if a module that is loaded here has it."""
+    """Return the object that other processes call ``name``, if a module that is loaded here has it."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
         module = sys.modules.get(".".join(parts[:length]))
@@ -255,7 +255,7 @@ class Layout:
         return firsts
 
     def with_values_at(self, values: Sequence[int | None]) -> tuple[BlockLayout | None, ...]:
-        """Returns the blocks as they are in a message in which value ``v`` of this one is ``values[v]``, or absent if
+        """Return the blocks as they are in a message in which value ``v`` of this one is ``values[v]``, or absent if
         None."""
         known = self._moved.get(tuple(values))
         if known is None:
@@ -275,7 +275,7 @@ class Layout:
         return {}
 
     def encode(self) -> bytes:
-        """Returns the layout as JSON, for the header that precedes its first message."""
+        """Return the layout as JSON, for the header that precedes its first message."""
         blocks = [None if block is None else list(map(_encode_effect, block)) for block in self.blocks]
         return json.dumps({"values": list(map(encode_part, self.values)), "blocks": blocks}).encode()
 
@@ -297,7 +297,7 @@ class Message:
 
 
 def leaves_of(block: int, effects: Sequence[EffectLayout]) -> Iterator[tuple[LeafKey, Part]]:
-    """Yields every part of a block's effects with its name, in order."""
+    """Yield every part of a block's effects with its name, in order."""
     seen: dict[tuple[Kind, Place], int] = {}
     for effect in effects:
         which = seen[effect.kind, effect.place] = seen.get((effect.kind, effect.place), -1) + 1
@@ -306,7 +306,7 @@ def leaves_of(block: int, effects: Sequence[EffectLayout]) -> Iterator[tuple[Lea
 
 
 def with_parts(effect: EffectLayout, change: Callable[[Part], Part]) -> EffectLayout:
-    """Returns the effect with ``change(part)`` in the place of each part."""
+    """Return the effect with ``change(part)`` in the place of each part."""
     structure = effect.structure
     return replace(effect, structure=Structure(structure.spec, tuple(map(change, structure.parts))))
 

@@ -14,7 +14,7 @@ CONTAINERS = (list, dict, set, deque)
 
 
 def tensors_in_attributes(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Yields the tensors in attributes of ``modules``, and in containers there, without parameters and buffers, and
+    """Yield the tensors in attributes of ``modules``, and in containers there, without parameters and buffers, and
     without metrics, which belong to the last stage."""
     for module in modules:
         if isinstance(module, Metric):
@@ -33,7 +33,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def kept_over_steps(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the buffers of ``module`` and the states of its metrics, each with a description."""
+    """Yield the buffers of ``module`` and the states of its metrics, each with a description."""
     for name, buffer in module.named_buffers():
         yield f"the buffer {name!r}", buffer
     for path, metric in module.named_modules():

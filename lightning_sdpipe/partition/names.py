@@ -72,13 +72,13 @@ class Closures:
         yield function.__defaults__
 
     def _name(self, cell: CellType, what: str) -> None:
-        """Gives a variable one name, whichever function uses it; variables of several calls differ in a number."""
+        """Give a variable one name, whichever function uses it; variables of several calls differ in a number."""
         if id(cell) not in self._names:
             same = sum(each.partition(" (call ")[0] == what for each in self._names.values())
             self._names[id(cell)] = f"{what} (call {same + 1})" if same else what
 
     def named(self, frame: FrameType, name: str) -> Iterator[tuple[str, Any]]:
-        """Yields the name of the variable ``name`` of a running function, and its value, where it outlives the step."""
+        """Yield the name of the variable ``name`` of a running function, and its value, where it outlives the step."""
         cells = self._cells.get(frame.f_code, {}).get(name, ())
         for cell in cells:
             value = _content(cell)
@@ -95,7 +95,7 @@ def _content(cell: CellType) -> Any:
 
 @contextmanager
 def heard_variables(closures: Closures, note: Callable[[str, Any, bool], None]) -> Iterator[None]:
-    """Around user code in this thread, calls ``note(name, value, writes)`` for each of the user's global variables, by
+    """Call, around user code in this thread, ``note(name, value, writes)`` for each of the user's global variables, by
     its full name, and of the variables of closures, which the code reads or is about to set. A debugger does not stop
     within."""
 
@@ -124,7 +124,7 @@ def heard_variables(closures: Closures, note: Callable[[str, Any, bool], None]) 
 
 @lru_cache(maxsize=4096)
 def _instructions(code: CodeType) -> dict[int, tuple[str, str]]:
-    """Returns the name and variable of each instruction that reads or sets a variable that outlives a call, by
+    """Return the name and variable of each instruction that reads or sets a variable that outlives a call, by
     offset."""
     return {
         each.offset: (each.opname, each.argval)
@@ -156,7 +156,7 @@ class ClassAttributes:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Within the context, notes reads; :meth:`look` finds what is set."""
+        """Note reads within the context; :meth:`look` finds what is set."""
         for (cls, name), seen in self._seen.items():
             seen.value = vars(cls)[name]
             setattr(cls, name, seen)
@@ -169,7 +169,7 @@ class ClassAttributes:
                     setattr(cls, name, seen.value)
 
     def look(self) -> None:
-        """Attributes the changes since the last look to the code that has run since."""
+        """Attribute the changes since the last look to the code that has run since."""
         for (cls, name), seen in self._seen.items():
             if name in vars(cls) and vars(cls)[name] is not seen:
                 seen.value = vars(cls)[name]

@@ -38,7 +38,7 @@ def compute(
     readers: Mapping[str, Iterable[int]] | None = None,
     seed: int = 0,
 ) -> Computed:
-    """Runs forward and backward of each micro-batch, stage by stage. With one span the result is that of one process.
+    """Run forward and backward of each micro-batch, stage by stage. With one span the result is that of one process.
 
     Args:
         make: a function that builds the module, with equal values each time, and one call of the user's step for each

@@ -29,7 +29,7 @@ class Ownership:
     """The stage of each block, by its path."""
 
     def stage_of(self, name: str) -> int:
-        """Returns the stage whose block holds the tensor ``name``; the last one, where the step ends, if no block
+        """Return the stage whose block holds the tensor ``name``; the last one, where the step ends, if no block
         does."""
         parts = name.split(".")
         paths = (".".join(parts[:depth]) for depth in range(1, len(parts)))
@@ -39,7 +39,7 @@ class Ownership:
         return [name for name, owners in self.stages.items() if stage in owners]
 
     def shared_parameters(self, module: nn.Module) -> list[tuple[tuple[int, ...], str]]:
-        """Returns the parameters that live on several stages, each once, as ``(owners, name)`` in the module's
+        """Return the parameters that live on several stages, each once, as ``(owners, name)`` in the module's
         order."""
         return [(self.stages[name], name) for name, _ in module.named_parameters() if len(self.stages[name]) > 1]
 
@@ -52,7 +52,7 @@ def assign_owners(
     readers: Mapping[str, Iterable[int]] | None = None,
     memory: SameMemory | None = None,
 ) -> Ownership:
-    """Returns the ownership of ``module``'s tensors when stage ``j`` runs the blocks ``chain[b] for b in spans[j]``.
+    """Return the ownership of ``module``'s tensors when stage ``j`` runs the blocks ``chain[b] for b in spans[j]``.
 
     With more spans than ``num_workers``, worker ``j`` runs the spans ``j``, ``j + num_workers`` and so on, and owns all
     that they hold. ``readers`` are further stages that own a tensor, since they compute with it outside of its block.
@@ -78,7 +78,7 @@ def assign_owners(
 
 
 def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch.device) -> None:
-    """Moves the tensors that ``stage`` holds to ``device`` and all others to ``meta``; ties between names are kept.
+    """Move the tensors that ``stage`` holds to ``device`` and all others to ``meta``; ties between names are kept.
 
     A tensor on ``meta`` is a :class:`~lightning_sdpipe.partition.placeholder.WeightElsewhere`.
     """
@@ -103,15 +103,15 @@ def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch
 
 
 def move(module: nn.Module, device: torch.device) -> None:
-    """Moves a whole module like ``module.to(device)``; its parameters stay the same objects."""
+    """Move a whole module like ``module.to(device)``; its parameters stay the same objects."""
     for parameter in module.parameters():
         _move(parameter, device)
     module.to(device)
 
 
 def move_the_rest(module: nn.Module, device: torch.device) -> None:
-    """Does the rest of ``module.to(device)`` when :func:`keep_only` has moved parameters and buffers: moves the states
-    of metrics and whatever else overrides ``_apply``, and sets ``self.device``."""
+    """Do the rest of ``module.to(device)`` when :func:`keep_only` has moved parameters and buffers: move the states
+    of metrics and whatever else overrides ``_apply``, and set ``self.device``."""
     note_device(module, device=device)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
 
@@ -128,7 +128,7 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def replace_data(parameter: Tensor, value: Tensor) -> None:
-    """Gives ``parameter`` other memory, perhaps of another device. It stays the same object: users may hold it in lists
+    """Give ``parameter`` other memory, perhaps of another device. It stays the same object: users may hold it in lists
     of their own."""
     if torch._has_compatible_shallow_copy_type(parameter, value):
         parameter.data = value

@@ -62,7 +62,7 @@ class PipelineCut:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Adds the number of the pipeline to the message of a ConfigurationError that is raised within the context."""
+        """Add the number of the pipeline to the message of a ConfigurationError that is raised within the context."""
         try:
             yield
         except ConfigurationError as error:
@@ -74,7 +74,7 @@ class PipelineCut:
 def cuts_of(
     depths: Sequence[int], partition: Partition | Sequence[Sequence[int]], in_flight: Callable[[int], InFlight]
 ) -> list[PipelineCut]:
-    """Returns how to cut each of the pipelines with these numbers of stages.
+    """Return how to cut each of the pipelines with these numbers of stages.
 
     Args:
         depths: the number of stages of each pipeline.
@@ -119,18 +119,18 @@ def _check_lists(name: str, given: Sequence[Any], depths: Sequence[int], example
 
 
 def is_measured(partition: Partition) -> bool:
-    """Returns whether such a cut needs a batch."""
+    """Return whether such a cut needs a batch."""
     return partition == "balanced" or isinstance(partition, Balanced)
 
 
 def check_partition(of: PipelineCut) -> None:
-    """Raises ConfigurationError if no model can be cut this way."""
+    """Raise ConfigurationError if no model can be cut this way."""
     with of.named():
         _check_partition(of.num_stages, of.partition)
 
 
 def refuse_lists(partition: object) -> None:
-    """Raises ConfigurationError for a list for each pipeline, where all pipelines have one number of stages."""
+    """Raise ConfigurationError for a list for each pipeline, where all pipelines have one number of stages."""
     given = [partition.speeds, partition.memory] if isinstance(partition, Balanced) else [partition]
     for values in given:
         listed = values if isinstance(values, Sequence) and not isinstance(values, str) else ()
@@ -161,7 +161,7 @@ def _check_partition(num_stages: int, partition: Partition) -> None:
 
 
 def in_flight(schedule: str, num_stages: int, num_micro_batches: int) -> InFlight:
-    """Returns what each of M stages keeps at most, when a mini-batch is m micro-batches.
+    """Return what each of M stages keeps at most, when a mini-batch is m micro-batches.
 
     Stage j has begun up to M − j micro-batches whose backward is to come with ``"1f1b"``, all m with ``"gpipe"``, and
     M − j whole mini-batches with ``"pipedream"``, which keeps the weights of each, except on the last stage.

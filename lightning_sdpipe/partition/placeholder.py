@@ -165,7 +165,7 @@ class WeightElsewhere(Placeholder):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        """Does nothing here: the gradient is set on the stage that holds it."""
+        """Do nothing here: the gradient is set on the stage that holds it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightElsewhere:
         copied = WeightElsewhere.__new__(type(self), self, self.device, "")
@@ -191,7 +191,7 @@ class SkippedCutError(ConfigurationError):
 
 
 def refuse_placeholders(value: Any, where: str) -> None:
-    """Raises :class:`SkippedCutError` if a placeholder is in ``value``, which ``where`` is about to compute with."""
+    """Raise :class:`SkippedCutError` if a placeholder is in ``value``, which ``where`` is about to compute with."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Placeholder):
             raise SkippedCutError(leaf, f"is used by {where}")

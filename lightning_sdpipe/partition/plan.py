@@ -68,7 +68,7 @@ def plan(
     rehearse: Callable[[Sequence[str]], RehearsalResult | None] = lambda _: None,
     in_flight: InFlight | None = None,
 ) -> Plan:
-    """Makes a single plan as :func:`plans` does, for a cut of these values."""
+    """Make a single plan as :func:`plans` does, for a cut of these values."""
     (made,) = plans(module, [PipelineCut(num_stages, partition, in_flight)], names, measure, rehearse)
     return made
 
@@ -80,7 +80,7 @@ def plans(
     measure: Callable[[Sequence[Block]], Profile] | None = None,
     rehearse: Callable[[Sequence[str]], RehearsalResult | None] = lambda _: None,
 ) -> list[Plan]:
-    """Finds the chain of ``module`` and makes a plan for each of ``cuts``.
+    """Find the chain of ``module`` and make a plan for each of ``cuts``.
 
     If blocks are not named, the next of the chains of :func:`~lightning_sdpipe.partition.chain.find_chains` is tried
     when the first cannot be cut so.
@@ -136,7 +136,7 @@ def _rehearsed(
     rehearse: Callable[[Sequence[str]], RehearsalResult | None],
     names: Sequence[str] | None,
 ) -> tuple[Sequence[str], RehearsalResult | None]:
-    """Returns the chain in the order in which it runs, without modules that run more than once, and its rehearsal."""
+    """Return the chain in the order in which it runs, without modules that run more than once, and its rehearsal."""
     rehearsed = rehearse(chain)
     if rehearsed is None:
         return chain, None
@@ -194,7 +194,7 @@ def _cut_into(
 
 
 def with_crossing(profile: Profile, blocks: Sequence[Block], rehearsed: RehearsalResult | None) -> Profile:
-    """Returns the profile with all bytes that cross a cut after each block in a training step; None where the chain
+    """Return the profile with all bytes that cross a cut after each block in a training step; None where the chain
     cannot be cut."""
     if rehearsed is None or "training_step" not in rehearsed.traces:
         return profile
@@ -214,7 +214,7 @@ def check(
     names: Sequence[str] | None,
     cuts: Sequence[PipelineCut],
 ) -> None:
-    """Raises ConfigurationError if ``module`` cannot be cut in these ways, as far as can be seen without a batch."""
+    """Raise ConfigurationError if ``module`` cannot be cut in these ways, as far as can be seen without a batch."""
     for each in cuts:
         check_partition(each)
     same_memory(module)
@@ -243,7 +243,7 @@ def check(
 
 
 def check_same_chain(module: nn.Module, blocks: Sequence[Block], sizes: Sequence[int]) -> None:
-    """Raises ConfigurationError if ``module`` lacks one of the ``blocks`` of rank 0's, with so many parameters."""
+    """Raise ConfigurationError if ``module`` lacks one of the ``blocks`` of rank 0's, with so many parameters."""
     for block, size in zip(blocks, sizes, strict=True):
         try:
             own = f"has {num_parameters(module, block):,}"
@@ -257,14 +257,14 @@ def check_same_chain(module: nn.Module, blocks: Sequence[Block], sizes: Sequence
 
 
 def encode(plan: Plan) -> bytes:
-    """Returns the plan as JSON."""
+    """Return the plan as JSON."""
     return msgspec.json.encode(
         _Encoded(plan.blocks, [(s.start, s.stop) for s in plan.spans], plan.travel, plan.readers)
     )
 
 
 def decode(data: bytes) -> Plan:
-    """Reverses :func:`encode`."""
+    """Reverse :func:`encode`."""
     plain = msgspec.json.decode(data, type=_Encoded)
     return Plan(plain.blocks, tuple(range(*span) for span in plain.spans), plain.travel, plain.readers)
 
@@ -277,13 +277,13 @@ class _Encoded(msgspec.Struct):
 
 
 def num_parameters(module: nn.Module, block: Block) -> int:
-    """Returns the number of elements of the parameters of a block; tied ones count once."""
+    """Return the number of elements of the parameters of a block; tied ones count once."""
     parameters = {id(p): p.numel() for path in block for p in module.get_submodule(path).parameters()}
     return sum(parameters.values())
 
 
 def transfer_seconds(block: BlockProfile, bandwidth: float) -> float:
-    """Returns the time to send a block's output to the next stage and its gradient back; infinite if it cannot
+    """Return the time to send a block's output to the next stage and its gradient back; infinite if it cannot
     travel."""
     if block.activation_bytes is None:
         return math.inf
@@ -291,7 +291,7 @@ def transfer_seconds(block: BlockProfile, bandwidth: float) -> float:
 
 
 def _check_weights(module: nn.Module, chain: Sequence[str], of: PipelineCut) -> None:
-    """Refuses a model whose weights alone do not fit, before it is on any device."""
+    """Refuse a model whose weights alone do not fit, before it is on any device."""
     num_stages, partition = of.num_stages, of.partition
     if not isinstance(partition, Balanced) or partition.memory is None or len(chain) < num_stages:
         return
@@ -316,5 +316,5 @@ def _memory(options: Balanced, profile: Profile, in_flight: InFlight | None) -> 
 
 
 def _each(values: Any) -> list[float]:
-    """Returns the values of one pipeline; that there is one list only is checked before."""
+    """Return the values of one pipeline; that there is one list only is checked before."""
     return list(values or ())

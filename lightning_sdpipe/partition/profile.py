@@ -55,7 +55,7 @@ def profile(
     repeats: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[BlockProfile, ...]:
-    """Measures each block while ``step`` runs forward and backward; takes medians over ``repeats`` runs after a first
+    """Measure each block while ``step`` runs forward and backward; take medians over ``repeats`` runs after a first
     one.
 
     The runs leave no trace: see :func:`~lightning_sdpipe.partition.rehearsal.without_a_trace`; parameters, which a step
@@ -166,7 +166,7 @@ def _measure(
 
 
 def _backward_seconds(arrived: Mapping[int, float], num_blocks: int, end: float) -> list[float]:
-    """Returns the time of each block's backward, from the gradient of its output to that of its input."""
+    """Return the time of each block's backward, from the gradient of its output to that of its input."""
     seconds = [0.0] * num_blocks
     for block in range(num_blocks):  # upwards: `end` is when the blocks below began
         if block in arrived:  # else no gradient passes: it and those below it are frozen
@@ -191,7 +191,7 @@ FIELDS = tuple(BlockProfile.__dataclass_fields__)
 
 
 def fingerprint(module: nn.Module, blocks: Sequence[Block], batch: Any, device: torch.device) -> str:
-    """Returns a name for all that a profile depends on: the modules (class, printed options), the parameters (name,
+    """Return a name for all that a profile depends on: the modules (class, printed options), the parameters (name,
     shape, dtype, trained or not), the blocks, the input's shapes and dtypes, the device, its threads and the version of
     torch."""
     parts = (
@@ -214,7 +214,7 @@ def _name(device: torch.device) -> str:
 
 
 def load(key: str) -> tuple[BlockProfile, ...] | None:
-    """Returns the profile stored under ``key``; None if there is none that can be read."""
+    """Return the profile stored under ``key``; None if there is none that can be read."""
     try:
         return decode(_path(key).read_bytes())
     except (OSError, msgspec.MsgspecError):
@@ -222,7 +222,7 @@ def load(key: str) -> tuple[BlockProfile, ...] | None:
 
 
 def store(key: str, profile: Sequence[BlockProfile]) -> None:
-    """Stores a profile. A reader never sees half of it; a cache that cannot be written is not an error."""
+    """Store a profile. A reader never sees half of it; a cache that cannot be written is not an error."""
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -234,12 +234,12 @@ def store(key: str, profile: Sequence[BlockProfile]) -> None:
 
 
 def encode(profile: Sequence[BlockProfile]) -> bytes:
-    """Returns a profile as JSON: one object for each block, with the fields of :class:`BlockProfile`."""
+    """Return a profile as JSON: one object for each block, with the fields of :class:`BlockProfile`."""
     return msgspec.json.encode(tuple(profile))
 
 
 def decode(data: bytes) -> tuple[BlockProfile, ...]:
-    """Reverses :func:`encode`. Raises ``msgspec.MsgspecError`` for anything else."""
+    """Reverse :func:`encode`. Raise ``msgspec.MsgspecError`` for anything else."""
     return msgspec.json.decode(data, type=tuple[BlockProfile, ...])
 
 

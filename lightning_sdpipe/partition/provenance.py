@@ -133,7 +133,7 @@ class ProvenanceTracer(TorchDispatchMode):
                 self._begin(kept, "given")
 
     def run(self, step: Callable[[], Any], batch: Any) -> None:
-        """Runs one whole step on ``batch``, and adds its trace."""
+        """Run one whole step on ``batch``, and add its trace."""
         self.traces.append(StepTrace())
         self._position = 0
         for leaf in tree_leaves(batch):
@@ -163,13 +163,13 @@ class ProvenanceTracer(TorchDispatchMode):
         trace.changed = frozenset(key for key, v in trace.leaves.items() if v.storage.write is not v.write)
 
     def restore(self) -> None:
-        """Undoes the writes of the steps to tensors that were there before."""
+        """Undo the writes of the steps to tensors that were there before."""
         for storage, before in self._before:
             storage.copy_(before)
         self._before.clear()
 
     def blocks_of_weights(self) -> dict[str, set[int]]:
-        """Returns the blocks that hold each parameter and buffer, by its first name; none for those outside of all
+        """Return the blocks that hold each parameter and buffer, by its first name; none for those outside of all
         blocks."""
         inside = [
             {id(t) for t in (*block.parameters(), *block.buffers())}
@@ -209,13 +209,13 @@ class ProvenanceTracer(TorchDispatchMode):
         return outcome
 
     def read_by_python(self, tensor: Tensor, function: str) -> None:
-        """Notes that user code asks for the tensor's values without an operation."""
+        """Note that user code asks for the tensor's values without an operation."""
         value = self._value(tensor)
         if value is not None and self._block == OUTSIDE:
             self.traces[-1].python_reads.append(Use([value], function, self._position))
 
     def alias(self, alias: Tensor, original: Tensor) -> None:
-        """Notes that user code has taken an alias without an operation."""
+        """Note that user code has taken an alias without an operation."""
         if self._value(original) is not None:
             self._alias(alias, {(_place(original), _gradient(original))})
 
@@ -343,7 +343,7 @@ _DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Returns the arguments that an operation of torch changes."""
+    """Return the arguments that an operation of torch changes."""
     if not func._schema.is_mutable:
         return []
     arguments = func._schema.arguments
@@ -365,7 +365,7 @@ def _logging_to(module: nn.Module, log: Callable[..., None]) -> Iterator[None]:
 
 
 def _address(tensor: Any) -> int | None:
-    """Returns the address of the storage of ``tensor``, if it has one."""
+    """Return the address of the storage of ``tensor``, if it has one."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (AttributeError, NotImplementedError, RuntimeError):

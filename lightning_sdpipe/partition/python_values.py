@@ -29,7 +29,7 @@ class NotPackedError(Exception):
 
 
 def pack(value: Any) -> Packed:
-    """Returns ``value`` in a form that JSON can hold.
+    """Return ``value`` in a form that JSON can hold.
 
     Raises:
         NotPackedError: the value is too large, or no plain value of Python's, tensor, array, generator of random
@@ -64,7 +64,7 @@ def _pack(value: Any, left: list[int]) -> Packed:
 
 
 def unpack(packed: Packed, now: Any, device: torch.device) -> Any:
-    """Returns the packed value. ``now``, the present value in its place, is changed where it is a container, a tensor
+    """Return the packed value. ``now``, the present value in its place, is changed where it is a container, a tensor
     or a generator of that kind, so that all holders see the change; new tensors are put on ``device``.
 
     Raises:
@@ -131,7 +131,7 @@ def _text(data: bytes) -> str:
 
 
 def is_of_the_user(value: Any) -> bool:
-    """Returns whether ``value`` is an object of the user's own, with attributes, rather than a plain value or an object
+    """Return whether ``value`` is an object of the user's own, with attributes, rather than a plain value or an object
     of a library."""
     if isinstance(value, types.SimpleNamespace):
         return True
@@ -145,7 +145,7 @@ def is_of_the_user(value: Any) -> bool:
 
 
 def state_of(generator: Any) -> Any:
-    """Returns the state of a generator of random numbers."""
+    """Return the state of a generator of random numbers."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):

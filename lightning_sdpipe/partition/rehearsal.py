@@ -36,7 +36,7 @@ class StepCalls:
 def rehearse(
     module: nn.Module, chain: Sequence[str], steps: Sequence[StepCalls], device: torch.device
 ) -> RehearsalResult:
-    """Runs the forwards of ``steps`` with labelled tensors. ``module`` is whole and on ``device``; it is left
+    """Run the forwards of ``steps`` with labelled tensors. ``module`` is whole and on ``device``; it is left
     unchanged.
 
     Raises:
@@ -70,7 +70,7 @@ def rehearse(
 
 @contextmanager
 def without_a_trace(module: nn.Module, *others: Any) -> Iterator[list[str]]:
-    """Undoes the changes of a step within this context: gradients, buffers (BatchNorm's statistics), the random states
+    """Undo the changes of a step within this context: gradients, buffers (BatchNorm's statistics), the random states
     of torch, NumPy and Python, and what :class:`~lightning_sdpipe.partition.mementos.Mementos` finds from ``module``
     and ``others``: attributes, containers, generators, globals. ``self.log`` and the loggers do nothing meanwhile.
 

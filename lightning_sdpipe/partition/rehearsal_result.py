@@ -90,7 +90,7 @@ class RehearsalResult:
         return 0 if before < 0 else order.index(before) + 1
 
     def crossing(self, step: str, cut: int) -> Crossing:
-        """Returns what crosses the cut before block ``cut``, wherever else the chain is cut."""
+        """Return what crosses the cut before block ``cut``, wherever else the chain is cut."""
         found = self._needs(step, range(cut, len(self.chain)))
         size = {key: size for trace in self.traces[step] for key, size in trace.sizes.items()}
         output = {key for key in size if key.block == cut - 1 and key.kind == "output"}
@@ -99,7 +99,7 @@ class RehearsalResult:
         return Crossing(extra, sum(a for a, _ in sizes), sum(g for _, g in sizes), found.refusals)
 
     def travel(self, step: str, spans: Sequence[range]) -> Travel:
-        """Returns the values that cross each cut of ``spans``.
+        """Return the values that cross each cut of ``spans``.
 
         Raises:
             ConfigurationError: a stage needs a value that it cannot get.
@@ -127,7 +127,7 @@ class RehearsalResult:
         return Travel(crossing, changed, tuple(sorted(all_late)), tuple(sorted(all_counted)), tuple(sorted(logged)))
 
     def readers(self, spans: Sequence[range]) -> dict[str, set[int]]:
-        """Returns the stages that read a parameter or buffer of another stage's block."""
+        """Return the stages that read a parameter or buffer of another stage's block."""
         readers: dict[str, set[int]] = {}
         for step in self.traces:
             for stage, span in enumerate(spans):
@@ -138,7 +138,7 @@ class RehearsalResult:
         return readers
 
     def _needs(self, step: str, span: range) -> Needs:
-        """Returns the needs of the stage in any of the steps but the first, before which nothing has been kept."""
+        """Return the needs of the stage in any of the steps but the first, before which nothing has been kept."""
         traces, together = self.traces[step], Needs()
         for number in range(1, len(traces)):
             found = backward_slice(traces[: number + 1], span, span.stop == len(self.chain))
@@ -176,6 +176,6 @@ class RehearsalResult:
 
 
 def _list_of(path: str) -> str:
-    """Returns the ModuleList or Sequential that holds a module; the module itself if it is in none."""
+    """Return the ModuleList or Sequential that holds a module; the module itself if it is in none."""
     parent, _, name = path.rpartition(".")
     return parent if name.isdecimal() else path

@@ -49,7 +49,7 @@ class _Extent:
 
 
 def same_memory(module: nn.Module) -> SameMemory:
-    """Finds the tensors of ``module`` over the same memory; parameters may lie on ``meta``, or be those of other
+    """Find the tensors of ``module`` over the same memory; parameters may lie on ``meta``, or be those of other
     stages.
 
     Raises:
@@ -74,7 +74,7 @@ def same_memory(module: nn.Module) -> SameMemory:
 
 
 def held_together(module: nn.Module, memory: SameMemory) -> list[list[Tensor]]:
-    """Returns the tensors of ``memory`` that this worker holds, those of one memory together; parameters come first."""
+    """Return the tensors of ``memory`` that this worker holds, those of one memory together; parameters come first."""
     together: dict[str, list[Tensor]] = {
         names[0]: [module.get_parameter(name) for name in names] for names in memory.parameters
     }
@@ -86,7 +86,7 @@ def held_together(module: nn.Module, memory: SameMemory) -> list[list[Tensor]]:
 
 
 def _extents(module: nn.Module) -> Iterator[_Extent]:
-    """Yields the extent of each tensor that is an object of its own; parameters first, by their names."""
+    """Yield the extent of each tensor that is an object of its own; parameters first, by their names."""
     seen: set[int] = set()
     named = [
         *((name, parameter, True) for name, parameter in module.named_parameters()),
@@ -127,7 +127,7 @@ def _refuse_overlaps(extents: Sequence[_Extent]) -> None:
 
 
 def _touch(one: _Extent, other: _Extent) -> bool:
-    """Returns whether two tensors whose extents overlap have an element in common. Columns of a matrix have none."""
+    """Return whether two tensors whose extents overlap have an element in common. Columns of a matrix have none."""
     if one.tensor.dtype != other.tensor.dtype:
         return True
     size = one.tensor.element_size()

@@ -14,7 +14,7 @@ from lightning_sdpipe.lightning_internals import goes_one_by_one
 
 
 def sample_batch(dataloaders: Any) -> Any:
-    """Returns a batch as the dataloaders would give it, on the CPU.
+    """Return a batch as the dataloaders would give it, on the CPU.
 
     The first samples of a ``DataLoader`` over a map-style dataset are taken and collated: its sampler, its generator
     and its worker processes are not touched. Any other loader is copied, and the copy is iterated. The random

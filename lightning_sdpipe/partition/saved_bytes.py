@@ -15,7 +15,7 @@ from lightning_sdpipe.partition.chain import Block
 
 @contextmanager
 def recording_saved(module: nn.Module, blocks: Sequence[Block]) -> Iterator[list[int]]:
-    """Records, while one step runs, what autograd keeps for the backward of each block; the list is filled afterwards.
+    """Record, while one step runs, what autograd keeps for the backward of each block; the list is filled afterwards.
 
     The numbers are bytes without parameters and buffers; each memory counts once, with the first block that keeps it.
     The user's code between two blocks counts with the later one, and code after the last block with that block.
@@ -44,7 +44,7 @@ def recording_saved(module: nn.Module, blocks: Sequence[Block]) -> Iterator[list
 
 
 def parameter_bytes(module: nn.Module, block: Block) -> tuple[int, int]:
-    """Returns the bytes of a block's parameters, tied ones once, and of those that are trained."""
+    """Return the bytes of a block's parameters, tied ones once, and of those that are trained."""
     parameters = {id(p): p for path in block for p in module.get_submodule(path).parameters()}.values()
     return sum(p.nbytes for p in parameters), sum(p.nbytes for p in parameters if p.requires_grad)
 

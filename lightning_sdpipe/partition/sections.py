@@ -31,7 +31,7 @@ class Sections:
 
 
 def sections_of(spans: Sequence[Sequence[range]], ownerships: Sequence[Ownership]) -> Sections:
-    """Returns the sections of pipelines with these cuts and ownerships.
+    """Return the sections of pipelines with these cuts and ownerships.
 
     Raises:
         ConfigurationError: there are too many sections.
@@ -50,7 +50,7 @@ def sections_of(spans: Sequence[Sequence[range]], ownerships: Sequence[Ownership
 
 
 def sections_of_blocks(spans: Sequence[Sequence[range]]) -> set[tuple[int, ...]]:
-    """Returns the sections of the blocks: for each, the stage that runs it in each of the pipelines with these cuts.
+    """Return the sections of the blocks: for each, the stage that runs it in each of the pipelines with these cuts.
 
     Raises:
         ConfigurationError: there are too many sections.
@@ -66,7 +66,7 @@ def sections_of_blocks(spans: Sequence[Sequence[range]]) -> set[tuple[int, ...]]
 
 
 def _to_move(spans: Sequence[Sequence[range]]) -> str:
-    """Returns the advice to move a cut that only one pipeline has: the one nearest to another pipeline's cut."""
+    """Return the advice to move a cut that only one pipeline has: the one nearest to another pipeline's cut."""
     cuts = [{span.start for span in cut[1:]} for cut in spans]
     alone = [
         (min(abs(at - other) for other in others), pipeline, at, min(others, key=lambda other: abs(at - other)))

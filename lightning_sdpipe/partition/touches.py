@@ -81,7 +81,7 @@ class Touches:
 
     @contextmanager
     def heard(self, into: list[Touch], place: Callable[[], tuple[int, int]]) -> Iterator[None]:
-        """Adds the accesses within the context to ``into``; ``place()`` is the block and the position."""
+        """Add the accesses within the context to ``into``; ``place()`` is the block and the position."""
         self._found, self._place = into, place
         self._states = {what: (v, plain, _state(v)) for what, v, plain in self._candidates()}
         stop = hear_assignments()
@@ -101,7 +101,7 @@ class Touches:
             stop()
 
     def look(self) -> None:
-        """Attributes the changes since the last look to the code that has run since."""
+        """Attribute the changes since the last look to the code that has run since."""
         self._looking = True
         try:
             self._classes.look()
@@ -121,12 +121,12 @@ class Touches:
             self._looking = False
 
     def logged(self, name: str) -> None:
-        """Notes that the step has logged a value."""
+        """Note that the step has logged a value."""
         for suffix in ("", "_step", "_epoch"):
             self._note(f"{METRIC}{name + suffix!r}", writes=True)
 
     def _candidates(self) -> Iterator[tuple[str, Any, bool]]:
-        """Yields what may change without being set: its name, the object, and whether stand-ins see changes in it."""
+        """Yield what may change without being set: its name, the object, and whether stand-ins see changes in it."""
         for what, options in self._options_of_optimizers().items():
             yield what, options, False
         known: set[int] = set()
@@ -160,7 +160,7 @@ class Touches:
         self._note(what, writes=True, anew=True, replayed=self._in_its_block(what), attribute=True)
 
     def _named(self, what: str, value: Any, writes: bool) -> None:
-        """Notes that an attribute of a class or a global variable is read or set."""
+        """Note that an attribute of a class or a global variable is read or set."""
         if self._looking and not writes:
             return
         if _holds(value) and (writes or what not in self._states):
@@ -220,7 +220,7 @@ class Touches:
 
     @contextmanager
     def _metrics(self) -> Iterator[None]:
-        """Notes metrics of the Trainer that a step asks for as reads; a step that asks for callbacks reads all of
+        """Note metrics of the Trainer that a step asks for as reads; a step that asks for callbacks reads all of
         them."""
         originals = {name: vars(Trainer)[name] for name in METRICS}
         for name, original in originals.items():
@@ -286,13 +286,13 @@ class _Metrics(dict[str, Any]):
 
 
 def _holds(value: Any) -> bool:
-    """Returns whether ``value`` may change without being set."""
+    """Return whether ``value`` may change without being set."""
     kept = isinstance(value, (list, dict, set, deque, np.ndarray, *GENERATORS))
     return kept or is_of_the_user(value) or _has_names(value)
 
 
 def _has_names(value: Any) -> bool:
-    """Returns whether ``value`` is a module of the user's, or one of the user's classes other than a torch module."""
+    """Return whether ``value`` is a module of the user's, or one of the user's classes other than a torch module."""
     if isinstance(value, types.ModuleType):
         return is_users(value.__name__)
     return isinstance(value, type) and not issubclass(value, nn.Module) and is_users(value.__module__)
@@ -308,7 +308,7 @@ def _state(value: Any) -> Any:
 
 
 def _state_within(value: Any, depth: int, left: Iterator[int]) -> Any:
-    """Returns something that differs when the Python state in ``value`` does. Tensors are seen elsewhere; of an object
+    """Return something that differs when the Python state in ``value`` does. Tensors are seen elsewhere; of an object
     that holds very many values the first ones and their number count."""
     if isinstance(value, (type(None), bool, int, float, str)):
         return repr(value)
@@ -340,12 +340,12 @@ def _items(value: Any) -> Any:
 
 
 def _in_torch(value: Any) -> bool:
-    """Returns whether ``value`` is a tensor, or the place of one."""
+    """Return whether ``value`` is a tensor, or the place of one."""
     return value is None or isinstance(value, Tensor)
 
 
 def missed(traces: Sequence[Sequence[Touch]], runs: Callable[[Touch], bool], start: int) -> Iterator[Touch]:
-    """Yields the changes that a stage does not see, of values that it reads.
+    """Yield the changes that a stage does not see, of values that it reads.
 
     Args:
         traces: the touches of successive steps.
@@ -364,20 +364,20 @@ def missed(traces: Sequence[Sequence[Touch]], runs: Callable[[Touch], bool], sta
 
 
 def late(touches: Sequence[Touch], end: int) -> set[str]:
-    """Returns the attributes that are changed outside of blocks and beyond the end of a stage that ends before block
+    """Return the attributes that are changed outside of blocks and beyond the end of a stage that ends before block
     ``end``."""
     changes = (t for t in touches if t.attribute and t.writes and t.block < 0 and t.position >= end)
     return {touch.what for touch in changes}
 
 
 def logged_late(touches: Sequence[Touch], end: int) -> set[str]:
-    """Returns the metrics that are logged beyond the end of a stage that ends before block ``end``."""
+    """Return the metrics that are logged beyond the end of a stage that ends before block ``end``."""
     logged = (t for t in touches if t.writes and t.what.startswith(METRIC))
     return {t.what for t in logged if (t.position if t.block < 0 else t.block) >= end}
 
 
 def counted(touches: Sequence[Touch]) -> set[str]:
-    """Returns what a step changes outside of blocks depending on its value before, as a counter."""
+    """Return what a step changes outside of blocks depending on its value before, as a counter."""
     read, begun, found = set[str](), set[str](), set[str]()
     for touch in touches:
         if touch.block >= 0:

@@ -80,7 +80,7 @@ class Sending:
         self._last: dict[LeafKey, Tensor] = {}  # the tensors of the last block that ran
 
     def add(self, block: int, effects: Sequence[Effect]) -> None:
-        """Adds the effects of ``block``, which has run after all that were added before."""
+        """Add the effects of ``block``, which has run after all that were added before."""
         self._keep_for_skipped(block)
         self._ran.append(block)
         apart = [take_apart(effect.value) for effect in effects]
@@ -100,7 +100,7 @@ class Sending:
         self._versions |= {key: _version(tensor) for key, tensor in self._last.items() if key.kind == "output"}
 
     def message(self) -> Message:
-        """Returns the message: what was added, and the received values that go on."""
+        """Return the message: what was added, and the received values that go on."""
         received = self._received
         self._keep_for_skipped(self._span.stop)
         at: dict[LeafKey, int] = {}
@@ -137,7 +137,7 @@ class Sending:
         return Message(tensors, self._numbers, layout)
 
     def _boundary(self) -> Mapping[LeafKey, Tensor]:
-        """Returns the output of the last block that ran."""
+        """Return the output of the last block that ran."""
         if self._last or self._received is None:
             return {key: tensor for key, tensor in self._last.items() if key.kind == "output"}
         layout = self._received.layout
@@ -151,12 +151,12 @@ class Sending:
         return any(key.block in self._ran for key in leaves)
 
     def _instead_of(self, key: LeafKey) -> LeafKey | None:
-        """Returns the leaf that is used in the place of a skipped block's output."""
+        """Return the leaf that is used in the place of a skipped block's output."""
         before = [block for block in self._ran if block < key.block]
         return replace(key, block=before[-1]) if before and key.kind == "output" else None
 
     def _keep_for_skipped(self, until: int) -> None:
-        """Keeps the output of the last block that ran, if a wanted output would have come since, before block
+        """Keep the output of the last block that ran, if a wanted output would have come since, before block
         ``until``."""
         if not self._last:
             return
@@ -185,7 +185,7 @@ class Sending:
 
 
 def _located(number: int, block: BlockLayout, at: Mapping[LeafKey, int]) -> BlockLayout:
-    """Returns ``block`` with the tensors of the message at their places."""
+    """Return ``block`` with the tensors of the message at their places."""
     keys = leaves_of(number, block)
 
     def located(effect: EffectLayout) -> EffectLayout:
@@ -199,7 +199,7 @@ def _located(number: int, block: BlockLayout, at: Mapping[LeafKey, int]) -> Bloc
 
 
 def _version(tensor: Tensor) -> int:
-    """Returns how often ``tensor`` was written to; inference tensors do not count."""
+    """Return how often ``tensor`` was written to; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -224,7 +224,7 @@ class Receiving:
         self._tensors: dict[int, Tensor] = {}
 
     def effects(self, block: int) -> list[Effect] | None:
-        """Returns the effects of the call of ``block``, with a :class:`Placeholder` for each tensor that is absent;
+        """Return the effects of the call of ``block``, with a :class:`Placeholder` for each tensor that is absent;
         None if the block has not run."""
         layout = self.message.layout.blocks[block]
         if layout is None:
@@ -255,7 +255,7 @@ class Receiving:
                 return value
 
     def _own(self, value: int) -> Tensor:
-        """Returns the tensor in a form that user code may write to."""
+        """Return the tensor in a form that user code may write to."""
         tensor = self.message.tensors[value]
         if value in self._changed:
             return tensor.clone()

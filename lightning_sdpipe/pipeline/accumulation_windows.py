@@ -35,7 +35,7 @@ class Window:
         loss_scale: float,
         in_use: Iterable[Tensor | None],
     ) -> None:
-        """Adds the gradients of a mini-batch, which may be views of one memory, and share it with tensors that are
+        """Add the gradients of a mini-batch, which may be views of one memory, and share it with tensors that are
         ``in_use``."""
         self.loss_scale = max(self.loss_scale, loss_scale)
         present = {p: grad for p, grad in zip(parameters, gradients, strict=True) if grad is not None}
@@ -64,9 +64,9 @@ class Lane:
     waiting: deque[Window] = field(default_factory=deque)  # closed windows, the oldest first
 
     def due(self, turn: int) -> bool:
-        """Returns whether a window is applied if the optimizer steps at ``turn``."""
+        """Return whether a window is applied if the optimizer steps at ``turn``."""
         return bool(self.waiting) and self.waiting[0].closed_at + self.depth <= turn
 
     def would_be_due(self, turn: int) -> bool:
-        """Returns whether a window is applied at ``turn`` if one is closed then."""
+        """Return whether a window is applied at ``turn`` if one is closed then."""
         return self.due(turn) if self.waiting else self.depth == 0

@@ -10,19 +10,19 @@ from torch import Tensor
 
 
 def shared_seed() -> int:
-    """Draws a seed from rank 0's generator and returns it on all ranks; every rank must call this function."""
+    """Draw a seed from rank 0's generator and return it on all ranks; every rank must call this function."""
     return shared(torch.initial_seed() % 2**62)
 
 
 def shared(number: int) -> int:
-    """Returns rank 0's number on all ranks; every rank must call this function."""
+    """Return rank 0's number on all ranks; every rank must call this function."""
     first = torch.tensor(number)
     dist.broadcast(first, 0)
     return int(first)
 
 
 def stand_in(shape: Sequence[int]) -> Tensor:
-    """Returns a tensor that a loader may give, without reading the data, for inputs that this stage does not compute
+    """Return a tensor that a loader may give, without reading the data, for inputs that this stage does not compute
     with.
 
     Its float32 values are nan, so that a stage that computes with them is noticed; it takes no memory.

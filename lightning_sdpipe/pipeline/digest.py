@@ -73,7 +73,7 @@ class BatchDigest:
         return [crc32(repr(self.names).encode()), crc32(repr(self._parts).encode()), *shapes, *values]
 
     def compare(self, theirs: Sequence[int], stage: int) -> None:
-        """Compares this digest with that of an earlier ``stage``, which must be of the same batch. Values that are
+        """Compare this digest with that of an earlier ``stage``, which must be of the same batch. Values that are
         stand-ins here are taken from that stage.
 
         Raises:
@@ -114,14 +114,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _strided(tensor: Tensor) -> list[Tensor]:
-    """Returns the tensors that ``tensor`` keeps its values in."""
+    """Return the tensors that ``tensor`` keeps its values in."""
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return [tensor.values()] if tensor.layout != torch.strided or tensor.is_nested else [tensor]
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Returns the sample of ``tensor`` that is read, on the CPU; from CUDA it may still be on its way."""
+    """Return the sample of ``tensor`` that is read, on the CPU; from CUDA it may still be on its way."""
     limit = LIMIT if tensor.nbytes <= LIMIT else LIMIT // 8
     while tensor.nbytes > limit and max(tensor.shape) > 1:
         inner = tensor.shape[1:]

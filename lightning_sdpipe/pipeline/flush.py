@@ -65,11 +65,11 @@ class SharedLoss:
         self._type: torch.dtype | None = None
 
     def add(self, part: Tensor) -> None:
-        """Adds the loss of one micro-batch, on the last stage."""
+        """Add the loss of one micro-batch, on the last stage."""
         self._parts.append(part.detach())
 
     def exchange(self) -> None:
-        """Sends the complete loss, or waits for it on the other stages; called before the last backward."""
+        """Send the complete loss, or wait for it on the other stages; called before the last backward."""
         if self._is_last:
             parts = self._parts[0] if len(self._parts) == 1 else torch.stack(self._parts)
             self._total = parts.sum()  # a copy: the user's code may change its own
@@ -88,7 +88,7 @@ class SharedLoss:
             p2p.receive([self._message], last, self._group, _TAG, f"the last stage (rank {last})").wait()
 
     def take(self) -> Tensor:
-        """Returns the loss; called after the last backward."""
+        """Return the loss; called after the last backward."""
         if self._afterwards and len(self._ranks) > 1:
             dist.broadcast(self._message, self._ranks[-1], group=self._group)
         if self._is_last:
@@ -98,7 +98,7 @@ class SharedLoss:
         return self._message[0].to(self._type)
 
     def settle(self) -> None:
-        """Waits until the other stages have received the loss."""
+        """Wait until the other stages have received the loss."""
         for transfer in self._sent:
             transfer.wait()
         self._sent.clear()
@@ -165,7 +165,7 @@ class FlushPipeline:
         accumulated: bool = False,
         ready: ReadySignal | None = None,
     ) -> Tensor:
-        """Runs forward and backward of a mini-batch. What is sent last may still be under way afterwards.
+        """Run forward and backward of a mini-batch. What is sent last may still be under way afterwards.
 
         ``ready`` is told before the last backward or within it (``policies/announcing.py``), or if this worker shares
         parameters with other stages, when their gradients have come. See
@@ -213,20 +213,20 @@ class FlushPipeline:
         raise RuntimeError("a pipeline with a flush has no backwards left to run")
 
     def finish(self) -> None:
-        """Does nothing, since every mini-batch is finished already."""
+        """Do nothing, since every mini-batch is finished already."""
 
     def rest(self, loss: Tensor) -> Tensor:
-        """Returns ``loss`` unchanged, since the gradients of an accumulation are in place already."""
+        """Return ``loss`` unchanged, since the gradients of an accumulation are in place already."""
         return loss
 
     def settle(self) -> None:
-        """Waits until the neighbours have taken everything that was sent."""
+        """Wait until the neighbours have taken everything that was sent."""
         for runner in self._runners:
             runner.link.settle()
         self._loss.settle()
 
     def _refuse_hooks(self) -> None:
-        """Raises ConfigurationError for hooks on gradients that would not see what they see in one process."""
+        """Raise ConfigurationError for hooks on gradients that would not see what they see in one process."""
         self._shared.refuse_hooks()
         with_hooks = hooked(self._parameters)
         if self._splits_backwards and with_hooks:
@@ -250,7 +250,7 @@ class FlushPipeline:
             ready.last_backward()
 
     def _reporting(self, exchange: GradientExchange | None) -> AbstractContextManager[object]:
-        """Returns a context for a stage's last backward, which completes the gradients that no other stage adds to."""
+        """Return a context for a stage's last backward, which completes the gradients that no other stage adds to."""
         if exchange is None or len(self._stages) > 1:
             return nullcontext()
         shared = {id(p) for p in self._shared.parameters}
@@ -259,7 +259,7 @@ class FlushPipeline:
 
 
 def _first_and_last(calls: int, first: Callable[[], None], last: Callable[[], None]) -> Callable[[], None]:
-    """Returns a function that runs ``first`` at the first of ``calls`` calls, and ``last`` at the last of them."""
+    """Return a function that runs ``first`` at the first of ``calls`` calls, and ``last`` at the last of them."""
     numbers = iter(range(calls))
 
     def run() -> None:
@@ -290,7 +290,7 @@ def _forward(
 
 
 def _order(name: str, stages: Sequence[CutStage], parts: int) -> Callable[[], object]:
-    """Returns a function that runs the micro-batches of a mini-batch in the order of the schedule ``name``.
+    """Return a function that runs the micro-batches of a mini-batch in the order of the schedule ``name``.
 
     Raises:
         ConfigurationError: the schedule cannot order so many micro-batches.
@@ -313,7 +313,7 @@ def _order(name: str, stages: Sequence[CutStage], parts: int) -> Callable[[], ob
 
 
 def run_ahead(stage: CutStage, parts: int, ahead: int) -> None:
-    """Runs ``parts`` micro-batches through a stage whose forwards are at most ``ahead`` of its backwards: by its
+    """Run ``parts`` micro-batches through a stage whose forwards are at most ``ahead`` of its backwards: by its
     distance from the end of the pipeline in 1F1B (Harlap et al. 2018), and all of them in GPipe (Huang et al. 2019)."""
     losses = [stage.forward_one_chunk(index) for index in range(ahead)]
     for index in range(parts):

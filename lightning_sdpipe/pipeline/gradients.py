@@ -16,7 +16,7 @@ from lightning_sdpipe.exchange.gradients import GradientExchange as GradientExch
 
 
 def set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """Takes the gradients off the parameters and returns them."""
+    """Take the gradients off the parameters and return them."""
     gradients = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None
@@ -24,7 +24,7 @@ def set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
 
 
 def put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    """Undoes :func:`set_aside`."""
+    """Undo :func:`set_aside`."""
     for p, grad in zip(parameters, gradients, strict=True):
         p.grad = grad
 
@@ -53,7 +53,7 @@ class reported_to:
 
 
 def hooked(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Returns those of ``parameters`` on whose gradients the user has registered hooks."""
+    """Return those of ``parameters`` on whose gradients the user has registered hooks."""
     return [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 
@@ -65,7 +65,7 @@ def loss_with_gradients(
     exchange: GradientExchange | None = None,
     accumulated: bool = False,
 ) -> Tensor:
-    """Returns the loss as a tensor whose ``backward`` adds ``gradients``, times the gradient it is given, to
+    """Return the loss as a tensor whose ``backward`` adds ``gradients``, times the gradient it is given, to
     ``parameters``.
 
     Lightning zeroes gradients between ``training_step``, where a pipeline computes them, and ``backward``. This way

@@ -76,7 +76,7 @@ class LateSum:
         return [p for p in self.parameters if id(p) in trained]
 
     def add(self, window: Window) -> None:
-        """Takes this stage's gradients of the complete window out of it, and passes them on.
+        """Take this stage's gradients of the complete window out of it, and pass them on.
 
         Raises:
             WorkerFailedError: another owner is gone.
@@ -99,7 +99,7 @@ class LateSum:
             self._sums.append(_Sum(totals, arriving, sent))
 
     def take(self) -> dict[nn.Parameter, Tensor]:
-        """Returns the sums for the oldest window, once they are known; parameters that no owner used are left out."""
+        """Return the sums for the oldest window, once they are known; parameters that no owner used are left out."""
         oldest = self._sums.popleft()
         if oldest.arriving is not None:
             oldest.arriving.wait()
@@ -107,14 +107,14 @@ class LateSum:
         return {p: total for parameters, flat in oldest.flats for p, total in _totals(parameters, flat)}
 
     def begin_clipping(self) -> None:
-        """Begins clipping by norm in an update with these sums."""
+        """Begin clipping by norm in an update with these sums."""
         if self.is_first:
             self._owes_square = bool(self.trained)
         elif self.trained:
             self._square = self._receive([torch.empty(1, dtype=torch.float64)], 0, _NORM)
 
     def tell_square(self, square: float) -> None:
-        """Tells the other owners the squared norm by which the first of them clips, unless they have been told."""
+        """Tell the other owners the squared norm by which the first of them clips, unless they have been told."""
         if self._owes_square:
             self._wait(self._squares_sent)
             value = torch.tensor([square], dtype=torch.float64)
@@ -122,17 +122,17 @@ class LateSum:
         self._owes_square = False
 
     def hear_square(self) -> float:
-        """Returns the squared norm that the first owner tells; 0 if it has nothing to tell."""
+        """Return the squared norm that the first owner tells; 0 if it has nothing to tell."""
         transfer, self._square = self._square, None
         return 0.0 if transfer is None else float(transfer.wait()[0])
 
     def settle(self) -> None:
-        """Ends an update, in which the user's code need not have clipped: afterwards nothing is owed or expected."""
+        """End an update, in which the user's code need not have clipped: afterwards nothing is owed or expected."""
         self.tell_square(0.0)
         self.hear_square()
 
     def finish(self) -> None:
-        """Waits until the other owners have received everything."""
+        """Wait until the other owners have received everything."""
         self.settle()
         self._wait(self._leaving)
         self._wait(self._squares_sent)

@@ -66,11 +66,11 @@ class StageLink:
     """Messages of each lane that were sent or received here, by tag."""
 
     def begin(self, digest: BatchDigest) -> None:
-        """Begins a mini-batch: its messages follow."""
+        """Begin a mini-batch: its messages follow."""
         self._untold = self._unheard = digest
 
     def tell_freezing(self) -> None:
-        """Tells the next stage that layers were frozen or unfrozen on this one, and hears it from the previous stage.
+        """Tell the next stage that layers were frozen or unfrozen on this one, and hears it from the previous stage.
 
         Raises:
             ConfigurationError: no layers were frozen or unfrozen on the previous stage.
@@ -81,7 +81,7 @@ class StageLink:
             raise self._frozen_on_one(self.stage, self.stage - 1)
 
     def send_activations(self, message: Message, key: Hashable) -> None:
-        """Starts sending a micro-batch's message to the next stage; ``key`` identifies its shapes on both ends."""
+        """Start sending a micro-batch's message to the next stage; ``key`` identifies its shapes on both ends."""
         self._mark(meter.SENT, 2 * self.stage + 2)
         layout = message.layout
         layouts = self._outgoing.get(key)
@@ -103,13 +103,13 @@ class StageLink:
             self._settle(self._sent_down, 2 * self.sends_in_flight)
 
     def expect_activations(self, key: Hashable) -> None:
-        """Posts the receive of the next micro-batch, if its shapes are known."""
+        """Post the receive of the next micro-batch, if its shapes are known."""
         layouts = self._incoming.get(key)
         if layouts is not None and not self.dynamic_shapes:
             self._expected.append((key, self._post(layouts[0])))
 
     def receive_activations(self, key: Hashable) -> Message:
-        """Waits for the next micro-batch of the previous stage. Tensors that need gradients come as leaves."""
+        """Wait for the next micro-batch of the previous stage. Tensors that need gradients come as leaves."""
         if self._expected:
             expected_key, transfer = self._expected.popleft()
             assert expected_key == key
@@ -130,7 +130,7 @@ class StageLink:
         return Message(tensors, numbers, layout)
 
     def send_gradients(self, received: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Starts sending the gradients of a received micro-batch to the previous stage.
+        """Start sending the gradients of a received micro-batch to the previous stage.
 
         An unused tensor has no gradient. Where several tensors are sent, flags before them say which have one; a single
         tensor gets zeros.
@@ -147,7 +147,7 @@ class StageLink:
             self._settle(self._sent_up, self.sends_in_flight)
 
     def receive_gradients(self, sent: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Waits for gradients from the next stage; returns those tensors of ``sent`` that have one, and their
+        """Wait for gradients from the next stage; return those tensors of ``sent`` that have one, and their
         gradients."""
         source, tag = self.stage + 1, 2 * self.stage + 1
         rank, name = self.ranks[source], self.name(source)
@@ -163,12 +163,12 @@ class StageLink:
         return outputs, gradients
 
     def make_room(self) -> None:
-        """Waits until one more gradient can be sent without waiting for the previous stage."""
+        """Wait until one more gradient can be sent without waiting for the previous stage."""
         if self.sends_in_flight is not None:
             self._settle(self._sent_up, self.sends_in_flight - 1)
 
     def settle(self) -> None:
-        """Waits until the neighbours have taken everything that was sent."""
+        """Wait until the neighbours have taken everything that was sent."""
         for transfers in (self._sent_down, self._sent_up):
             if transfers:
                 self._settle(transfers, 0)
@@ -178,7 +178,7 @@ class StageLink:
             self._wait(transfers.popleft(), meter.SEND)
 
     def _mark(self, what: int, tag: int) -> None:
-        """Counts a message of a lane, as the other end does."""
+        """Count a message of a lane, as the other end does."""
         self._counts[tag] += 1
         meter.current().mark(what, self._counts[tag] * meter.LANES + tag)
 
@@ -187,14 +187,14 @@ class StageLink:
             return transfer.wait()
 
     def _post(self, layout: Layout, begun: int = 1) -> p2p.Transfer:
-        """Posts the receive of a message, in whose note ``begun`` numbers precede those of the blocks."""
+        """Post the receive of a message, in whose note ``begun`` numbers precede those of the blocks."""
         note = torch.empty(begun + layout.first_numbers[-1], dtype=torch.float64)
         buffers = [note, *(meta.empty(self.device) for meta in layout.values)]
         source = self.stage - 1
         return p2p.receive(buffers, self.ranks[source], self._lane(2 * self.stage), 2 * self.stage, self.name(source))
 
     def _receive(self, layout: Layout) -> tuple[int, list[float], list[Tensor]]:
-        """Receives a message; returns its number, the numbers of its note, and its tensors."""
+        """Receive a message; return its number, the numbers of its note, and its tensors."""
         if self._unheard is None:
             return _parted(self._wait(self._post(layout), meter.WAIT_UP))
         number = self._receive_first()
@@ -208,7 +208,7 @@ class StageLink:
         return Layout.decode(self._wait(transfer, meter.WAIT_UP)[0].numpy().tobytes())
 
     def _receive_first(self) -> int:
-        """Returns the number that a header or a note begins with; also compares the digest after it, if one is still to
+        """Return the number that a header or a note begins with; also compares the digest after it, if one is still to
         come.
 
         Raises:
@@ -268,5 +268,5 @@ def _parted(tensors: list[Tensor]) -> tuple[int, list[float], list[Tensor]]:
 
 
 def _as_expected(layout: Layout, first: Layout) -> bool:
-    """Returns whether messages of both layouts have the same size. A message of another size travels twice."""
+    """Return whether messages of both layouts have the same size. A message of another size travels twice."""
     return layout.values == first.values and layout.first_numbers[-1] == first.first_numbers[-1]

@@ -45,7 +45,7 @@ class Portion:
 
 
 def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None) -> list[MicroBatch]:
-    """Splits a mini-batch by its samples, as :mod:`~lightning_sdpipe.pipeline.samples` finds them; parts that belong to
+    """Split a mini-batch by its samples, as :mod:`~lightning_sdpipe.pipeline.samples` finds them; parts that belong to
     no sample go whole to each micro-batch. Sizes differ by at most one sample, larger ones first.
 
     A ``module`` may have methods of its own: ``split_batch(batch, n)`` returns n batches instead, and
@@ -79,7 +79,7 @@ def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None) -
 
 
 def refuse_time_first(batch: Any, asked: int | None, module: nn.Module | None = None) -> None:
-    """Raises ConfigurationError where all tensors of a batch have as many samples as the loader was ``asked`` for in
+    """Raise ConfigurationError where all tensors of a batch have as many samples as the loader was ``asked`` for in
     their second dimension and not in the first, by which they would be split."""
     tensors = [tensor for _, tensor in tensors_in(batch) if tensor.ndim]
     swapped = [t.ndim > 1 and t.shape[1] == asked and t.shape[0] not in (1, asked) for t in tensors]
@@ -92,7 +92,7 @@ def refuse_time_first(batch: Any, asked: int | None, module: nn.Module | None = 
 
 
 def part_sizes(samples: int, num_micro_batches: int) -> list[int]:
-    """Returns the sizes of the micro-batches of a batch: they differ by at most one, larger ones first.
+    """Return the sizes of the micro-batches of a batch: they differ by at most one, larger ones first.
 
     Raises:
         ConfigurationError: there are fewer samples than micro-batches.
@@ -107,7 +107,7 @@ def part_sizes(samples: int, num_micro_batches: int) -> list[int]:
 
 
 def take_apart(batch: Any, portion: Portion) -> list[MicroBatch]:
-    """Returns the micro-batches that ``batch`` was put together from.
+    """Return the micro-batches that ``batch`` was put together from.
 
     Raises:
         ConfigurationError: the batch and the portion have different numbers of samples.
@@ -130,13 +130,13 @@ def _cut(samples: Samples, sizes: Sequence[int]) -> list[Any]:
 
 
 def weight_of(batch: Any, module: nn.Module | None) -> float:
-    """Returns the weight of a mini-batch's gradient among those of other pipelines: its number of samples, or what the
+    """Return the weight of a mini-batch's gradient among those of other pipelines: its number of samples, or what the
     module's ``weigh_batch`` says."""
     return float(_weights([batch], module)[0])
 
 
 def whole(batch: Any) -> MicroBatch:
-    """Returns the mini-batch as one micro-batch."""
+    """Return the mini-batch as one micro-batch."""
     return MicroBatch(batch, 1.0, shapes(batch))
 
 

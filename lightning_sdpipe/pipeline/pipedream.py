@@ -147,7 +147,7 @@ class PipeDreamPipeline:
         accumulated: bool = False,
         ready: ReadySignal | None = None,
     ) -> Tensor:
-        """Runs the forward of a mini-batch and the backward of another one that is due.
+        """Run the forward of a mini-batch and the backward of another one that is due.
 
         While the pipeline fills, none is due: ``exchange`` is not used, ``ready`` is not told, and ``backward`` of the
         returned loss puts no gradients in place. The loss is nan on all stages but the last. See
@@ -170,7 +170,7 @@ class PipeDreamPipeline:
         return self._update(loss, due, exchange, ready) if due else loss_with_gradients(loss, [], [])
 
     def drain(self, exchange: GradientExchange | None = None, ready: ReadySignal | None = None) -> Tensor:
-        """Runs the backwards that the oldest update needs; returns a zero whose ``backward`` puts its gradients in
+        """Run the backwards that the oldest update needs; return a zero whose ``backward`` puts its gradients in
         place."""
         self._after_update()
         ready = ready or ReadySignal()
@@ -184,7 +184,7 @@ class PipeDreamPipeline:
         return self._update(torch.zeros((), device=self._runner.link.device), due, exchange, ready)
 
     def finish(self) -> None:
-        """Runs the backwards of mini-batches whose update has not come yet; called after the last :meth:`drain`."""
+        """Run the backwards of mini-batches whose update has not come yet; called after the last :meth:`drain`."""
         self._after_update()
         while self._in_flight:
             self._backward(False, None, ReadySignal())
@@ -193,7 +193,7 @@ class PipeDreamPipeline:
             total.finish()
 
     def rest(self, loss: Tensor) -> Tensor:
-        """Returns ``loss`` as a tensor whose ``backward`` puts the gradients of an unfinished update in place; called
+        """Return ``loss`` as a tensor whose ``backward`` puts the gradients of an unfinished update in place; called
         after :meth:`finish`."""
         if self._open is None:
             return loss_with_gradients(loss, [], [])
@@ -202,11 +202,11 @@ class PipeDreamPipeline:
         return self._update(loss, self._lanes, None, ReadySignal())
 
     def settle(self) -> None:
-        """Waits until the neighbours have taken everything that was sent."""
+        """Wait until the neighbours have taken everything that was sent."""
         self._runner.link.settle()
 
     def norms(self, own_square: float) -> list[Norm]:
-        """Returns which parameters of an update are clipped by which norm over all stages. All copies of a shared
+        """Return which parameters of an update are clipped by which norm over all stages. All copies of a shared
         weight are clipped by the norm that their first owner knows.
 
         Args:
@@ -295,7 +295,7 @@ class PipeDreamPipeline:
         return [p.detach().clone().requires_grad_() for p in self._parameters]
 
     def _backward(self, before_update: bool, exchange: GradientExchange | None, ready: ReadySignal) -> None:
-        """Runs the oldest backward. Right before an update, ``ready`` is told within it, unless the update waits for
+        """Run the oldest backward. Right before an update, ``ready`` is told within it, unless the update waits for
         other owners; and ``exchange`` is told within it of each gradient, if the update has no others."""
         runner, oldest = self._runner, self._in_flight.popleft()
         outputs, gradients, scale = oldest.outputs, None, oldest.loss_scale

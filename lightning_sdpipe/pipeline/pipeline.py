@@ -43,7 +43,7 @@ class Pipeline(Protocol):
         accumulated: bool = False,
         ready: ReadySignal | None = None,
     ) -> Tensor:
-        """Trains on a mini-batch, as far as its order goes.
+        """Train on a mini-batch, as far as its order goes.
 
         Args:
             batch: the whole mini-batch.
@@ -58,14 +58,14 @@ class Pipeline(Protocol):
         """
 
     def drain(self, exchange: GradientExchange | None = None, ready: ReadySignal | None = None) -> Tensor:
-        """Runs the oldest backward that is left; returns a zero whose ``backward`` puts its gradient in place."""
+        """Run the oldest backward that is left; return a zero whose ``backward`` puts its gradient in place."""
 
     def finish(self) -> None:
-        """Runs the backwards of mini-batches whose update has not come yet; called after the last :meth:`drain`."""
+        """Run the backwards of mini-batches whose update has not come yet; called after the last :meth:`drain`."""
 
     def rest(self, loss: Tensor) -> Tensor:
-        """Returns ``loss`` as a tensor whose ``backward`` puts the gradients in place of an update without a mini-batch
+        """Return ``loss`` as a tensor whose ``backward`` puts the gradients in place of an update without a mini-batch
         of its own; called after :meth:`finish`."""
 
     def settle(self) -> None:
-        """Waits until the neighbours have taken everything that was sent."""
+        """Wait until the neighbours have taken everything that was sent."""

@@ -42,7 +42,7 @@ class ReadySignal:
         self._in_last_backward = False
 
     def expect(self) -> None:
-        """Begins an update, in which the signal is to fire."""
+        """Begin an update, in which the signal is to fire."""
         self._expected = True
 
     def drop(self) -> None:
@@ -50,7 +50,7 @@ class ReadySignal:
         self._expected = False
 
     def passed(self, point: LastWait) -> None:
-        """Fires if ``point`` is the last that waits for another stage."""
+        """Fire if ``point`` is the last that waits for another stage."""
         if self._expected and point in (self._last, "step"):
             self._expected = False
             self._fire()
@@ -58,7 +58,7 @@ class ReadySignal:
     # ---------------------------------------------------------- within backwards
 
     def begin(self, share: float, parameters: Sequence[Tensor]) -> None:
-        """Begins the backwards of a mini-batch.
+        """Begin the backwards of a mini-batch.
 
         Args:
             share: the part of the last backward that is over when it counts as passed, from 0 to 1, measured by the
@@ -70,13 +70,13 @@ class ReadySignal:
         self._parameter = parameters[int(len(parameters) * (1.0 - share))] if share and parameters else None
 
     def last_backward(self) -> None:
-        """Marks the next backward as the last of its mini-batch."""
+        """Mark the next backward as the last of its mini-batch."""
         self._in_last_backward = True
         if not self._share:
             self.passed("backward")
 
     def computing(self, delays: DelayInjector) -> AbstractContextManager[None]:
-        """Returns the context to hold around every backward; ``delays`` make this worker slow, if it was asked to."""
+        """Return the context to hold around every backward; ``delays`` make this worker slow, if it was asked to."""
         if not (self._expected and self._in_last_backward and self._last == "backward"):
             return delays.computing()
         computing = delays.computing(self._share, self._pass_backward)
@@ -86,7 +86,7 @@ class ReadySignal:
 
     @contextmanager
     def _hearing(self, parameter: Tensor, computing: AbstractContextManager[None]) -> Iterator[None]:
-        """Passes when the gradient of ``parameter`` is there."""
+        """Pass when the gradient of ``parameter`` is there."""
         hook = parameter.register_hook(self._pass_backward)  # type: ignore[no-untyped-call]
         try:
             with computing:

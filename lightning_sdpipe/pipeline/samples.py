@@ -37,14 +37,14 @@ class Samples:
     is_list: bool  # whether the batch is a list of samples, as they came from the dataset
 
     def __getitem__(self, samples: slice) -> Any:
-        """Returns a batch of some of the samples. Tensors are views."""
+        """Return a batch of some of the samples. Tensors are views."""
         if self.is_list:
             return self.batch[samples]
         return _rebuilt(self.batch, lambda part: _sliced(part, self.count, samples), opens_lists=True)
 
 
 def find_samples(batch: Any, advice: str) -> Samples:
-    """Finds the samples of ``batch``.
+    """Find the samples of ``batch``.
 
     Args:
         batch: a batch of a loader.
@@ -67,7 +67,7 @@ def find_samples(batch: Any, advice: str) -> Samples:
 
 
 def shapes(batch: Any) -> tuple[Any, ...]:
-    """Returns the shapes of everything in ``batch``; of objects of unknown kinds only their type."""
+    """Return the shapes of everything in ``batch``; of objects of unknown kinds only their type."""
     if isinstance(batch, PackedSequence):
         return "packed", *shapes(batch.data), tuple(batch.batch_sizes.tolist())
     if _is_constant(batch):
@@ -81,7 +81,7 @@ def shapes(batch: Any) -> tuple[Any, ...]:
 
 
 def tensors_in(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Yields all tensors and arrays in ``batch`` with their names, except those in objects of unknown kinds."""
+    """Yield all tensors and arrays in ``batch`` with their names, except those in objects of unknown kinds."""
     if isinstance(batch, Tensor):
         yield name, batch
     elif isinstance(batch, np.ndarray) and batch.dtype.kind in "biufc":
@@ -94,7 +94,7 @@ def tensors_in(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
 
 
 def _agreed(parts: Sequence[Any]) -> int | None:
-    """Returns the number of samples that is a reading of every part, or None."""
+    """Return the number of samples that is a reading of every part, or None."""
     with_readings = [(part, _readings(part)) for part in parts]
     votes = [vote for vote in with_readings if vote[1] != {1}] or with_readings
     common = set.intersection(*(counts for _, counts in votes)) if votes else set()
@@ -108,7 +108,7 @@ def _agreed(parts: Sequence[Any]) -> int | None:
 
 
 def _readings(part: Any) -> set[int]:
-    """Returns the numbers of samples that ``part`` may have; none if its kind is not known."""
+    """Return the numbers of samples that ``part`` may have; none if its kind is not known."""
     if _is_array(part):
         return {part.shape[0]}
     if isinstance(part, PackedSequence):
@@ -122,7 +122,7 @@ def _readings(part: Any) -> set[int]:
 
 
 def _inside(container: Any) -> set[int]:
-    """Returns the lengths of the parts within ``container``; 1 only if there is no other."""
+    """Return the lengths of the parts within ``container``; 1 only if there is no other."""
     found: set[int] = set()
     for _, child in _children(container, opens_lists=True):
         if _is_container(child):
@@ -133,7 +133,7 @@ def _inside(container: Any) -> set[int]:
 
 
 def _is_list_of_samples(batch: Any) -> bool:
-    """Returns whether ``batch`` is an uncollated list from the dataset: containers that are not batches themselves."""
+    """Return whether ``batch`` is an uncollated list from the dataset: containers that are not batches themselves."""
     if not isinstance(batch, list | tuple) or not all(map(_is_container, batch)):
         return False
     return _are_alike(batch) and any(len(_inside(element)) > 1 for element in batch)
@@ -186,7 +186,7 @@ def _children(value: Any, opens_lists: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any], opens_lists: bool) -> Any:
-    """Returns ``value`` with its parts changed, opened as by :func:`_parts`."""
+    """Return ``value`` with its parts changed, opened as by :func:`_parts`."""
     if not _is_container(value) or (isinstance(value, list | tuple) and not _is_named(value) and not opens_lists):
         return change(value)
     changed = [_rebuilt(child, change, opens_lists=False) for _, child in _children(value, opens_lists)]
@@ -217,7 +217,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """Returns whether ``value`` can be sliced. Sparse and nested tensors cannot."""
+    """Return whether ``value`` can be sliced. Sparse and nested tensors cannot."""
     if isinstance(value, Tensor):
         return value.layout == torch.strided and not value.is_nested
     return isinstance(value, np.ndarray)

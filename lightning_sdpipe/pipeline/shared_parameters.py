@@ -78,7 +78,7 @@ class SharedParameters:
         return bool(self._copies) and any(p.requires_grad for p in self.parameters)
 
     def refuse_hooks(self) -> None:
-        """Raises ConfigurationError if the user's hooks would see the parts of a gradient that stages add up."""
+        """Raise ConfigurationError if the user's hooks would see the parts of a gradient that stages add up."""
         for stages, name in self._summed:
             parameter = self._module.get_parameter(name)
             if parameter.requires_grad and hooked([parameter]):
@@ -90,14 +90,14 @@ class SharedParameters:
                 )
 
     def make_equal(self) -> None:
-        """Gives every copy the value of the first stage that holds it."""
+        """Give every copy the value of the first stage that holds it."""
         for copies in self._copies:
             with waiting_for(copies.group, "handing on shared parameters"):
                 for parameter in self._of(copies):
                     dist.broadcast(parameter.data, copies.ranks[0], group=copies.group)
 
     def make_buffers_equal(self, device: torch.device) -> None:
-        """Gives every copy of a buffer, on ``device``, the value of the last stage that holds it. All stages must call
+        """Give every copy of a buffer, on ``device``, the value of the last stage that holds it. All stages must call
         it."""
         ranks = self._groups.mesh.pipeline_ranks(self._groups.mesh.locate(self._groups.rank)[1])
         for name, buffer in self._module.named_buffers():
@@ -109,19 +109,19 @@ class SharedParameters:
                     dist.broadcast(value, ranks[owners[-1]], group=self._groups.pipeline)
 
     def copies(self) -> list[tuple[dist.ProcessGroup, int, list[nn.Parameter]]]:
-        """Returns, for each set of owners that this stage is among, their group, the rank of the first, and what they
+        """Return, for each set of owners that this stage is among, their group, the rank of the first, and what they
         share."""
         return [(copies.group, copies.ranks[0], self._of(copies)) for copies in self._copies]
 
     def hand_on(self, gradients: dict[nn.Parameter, Tensor | None]) -> None:
-        """Gives every copy the gradient that the first stage which holds it has in ``gradients``."""
+        """Give every copy the gradient that the first stage which holds it has in ``gradients``."""
         for copies in self._copies:
             trained = [p for p in self._of(copies) if p.requires_grad]
             for dtype in {p.dtype: None for p in trained}:
                 _hand_on([p for p in trained if p.dtype == dtype], gradients, copies)
 
     def sum_gradients(self) -> None:
-        """Gives every copy the sum of the gradients of all; a parameter that no owner used has none, as in one
+        """Give every copy the sum of the gradients of all; a parameter that no owner used has none, as in one
         process."""
         for copies in self._copies:
             trained = [p for p in self._of(copies) if p.requires_grad]
@@ -129,7 +129,7 @@ class SharedParameters:
                 _sum_gradients([p for p in trained if p.dtype == dtype], copies.group)
 
     def late_sums(self, trained: Sequence[nn.Parameter]) -> list[LateSum]:
-        """Returns the objects that sum gradients in a pipeline without a flush, one for each set of owners."""
+        """Return the objects that sum gradients in a pipeline without a flush, one for each set of owners."""
         return [
             LateSum(c.group, c.ranks, c.owners, c.owners.index(self._stage), self._of(c), trained) for c in self._copies
         ]
@@ -139,7 +139,7 @@ class SharedParameters:
 
 
 def _sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sums the gradients of parameters of one type. The number of owners that have each gradient travels with them."""
+    """Sum the gradients of parameters of one type. The number of owners that have each gradient travels with them."""
     mine = [p.grad is not None for p in parameters]
     used = torch.tensor(mine, dtype=parameters[0].dtype, device=parameters[0].device)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -153,7 +153,7 @@ def _sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup)
 
 
 def _hand_on(parameters: Sequence[nn.Parameter], gradients: dict[nn.Parameter, Tensor | None], copies: _Copies) -> None:
-    """Sends the gradients of parameters of one type from their first owner; flags say which parameters have one."""
+    """Send the gradients of parameters of one type from their first owner; flags say which parameters have one."""
     found = [gradients[p] for p in parameters]
     flags = torch.tensor([g is not None for g in found], dtype=parameters[0].dtype, device=parameters[0].device)
     flat = torch.cat(

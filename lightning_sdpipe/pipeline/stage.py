@@ -57,7 +57,7 @@ class CutStage:
         computing: Callable[[], AbstractContextManager[None]],
         last_backward: AbstractContextManager[object],
     ) -> None:
-        """Prepares for a mini-batch.
+        """Prepare for a mini-batch.
 
         Args:
             keys: the key of each micro-batch, which identifies the shapes of its messages.
@@ -79,7 +79,7 @@ class CutStage:
         self._left: dict[int, Callable[[], object]] = {}
 
     def forward_one_chunk(self, index: int, *_: Any, **__: Any) -> Tensor | None:
-        """Receives micro-batch ``index``, runs it and sends it on. Returns the loss on the last stage."""
+        """Receive micro-batch ``index``, run it and send it on. Return the loss on the last stage."""
         received = None
         if not self.is_first:
             received = self._link.receive_activations(self._keys[index])
@@ -94,8 +94,8 @@ class CutStage:
         return outcome
 
     def backward_one_chunk(self, index: int, loss: Tensor | None = None, full_backward: bool = True, **_: Any) -> None:
-        """Receives the gradients of micro-batch ``index`` (on the last stage: starts from its loss), computes those of
-        the parameters and of what was received, and sends the latter back.
+        """Receive the gradients of micro-batch ``index`` (on the last stage: starts from its loss), compute those of
+        the parameters and of what was received, and send the latter back.
 
         Without ``full_backward`` the parameters' gradients are left for :meth:`backward_weight_one_chunk`.
         """
@@ -118,7 +118,7 @@ class CutStage:
     def _backward_inputs(
         self, index: int, outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None, inputs: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        """Returns the gradients of ``inputs``; those of the parameters are left for later."""
+        """Return the gradients of ``inputs``; those of the parameters are left for later."""
         if not outputs:
             self._left[index] = lambda: None
             return [None] * len(inputs)
@@ -137,7 +137,7 @@ class CutStage:
         return found or [None] * len(inputs)
 
     def backward_weight_one_chunk(self, index: int, **_: Any) -> None:
-        """Computes the parameters' gradients of micro-batch ``index`` that :meth:`backward_one_chunk` left."""
+        """Compute the parameters' gradients of micro-batch ``index`` that :meth:`backward_one_chunk` left."""
         with labelled("backward of weights", index), self._computing():
             self._left.pop(index)()
 

@@ -43,61 +43,61 @@ class StageNotes:
         self._sent: list[p2p.Transfer] = []
 
     def send_down(self) -> None:
-        """Sends metadata to the next stage, after activations."""
+        """Send metadata to the next stage, after activations."""
         if self.norms or self.scales:
             self._send([self._own + self._earlier, self._overflowed], self._link.stage + 1, _DOWN)
             self._overflowed = math.inf
 
     def receive_down(self) -> None:
-        """Receives metadata from the previous stage, after activations."""
+        """Receive metadata from the previous stage, after activations."""
         if self.norms or self.scales:
             self._earlier, overflowed = self._receive(2, self._link.stage - 1, _DOWN).wait()[0].tolist()
             self.report_overflow(overflowed)
 
     def send_scale(self, scale: float) -> None:
-        """Sends the loss scale to the previous stage, after a gradient."""
+        """Send the loss scale to the previous stage, after a gradient."""
         if self.scales:
             self._send([scale], self._link.stage - 1, _SCALE)
 
     def receive_scale(self) -> float:
-        """Receives the loss scale from the next stage, after a gradient; returns 1 without a loss scale."""
+        """Receive the loss scale from the next stage, after a gradient; return 1 without a loss scale."""
         return float(self._receive(1, self._link.stage + 1, _SCALE).wait()[0]) if self.scales else 1.0
 
     def gradient_received(self) -> None:
-        """Notes a gradient from the next stage, which is about to send its squared norm."""
+        """Note a gradient from the next stage, which is about to send its squared norm."""
         if self.norms:
             self._hear()
             self._expected = self._receive(1, self._link.stage + 1, _SQUARE)
 
     def gradient_sent(self) -> None:
-        """Notes a gradient to the previous stage, which will want the squared norm; after an update, if one follows."""
+        """Note a gradient to the previous stage, which will want the squared norm; after an update, if one follows."""
         self._owes = self.norms
 
     def squared_norm(self, own: float) -> float:
-        """Returns the squared norm over all stages, as far as known, when this stage's newest update has ``own``."""
+        """Return the squared norm over all stages, as far as known, when this stage's newest update has ``own``."""
         self._own = own
         self.pay()
         self._hear()
         return self._own + self._earlier + self._later
 
     def pay(self) -> None:
-        """Sends the previous stage the squared norm that it waits for, if it does."""
+        """Send the previous stage the squared norm that it waits for, if it does."""
         if self._owes:
             self._owes = False
             self._hear()
             self._send([self._own + self._later], self._link.stage - 1, _SQUARE)
 
     def report_overflow(self, scale: float) -> None:
-        """Reports that gradients that were computed with this loss scale are not finite."""
+        """Report that gradients that were computed with this loss scale are not finite."""
         self._overflowed = min(self._overflowed, scale)
 
     def take_overflow(self) -> float:
-        """Returns the smallest loss scale reported since the last call; infinite if there is none."""
+        """Return the smallest loss scale reported since the last call; infinite if there is none."""
         scale, self._overflowed = self._overflowed, math.inf
         return scale
 
     def forget(self) -> None:
-        """Waits until all metadata is sent and received, since the pipeline is empty, and resets the norms."""
+        """Wait until all metadata is sent and received, since the pipeline is empty, and reset the norms."""
         self.pay()
         self._hear()
         self._own = self._earlier = self._later = 0.0

@@ -40,7 +40,7 @@ class StepLog:
         self._options: dict[tuple[str, int], dict[str, Any]] = {}
 
     def record(self, weight: float) -> Log:
-        """Returns a replacement for ``LightningModule.log`` while a micro-batch of this weight runs. A ``batch_size``
+        """Return a replacement for ``LightningModule.log`` while a micro-batch of this weight runs. A ``batch_size``
         that the user gives takes the place of the weight."""
         calls: dict[str, int] = {}
 
@@ -59,7 +59,7 @@ class StepLog:
         return log
 
     def replay(self, log: Log) -> None:
-        """Calls ``log`` as often as a micro-batch has. Values are reduced over the pipelines when the epoch ends, and
+        """Call ``log`` as often as a micro-batch has. Values are reduced over the pipelines when the epoch ends, and
         never in a step."""
         for key, entries in self._values.items():
             options = {**self._options[key], "sync_dist": True}
@@ -80,7 +80,7 @@ def _combine(entries: list[tuple[Any, float]], reduce_fx: Any) -> Any:
 
 
 def _as_logged(value: Tensor | float) -> Tensor:
-    """Converts a value to the type in which Lightning accumulates it. The type must not depend on the number of
+    """Convert a value to the type in which Lightning accumulates it. The type must not depend on the number of
     micro-batches, which differs between ranks where batches are divided by speed: ranks reduce what they have logged.
     """
     if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64):
@@ -115,7 +115,7 @@ class Step:
     portion: Portion | None = None  # if the batch is a portion of the batch that all pipelines train together
 
     def key(self, micro_batch: MicroBatch) -> Hashable:
-        """Returns the key that identifies, on both ends, the shapes of the messages that this step sends for a
+        """Return the key that identifies, on both ends, the shapes of the messages that this step sends for a
         micro-batch."""
         return self.name, torch.is_grad_enabled(), self.generation, micro_batch.signature
 
@@ -141,7 +141,7 @@ class StageRunner:
     def train(
         self, micro_batch: MicroBatch, number: int, step: Step, received: Message | None, log: StepLog
     ) -> Message | Tensor:
-        """Runs micro-batch ``number`` of a mini-batch.
+        """Run micro-batch ``number`` of a mini-batch.
 
         Returns:
             The message to send on; on the last stage the loss, weighted by the micro-batch's share of the samples and
@@ -156,7 +156,7 @@ class StageRunner:
         return loss if step.loss_scale is None else loss * step.loss_scale
 
     def evaluate(self, batch: Any, step: Step) -> Any:
-        """Runs the forward of a whole mini-batch. Stages work on successive batches at the same time.
+        """Run the forward of a whole mini-batch. Stages work on successive batches at the same time.
 
         Returns:
             The result of the user's step on the last stage, None on the others.
@@ -182,7 +182,7 @@ class StageRunner:
 
 
 def begin_batch(runners: Sequence[StageRunner], batch: Any, parts: Sequence[MicroBatch] = ()) -> None:
-    """Begins a mini-batch on the stages of ``runners``; their neighbours must have been given the same one.
+    """Begin a mini-batch on the stages of ``runners``; their neighbours must have been given the same one.
 
     Args:
         runners: those of one worker.
@@ -213,7 +213,7 @@ def _loss(outcome: Any) -> Tensor:
 
 
 def _synchronised(log: Log) -> Log:
-    """Returns a ``log`` that reduces over the pipelines at the end of the epoch, so that all replicas see one value."""
+    """Return a ``log`` that reduces over the pipelines at the end of the epoch, so that all replicas see one value."""
 
     def synchronised(name: str, value: Any, *args: Any, **options: Any) -> None:
         log(name, value, *args, **{**options, "sync_dist": True})

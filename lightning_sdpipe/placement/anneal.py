@@ -50,7 +50,7 @@ def anneal(
     hot: float,
     cold: float,
 ) -> Generator[None, None, Stages]:
-    """Returns the best placement met on the way.
+    """Return the best placement met on the way.
 
     Args:
         stages: the placement to start from.
@@ -103,7 +103,7 @@ class _Walk:
         self.best_cost = evaluate(stages, weights).total
 
     def smooth(self, power: float) -> None:
-        """Takes power means of this power from now on."""
+        """Take power means of this power from now on."""
         self._inverse = 1.0 / power
         self._watch = power >= WATCHED
         width, cuts = len(self._stages[0]), len(self._stages) - 1
@@ -111,7 +111,7 @@ class _Walk:
         self._periods = _powers(self._weights.period, self._top_period, power, width * cuts) if self._top_period else []
 
     def wander(self, temperature: float, moves: int) -> None:
-        """Tries ``moves`` moves."""
+        """Try ``moves`` moves."""
         self._recount()
         random, log, count = self._rng.random, math.log, len(self._home)
         cuts = len(self._stages) - 1
@@ -139,7 +139,7 @@ class _Walk:
                 self._swap(one, other, tolerance)
 
     def _recount(self) -> None:
-        """Computes the sums anew: small differences of large numbers accumulate errors in them."""
+        """Compute the sums anew: small differences of large numbers accumulate errors in them."""
         self._sums, self._means, self._slowest, self._largest_periods, self._pace = [], [], [], [], 0.0
         for cut in range(len(self._stages) - 1):
             total = self._over(self._steps[cut], cut)
@@ -162,7 +162,7 @@ class _Walk:
                 self._largest_periods[cut] = max([period[a][b] for a, b in zip(above, below, strict=True)])
 
     def _slowest_link(self) -> tuple[int, int]:
-        """Returns the two ends of the slowest link of a random cut, in any order."""
+        """Return the two ends of the slowest link of a random cut, in any order."""
         random = self._rng.random
         cut = int(random() * len(self._sums))
         matrix = self._weights.step[cut]
@@ -176,7 +176,7 @@ class _Walk:
         return ends if random() < 0.5 else ends[::-1]
 
     def _swap(self, one: int, other: int, tolerance: float) -> None:
-        """Lets two devices swap places, if the surrogate grows by less than ``tolerance``. Links are equal in both
+        """Let two devices swap places, if the surrogate grows by less than ``tolerance``. Links are equal in both
         directions, so the link between the two does not change."""
         stages, steps, periods, last = self._stages, self._steps, self._periods, len(self._sums)
         (g, i), (h, k) = self._home[one], self._home[other]
@@ -217,7 +217,7 @@ class _Walk:
         self._accept(sums, pace)
 
     def _loads_after(self, stage: int, leaving: int, coming: int) -> list[float]:
-        """Returns what the members of a stage spend on it when one device takes the place of another."""
+        """Return what the members of a stage spend on it when one device takes the place of another."""
         group, exchange, loads = self._stages[stage], self._weights.exchange[stage], self._loads
         gone, new = exchange[leaving], exchange[coming]
         after = [loads[device] - gone[device] + new[device] for device in group]
@@ -225,7 +225,7 @@ class _Walk:
         return after
 
     def _growth(self, sums: dict[int, float], pace: float) -> float:
-        """Returns the growth of the pipeline's part of the surrogate."""
+        """Return the growth of the pipeline's part of the surrogate."""
         growth, top, inverse, means = 0.0, self._top_step, self._inverse, self._means
         for cut, total in sums.items():
             growth += (top * total**inverse if total > 0.0 else 0.0) - means[cut]
@@ -234,7 +234,7 @@ class _Walk:
         return growth
 
     def _reverse(self, tolerance: float) -> None:
-        """Reverses consecutive stages, if the surrogate grows by less than ``tolerance``."""
+        """Reverse consecutive stages, if the surrogate grows by less than ``tolerance``."""
         random, stages = self._rng.random, self._stages
         first, last = sorted((int(random() * len(stages)), int(random() * len(stages))))
         if first == last:
@@ -282,7 +282,7 @@ def _largest(matrices: Sequence[Matrix]) -> float:
 
 
 def _powers(matrices: Sequence[Matrix], top: float, power: float, count: int) -> list[Matrix]:
-    """Returns ``(weight / top)^power / count``: summed over ``count`` links, it is the power mean to that power.
+    """Return ``(weight / top)^power / count``: summed over ``count`` links, it is the power mean to that power.
     Matrices that are shared stay shared."""
     made = {
         id(matrix): [[(value / top) ** power / count if top else 0.0 for value in row] for row in matrix]
@@ -292,7 +292,7 @@ def _powers(matrices: Sequence[Matrix], top: float, power: float, count: int) ->
 
 
 def neighbours(weights: Weights) -> list[list[int]]:
-    """Returns the other devices from near to far, for each device."""
+    """Return the other devices from near to far, for each device."""
     matrices = {id(matrix): matrix for matrix in (*weights.step, *weights.period)}.values()
     near = []
     for device in range(len(weights.exchange[0])):

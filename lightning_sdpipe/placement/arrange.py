@@ -22,7 +22,7 @@ PACES = 8
 def arrange(
     groups: Sequence[Sequence[int]], weights: Weights, limit: float = math.inf, last: int | None = None
 ) -> Iterator[Stages | None]:
-    """Arranges the groups of a placement anew. They keep their members; where stages are not all alike, they keep their
+    """Arrange the groups of a placement anew. They keep their members; where stages are not all alike, they keep their
     places too.
 
     Without periods (``"dtfm"``) and with even stages the outcome is DT-FM's equations 3 and 4, exactly, up to
@@ -60,7 +60,7 @@ def arrange(
 def _linked(
     groups: Sequence[Sequence[int]], costs: Sequence[Matrix], weights: Weights, limit: float, last: int | None
 ) -> Generator[None, None, Stages | None]:
-    """Returns the arrangement with the least sum over cuts of the largest cost, among links of a period up to
+    """Return the arrangement with the least sum over cuts of the largest cost, among links of a period up to
     ``limit``; None if there is none."""
     size = len(groups)
     if size == 1:
@@ -100,7 +100,7 @@ def _between(above: Sequence[int], below: Sequence[int], cost: Matrix, period: M
 
 
 def _pace(stages: Stages, weights: Weights) -> float:
-    """Returns the largest period of a link in use."""
+    """Return the largest period of a link in use."""
     return max(
         (
             period[a][b]
@@ -116,7 +116,7 @@ def _sum(first: Matrix, second: Matrix) -> Matrix:
 
 
 def ending_with(device: int, stages: Stages, weights: Weights) -> tuple[Stages, Cost]:
-    """Returns the cheapest placement that was found near ``stages`` in which ``device`` runs a last stage, and its
+    """Return the cheapest placement that was found near ``stages`` in which ``device`` runs a last stage, and its
     cost.
 
     Pipelines may be reversed where all stages are alike. The best order of the stages that ends with the device's stage
@@ -144,7 +144,7 @@ def _candidates(device: int, stages: Stages, weights: Weights) -> Iterator[Stage
 
 
 def free_hosts(stages: Stages, weights: Weights, network: Network) -> list[str]:
-    """Returns hosts whose first device runs a last stage: with one of them first in the run, the rule about rank 0
+    """Return hosts whose first device runs a last stage: with one of them first in the run, the rule about rank 0
     costs nothing."""
     ends = [*stages[-1], *(stages[0] if weights.even else ())]
     return sorted({network.devices[device].host for device in ends if network.devices[device].index == 0})

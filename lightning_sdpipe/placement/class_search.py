@@ -62,7 +62,7 @@ class ClassCosts:
         self._cuts: dict[tuple[Counts, Counts, float], float] = {}
 
     def data(self, counts: Counts) -> float:
-        """Returns what the slowest member of a group spends on it."""
+        """Return what the slowest member of a group spends on it."""
         if counts not in self._data:
             self._data[counts] = max(
                 sum(count * cost for count, cost in zip(counts, row, strict=True)) - row[number]
@@ -72,7 +72,7 @@ class ClassCosts:
         return self._data[counts]
 
     def cut(self, one: Counts, other: Counts, limit: float) -> float:
-        """Returns the slowest link of the best matching between two groups, among links of a period up to ``limit``."""
+        """Return the slowest link of the best matching between two groups, among links of a period up to ``limit``."""
         key = (one, other, limit) if one <= other else (other, one, limit)
         if key not in self._cuts:
             above = [number for number, count in enumerate(one) for _ in range(count)]
@@ -82,7 +82,7 @@ class ClassCosts:
         return self._cuts[key]
 
     def floor(self, one: Counts, other: Counts) -> float:
-        """Returns a lower bound of the slowest link of any matching between two groups."""
+        """Return a lower bound of the slowest link of any matching between two groups."""
         above = [number for number, count in enumerate(one) if count]
         below = [number for number, count in enumerate(other) if count]
         links = [[self._step[a][b] for b in below] for a in above]
@@ -90,7 +90,7 @@ class ClassCosts:
         return slowest
 
     def least_cut(self, limit: float) -> float:
-        """Returns a lower bound of the cost of a cut, among links of a period up to ``limit``."""
+        """Return a lower bound of the cost of a cut, among links of a period up to ``limit``."""
         links = [
             step
             for steps, periods in zip(self._step, self._period, strict=True)
@@ -100,7 +100,7 @@ class ClassCosts:
         return min(links, default=0.0)
 
     def total(self, lengths: Sequence[int], runs: Sequence[Counts], limit: float) -> float:
-        """Returns the cost of a placement; infinite if it needs links of a longer period."""
+        """Return the cost of a placement; infinite if it needs links of a longer period."""
         cost = max(map(self.data, runs))
         for length, counts in zip(lengths, runs, strict=True):
             if length > 1:
@@ -111,7 +111,7 @@ class ClassCosts:
 
 
 def structures(num_stages: int, rng: random.Random) -> list[tuple[int, ...]]:
-    """Returns compositions of M up to reversal, those with few runs first; a sample if there are many stages."""
+    """Return compositions of M up to reversal, those with few runs first; a sample if there are many stages."""
     if num_stages <= ALL_STRUCTURES:
         found = {min(parts, parts[::-1]) for parts in _compositions(num_stages)}
     else:
@@ -136,7 +136,7 @@ def _compositions(total: int) -> Iterator[tuple[int, ...]]:
 def anneal_runs(
     lengths: Sequence[int], classes: Classes, costs: ClassCosts, num_pipelines: int, rng: random.Random
 ) -> Iterator[Outline | None]:
-    """Anneals the placements of one structure.
+    """Anneal the placements of one structure.
 
     Args:
         lengths: lengths of the runs, which add up to M.
@@ -192,7 +192,7 @@ def _all_data(lengths: Sequence[int], runs: Sequence[Counts], costs: ClassCosts)
 def _filled(
     lengths: Sequence[int], sizes: Sequence[int], num_pipelines: int, rng: random.Random, attempts: int = 20
 ) -> list[Counts] | None:
-    """Returns groups for every run that together use up every class; None if none were found.
+    """Return groups for every run that together use up every class; None if none were found.
 
     Long runs come first: they take a multiple of their length of each class, and the last runs get the remaining
     devices.
@@ -213,7 +213,7 @@ def _filled(
 
 
 def _draw(length: int, left: Sequence[int], num_pipelines: int, rng: random.Random) -> Counts | None:
-    """Returns the composition of the groups of a run of this length, from the remaining devices: some classes whole,
+    """Return the composition of the groups of a run of this length, from the remaining devices: some classes whole,
     others in part."""
     counts = [0] * len(left)
     order = list(range(len(left)))
@@ -230,7 +230,7 @@ def _draw(length: int, left: Sequence[int], num_pipelines: int, rng: random.Rand
 
 
 def _moved(lengths: Sequence[int], runs: Sequence[Counts], rng: random.Random) -> list[Counts] | None:
-    """Exchanges members of two runs; returns None if the drawn runs have none to exchange."""
+    """Exchange members of two runs; return None if the drawn runs have none to exchange."""
     one = rng.randrange(len(runs))
     other = rng.randrange(len(runs) - 1)
     other += other >= one

@@ -29,7 +29,7 @@ GAIN = 1.03
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the report; the exit status is 2 when nothing can be placed as asked."""
+    """Print the report; the exit status is 2 when nothing can be placed as asked."""
     options = _parser().parse_args(arguments)
     try:
         _check(options)
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _placed(network: Network, options: argparse.Namespace) -> tuple[PlacementResult | RaggedResult, list[str]]:
-    """Returns the proposed placement, and the alternatives in words."""
+    """Return the proposed placement, and the alternatives in words."""
     if options.stages is not None and len(options.stages) > 1:
         if options.cost == "pipedream":
             raise ConfigurationError(
@@ -144,7 +144,7 @@ def _placed(network: Network, options: argparse.Namespace) -> tuple[PlacementRes
 def _proposed(
     rectangle: PlacementResult | RaggedResult | None, ragged: RaggedResult
 ) -> tuple[PlacementResult | RaggedResult, list[str]]:
-    """Returns unlike depths if they gain enough over the best rectangle, else the rectangle; and in words what the
+    """Return unlike depths if they gain enough over the best rectangle, else the rectangle; and in words what the
     other would give."""
     if rectangle is None:
         return ragged, ["Best rectangle  none fits into these devices"]
@@ -184,7 +184,7 @@ def _traffic(options: argparse.Namespace, stages: int) -> StageTraffic | None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuses options whose errors would only be noticed after the search, or not at all."""
+    """Refuse options whose errors would only be noticed after the search, or not at all."""
     if not 0 < options.seconds < math.inf:
         raise ConfigurationError(f"--seconds {options.seconds} must be a number above 0.")
     if options.micro_batches is not None and options.micro_batches < 1:

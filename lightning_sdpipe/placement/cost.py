@@ -75,7 +75,7 @@ def weights(
     model: CostModel = "pipelined",
     num_micro_batches: int = 1,
 ) -> Weights:
-    """Returns the cost of each link of ``network``.
+    """Return the cost of each link of ``network``.
 
     Args:
         network: a network of at least M × N devices.
@@ -120,7 +120,7 @@ class _Links:
 
 
 def evaluate(stages: Sequence[Sequence[int]], weights: Weights) -> Cost:
-    """Returns the cost of a placement; infinite where it needs a link that does not exist.
+    """Return the cost of a placement; infinite where it needs a link that does not exist.
 
     Args:
         stages: the devices of each stage, by pipeline.
@@ -135,12 +135,12 @@ def evaluate(stages: Sequence[Sequence[int]], weights: Weights) -> Cost:
 
 
 def group_cost(group: Sequence[int], exchange: Matrix) -> float:
-    """Returns the seconds until the slowest member has exchanged its shares with all others (DT-FM, equation 2)."""
+    """Return the seconds until the slowest member has exchanged its shares with all others (DT-FM, equation 2)."""
     return max(sum(exchange[a][b] for b in group if b != a) for a in group)
 
 
 def least_loads(weights: Weights, num_pipelines: int) -> list[float]:
-    """Returns what each device spends at least on exchanging with its group, whichever N − 1 others are in it."""
+    """Return what each device spends at least on exchanging with its group, whichever N − 1 others are in it."""
     matrices = {id(matrix): matrix for matrix in weights.exchange}.values()
     least = [math.inf] * len(weights.exchange[0])
     for matrix in matrices:
@@ -151,7 +151,7 @@ def least_loads(weights: Weights, num_pipelines: int) -> list[float]:
 
 
 def lower_bound(weights: Weights, num_pipelines: int) -> float:
-    """Returns a lower bound of the cost of all placements: every device exchanges with N − 1 others at least at the
+    """Return a lower bound of the cost of all placements: every device exchanges with N − 1 others at least at the
     cost of the nearest ones, and no cut is cheaper than the cheapest link."""
     cuts = [_least(step) for step in weights.step]
     paces = [_least(period) for period in weights.period]
@@ -163,5 +163,5 @@ def _least(matrix: Matrix) -> float:
 
 
 def default_order(num_stages: int, num_pipelines: int) -> Stages:
-    """Returns the placement of device i as rank i: consecutive ranks form a pipeline, its last stage first."""
+    """Return the placement of device i as rank i: consecutive ranks form a pipeline, its last stage first."""
     return [[i * num_stages + num_stages - 1 - j for i in range(num_pipelines)] for j in range(num_stages)]

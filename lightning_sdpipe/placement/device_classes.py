@@ -43,13 +43,13 @@ class Classes:
         return _between(self.members, self.of_devices)
 
     def devices(self, counts: Sequence[Sequence[int]]) -> Stages:
-        """Returns groups of devices, from the number of members of each class in each group."""
+        """Return groups of devices, from the number of members of each class in each group."""
         taken = [iter(members) for members in self.members]
         return [[next(taken[number]) for number, count in enumerate(group) for _ in range(count)] for group in counts]
 
 
 def identical(weights: Weights) -> Classes:
-    """Returns classes of devices that can replace each other without any difference."""
+    """Return classes of devices that can replace each other without any difference."""
     matrices = _logarithms(weights)
     members: list[list[int]] = []
     for device in range(len(weights.exchange[0])):
@@ -63,7 +63,7 @@ def identical(weights: Weights) -> Classes:
 
 
 def alike(weights: Weights) -> Generator[None, None, Classes]:
-    """Returns classes of devices that differ by up to :data:`TOLERANCE`: complete linkage, the closest first, so that
+    """Return classes of devices that differ by up to :data:`TOLERANCE`: complete linkage, the closest first, so that
     any two members of a class differ by no more.
 
     Yields:
@@ -99,7 +99,7 @@ def _logarithms(weights: Weights) -> list[Matrix]:
 
 
 def _distance(matrix: Matrix, a: int, b: int, tolerance: float) -> float:
-    """Returns the root mean square difference of two devices' links to all others, in logarithms; infinite where it
+    """Return the root mean square difference of two devices' links to all others, in logarithms; infinite where it
     exceeds the tolerance."""
     total, count = 0.0, len(matrix) - 2
     for other, (one, two) in enumerate(zip(matrix[a], matrix[b], strict=True)):

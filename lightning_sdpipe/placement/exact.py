@@ -32,7 +32,7 @@ class _TooManyStates(Exception):
 def prove(
     costs: ClassCosts, sizes: Sequence[int], num_stages: int, num_pipelines: int, best: float
 ) -> Generator[Outline | None, None, bool]:
-    """Looks for placements that cost less than ``best``.
+    """Look for placements that cost less than ``best``.
 
     Args:
         costs: costs of the classes.
@@ -72,7 +72,7 @@ def prove(
 
 
 def _compositions(sizes: Sequence[int], total: int) -> list[Counts]:
-    """Returns the ways to choose ``total`` members from classes of these sizes, cut off one above the limit."""
+    """Return the ways to choose ``total`` members from classes of these sizes, cut off one above the limit."""
     found: list[tuple[int, ...]] = [()]
     for number, size in enumerate(sizes):
         rest = sum(sizes[number + 1 :])
@@ -101,7 +101,7 @@ class _Layers:
     budget: float
 
     def shortest_path(self) -> Generator[None, None, list[Counts] | None]:
-        """Returns the cheapest path, if it costs less than the budget, which is then lowered to that cost."""
+        """Return the cheapest path, if it costs less than the budget, which is then lowered to that cost."""
         layers: list[dict[State, tuple[float, State | None]]] = [
             {(counts, counts): (0.0, None) for counts in self.groups}
         ]
@@ -161,7 +161,7 @@ class _Layers:
         return True
 
     def _back(self, state: State | None, layers: list[dict[State, tuple[float, State | None]]]) -> list[Counts]:
-        """Returns the groups of a path, the last one first."""
+        """Return the groups of a path, the last one first."""
         groups = []
         for layer in reversed(layers):
             assert state is not None, "there are as many steps as layers"
@@ -170,7 +170,7 @@ class _Layers:
         return groups
 
     def _neighbours(self, counts: Counts) -> list[tuple[float, Counts]]:
-        """Returns groups that may follow, the cheapest cut first."""
+        """Return groups that may follow, the cheapest cut first."""
         most = self.budget - (self.num_stages - 2) * self.least
         near = [
             (self.costs.cut(counts, other, self.limit), other)

@@ -82,7 +82,7 @@ class Fleet:
         self._work = sum(block.seconds for block in self.chain)
 
     def with_cut(self, spans: Spans) -> Fleet:
-        """Returns the same fleet for pipelines that all have this cut."""
+        """Return the same fleet for pipelines that all have this cut."""
         other = copy(self)
         other._common, other._rows, other._best = spans, {}, {}
         return other
@@ -109,17 +109,17 @@ class Fleet:
         return sorted((counts for counts in found if any(counts)), key=lambda counts: (sum(counts), counts))
 
     def members(self, num_pipelines: int) -> int:
-        """Returns how many of ``num_pipelines`` pipelines average together (k)."""
+        """Return how many of ``num_pipelines`` pipelines average together (k)."""
         return num_pipelines if self.sync == "all_reduce" else min(GROUP, num_pipelines)
 
     # ----------------------------------------------------------- one pipeline
 
     def rate(self, counts: Counts, members: int) -> float:
-        """Returns λ of these devices; 0 if the model fits into them in no way."""
+        """Return λ of these devices; 0 if the model fits into them in no way."""
         return self._best_order(counts, members)[0]
 
     def order(self, counts: Counts, members: int, last: int | None = None) -> Order | None:
-        """Returns the class of each stage's device in the best order, with one of class ``last`` at the end; None if
+        """Return the class of each stage's device in the best order, with one of class ``last`` at the end; None if
         the model fits in no such order."""
         if last is None:
             return self._best_order(counts, members)[1] or None
@@ -128,7 +128,7 @@ class Fleet:
         return order if rate else None
 
     def bound(self, counts: Counts) -> float:
-        """Returns an upper bound of λ for all orders and cuts: one micro-batch computes everything in turn, at best on
+        """Return an upper bound of λ for all orders and cuts: one micro-batch computes everything in turn, at best on
         the fastest device, and the others follow at the pace of all devices together."""
         if not self.could_hold(counts):
             return 0.0
@@ -138,7 +138,7 @@ class Fleet:
         return self._bounds[counts]
 
     def could_hold(self, counts: Counts) -> bool:
-        """Returns whether there are few enough devices, and all of them together can hold the model's states."""
+        """Return whether there are few enough devices, and all of them together can hold the model's states."""
         depth, memories = sum(counts), self._job(1).memories
         if depth > self._deepest or (self._common is not None and depth != len(self._common)):
             return False
@@ -147,7 +147,7 @@ class Fleet:
         )
 
     def most(self) -> float:
-        """Returns an upper bound of the mini-batches per second of all sets of pipelines.
+        """Return an upper bound of the mini-batches per second of all sets of pipelines.
 
         A device of speed v adds at most ``v / (1 − 1/m + ρ/m)`` to the rate of its pipeline, where ρ is the sum of the
         speeds there over the largest: so the least ρ counts, of all sets with it that could hold the model. Where there
@@ -168,7 +168,7 @@ class Fleet:
     # ---------------------------------------------------------------- devices
 
     def row(self, devices: tuple[int, ...]) -> PlacedPipeline | None:
-        """Returns a pipeline of these devices by stage, with its best cut; None if the model does not fit."""
+        """Return a pipeline of these devices by stage, with its best cut; None if the model does not fit."""
         if devices not in self._rows:
             self._rows[devices] = self._cut_row(devices)
         return self._rows[devices]
@@ -188,16 +188,16 @@ class Fleet:
         return PlacedPipeline(devices, spans, seconds) if seconds < math.inf else None
 
     def rate_of(self, row: PlacedPipeline, members: int) -> float:
-        """Returns the mini-batches per second of one pipeline that averages with others."""
+        """Return the mini-batches per second of one pipeline that averages with others."""
         return 1 / (row.seconds + self._averaging(row, members))
 
     def together(self, rows: Sequence[PlacedPipeline]) -> float:
-        """Returns the mini-batches per second of all pipelines."""
+        """Return the mini-batches per second of all pipelines."""
         rates = [self.rate_of(row, self.members(len(rows))) for row in rows]
         return len(rates) * min(rates) if self.sync == "all_reduce" else sum(rates)
 
     def devices(self, order: Sequence[int]) -> tuple[int, ...]:
-        """Returns a device for each class of ``order``."""
+        """Return a device for each class of ``order``."""
         taken = [iter(members) for members in self.classes]
         return tuple(next(taken[number]) for number in order)
 
@@ -205,7 +205,7 @@ class Fleet:
         return next(number for number, members in enumerate(self.classes) if device in members)
 
     def orders(self, counts: Counts, last: int | None = None) -> Iterator[Order]:
-        """Yields the orders in which devices are tried; with ``last``, only those that end with a device of that
+        """Yield the orders in which devices are tried; with ``last``, only those that end with a device of that
         class."""
         found = _orders(counts) if last is None else ((*order, last) for order in _orders(_without(counts, last)))
         return islice(found, MOST_ORDERS if self.exact else FEW_ORDERS)
@@ -250,7 +250,7 @@ class Fleet:
         return sum(self._job(1).memory([1.0]).fixed)
 
     def _speeds(self, counts: Counts) -> list[float]:
-        """Returns the speed of each device, taken from the fastest of its class."""
+        """Return the speed of each device, taken from the fastest of its class."""
         speeds = self._job(1).speeds
         return [speeds[members[0]] for members, count in zip(self.classes, counts, strict=True) for _ in range(count)]
 
@@ -262,7 +262,7 @@ class Fleet:
 
 
 def _classes(network: Network) -> list[list[int]]:
-    """Returns classes of devices of one host that have the same memory and about equal speed, the fastest first; large
+    """Return classes of devices of one host that have the same memory and about equal speed, the fastest first; large
     memories come first, since the first stage keeps most micro-batches in flight."""
 
     def kind(device: int) -> tuple[float, float, str]:
@@ -284,7 +284,7 @@ def _classes(network: Network) -> list[list[int]]:
 
 
 def _orders(counts: Counts) -> Iterator[Order]:
-    """Yields all orders of these numbers of devices of each class, each once."""
+    """Yield all orders of these numbers of devices of each class, each once."""
     if not any(counts):
         yield ()
     for number, count in enumerate(counts):
@@ -294,5 +294,5 @@ def _orders(counts: Counts) -> Iterator[Order]:
 
 
 def _without(counts: Counts, number: int) -> Counts:
-    """Returns the counts with one device of that class fewer."""
+    """Return the counts with one device of that class fewer."""
     return (*counts[:number], counts[number] - 1, *counts[number + 1 :])

@@ -55,7 +55,7 @@ ORDERS = 24
 def place_heterogeneous(
     job: PlacementJob, starts: Sequence[Stages], rng: random.Random, rounds: int = ROUNDS
 ) -> Generator[tuple[Stages, Spans] | None, None, None]:
-    """Searches for the placement and the cut that train fastest.
+    """Search for the placement and the cut that train fastest.
 
     Args:
         job: the model and the devices.
@@ -101,7 +101,7 @@ def place_heterogeneous(
 
 
 def best_cut(job: PlacementJob, stages: Stages, known: Spans | None = None) -> Spans:
-    """Returns the cut that trains fastest on these devices. Candidates are ``known`` and the cuts that suit the slowest
+    """Return the cut that trains fastest on these devices. Candidates are ``known`` and the cuts that suit the slowest
     device of each stage, the mean or one of the pipelines; the time for averaging a block's parameters counts as its
     work or not.
 
@@ -127,7 +127,7 @@ def best_cut(job: PlacementJob, stages: Stages, known: Spans | None = None) -> S
 
 
 def pipeline_cut(job: PlacementJob, devices: Sequence[int]) -> Spans:
-    """Returns the cut that makes the slowest stage of one pipeline fastest.
+    """Return the cut that makes the slowest stage of one pipeline fastest.
 
     Args:
         job: the model and the devices.
@@ -142,7 +142,7 @@ def pipeline_cut(job: PlacementJob, devices: Sequence[int]) -> Spans:
 
 
 def _crossing(job: PlacementJob) -> list[float]:
-    """Returns the bytes over the cut after each block, both ways; infinite where its output cannot travel."""
+    """Return the bytes over the cut after each block, both ways; infinite where its output cannot travel."""
     return [
         math.inf if block.activation_bytes is None else float(block.activation_bytes + block.gradient_bytes)
         for block in job.chain[:-1]
@@ -150,14 +150,14 @@ def _crossing(job: PlacementJob) -> list[float]:
 
 
 def _by_speed(job: PlacementJob) -> Iterator[Stages]:
-    """Yields stages of devices of equal speed, and pipelines of these."""
+    """Yield stages of devices of equal speed, and pipelines of these."""
     order = sorted(range(len(job.network)), key=lambda device: -job.speeds[device])
     yield _columns(order, job.num_pipelines)
     yield [list(group) for group in zip(*_columns(order, job.num_stages), strict=True)]
 
 
 def _by_memory(job: PlacementJob) -> Iterator[Stages]:
-    """Yields stages of devices of about equal memory, with the largest for each stage in turn; the first stage keeps
+    """Yield stages of devices of about equal memory, with the largest for each stage in turn; the first stage keeps
     most."""
     order = sorted(range(len(job.network)), key=lambda device: (-job.memories[device], -job.speeds[device]))
     columns = _columns(order, job.num_pipelines)
@@ -172,7 +172,7 @@ def _columns(order: Sequence[int], size: int) -> Stages:
 def _anneal(
     job: PlacementJob, stages: Stages, spans: Spans, rng: random.Random
 ) -> Generator[None, None, tuple[Stages, Spans]]:
-    """Returns the best placement and cut met on the way."""
+    """Return the best placement and cut met on the way."""
     walk = _Walk(job, stages, spans)
     moves = max(MOVES_PER_DEVICE * len(job.network), LEAST_MOVES)
     unit = walk.cost / len(job.network)
@@ -215,7 +215,7 @@ class _Walk:
         return float(top * mean ** (1 / POWER) + averaging + slack)
 
     def swap(self, rng: random.Random, tolerance: float) -> None:
-        """Swaps the places of two devices, if the cost grows by less than ``tolerance``."""
+        """Swap the places of two devices, if the cost grows by less than ``tolerance``."""
         stages, cut = self._stages, self._cut
         g, h = rng.randrange(len(stages)), rng.randrange(len(stages))
         i, k = rng.randrange(len(stages[0])), rng.randrange(len(stages[0]))
@@ -231,7 +231,7 @@ class _Walk:
             stages[g][i], stages[h][k] = one, other
 
     def move_cut(self, rng: random.Random, tolerance: float) -> None:
-        """Moves blocks of one stage to a neighbour, if the cost grows by less than ``tolerance``."""
+        """Move blocks of one stage to a neighbour, if the cost grows by less than ``tolerance``."""
         job, spans = self._cut.job, list(self._cut.spans)
         if len(spans) == 1:
             return

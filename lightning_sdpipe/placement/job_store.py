@@ -43,7 +43,7 @@ class JobStore:
 
     @classmethod
     def join(cls, patience: float) -> JobStore:
-        """Joins the job that torchrun or SLURM has described in the environment.
+        """Join the job that torchrun or SLURM has described in the environment.
 
         Raises:
             ConfigurationError: the environment describes no job, or the first rank cannot be reached.
@@ -59,7 +59,7 @@ class JobStore:
         return cls(store, rank, size, int(os.environ.get("LOCAL_RANK", "0")), patience)
 
     def share(self, name: str, value: T, kind: type[T]) -> list[T]:
-        """Shares ``value`` under this name; returns the values of all ranks when all have shared.
+        """Share ``value`` under this name; return the values of all ranks when all have shared.
 
         Raises:
             WorkerFailedError: a rank did not come in time, or gave up; the message names it.
@@ -73,11 +73,11 @@ class JobStore:
         return [msgspec.json.decode(entry.value, type=kind) for entry in entries]
 
     def give_up(self, name: str, error: str) -> None:
-        """Tells all that share under this name why this rank cannot."""
+        """Tell all that share under this name why this rank cannot."""
         self._put(name, _Entry(msgspec.Raw(b"null"), error))
 
     def leave(self) -> None:
-        """Leaves the job. Rank 0, whose process may hold the store, waits until no rank needs it any more."""
+        """Leave the job. Rank 0, whose process may hold the store, waits until no rank needs it any more."""
         self._put("left", _Entry(msgspec.Raw(b"null")))
         if self.rank == 0:
             self._await("left")
@@ -108,7 +108,7 @@ class _Entry(msgspec.Struct):
 
 
 def _meet(timeout: timedelta) -> tuple[Store, int, int]:
-    """Returns the store, this process's rank in it, and the number of ranks."""
+    """Return the store, this process's rank in it, and the number of ranks."""
     here = os.environ
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= here.keys():
         rank, size = int(here["RANK"]), int(here["WORLD_SIZE"])

@@ -29,7 +29,7 @@ class Link(msgspec.Struct, frozen=True):
 
 
 def combine(devices: Sequence[Device], links: Sequence[Link], busy: Sequence[Link], model: Model | None) -> Network:
-    """Returns the network of these links.
+    """Return the network of these links.
 
     Args:
         devices: by rank.
@@ -76,7 +76,7 @@ def _hosts(devices: Sequence[Device], a: int, b: int) -> tuple[str, str]:
 
 
 def summary(network: Network, links: Sequence[Link], file: Path) -> str:
-    """Returns a row for every two hosts, one for each host, and the hosts that could not connect."""
+    """Return a row for every two hosts, one for each host, and the hosts that could not connect."""
     devices = network.devices
     lines = [f"{file}: {len(devices)} devices on {len({device.host for device in devices})} hosts"]
     between: dict[tuple[str, str], list[Link]] = {}

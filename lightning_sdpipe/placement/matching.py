@@ -20,7 +20,7 @@ LEAST_GAIN = 1e-12
 
 
 def bottleneck(costs: Sequence[Sequence[float]]) -> tuple[float, list[int]]:
-    """Finds the perfect matching of rows and columns whose largest cost is smallest.
+    """Find the perfect matching of rows and columns whose largest cost is smallest.
 
     Edges are admitted by increasing cost; at each threshold the rows without a column look for augmenting paths.
 
@@ -57,7 +57,7 @@ def bottleneck(costs: Sequence[Sequence[float]]) -> tuple[float, list[int]]:
 
 
 def _augment(start: int, admitted: Sequence[int], row_of: list[int]) -> bool:
-    """Finds a column for row ``start``, moving other rows to other columns where needed (depth first)."""
+    """Find a column for row ``start``, moving other rows to other columns where needed (depth first)."""
     unseen = (1 << len(row_of)) - 1
     path = [start]  # of rows; came_by[k] is the column by which path[k + 1] was reached
     came_by: list[int] = []
@@ -81,7 +81,7 @@ def _augment(start: int, admitted: Sequence[int], row_of: list[int]) -> bool:
 
 
 def shortest_path(costs: Matrix, last: int | None = None) -> tuple[float, list[int]]:
-    """Finds the order of all nodes with the smallest sum of costs between neighbours, and that sum.
+    """Find the order of all nodes with the smallest sum of costs between neighbours, and that sum.
 
     The result is exact up to :data:`EXACT_PATH` nodes; beyond that it is the path of nearest neighbours, improved by
     moving and reversing parts until nothing helps. Node numbers decide between equally good orders.
@@ -142,7 +142,7 @@ def _nearest_neighbours(costs: Matrix, start: int) -> list[int]:
 
 
 def _improved(order: list[int], costs: Matrix) -> list[int]:
-    """Reverses parts (2-opt) and moves parts of up to three nodes elsewhere (Or-opt) while that shortens the path."""
+    """Reverse parts (2-opt) and move parts of up to three nodes elsewhere (Or-opt) while that shortens the path."""
     improving = True
     while improving:
         improving = False
@@ -169,7 +169,7 @@ def _gain_of_reversing(order: Sequence[int], start: int, end: int, costs: Matrix
 
 
 def _moved(order: list[int], start: int, end: int, costs: Matrix) -> list[int] | None:
-    """Returns the order with a part moved elsewhere, if that shortens it; else None."""
+    """Return the order with a part moved elsewhere, if that shortens it; else None."""
     part, rest = order[start:end], order[:start] + order[end:]
     saved = _length(order[max(start - 1, 0) : end + 1], costs) - _length(part, costs)
     if 0 < start < len(rest):

@@ -52,7 +52,7 @@ class DeviceProfile(msgspec.Struct, frozen=True):
 
 
 def abilities(host: str, index: int, local_size: int, model: str | None, names: Sequence[str] | None) -> DeviceProfile:
-    """Measures this process's device: the GPU of its local rank, or the processor.
+    """Measure this process's device: the GPU of its local rank, or the processor.
 
     Args:
         host: name of the host.
@@ -80,14 +80,14 @@ def abilities(host: str, index: int, local_size: int, model: str | None, names: 
 
 
 def relative(found: Sequence[DeviceProfile]) -> tuple[list[float], Model | None]:
-    """Returns the speed of each worker, relative to the fastest, and the model as the fastest measured it."""
+    """Return the speed of each worker, relative to the fastest, and the model as the fastest measured it."""
     fastest = min(found, key=lambda worker: worker.seconds)
     speeds = [fastest.seconds / worker.seconds for worker in found]
     return speeds, Model(fastest.name, tuple(fastest.blocks)) if fastest.blocks else None
 
 
 def _memory(device: torch.device, local_size: int) -> int | None:
-    """Returns the bytes of memory that are free now; the workers of a host share its memory."""
+    """Return the bytes of memory that are free now; the workers of a host share its memory."""
     tells = getattr(torch.get_device_module(device), "mem_get_info", None)  # of an accelerator with memory of its own
     if tells is not None:
         free, _ = tells(device)
@@ -104,7 +104,7 @@ MAYBE: Any = Link | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, and writes the file on rank 0. The exit status is 2 if this worker failed, and 1 if another one did."""
+    """Measure, and write the file on rank 0. The exit status is 2 if this worker failed, and 1 if another one did."""
     options = _parser().parse_args(arguments)
     try:
         meeting = JobStore.join(options.patience)
@@ -156,7 +156,7 @@ def _positive(text: str) -> float:
 def measure(
     meeting: JobStore, model: str | None, blocks: Sequence[str] | None, pair_timeout: float
 ) -> tuple[Network, list[Link]]:
-    """Returns the network, on every rank, and the link of every pair.
+    """Return the network, on every rank, and the link of every pair.
 
     Args:
         meeting: the store that this process shares with the others.
@@ -200,7 +200,7 @@ def measure(
 
 
 def _check_writable(meeting: JobStore, file: Path) -> None:
-    """Refuses a file that rank 0 cannot write, before anything is measured."""
+    """Refuse a file that rank 0 cannot write, before anything is measured."""
     if meeting.rank == 0 and not os.access(file.parent, os.W_OK):
         message = f"{file} cannot be written: {file.parent.absolute()} is no directory where this user may write."
         meeting.give_up("names", message)
@@ -218,7 +218,7 @@ def _refuse_twins(names: Sequence[str]) -> None:
 
 
 def _measured(meeting: JobStore, pair: Pair, timeout: float) -> Link | None:
-    """Returns the link that this rank found, if it leads the pair or could not connect."""
+    """Return the link that this rank found, if it leads the pair or could not connect."""
     leads = meeting.rank == pair[0]
     try:
         wire = _wire(meeting, f"pair {pair}", leads, timeout)

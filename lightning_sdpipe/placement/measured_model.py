@@ -19,7 +19,7 @@ from lightning_sdpipe.placement.model import Block
 
 
 def measured_blocks(model: str, names: Sequence[str] | None, device: torch.device) -> tuple[str, list[Block]]:
-    """Returns the name of the model's class, and the measured blocks on ``device``.
+    """Return the name of the model's class, and the measured blocks on ``device``.
 
     Args:
         model: ``IMPORT.PATH:NAME`` of a function that returns a LightningModule and a mini-batch of one pipeline.

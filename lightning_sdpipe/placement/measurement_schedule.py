@@ -14,7 +14,7 @@ Pair = tuple[int, int]
 
 
 def circle(count: int) -> list[list[Pair]]:
-    """Returns rounds of disjoint pairs in which each participant meets each other once: one sits still, the others move
+    """Return rounds of disjoint pairs in which each participant meets each other once: one sits still, the others move
     round the table.
 
     Args:
@@ -30,7 +30,7 @@ def circle(count: int) -> list[list[Pair]]:
 
 
 def schedule(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Returns rounds of pairs of ranks that are measured at the same time: no host takes part in two pairs of a round,
+    """Return rounds of pairs of ranks that are measured at the same time: no host takes part in two pairs of a round,
     since these would share its network card. First ranks of the same host meet, then hosts by the circle method, each
     pair of their ranks in a separate round.
 
@@ -56,7 +56,7 @@ def schedule(hosts: Sequence[str]) -> list[list[Pair]]:
 
 
 def by_host(hosts: Sequence[str]) -> list[list[int]]:
-    """Returns the ranks of each host, in the order in which hosts first appear."""
+    """Return the ranks of each host, in the order in which hosts first appear."""
     members: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         members.setdefault(host, []).append(rank)
@@ -64,7 +64,7 @@ def by_host(hosts: Sequence[str]) -> list[list[int]]:
 
 
 def sampled(one: Sequence[int], other: Sequence[int], num_devices: int) -> list[Pair]:
-    """Returns the pairs of ranks of two hosts that are measured: all, or some that have as few ranks in common as
+    """Return the pairs of ranks of two hosts that are measured: all, or some that have as few ranks in common as
     possible."""
     pairs = [
         (min(a, b), max(a, b))
@@ -75,7 +75,7 @@ def sampled(one: Sequence[int], other: Sequence[int], num_devices: int) -> list[
 
 
 def together(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Returns rounds of the contended measurement: as many disjoint pairs of two hosts as possible, at the same
+    """Return rounds of the contended measurement: as many disjoint pairs of two hosts as possible, at the same
     time."""
     members = by_host(hosts)
     rounds = []

@@ -61,12 +61,12 @@ class StageTraffic:
 
     @classmethod
     def even(cls, num_stages: int, stage_bytes: float, cut_bytes: float) -> StageTraffic:
-        """Makes equal traffic for every stage and cut."""
+        """Make equal traffic for every stage and cut."""
         return cls((stage_bytes,) * num_stages, (cut_bytes,) * (num_stages - 1))
 
 
 def traffic_of(chain: Sequence[Block], spans: Sequence[range]) -> StageTraffic:
-    """Returns the traffic of the stages when stage j runs the blocks of ``spans[j]``.
+    """Return the traffic of the stages when stage j runs the blocks of ``spans[j]``.
 
     Raises:
         ConfigurationError: a cut is after a block whose output cannot travel.

@@ -106,11 +106,11 @@ class Network:
         return len(self.devices)
 
     def latency(self) -> Matrix:
-        """Returns seconds, the mean of both directions (DT-FM §2); infinite where a direction is missing."""
+        """Return seconds, the mean of both directions (DT-FM §2); infinite where a direction is missing."""
         return _symmetric(self.latency_seconds, math.inf)
 
     def bandwidth(self) -> Matrix:
-        """Returns bytes per second, the mean of both directions; 0 where a direction is missing. Each link of shared
+        """Return bytes per second, the mean of both directions; 0 where a direction is missing. Each link of shared
         network cards gets its share, since in training all links between two hosts are busy at the same time."""
         matrix = _symmetric(self.bandwidth_bytes_per_second, 0.0)
         shares = {frozenset(shared.hosts): shared.share for shared in self.shared}
@@ -120,7 +120,7 @@ class Network:
         return matrix
 
     def unconnected(self) -> list[tuple[Device, Device]]:
-        """Returns pairs of devices between which a direction is missing."""
+        """Return pairs of devices between which a direction is missing."""
         rows = self.latency_seconds
         return [
             (self.devices[a], self.devices[b])
@@ -186,7 +186,7 @@ class _Header(msgspec.Struct):
 
 
 def read_network(path: Path) -> Network:
-    """Reads a network from a file of either format.
+    """Read a network from a file of either format.
 
     Raises:
         ConfigurationError: the file cannot be read, is of another version, or holds no network.
@@ -219,7 +219,7 @@ def read_network(path: Path) -> Network:
 
 
 def write_network(path: Path, network: Network) -> None:
-    """Writes ``sdpipe-network/1``, a device or a row of a matrix per line."""
+    """Write ``sdpipe-network/1``, a device or a row of a matrix per line."""
     file = msgspec.to_builtins(
         _File(
             FORMAT,

@@ -23,7 +23,7 @@ is."""
 
 
 def draw_picture(placed: PlacementResult, path: Path) -> None:
-    """Writes the picture to ``path``; its ending decides the format.
+    """Write the picture to ``path``; its ending decides the format.
 
     Every row is a pipeline, in which activations travel to the right and gradients back; every column is a stage, whose
     devices average. Links between stages are coloured by what they cost, and the slowest of every cut is named.
@@ -112,7 +112,7 @@ def _devices(axes: Any, placed: PlacementResult, colours: dict[str, str]) -> Non
 
 
 def _averaging(placed: PlacementResult) -> list[float]:
-    """Returns the seconds of averaging of each stage."""
+    """Return the seconds of averaging of each stage."""
     groups = zip(placed.stages, placed.weights.exchange, strict=True)
     return [group_cost(group, exchange) for group, exchange in groups]
 

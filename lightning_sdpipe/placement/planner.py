@@ -63,7 +63,7 @@ def simulate_groups(
     micro_batches: int = 1,
     seed: int = 0,
 ) -> SimulatedStage:
-    """Simulates how the policy forms groups in one stage.
+    """Simulate how the policy forms groups in one stage.
 
     Args:
         policy: the policy.
@@ -164,7 +164,7 @@ class PlacementResult:
         return sorted(rows, key=lambda row: (self.asked.first not in row, min(row)))
 
     def placement(self, source: str) -> Placement:
-        """Returns the placement in the form of a file."""
+        """Return the placement in the form of a file."""
         cost: dict[str, float | int | str] = {
             "model": self.asked.cost,
             "num_micro_batches": self.asked.micro_batches,
@@ -184,7 +184,7 @@ def place(
     traffic: StageTraffic | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PlacementResult:
-    """Searches for a placement of ``asked.num_stages`` stages on all devices of ``network``.
+    """Search for a placement of ``asked.num_stages`` stages on all devices of ``network``.
 
     Args:
         network: a network that was measured, or written by hand.
@@ -314,7 +314,7 @@ def _swapped(stages: Stages, one: int, other: int) -> Stages:
 
 
 def job_of(network: Network, asked: PlacementTask) -> PlacementJob:
-    """Returns the job of the task, for pipelines of its number of stages on devices of ``network``, which has a
+    """Return the job of the task, for pipelines of its number of stages on devices of ``network``, which has a
     model."""
     assert network.model is not None
     ahead, flush = range(asked.num_stages, 0, -1), asked.cost != "pipedream"
@@ -334,7 +334,7 @@ def job_of(network: Network, asked: PlacementTask) -> PlacementJob:
 
 
 def _cut_by_blocks(job: PlacementJob) -> Spans:
-    """Returns the cut for devices that all equal the average one, linked by the median link."""
+    """Return the cut for devices that all equal the average one, linked by the median link."""
     links = [rate for a, row in enumerate(job.network.bandwidth()) for b, rate in enumerate(row) if a != b and rate]
     rate = median(links) if links else math.inf
     crossing = [
@@ -347,7 +347,7 @@ def _cut_by_blocks(job: PlacementJob) -> Spans:
 
 
 def _timed(placed: PlacementResult, job: PlacementJob, spans: Spans) -> PlacementResult:
-    """Adds the time of a mini-batch, and the groups that SDPipe's policy would form."""
+    """Add the time of a mini-batch, and the groups that SDPipe's policy would form."""
     cut = CutJob(job, spans)
     drawn = None
     if job.sync == "groups" and job.num_pipelines > 1:

@@ -58,7 +58,7 @@ class GlooWire:
 
 
 def latency(wire: Wire, leads: bool, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns the seconds for 8 bytes in one direction: half the median of ping-pongs, on the side that leads; 0 on the
+    """Return the seconds for 8 bytes in one direction: half the median of ping-pongs, on the side that leads; 0 on the
     other."""
     token = torch.zeros(1, dtype=torch.int64)
     trips = []
@@ -75,7 +75,7 @@ def latency(wire: Wire, leads: bool, clock: Callable[[], float] = time.perf_coun
 
 
 def bandwidth(wire: Wire, leads: bool, outward: bool, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns bytes per second, from the side that leads if ``outward``, else to it; 0 on the other side.
+    """Return bytes per second, from the side that leads if ``outward``, else to it; 0 on the other side.
 
     The size is doubled until a message takes :data:`LEAST_SECONDS`; then the slope between that size and twice that
     size counts, so that neither latency nor the capacity of a buffer matters.
@@ -120,5 +120,5 @@ def _follow(wire: Wire, outward: bool) -> None:
 
 @lru_cache(maxsize=2)
 def _payload(size: int) -> Tensor:
-    """Returns a tensor of ``size`` bytes, the same each time: fresh memory would first have to be mapped."""
+    """Return a tensor of ``size`` bytes, the same each time: fresh memory would first have to be mapped."""
     return torch.zeros(size, dtype=torch.uint8)

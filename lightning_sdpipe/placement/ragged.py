@@ -75,7 +75,7 @@ class RaggedResult:
         return [device for device in range(len(self.network)) if device not in used]
 
     def placement(self, source: str) -> Placement:
-        """Returns the placement in the form of a file."""
+        """Return the placement in the form of a file."""
         cost: dict[str, float | int | str] = {
             "model": self.asked.cost,
             "num_micro_batches": self.asked.micro_batches,
@@ -91,7 +91,7 @@ def place_ragged(
     depths: Sequence[int] = (),
     clock: Callable[[], float] = time.perf_counter,
 ) -> RaggedResult:
-    """Finds the pipelines with the most mini-batches per second, of any depths or of ``depths``; devices may be left
+    """Find the pipelines with the most mini-batches per second, of any depths or of ``depths``; devices may be left
     out.
 
     Args:
@@ -126,7 +126,7 @@ def place_ragged(
 def best_rectangle(
     network: Network, asked: PlacementTask, clock: Callable[[], float] = time.perf_counter
 ) -> RaggedResult | None:
-    """Finds the fastest pipelines of one depth and one cut, where devices may be left out; None if there are none, or
+    """Find the fastest pipelines of one depth and one cut, where devices may be left out; None if there are none, or
     too many counts to examine. For the arguments see :func:`place_ragged`."""
 
     def splits(fleet: Fleet) -> Iterator[tuple[Fleet, Sequence[Counts]]]:
@@ -152,7 +152,7 @@ def _best(
     deepest: Sequence[int],
     late: Callable[[], bool],
 ) -> RaggedResult:
-    """Returns the fastest of all splits, or of those found until it is late. If no number of micro-batches is asked
+    """Return the fastest of all splits, or of those found until it is late. If no number of micro-batches is asked
     for, it is the number of stages of the deepest pipeline, and each such depth is tried."""
     number = asked.num_micro_batches
     tried = [(m, m) for m in deepest] if number is None else [(number, deepest[-1])]
@@ -184,7 +184,7 @@ def _best(
 
 
 def _rows(fleet: Fleet, orders: Sequence[Order], first: int | None) -> list[PlacedPipeline]:
-    """Returns pipelines with a device for each place; ``first`` runs the last stage of the first one."""
+    """Return pipelines with a device for each place; ``first`` runs the last stage of the first one."""
     left = [[device for device in members if device != first] for members in fleet.classes]
     rows = []
     for number, order in enumerate(orders):
@@ -199,7 +199,7 @@ def _rows(fleet: Fleet, orders: Sequence[Order], first: int | None) -> list[Plac
 
 
 def _ruled(fleet: Fleet, orders: Sequence[Order], first: int) -> tuple[Sequence[Order], int | None]:
-    """Returns the orders, the first of which ends with the class of the device that will be rank 0, and that device;
+    """Return the orders, the first of which ends with the class of the device that will be rank 0, and that device;
     the device is None if no device of its class takes part."""
     kind, members = fleet.class_of(first), fleet.members(len(orders))
     if not any(kind in order for order in orders):
@@ -220,7 +220,7 @@ def _ruled(fleet: Fleet, orders: Sequence[Order], first: int) -> tuple[Sequence[
 
 
 def _anneal(fleet: Fleet, depths: Sequence[int], rng: random.Random, late: Callable[[], bool]) -> Sequence[Counts]:
-    """Returns the best split met on the way; with ``depths``, devices are only swapped."""
+    """Return the best split met on the way; with ``depths``, devices are only swapped."""
     members = fleet.members(len(depths) or sum(fleet.counts))
 
     def made(parts: Sequence[Order]) -> float:
@@ -246,7 +246,7 @@ def _anneal(fleet: Fleet, depths: Sequence[int], rng: random.Random, late: Calla
 
 
 def _start(fleet: Fleet, depths: Sequence[int], members: int) -> list[Order]:
-    """Returns devices in the order of their classes: by depth, or as many as it takes until the model fits."""
+    """Return devices in the order of their classes: by depth, or as many as it takes until the model fits."""
     left = [kind for kind, count in enumerate(fleet.counts) for _ in range(count)]
     if depths:
         return [tuple(left.pop(0) for _ in range(depth)) for depth in depths]
@@ -259,7 +259,7 @@ def _start(fleet: Fleet, depths: Sequence[int], members: int) -> list[Order]:
 
 
 def _moved(parts: Sequence[Order], swap: bool, rng: random.Random) -> list[Order]:
-    """Changes the parts: swaps two devices, moves one, also to a new pipeline, or splits or merges a pipeline."""
+    """Change the parts: swap two devices, move one, also to a new pipeline, or split or merge a pipeline."""
     tried = [list(part) for part in parts if part]
     kind = "swap" if swap else rng.choice(("swap", "swap", "move", "move", "split", "merge"))
     if kind in ("move", "split"):

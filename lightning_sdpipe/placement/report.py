@@ -23,7 +23,7 @@ class Cut:
 
 
 def slowest_links(stages: Stages, weights: Weights) -> list[Cut]:
-    """Returns the slowest link of each cut; the first of equally slow ones."""
+    """Return the slowest link of each cut; the first of equally slow ones."""
     found = []
     for stage, (above, below) in enumerate(pairwise(stages)):
         step, period = weights.step[stage], weights.period[stage]
@@ -34,7 +34,7 @@ def slowest_links(stages: Stages, weights: Weights) -> list[Cut]:
 
 
 def slowest_stage(stages: Stages, weights: Weights) -> tuple[int, int]:
-    """Returns the stage whose averaging takes longest, and its member that spends most on it."""
+    """Return the stage whose averaging takes longest, and its member that spends most on it."""
     spent = [
         (sum(exchange[a][b] for b in group if b != a), stage, a)
         for stage, (group, exchange) in enumerate(zip(stages, weights.exchange, strict=True))
@@ -45,21 +45,21 @@ def slowest_stage(stages: Stages, weights: Weights) -> tuple[int, int]:
 
 
 def rate(placed: PlacementResult | RaggedResult) -> float:
-    """Returns the mini-batches per second of all pipelines."""
+    """Return the mini-batches per second of all pipelines."""
     if isinstance(placed, RaggedResult):
         return placed.rate
     return placed.num_pipelines / placed.seconds if placed.seconds else math.inf
 
 
 def shape(placed: PlacementResult | RaggedResult) -> str:
-    """Returns stages × pipelines, or the stages of each pipeline, and how many devices are left out."""
+    """Return stages × pipelines, or the stages of each pipeline, and how many devices are left out."""
     if isinstance(placed, PlacementResult):
         return f"{placed.asked.num_stages} × {placed.num_pipelines}"
     return placed.shape + (f" without {len(placed.left_out)}" if placed.left_out else "")
 
 
 def rates(tried: Sequence[PlacementResult | RaggedResult]) -> str:
-    """Returns a row for each number of stages that was tried."""
+    """Return a row for each number of stages that was tried."""
     rows = [("stages × pipelines", "mini-batches/s")]
     rows += [(shape(placed), f"{rate(placed):.3g}") for placed in tried]
     width = max(len(row[0]) for row in rows)
@@ -67,7 +67,7 @@ def rates(tried: Sequence[PlacementResult | RaggedResult]) -> str:
 
 
 def given(placed: PlacementResult | RaggedResult) -> str:
-    """Returns the strategy's arguments that go with a file."""
+    """Return the strategy's arguments that go with a file."""
     if isinstance(placed, PlacementResult):
         return f"num_stages={placed.asked.num_stages}"
     stages = placed.depths[0] if placed.alike else placed.depths
@@ -75,7 +75,7 @@ def given(placed: PlacementResult | RaggedResult) -> str:
 
 
 def report_ragged(placed: RaggedResult) -> list[str]:
-    """Reports pipelines that may be unlike, which are judged by their rate."""
+    """Report pipelines that may be unlike, which are judged by their rate."""
     network, asked = placed.network, placed.asked
     names = [str(device) for device in network.devices]
     rows = [["pipeline", "blocks", "s/mini-batch", "devices, by stage"]]
@@ -108,7 +108,7 @@ def report_ragged(placed: RaggedResult) -> list[str]:
 
 
 def report(placed: PlacementResult) -> str:
-    """Returns a row for each pipeline, the costs by place, how good they are, and the cost of rank 0's rule."""
+    """Return a row for each pipeline, the costs by place, how good they are, and the cost of rank 0's rule."""
     network, asked = placed.network, placed.asked
     names = [str(device) for device in network.devices]
     count = len(names)
@@ -195,7 +195,7 @@ def _link(cut: Cut, weights: Weights) -> float:
 
 
 def shown_seconds(seconds: float) -> str:
-    """Formats a duration for people."""
+    """Format a duration for people."""
     if seconds < 1e-3:
         return f"{1e6 * seconds:.3g} µs"
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"

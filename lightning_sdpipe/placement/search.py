@@ -73,7 +73,7 @@ def search(
     rounds: int = ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Found:
-    """Searches for the cheapest placement.
+    """Search for the cheapest placement.
 
     Args:
         weights: costs of the links of M × N devices.
@@ -124,7 +124,7 @@ def search(
 def _work(
     weights: Weights, num_pipelines: int, best: Found, rng: random.Random, rounds: int
 ) -> Generator[Stages | None, None, bool]:
-    """Yields placements to consider, and None in between. ``best`` is the best one considered so far. Returns whether
+    """Yield placements to consider, and None in between. ``best`` is the best one considered so far. Return whether
     that is optimal in the end."""
     finite = _without_gaps(weights)
     near = neighbours(finite)
@@ -178,7 +178,7 @@ class _Coarse:
     def begin(
         cls, weights: Weights, num_pipelines: int, best: Found, rng: random.Random
     ) -> Generator[None, None, _Coarse | None]:
-        """Makes the search; returns None if the devices do not fall into few classes."""
+        """Make the search; return None if the devices do not fall into few classes."""
         classes = identical(weights)
         yield None
         are_identical = len(classes) <= MOST_CLASSES
@@ -187,13 +187,13 @@ class _Coarse:
         return cls(classes, are_identical, weights, num_pipelines, best, rng) if len(classes) <= MOST_CLASSES else None
 
     def few_runs(self) -> Iterator[Stages | None]:
-        """Tries the structures of few runs."""
+        """Try the structures of few runs."""
         for lengths in self._structures:
             if len(lengths) <= FEW_RUNS:
                 yield from self._runs(lengths)
 
     def more_runs(self) -> Iterator[Stages | None]:
-        """Tries the next structures of more runs."""
+        """Try the next structures of more runs."""
         for lengths in islice(self._more, STRUCTURES_PER_ROUND):
             yield from self._runs(lengths)
 
@@ -209,7 +209,7 @@ class _Coarse:
         return arrange(self._classes.devices(outline.groups), self._weights, outline.limit)
 
     def prove(self, steps: int) -> Iterator[Stages | None]:
-        """Continues the proof for ``steps`` steps."""
+        """Continue the proof for ``steps`` steps."""
         if not self._provable:
             return
         if self._proof is None:
@@ -227,7 +227,7 @@ class _Coarse:
 
 
 def _start(kind: str, weights: Weights, num_pipelines: int, rng: random.Random) -> Stages:
-    """Returns pipelines of near devices, stages of near devices, or a random placement."""
+    """Return pipelines of near devices, stages of near devices, or a random placement."""
     count = len(weights.exchange[0])
     if kind == "random":
         order = list(range(count))
@@ -246,7 +246,7 @@ def _start(kind: str, weights: Weights, num_pipelines: int, rng: random.Random) 
 
 
 def _without_gaps(weights: Weights) -> Weights:
-    """Returns weights in which missing links cost as much as a thousand of the most expensive ones."""
+    """Return weights in which missing links cost as much as a thousand of the most expensive ones."""
     matrices = {id(m): m for m in (*weights.exchange, *weights.step, *weights.period)}
     most = max((value for m in matrices.values() for row in m for value in row if value < math.inf), default=1.0)
     if not any(value == math.inf for m in matrices.values() for row in m for value in row):

@@ -21,7 +21,7 @@ some pipeline best are."""
 
 
 def free(fleet: Fleet) -> Iterator[Sequence[Counts]]:
-    """Yields splits into pipelines of any depth, one of which is the fastest."""
+    """Yield splits into pipelines of any depth, one of which is the fastest."""
     alone: tuple[float, Counts] = (0.0, ())
     for bound, counts in sorted(((fleet.bound(counts), counts) for counts in fleet.states), reverse=True):
         if bound <= alone[0]:
@@ -35,7 +35,7 @@ def free(fleet: Fleet) -> Iterator[Sequence[Counts]]:
 
 
 def most_of_all(fleet: Fleet, members: int) -> tuple[float, Sequence[Counts]]:
-    """Returns f of all devices, and the split that attains it.
+    """Return f of all devices, and the split that attains it.
 
     Args:
         fleet: the devices.
@@ -63,7 +63,7 @@ def most_of_all(fleet: Fleet, members: int) -> tuple[float, Sequence[Counts]]:
 
 
 def _equally_fast(fleet: Fleet, made: float) -> Iterator[Sequence[Counts]]:
-    """Yields for each N the N pipelines whose slowest is fastest, if they make more than ``made`` together."""
+    """Yield for each N the N pipelines whose slowest is fastest, if they make more than ``made`` together."""
     for number in range(2, sum(fleet.counts) + 1):
         able = {
             counts: rate
@@ -79,7 +79,7 @@ def _equally_fast(fleet: Fleet, made: float) -> Iterator[Sequence[Counts]]:
 
 
 def of_depths(fleet: Fleet, depths: Sequence[int]) -> Sequence[Counts]:
-    """Returns the best split into pipelines of these depths; empty if there is none."""
+    """Return the best split into pipelines of these depths; empty if there is none."""
     members = fleet.members(len(depths))
     of_depth = {
         depth: {c: rate for c in fleet.states if sum(c) == depth and (rate := fleet.rate(c, members))}
@@ -94,7 +94,7 @@ def of_depths(fleet: Fleet, depths: Sequence[int]) -> Sequence[Counts]:
 def _layered(
     counts: Counts, layers: Sequence[Mapping[Counts, float]], combine: Callable[[float, float], float], start: float
 ) -> tuple[float, Sequence[Counts]]:
-    """Returns a choice from each layer that uses at most the available devices, with the largest combined rate."""
+    """Return a choice from each layer that uses at most the available devices, with the largest combined rate."""
     best: dict[Counts, tuple[float, tuple[Counts, ...]]] = {tuple(0 for _ in counts): (start, ())}
     for able in layers:
         following: dict[Counts, tuple[float, tuple[Counts, ...]]] = {}
@@ -110,7 +110,7 @@ def _layered(
 
 
 def shared_cuts(fleet: Fleet) -> Iterator[Spans]:
-    """Yields cuts that pipelines of one depth may have in common."""
+    """Yield cuts that pipelines of one depth may have in common."""
     blocks = len(fleet.chain)
     for depth in range(1, min(sum(fleet.counts), blocks) + 1):
         if math.comb(blocks - 1, depth - 1) <= SHARED_CUTS:

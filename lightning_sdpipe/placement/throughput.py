@@ -80,7 +80,7 @@ class PlacementJob:
         return [[1 / rate if rate else math.inf for rate in row] for row in self.network.bandwidth()]
 
     def memory(self, available: Sequence[float]) -> Memory:
-        """Returns the memory check for devices with these bytes, one for each stage."""
+        """Return the memory check for devices with these bytes, one for each stage."""
         trained = [
             block.parameter_bytes if block.trained_bytes is None else block.trained_bytes for block in self.chain
         ]
@@ -107,22 +107,22 @@ class CutJob:
         self._members = _members(job)
 
     def weights(self, model: CostModel) -> Weights:
-        """Returns the costs of links, without computing."""
+        """Return the costs of links, without computing."""
         job = self.job
         return weights(job.network, job.num_pipelines, self.traffic, model, job.num_micro_batches)
 
     def fits(self, device: int, stage: int) -> bool:
-        """Returns whether this device may run this stage."""
+        """Return whether this device may run this stage."""
         if device == self.job.last and stage < self.job.num_stages - 1:
             return False
         return self._needed[stage] <= self.job.memories[device]
 
     def pipeline_seconds(self, devices: Sequence[int]) -> float:
-        """Returns the seconds of a mini-batch of a pipeline with these devices as its stages, without averaging."""
+        """Return the seconds of a mini-batch of a pipeline with these devices as its stages, without averaging."""
         return self.pipeline(devices)[0]
 
     def pipeline(self, devices: Sequence[int]) -> tuple[float, float]:
-        """Returns the seconds of a mini-batch, and the mean time for which stages are busy."""
+        """Return the seconds of a mini-batch, and the mean time for which stages are busy."""
         job, busiest, once, busy, before = self.job, 0.0, 0.0, 0.0, 0.0
         for stage, device in enumerate(devices):
             compute, after = self.work[stage] / job.speeds[device], 0.0
@@ -138,23 +138,23 @@ class CutJob:
         return seconds, busy / len(devices)
 
     def group_seconds(self, stage: int, group: Sequence[int]) -> float:
-        """Returns the mean seconds of averaging in one stage: of all replicas, or of a group of them."""
+        """Return the mean seconds of averaging in one stage: of all replicas, or of a group of them."""
         spent = self._spent(stage, group, self._members)
         if self._members == len(group):
             return max(spent)
         return sum(spent) / len(group) * (self._members - 1) / (len(group) - 1)
 
     def averaging_seconds(self, stage: int, group: Sequence[int]) -> float:
-        """Returns the seconds of averaging of this group's slowest member."""
+        """Return the seconds of averaging of this group's slowest member."""
         return max(self._spent(stage, group, len(group)))
 
     def _spent(self, stage: int, group: Sequence[int], shares: int) -> list[float]:
-        """Returns what each member spends on exchanging a share of the stage's parameters with each other member."""
+        """Return what each member spends on exchanging a share of the stage's parameters with each other member."""
         latency, slowness, amount = self.job.latency, self.job.slowness, self.traffic.stage_bytes[stage] / shares
         return [sum(2 * (latency[a][b] + amount * slowness[a][b]) for b in group if b != a) for a in group]
 
     def seconds(self, stages: Stages) -> float:
-        """Returns the mean seconds for one mini-batch of every pipeline; infinite if a device may not run its stage."""
+        """Return the mean seconds for one mini-batch of every pipeline; infinite if a device may not run its stage."""
         if not all(self.fits(device, stage) for stage, group in enumerate(stages) for device in group):
             return math.inf
         times = [self.pipeline_seconds(devices) for devices in zip(*stages, strict=True)]
@@ -163,7 +163,7 @@ class CutJob:
 
 
 def averaging_seconds_per_byte(job: PlacementJob, group: Sequence[int]) -> float:
-    """Returns the seconds that each byte of parameters adds to averaging among these replicas of a stage, for the
+    """Return the seconds that each byte of parameters adds to averaging among these replicas of a stage, for the
     slowest of them."""
     others = max(len(group) - 1, 1)
     shared = 2 * (_members(job) - 1) / _members(job) / others
@@ -171,12 +171,12 @@ def averaging_seconds_per_byte(job: PlacementJob, group: Sequence[int]) -> float
 
 
 def _members(job: PlacementJob) -> int:
-    """Returns the number of members of a group that averages."""
+    """Return the number of members of a group that averages."""
     return job.num_pipelines if job.sync == "all_reduce" else min(GROUP, job.num_pipelines)
 
 
 def combined(times: Sequence[float], data: float, sync: Sync) -> float:
-    """Returns N over the mini-batches per second of N pipelines.
+    """Return N over the mini-batches per second of N pipelines.
 
     Args:
         times: seconds for a mini-batch of each pipeline.

@@ -87,7 +87,7 @@ class ADPSGDPolicy(GroupPolicy):
         return [group for waiter in waiters if waiter in waiting for group in self._settle(stage, waiter)]
 
     def _settle(self, stage: int, pipeline: int) -> list[Decision]:
-        """Answers the waiting worker if its partner has come or will not come."""
+        """Answer the waiting worker if its partner has come or will not come."""
         participants = self.participants
         iteration = participants.waiting[stage][pipeline]
         partner = self._partner(pipeline, iteration)
@@ -104,7 +104,7 @@ class ADPSGDPolicy(GroupPolicy):
         return []
 
     def _partner(self, pipeline: int, iteration: int) -> int:
-        """Returns the pipeline's partner in ``iteration``; the pipeline itself if it goes on alone."""
+        """Return the pipeline's partner in ``iteration``; the pipeline itself if it goes on alone."""
         return matching(self.participants.num_pipelines, self._seed, iteration)[pipeline]
 
     def _goes_out(self, stage: int, pipelines: set[int], reason: Reason) -> list[Decision]:
@@ -170,7 +170,7 @@ class BoundedADPSGDPolicy(ADPSGDPolicy):
         return self._release_held() + self._replay()
 
     def _goes_out(self, stage: int, pipelines: set[int], reason: Reason) -> list[Decision]:
-        """Lets the pipelines average with those that are behind them and ready too, or holds them until all of these
+        """Let the pipelines average with those that are behind them and ready too, or holds them until all of these
         are ready."""
         versions, waiting = self.versions[stage], self.participants.waiting[stage]
         together = pipelines | self._held if pipelines & self._held else set(pipelines)
@@ -196,7 +196,7 @@ class BoundedADPSGDPolicy(ADPSGDPolicy):
         return decisions
 
     def _release_held(self) -> list[Decision]:
-        """Releases the held pipelines if those that they waited for have come."""
+        """Release the held pipelines if those that they waited for have come."""
         return self._goes_out(self._last, set(self._held), Reason.STALENESS) if self._held else []
 
     def _replay(self) -> list[Decision]:
@@ -221,7 +221,7 @@ class AsynchronousADPSGDPolicy(GroupPolicy):
 
 @functools.lru_cache(maxsize=256)
 def matching(num_pipelines: int, seed: int, iteration: int) -> tuple[int, ...]:
-    """Returns the partner of every pipeline in ``iteration``; one is its own partner where the number is odd."""
+    """Return the partner of every pipeline in ``iteration``; one is its own partner where the number is odd."""
     order = sorted(range(num_pipelines), key=lambda pipeline: uniform(seed, iteration, pipeline))
     partners = list(range(num_pipelines))
     for a, b in zip(order[::2], order[1::2], strict=False):

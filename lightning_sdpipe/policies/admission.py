@@ -69,7 +69,7 @@ class AdmissionRule:
             )
 
     def check_fits(self, num_pipelines: int) -> None:
-        """Refuses a quorum that can never come together.
+        """Refuse a quorum that can never come together.
 
         Raises:
             ConfigurationError: the quorum is above N.
@@ -112,36 +112,36 @@ class Admission(ABC):
         return frozenset(self._pulled)
 
     def join(self, pipeline: int) -> None:
-        """Adds ``pipeline``, which takes part from now on and has the current parameters."""
+        """Add ``pipeline``, which takes part from now on and has the current parameters."""
         if pipeline in self._pulled:
             raise ValueError(f"pipeline {pipeline} joined twice")
         self._pulled[pipeline] = self._version()
 
     def push(self, pipeline: int) -> Verdict:
-        """Notes that ``pipeline`` has finished a clock, and waits to go on."""
+        """Note that ``pipeline`` has finished a clock, and wait to go on."""
         self._check_computes(pipeline)
         self._waiting.append(pipeline)
         return Verdict(self._count(pipeline), *self._settle())
 
     def leave(self, pipeline: int, pushes: bool) -> Verdict:
-        """Removes ``pipeline``, which takes part no longer. It ``pushes`` its part of a clock, or has none."""
+        """Remove ``pipeline``, which takes part no longer. It ``pushes`` its part of a clock, or has none."""
         self._check_computes(pipeline)
         weight = self._count(pipeline) if pushes else 0.0
         del self._pulled[pipeline]
         return Verdict(weight, *self._settle())
 
     def pull(self, pipeline: int) -> None:
-        """Notes that ``pipeline``, which was released, takes the current parameters."""
+        """Note that ``pipeline``, which was released, takes the current parameters."""
         self._check_computes(pipeline)
         self._pulled[pipeline] = self._version()
 
     def waits(self, pipeline: int) -> bool:
-        """Returns whether ``pipeline`` has pushed and may not go on yet."""
+        """Return whether ``pipeline`` has pushed and may not go on yet."""
         return pipeline in self._waiting
 
     @abstractmethod
     def awaited_by(self, pipeline: int) -> list[int]:
-        """Returns the pipelines that must push before ``pipeline`` may go on; with a quorum, some of them must."""
+        """Return the pipelines that must push before ``pipeline`` may go on; with a quorum, some of them must."""
 
     def _check_computes(self, pipeline: int) -> None:
         if pipeline not in self._pulled:
@@ -155,11 +155,11 @@ class Admission(ABC):
 
     @abstractmethod
     def _count(self, pipeline: int) -> float:
-        """Returns the weight of the push of ``pipeline``."""
+        """Return the weight of the push of ``pipeline``."""
 
     @abstractmethod
     def _settle(self) -> tuple[float | None, tuple[int, ...]]:
-        """Returns the factor with which the round closes, as in :class:`Verdict`, and the workers that go on."""
+        """Return the factor with which the round closes, as in :class:`Verdict`, and the workers that go on."""
 
     def _release(self, pipelines: list[int]) -> tuple[int, ...]:
         self._waiting = [pipeline for pipeline in self._waiting if pipeline not in pipelines]
@@ -188,7 +188,7 @@ class BoundedStaleness(Admission):
         return verdict
 
     def finished(self, pipeline: int) -> int:
-        """Returns how many clocks ``pipeline`` has finished."""
+        """Return how many clocks ``pipeline`` has finished."""
         return self._finished[pipeline]
 
     def awaited_by(self, pipeline: int) -> list[int]:
@@ -254,5 +254,5 @@ class Rounds(Admission):
 
 
 def admission(rule: AdmissionRule, num_pipelines: int) -> Admission:
-    """Returns the admission by ``rule`` for ``num_pipelines`` pipelines, none of which has joined."""
+    """Return the admission by ``rule`` for ``num_pipelines`` pipelines, none of which has joined."""
     return BoundedStaleness(rule, num_pipelines) if rule.quorum is None else Rounds(rule, num_pipelines)

@@ -14,6 +14,6 @@ MICRO_BATCHES = 4
 
 
 def share_before(num_micro_batches: int) -> float:
-    """Returns the share of a mini-batch's last backward that is over when a worker announces that it is ready: 0 for
+    """Return the share of a mini-batch's last backward that is over when a worker announces that it is ready: 0 for
     four micro-batches or more."""
     return max(0.0, 1.0 - num_micro_batches / MICRO_BATCHES)

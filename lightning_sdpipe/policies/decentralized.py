@@ -4,24 +4,33 @@ The partners depend on the number of the iteration alone, so all stages agree on
 partner of that iteration, as with AD-PSGD. In a ring every worker is a neighbour of a waiting one, so all of them form
 one group, in which each averages with its two neighbours only. A neighbour that has left is not replaced: the ring is
 open there, and the weights stay with its neighbours.
+
+Where pipelines come and go (:class:`PresentPeers`), neighbours and pairs are those of the pipelines that are there. A
+ring closes over the members of its group. For the pairs of an iteration, the policy notes who takes part when the first
+worker reports it, on any stage. Later changes do not change these pairs: a worker whose partner is lost, or that was
+not there yet, goes on alone. So all stages agree on partners, as they do where the number of pipelines is fixed, and
+nobody waits in a circle.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Literal, get_args
 
 import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import pairing as places
-from lightning_sdpipe.policies.ad_psgd import ADPSGDPolicy
+from lightning_sdpipe.policies.ad_psgd import ADPSGDPolicy, matching
 from lightning_sdpipe.policies.decisions import Decision, Group, Reason
-from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.events import Regrouped, Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 
 Peers = Literal["ring", "shift_one", "random"]
+_REMEMBERED = 64
+"""Number of iterations of which it is remembered who took part."""
 
 
 class Decentralized(PolicyConfig, frozen=True):
@@ -49,6 +58,16 @@ class Decentralized(PolicyConfig, frozen=True):
         return ADPSGDPolicy(num_stages, num_pipelines, seed=self.seed)
 
 
+class PresentPeers(Decentralized, frozen=True):
+    """Decentralised averaging among the pipelines that are there: the policy of :class:`Decentralized` in an elastic
+    run."""
+
+    def make_policy(self, num_stages: int, num_pipelines: int) -> GroupPolicy:
+        if self.peers == "ring":
+            return PresentRingPolicy(num_stages, num_pipelines, every=self.every)
+        return PresentPairsPolicy(self, num_stages, num_pipelines)
+
+
 class RingPolicy(LocalSGDPolicy):
     """One group of all workers, with two neighbours for each."""
 
@@ -68,8 +87,48 @@ class ShiftingPairsPolicy(ADPSGDPolicy):
         return pipeline if partner is None else partner
 
 
+class PresentRingPolicy(LocalSGDPolicy):
+    """One group of all workers that are there, as a ring without gaps."""
+
+    def _release(self, reason: Reason) -> list[Decision]:
+        return [as_ring(group) for group in super()._release(reason)]
+
+    def group_retries(self, event: Regrouped) -> Group:
+        return as_ring(super().group_retries(event))
+
+
+class PresentPairsPolicy(ADPSGDPolicy):
+    """Pairs of those that are there."""
+
+    def __init__(self, config: Decentralized, num_stages: int, num_pipelines: int) -> None:
+        super().__init__(num_stages, num_pipelines, seed=config.seed)
+        self._config = config
+        self._there: OrderedDict[int, list[int]] = OrderedDict()
+        """Pipelines that took part when the first worker reported an iteration."""
+
+    def _partner(self, pipeline: int, iteration: int) -> int:
+        there = self._there.setdefault(iteration, sorted(set[int]().union(*self.participants.active)))
+        if len(self._there) > _REMEMBERED:
+            self._there.popitem(last=False)
+        if pipeline not in there:
+            return pipeline
+        place, size = there.index(pipeline), len(there)
+        if self._config.peers == "shift_one":
+            partner = places.shift_one(place, size, iteration // self._config.every)
+        else:
+            partner = matching(size, self._config.seed, iteration)[place]
+        return pipeline if partner is None else there[partner]
+
+
+def as_ring(group: Group) -> Group:
+    """Return ``group`` as a ring of its members."""
+    members, size = group.members, len(group.members)
+    beside = tuple(tuple(members[other] for other in places.ring(place, size)) for place in range(size))
+    return msgspec.structs.replace(group, neighbours=beside if size > 1 else ())
+
+
 def with_neighbours(group: Group, num_pipelines: int) -> Group:
-    """Returns ``group`` as a ring of ``num_pipelines``, with gaps where pipelines are not in it."""
+    """Return ``group`` as a ring of ``num_pipelines``, with gaps where pipelines are not in it."""
     if len(group.members) == 1:
         return group
     there = {worker.pipeline for worker in group.members}

@@ -94,7 +94,7 @@ Decision: TypeAlias = Group
 
 
 def without_passive(group: Group) -> Group:
-    """Returns ``group`` with those members only that wait for an answer, in equal parts."""
+    """Return ``group`` with those members only that wait for an answer, in equal parts."""
     members = tuple(member for member in group.members if member not in group.passive)
     weights = (1 / len(members),) * len(members)
     return msgspec.structs.replace(
@@ -107,7 +107,7 @@ class BrokenRule(ValueError):
 
 
 def check_group(group: Group, next_sequence: int) -> None:
-    """Checks a group as far as possible without knowing which workers wait.
+    """Check a group as far as possible without knowing which workers wait.
 
     Raises:
         BrokenRule: the group is not as :class:`Group` requires, or its sequence is below ``next_sequence``.

@@ -66,20 +66,20 @@ class FollowingStages:
         """Pipelines whose last stage has not reported since the scheduler was restarted."""
 
     def plan(self, meeting: PlannedGroup) -> None:
-        """Adds a meeting that the last stage has decided."""
+        """Add a meeting that the last stage has decided."""
         self._due.append(_Due(meeting))
 
     def heard_of(self, pipeline: int) -> None:
-        """Notes that the last stage of ``pipeline`` has reported."""
+        """Note that the last stage of ``pipeline`` has reported."""
         self._unheard.discard(pipeline)
 
     def forget(self) -> None:
-        """Forgets all earlier decisions, which are not known any more."""
+        """Forget all earlier decisions, which are not known any more."""
         self._due.clear()
         self._unheard = set(range(self._participants.num_pipelines))
 
     def expects(self, group: int) -> bool:
-        """Returns whether a meeting with others is still to come in which ``group`` takes part."""
+        """Return whether a meeting with others is still to come in which ``group`` takes part."""
         return any(
             len(due.planned.parts) + len(due.planned.computing) > 1
             and (group in due.planned.computing or any(part.group == group for part in due.planned.parts))
@@ -87,7 +87,7 @@ class FollowingStages:
         )
 
     def turn(self) -> list[Decision]:
-        """Returns the decisions that can go out now."""
+        """Return the decisions that can go out now."""
         decisions: list[Decision] = []
         while True:
             group = self._next()
@@ -96,7 +96,7 @@ class FollowingStages:
             decisions.append(group)
 
     def _next(self) -> Decision | None:
-        """Returns the first meeting that can go out."""
+        """Return the first meeting that can go out."""
         waiting = self._participants.waiting[self._stage]
         busy: set[int] = set()
         """Pipelines with a meeting that cannot go out yet."""
@@ -125,14 +125,14 @@ class FollowingStages:
         return None
 
     def _comes(self, pipeline: int, iteration: int) -> bool:
-        """Returns whether ``pipeline`` takes part and has not come to ``iteration`` yet."""
+        """Return whether ``pipeline`` takes part and has not come to ``iteration`` yet."""
         if pipeline not in self._participants.active[self._stage]:
             return False
         reported = self._participants.last_reported(self._stage, pipeline)
         return reported is None or reported < iteration
 
     def _fresh(self, due: _Due, present: Sequence[tuple[Part, Sequence[int]]], earlier: set[int]) -> bool:
-        """Returns whether no group that goes on would wait for one that has an earlier meeting to come."""
+        """Return whether no group that goes on would wait for one that has an earlier meeting to come."""
         self._step(due, present)
         nodes = [part.group for part, _ in present]
         return not any(self._versions.behind(part.group, nodes) & earlier for part, _ in present if not part.stays)
@@ -165,7 +165,7 @@ class FollowingStages:
         return group
 
     def _strays(self) -> list[Decision]:
-        """Lets workers go on alone for which their last stage will not decide."""
+        """Let workers go on alone for which their last stage will not decide."""
         planned = {(p, k) for due in self._due for part in due.planned.parts for p, k in part.iterations.items()}
         decisions: list[Decision] = []
         for pipeline, iteration in list(self._participants.waiting[self._stage].items()):
@@ -184,5 +184,5 @@ class FollowingStages:
 
 
 def mean_of_groups(groups: Sequence[Sequence[int]]) -> list[float]:
-    """Returns the weight of each member, in order, in the mean of the groups' models."""
+    """Return the weight of each member, in order, in the mean of the groups' models."""
     return [1 / (len(groups) * len(group)) for group in groups for _ in group]

@@ -85,56 +85,56 @@ class GroupPolicy:
         return None
 
     def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
-        """Answers ``worker``, which waits for a group."""
+        """Answer ``worker``, which waits for a group."""
         raise NotImplementedError(f"{type(self).__name__} must say in worker_ready how a ready worker is answered")
 
     def worker_left(self, worker: Worker, now: float) -> list[Decision]:
-        """Handles ``worker``, which has left or, without a :meth:`worker_lost`, was lost; workers that wait for it must
+        """Handle ``worker``, which has left or, without a :meth:`worker_lost`, was lost; workers that wait for it must
         not wait for ever."""
         return []
 
     def worker_lost(self, worker: Worker, now: float) -> list[Decision]:
-        """Handles ``worker``, which fell silent and may come back with another model."""
+        """Handle ``worker``, which fell silent and may come back with another model."""
         return self.worker_left(worker, now)
 
     def worker_vanished(self, worker: Worker) -> None:
-        """Notes that ``worker``, which had left, will not come back as it was."""
+        """Note that ``worker``, which had left, will not come back as it was."""
 
     def worker_joined(self, worker: Worker, now: float) -> list[Decision]:
-        """Handles ``worker``, which takes part now."""
+        """Handle ``worker``, which takes part now."""
         return []
 
     def worker_progressed(self, progress: Progress, now: float) -> list[Decision]:
-        """Handles a worker's report of its speed."""
+        """Handle a worker's report of its speed."""
         return []
 
     def group_broke(self, sequence: int, now: float) -> list[Decision]:
-        """Handles a group whose members did not average; it may be reported more than once."""
+        """Handle a group whose members did not average; it may be reported more than once."""
         return []
 
     def group_retries(self, event: Regrouped) -> Group:
-        """Returns the group of the members of a broken one that try again."""
+        """Return the group of the members of a broken one that try again."""
         return self.participants.regroup(event.members, event.weights)
 
     def worker_has_base(self, worker: Worker, base: int) -> None:
-        """Notes the base that ``worker``, which is about to wait for a group, trains from."""
+        """Note the base that ``worker``, which is about to wait for a group, trains from."""
 
     def scheduler_restarted(self, now: float) -> list[Decision]:
-        """Handles a restart of the scheduler; the knowledge of the one that decided before is lost."""
+        """Handle a restart of the scheduler; the knowledge of the one that decided before is lost."""
         return []
 
     def worker_answered(self, worker: Worker, now: float) -> list[Decision]:
-        """Handles ``worker``, which does not wait: it was answered as another scheduler had decided."""
+        """Handle ``worker``, which does not wait: it was answered as another scheduler had decided."""
         return []
 
     def widened(self, num_pipelines: int) -> None:
-        """Allows ``num_pipelines`` pipelines from now on.
+        """Allow ``num_pipelines`` pipelines from now on.
 
         Raises:
             RefusedEvent: this policy is for the planned number only.
         """
 
     def time_passed(self, now: float) -> list[Decision]:
-        """Handles the passage of time to ``now``; due when :meth:`deadline` says so, and called before each other event
+        """Handle the passage of time to ``now``; due when :meth:`deadline` says so, and called before each other event
         too."""
         return []

@@ -18,7 +18,7 @@ Matrix = list[list[float]]
 
 
 def mean_mixing_matrix(groups: Sequence[tuple[Sequence[int], Sequence[float]]], workers: Sequence[int]) -> Matrix:
-    """Returns the mean of W over ``groups``, each given as members and weights; the identity when there was no group.
+    """Return the mean of W over ``groups``, each given as members and weights; the identity when there was no group.
 
     Only ``workers`` have rows; the weight of a member without a row stays with the worker that would have received it.
     """
@@ -35,7 +35,7 @@ def mean_mixing_matrix(groups: Sequence[tuple[Sequence[int], Sequence[float]]], 
 
 
 def mixing_radius(matrix: Matrix) -> float:
-    """Returns ρ of a matrix whose rows add up to 1: the largest modulus of its eigenvalues other than the 1 of the
+    """Return ρ of a matrix whose rows add up to 1: the largest modulus of its eigenvalues other than the 1 of the
     constant vector.
 
     Raises:
@@ -51,14 +51,14 @@ def mixing_radius(matrix: Matrix) -> float:
 
 
 def network_error(rho: float) -> float:
-    """Returns ρ̄ = ρ/(1 − ρ) + 2√ρ/(1 − √ρ)² of P-Reduce's theorem 1, to which its bound for the network error is
+    """Return ρ̄ = ρ/(1 − ρ) + 2√ρ/(1 − √ρ)² of P-Reduce's theorem 1, to which its bound for the network error is
     proportional; infinite at ρ = 1, where nothing mixes."""
     root = math.sqrt(rho)
     return rho / (1 - rho) + 2 * root / (1 - root) ** 2 if rho < 1.0 else math.inf
 
 
 def largest_learning_rate(lipschitz: float, num_workers: int, group_size: float, rho: float) -> float:
-    """Returns the γ of plain SGD up to which P-Reduce's theorem 1 holds (equation 7); 0 where nothing mixes.
+    """Return the γ of plain SGD up to which P-Reduce's theorem 1 holds (equation 7); 0 where nothing mixes.
 
     It holds where ηL + 2N³η²ρ̄/P² with η = Pγ/N is at most 1. It assumes doubly stochastic mixing, so equal weights. As
     it is printed, the second term has no L², which it would need for an L other than 1 if units should agree.

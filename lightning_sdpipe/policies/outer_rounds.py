@@ -74,7 +74,7 @@ class OuterRounds(PolicyConfig, frozen=True):
         return OuterRoundsPolicy(self, num_stages, num_pipelines)
 
     def needed(self, present: int) -> int:
-        """Returns the number of pipelines that a round needs where so many are ``present``."""
+        """Return the number of pipelines that a round needs where so many are ``present``."""
         if self.quorum is None:
             return present
         return min(present, self.quorum if isinstance(self.quorum, int) else math.ceil(self.quorum * present - 1e-9))
@@ -98,23 +98,23 @@ class Bases:
         return max(self.at_most.values(), default=self.latest)
 
     def has(self, pipeline: int, base: int) -> None:
-        """Notes that a worker has exactly that base."""
+        """Note that a worker has exactly that base."""
         self.latest = max(self.latest, base)
         self.at_most[pipeline] = base - _VOID if base in self._given_up else base
 
     def goes_out(self, pipelines: Iterable[int], sequence: int) -> None:
-        """Notes that these may get the base of that round."""
+        """Note that these may get the base of that round."""
         self.latest = sequence
         self.at_most |= dict.fromkeys(pipelines, sequence)
 
     def is_given_up(self, sequence: int) -> None:
-        """Notes that no member of that round has its base."""
+        """Note that no member of that round has its base."""
         self._given_up[sequence] = None
         if len(self._given_up) > _REMEMBERED:
             del self._given_up[next(iter(self._given_up))]
 
     def doubt(self, pipelines: Iterable[int]) -> None:
-        """Notes that these may have any base."""
+        """Note that these may have any base."""
         self.at_most |= dict.fromkeys(pipelines, self.latest)
 
 
@@ -184,11 +184,11 @@ class OuterRoundsPolicy(GroupPolicy):
         return None if self._due == math.inf else self._due
 
     def newest(self, stage: int) -> int:
-        """Returns the newest base that a worker of ``stage`` may have."""
+        """Return the newest base that a worker of ``stage`` may have."""
         return self._bases[stage].newest
 
     def _enter(self, pipeline: int, now: float) -> None:
-        """Notes that ``pipeline`` is ready, if all of its stages are."""
+        """Note that ``pipeline`` is ready, if all of its stages are."""
         iteration = self.participants.ready_with(pipeline)
         if iteration is None or pipeline in self._ready:
             return
@@ -196,7 +196,7 @@ class OuterRoundsPolicy(GroupPolicy):
         self._window.arrived(pipeline, now)
 
     def _advance(self, why: Reason, now: float) -> list[Decision]:
-        """Lets the round go out, or its grace begin, if it may."""
+        """Let the round go out, or its grace begin, if it may."""
         present, ready = len(set[int]().union(*self.participants.active)), len(self._ready)
         if ready == present > 0:
             return self._release(why, now)
@@ -207,7 +207,7 @@ class OuterRoundsPolicy(GroupPolicy):
         return self.time_passed(now)
 
     def _has_newest(self) -> bool:
-        """Returns whether on each stage a pipeline that is ready has the newest base."""
+        """Return whether on each stage a pipeline that is ready has the newest base."""
         return all(
             self.newest(stage) in [bases.at_most[p] for p in self._here(stage)]
             for stage, bases in enumerate(self._bases)
@@ -215,7 +215,7 @@ class OuterRoundsPolicy(GroupPolicy):
         )
 
     def _here(self, stage: int) -> list[int]:
-        """Returns the pipelines whose worker of ``stage`` waits with the iteration that its pipeline is ready with."""
+        """Return the pipelines whose worker of ``stage`` waits with the iteration that its pipeline is ready with."""
         waiting = self.participants.waiting[stage]
         return [p for p, iteration in self._ready.items() if waiting.get(p, math.inf) <= iteration]
 

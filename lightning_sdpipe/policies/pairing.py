@@ -24,12 +24,12 @@ from lightning_sdpipe.policies.ad_psgd import matching
 
 
 def ring(place: int, size: int) -> tuple[int, ...]:
-    """Returns the neighbours in a ring: none, one or two."""
+    """Return the neighbours in a ring: none, one or two."""
     return tuple(sorted({(place - 1) % size, (place + 1) % size} - {place}))
 
 
 def shift_one(place: int, size: int, number: int) -> int | None:
-    """Returns the partner in round ``number`` if pairs shift by one: r < n/2 meets (number + r) mod (n/2) + n/2.
+    """Return the partner in round ``number`` if pairs shift by one: r < n/2 meets (number + r) mod (n/2) + n/2.
 
     So each place of the first half has met each of the second after n/2 rounds. With an odd number one of the first
     half stays alone (None), in turn.
@@ -40,20 +40,20 @@ def shift_one(place: int, size: int, number: int) -> int | None:
 
 
 def random_pair(place: int, size: int, number: int, seed: int) -> int | None:
-    """Returns the partner in round ``number`` of pairs that are drawn afresh each time; None for a pipeline that is
+    """Return the partner in round ``number`` of pairs that are drawn afresh each time; None for a pipeline that is
     left over."""
     partner = matching(size, seed, number)[place]
     return partner if partner != place else None
 
 
 def similarities(times: Sequence[float], group: int, gamma: float) -> list[float]:
-    """Returns w of one group with each group; 0 with itself."""
+    """Return w of one group with each group; 0 with itself."""
     own = times[group]
     return [0.0 if j == group else (min(own, other) / max(own, other)) ** gamma for j, other in enumerate(times)]
 
 
 def draw(weights: Sequence[tuple[int, float]], number: float) -> int:
-    """Returns the worker in ``weights`` (worker, weight) that ``number`` in [0, 1) falls on."""
+    """Return the worker in ``weights`` (worker, weight) that ``number`` in [0, 1) falls on."""
     left = number * sum(weight for _, weight in weights)
     for who, weight in weights:
         left -= weight

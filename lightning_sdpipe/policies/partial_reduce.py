@@ -132,7 +132,7 @@ class PartialReducePolicy(GroupPolicy):
         return self._release(Reason.WORKER_LOST)
 
     def group_broke(self, sequence: int, now: float) -> list[Decision]:
-        """Handles a broken group: its members may be in more components now, so some may be held no longer."""
+        """Handle a broken group: its members may be in more components now, so some may be held no longer."""
         self._graph.forget(self._recorded_as.get(sequence, -1))
         return self._release(QUEUED)
 
@@ -141,7 +141,7 @@ class PartialReducePolicy(GroupPolicy):
         self._graph.widen(num_pipelines)
 
     def sync_graph(self, stage: int) -> SyncGraph:
-        """Returns the graph of recent meetings of pipelines, which is the same for every stage."""
+        """Return the graph of recent meetings of pipelines, which is the same for every stage."""
         return self._graph
 
     def _history(self, num_active: int) -> int:
@@ -150,7 +150,7 @@ class PartialReducePolicy(GroupPolicy):
         return max(1, HISTORY * fewest_groups(num_active, self._config.group_size))
 
     def _enter(self, pipeline: int) -> None:
-        """Puts ``pipeline`` into the queue if it is ready now and not there yet."""
+        """Put ``pipeline`` into the queue if it is ready now and not there yet."""
         iteration = self.participants.ready_with(pipeline)
         if iteration is None or pipeline in self._queue:
             return
@@ -158,14 +158,14 @@ class PartialReducePolicy(GroupPolicy):
         self._clocks[pipeline] += 1
 
     def _stages_of(self, pipeline: int) -> list[int]:
-        """Returns the stages on which ``pipeline``, which is in the queue, waits with the iteration that it is ready
+        """Return the stages on which ``pipeline``, which is in the queue, waits with the iteration that it is ready
         with."""
         iteration = self._queue[pipeline]
         waiting = self.participants.waiting
         return [stage for stage, here in enumerate(waiting) if here.get(pipeline, math.inf) <= iteration]
 
     def _release(self, reason: str) -> list[Decision]:
-        """Returns all groups that may go out."""
+        """Return all groups that may go out."""
         decisions: list[Decision] = []
         while self._queue:
             size = min(self._config.group_size, len(self._graph.active))
@@ -194,7 +194,7 @@ class PartialReducePolicy(GroupPolicy):
         return chosen
 
     def _groups(self, chosen: Sequence[int], reason: str) -> list[Group]:
-        """Makes one group in each stage, of the pipelines' workers that wait there."""
+        """Make one group in each stage, of the pipelines' workers that wait there."""
         groups = []
         for stage in range(self.participants.num_stages):
             here = [pipeline for pipeline in chosen if stage in self._stages_of(pipeline)]
@@ -219,12 +219,12 @@ class PartialReducePolicy(GroupPolicy):
 
 
 def fewest_groups(num_pipelines: int, group_size: int) -> int:
-    """Returns ⌈(N − 1)/(P − 1)⌉: each group adds P − 1 links, and N − 1 connect all (§4)."""
+    """Return ⌈(N − 1)/(P − 1)⌉: each group adds P − 1 links, and N − 1 connect all (§4)."""
     return math.ceil((num_pipelines - 1) / (min(group_size, max(2, num_pipelines)) - 1))
 
 
 def weights(clocks: Sequence[int], decay: float, missing: str) -> list[float]:
-    """Returns the weight of each member's model by its progress: dynamic partial reduce (§3.3, equation 9).
+    """Return the weight of each member's model by its progress: dynamic partial reduce (§3.3, equation 9).
 
     A member with clock k has the rank k̂ = max k − k + 1. Rank r counts β(r) = (1 − α) α^(r−1) / (1 − α^K), where K is
     the largest rank: the freshest most. (Putting k̂ for k into the printed equation reverses that.) Members of one rank
@@ -247,7 +247,7 @@ def weights(clocks: Sequence[int], decay: float, missing: str) -> list[float]:
     present, log = sorted(set(ranks)), math.log(decay)
 
     def beta(first: int, last: int) -> float:
-        """Returns the weight of these ranks together."""
+        """Return the weight of these ranks together."""
         return math.exp((first - 1) * log) * math.expm1((last - first + 1) * log) / math.expm1(present[-1] * log)
 
     if missing == "closest":

@@ -30,12 +30,12 @@ class Participants:
         self._workers = [[Worker(j, i) for i in range(num_pipelines)] for j in range(num_stages)]
 
     def widen(self, num_pipelines: int) -> None:
-        """Allows ``num_pipelines`` pipelines from now on."""
+        """Allow ``num_pipelines`` pipelines from now on."""
         self.num_pipelines = max(self.num_pipelines, num_pipelines)
         self._workers = [[Worker(j, i) for i in range(self.num_pipelines)] for j in range(self.num_stages)]
 
     def regroup(self, members: Sequence[Worker], weights: Sequence[float]) -> Group:
-        """Makes a group of ``members`` that do not wait for an answer to a ready; their weights are in proportion as
+        """Make a group of ``members`` that do not wait for an answer to a ready; their weights are in proportion as
         before, and add up to 1.
 
         Raises:
@@ -49,13 +49,13 @@ class Participants:
         return Group(tuple(members), tuple(weight / total for weight in weights), sequence, Reason.REGROUPED)
 
     def check_joins(self, worker: Worker) -> None:
-        """Raises :class:`RefusedEvent` when ``worker`` may not join now."""
+        """Raise :class:`RefusedEvent` when ``worker`` may not join now."""
         self._check_exists(worker)
         if worker.pipeline in self.active[worker.stage]:
             raise RefusedEvent(f"worker {worker} joined twice; it must leave before it joins again")
 
     def joins(self, worker: Worker, answered: int | None = None, host: str = "") -> None:
-        """Adds ``worker``, which takes part from now on, on the machine ``host``; its iterations may start anywhere, or
+        """Add ``worker``, which takes part from now on, on the machine ``host``; its iterations may start anywhere, or
         after ``answered``."""
         self.check_joins(worker)
         self.active[worker.stage].add(worker.pipeline)
@@ -65,19 +65,19 @@ class Participants:
             self._answered[worker.stage][worker.pipeline] = answered
 
     def check_takes_part(self, worker: Worker, what: str) -> None:
-        """Raises :class:`RefusedEvent` when ``worker``, which did ``what``, does not take part."""
+        """Raise :class:`RefusedEvent` when ``worker``, which did ``what``, does not take part."""
         if not (0 <= worker.stage < self.num_stages and worker.pipeline in self.active[worker.stage]):
             self._check_exists(worker)
             raise RefusedEvent(f"worker {worker} {what} without having joined")
 
     def leaves(self, worker: Worker) -> None:
-        """Removes ``worker``, which no longer takes part; if it waits, it will not be answered."""
+        """Remove ``worker``, which no longer takes part; if it waits, it will not be answered."""
         self.check_takes_part(worker, "left")
         self.active[worker.stage].remove(worker.pipeline)
         self.waiting[worker.stage].pop(worker.pipeline, None)
 
     def check_waits(self, worker: Worker, iteration: int) -> None:
-        """Raises :class:`RefusedEvent` when ``worker`` may not report ``iteration`` now."""
+        """Raise :class:`RefusedEvent` when ``worker`` may not report ``iteration`` now."""
         stage, pipeline = worker.stage, worker.pipeline
         if not (0 <= stage < self.num_stages and pipeline in self.active[stage]):
             self.check_takes_part(worker, f"reported iteration {iteration}")
@@ -91,27 +91,27 @@ class Participants:
             raise RefusedEvent(f"worker {worker} reported iteration {iteration} after {answered}")
 
     def waits(self, worker: Worker, iteration: int) -> None:
-        """Notes that ``worker`` waits for the answer to ``iteration``."""
+        """Note that ``worker`` waits for the answer to ``iteration``."""
         self.check_waits(worker, iteration)
         self.waiting[worker.stage][worker.pipeline] = iteration
 
     def is_answered(self, worker: Worker, iteration: int) -> None:
-        """Notes that ``worker`` was ready with ``iteration``, and got an answer that another scheduler had decided."""
+        """Note that ``worker`` was ready with ``iteration``, and got an answer that another scheduler had decided."""
         self.check_takes_part(worker, f"was answered for iteration {iteration}")
         before = self._answered[worker.stage].get(worker.pipeline, iteration)
         self._answered[worker.stage][worker.pipeline] = max(before, iteration)
 
     def answer(self, worker: Worker) -> None:
-        """Notes that ``worker`` waits no longer: a group has answered its report."""
+        """Note that ``worker`` waits no longer: a group has answered its report."""
         self._answered[worker.stage][worker.pipeline] = self.waiting[worker.stage].pop(worker.pipeline)
 
     def last_reported(self, stage: int, pipeline: int) -> int | None:
-        """Returns the last iteration that the worker reported since it joined, answered or not."""
+        """Return the last iteration that the worker reported since it joined, answered or not."""
         waiting = self.waiting[stage].get(pipeline)
         return self._answered[stage].get(pipeline) if waiting is None else waiting
 
     def ready_with(self, pipeline: int) -> int | None:
-        """Returns the iteration with which ``pipeline`` is ready: a stage waits with it, and all stages that take part
+        """Return the iteration with which ``pipeline`` is ready: a stage waits with it, and all stages that take part
         have reported it. None if there is no such iteration."""
         reported = [waiting[pipeline] for waiting in self.waiting if pipeline in waiting]
         if not reported:
@@ -125,15 +125,15 @@ class Participants:
         return iteration
 
     def last_answered(self, stage: int, pipeline: int) -> int | None:
-        """Returns the last iteration of the worker that was answered since it joined."""
+        """Return the last iteration of the worker that was answered since it joined."""
         return self._answered[stage].get(pipeline)
 
     def everybody_waits(self, stage: int) -> bool:
-        """Returns whether every active worker of ``stage`` waits (and there is at least one)."""
+        """Return whether every active worker of ``stage`` waits (and there is at least one)."""
         return len(self.waiting[stage]) == len(self.active[stage]) > 0
 
     def check_group_was(self, sequence: int) -> None:
-        """Raises :class:`RefusedEvent` when no group of that number has gone out yet."""
+        """Raise :class:`RefusedEvent` when no group of that number has gone out yet."""
         if not 0 <= sequence < self.next_sequence:
             raise RefusedEvent(f"group {sequence} cannot have broken: the next one is {self.next_sequence}")
 
@@ -147,7 +147,7 @@ class Participants:
         passive: Sequence[int] = (),
         standing: Sequence[int] = (),
     ) -> Group:
-        """Makes a group of the waiting ``pipelines``, which then wait no longer, and of ``passive`` ones, some of which
+        """Make a group of the waiting ``pipelines``, which then wait no longer, and of ``passive`` ones, some of which
         wait on (``standing``).
 
         ``weights`` belong to ``pipelines`` and then ``passive``, in this order; they are equal by default.

@@ -101,11 +101,11 @@ class PerPipeline:
         return self._policy.deadline()
 
     def sync_graph(self, stage: int) -> Any:
-        """Returns the graph of pipelines' meetings, the same for every stage; None if the policy keeps none."""
+        """Return the graph of pipelines' meetings, the same for every stage; None if the policy keeps none."""
         return self._policy.sync_graph(0) if hasattr(self._policy, "sync_graph") else None
 
     def _answered(self, decisions: list[Decision]) -> list[Decision]:
-        """Marks the workers of answered pipelines as no longer waiting."""
+        """Mark the workers of answered pipelines as no longer waiting."""
         for group in decisions:
             for member in group.members:
                 if not group.passive or member not in group.passive:
@@ -114,16 +114,16 @@ class PerPipeline:
         return decisions
 
     def _active(self, pipeline: int) -> int:
-        """Returns how many workers of ``pipeline`` have joined."""
+        """Return how many workers of ``pipeline`` have joined."""
         return sum(pipeline in active for active in self.participants.active)
 
     def _others(self, worker: Worker) -> list[int]:
-        """Returns the other stages of the worker's pipeline that have joined."""
+        """Return the other stages of the worker's pipeline that have joined."""
         active = self.participants.active
         return [j for j in range(len(active)) if j != worker.stage and worker.pipeline in active[j]]
 
     def _beside(self, worker: Worker, iteration: int) -> int:
-        """Returns how many other workers of its pipeline wait.
+        """Return how many other workers of its pipeline wait.
 
         Raises:
             RefusedEvent: one of them waits with a different iteration.
@@ -152,5 +152,5 @@ def _of(worker: Worker) -> Worker:
 
 
 def _of_pipeline(event: Any) -> Any:
-    """Returns the same event for the node that stands for the pipeline."""
+    """Return the same event for the node that stands for the pipeline."""
     return msgspec.structs.replace(event, worker=_of(event.worker))

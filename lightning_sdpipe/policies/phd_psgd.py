@@ -121,7 +121,7 @@ class PHDPSGD(PolicyConfig, frozen=True):
         return PHDPSGDPolicy(self, groups, num_stages, num_pipelines)
 
     def groups_of(self, num_pipelines: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the pipelines of each group.
+        """Return the pipelines of each group.
 
         Raises:
             ConfigurationError: the groups do not hold exactly the run's pipelines.
@@ -205,7 +205,7 @@ class PHDPSGDPolicy(GroupPolicy):
         return []
 
     def _expect_what_follows(self, pipeline: int) -> None:
-        """Expects answers for other stages if it is known what another scheduler answered a pipeline's last stage:
+        """Expect answers for other stages if it is known what another scheduler answered a pipeline's last stage:
         members of a group must go on alike, so other stages wait for what follows. A group of one goes on alone
         instead, which is always right."""
         alone = self._models or len(self._groups[self._group_of[pipeline]]) == 1
@@ -241,7 +241,7 @@ class PHDPSGDPolicy(GroupPolicy):
         return self._replay()
 
     def times(self) -> list[float]:
-        """Returns the seconds of a step of each group, which are those of its slowest member; all alike while some are
+        """Return the seconds of a step of each group, which are those of its slowest member; all alike while some are
         unknown."""
         profiled = self._config.times
         of = self._seconds if profiled is None else dict(enumerate(profiled))
@@ -255,7 +255,7 @@ class PHDPSGDPolicy(GroupPolicy):
         return [p for p in self._groups[group] if p in self.participants.waiting[self._last]]
 
     def _missed(self, group: int, iteration: int) -> bool:
-        """Returns whether others of the group have been answered for that iteration without the worker that reports it
+        """Return whether others of the group have been answered for that iteration without the worker that reports it
         now."""
         if self._models:
             return False
@@ -269,7 +269,7 @@ class PHDPSGDPolicy(GroupPolicy):
         return self.participants.group(self._last, [pipeline], Reason.WORKER_LOST)
 
     def _becomes_ready(self, group: int) -> list[Decision]:
-        """Begins a new step of ``group`` if all its members are ready."""
+        """Begin a new step of ``group`` if all its members are ready."""
         members = self._active(self._last, group)
         if not members or len(self._waiting(group)) < len(members):
             return []
@@ -299,7 +299,7 @@ class PHDPSGDPolicy(GroupPolicy):
         return draw(others, uniform(self._config.seed, group, self.versions[self._last].steps(group)))
 
     def _settle(self, group: int) -> list[Decision]:
-        """Lets the groups meet that are ready and wait for ``group``, or that it waits for, if any of them can go on
+        """Let the groups meet that are ready and wait for ``group``, or that it waits for, if any of them can go on
         then."""
         if group not in self._wanted or (self._wanted[group] and not self._neighbours(group)):
             return []
@@ -325,7 +325,7 @@ class PHDPSGDPolicy(GroupPolicy):
         return [meeting]
 
     def _neighbours(self, group: int) -> set[int]:
-        """Returns the groups that wait for ``group``, and the waiting ones that it waits for."""
+        """Return the groups that wait for ``group``, and the waiting ones that it waits for."""
         wanted = {k for k in self._wanted[group] if k in self._wanted}
         return wanted | {k for k, theirs in self._wanted.items() if group in theirs}
 
@@ -338,7 +338,7 @@ class PHDPSGDPolicy(GroupPolicy):
         return sorted(found)
 
     def _meeting(self, go: Sequence[int], stay: Sequence[int], computing: Sequence[int], reason: Reason) -> Decision:
-        """Makes a meeting: groups ``go`` are answered; ``stay`` are ready and wait on; ``computing`` are not ready."""
+        """Make a meeting: groups ``go`` are answered; ``stay`` are ready and wait on; ``computing`` are not ready."""
         participants, last = self.participants, self._last
         waiting = participants.waiting[last]
         parts = [
@@ -383,7 +383,7 @@ class PHDPSGDPolicy(GroupPolicy):
         return decisions + self._replay()
 
     def _look_again(self) -> list[Decision]:
-        """Updates what the waiting groups wait for, after a change other than a step or a meeting."""
+        """Update what the waiting groups wait for, after a change other than a step or a meeting."""
         versions = self.versions[self._last]
         for group, wanted in self._wanted.items():
             behind = versions.behind(group)

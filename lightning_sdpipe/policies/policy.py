@@ -35,14 +35,14 @@ class Policy(Protocol):
     """A policy that decides for all stages of a run at once."""
 
     def on(self, event: Event, now: float) -> list[Decision]:
-        """Handles ``event``, which happened at ``now``, in seconds of any clock that never runs backwards.
+        """Handle ``event``, which happened at ``now``, in seconds of any clock that never runs backwards.
 
         Raises:
             RefusedEvent: the event breaks a rule; nothing has changed.
         """
 
     def deadline(self) -> float | None:
-        """Returns when a :class:`~lightning_sdpipe.policies.events.Tick` is due next; None when only another event can
+        """Return when a :class:`~lightning_sdpipe.policies.events.Tick` is due next; None when only another event can
         change anything."""
 
 
@@ -54,7 +54,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> Policy:
-        """Makes a policy in its first state, for ``num_stages`` × ``num_pipelines`` workers."""
+        """Make a policy in its first state, for ``num_stages`` × ``num_pipelines`` workers."""
         raise NotImplementedError(f"{type(self).__name__} must say in make_policy how its policy is made")
 
     @property
@@ -76,12 +76,12 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def refusal(name: str, value: object, allowed: str) -> ConfigurationError:
-    """Returns the error for a value that is not allowed."""
+    """Return the error for a value that is not allowed."""
     return ConfigurationError(f"{name}={value!r} is not allowed; give {allowed}")
 
 
 def check_integer(name: str, value: object, least: int, unit: str, *, optional: bool = False) -> None:
-    """Refuses a value that is not an integer of at least ``least``.
+    """Refuse a value that is not an integer of at least ``least``.
 
     Raises:
         ConfigurationError: the value is refused.
@@ -93,7 +93,7 @@ def check_integer(name: str, value: object, least: int, unit: str, *, optional: 
 
 
 def checked_groups(name: str, value: object, allowed: str) -> tuple[tuple[int, ...], ...]:
-    """Returns ``value`` as tuples of pipelines.
+    """Return ``value`` as tuples of pipelines.
 
     Raises:
         ConfigurationError: ``value`` is not a list of lists of pipelines, or some are in two places; the message begins

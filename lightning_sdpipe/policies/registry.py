@@ -28,6 +28,7 @@ BUILT_IN: Mapping[str, str] = {
     "partial_reduce": "lightning_sdpipe.policies.partial_reduce:PartialReduce",
     "ad_psgd": "lightning_sdpipe.policies.ad_psgd:ADPSGD",
     "decentralized": "lightning_sdpipe.policies.decentralized:Decentralized",
+    "present_peers": "lightning_sdpipe.policies.decentralized:PresentPeers",
     "phd_psgd": "lightning_sdpipe.policies.phd_psgd:PHDPSGD",
     "no_sync": "lightning_sdpipe.policies.local_sgd:NoSync",
 }
@@ -37,7 +38,7 @@ _TYPE = "type"
 
 
 def build(config: PolicyConfig, num_stages: int, num_pipelines: int, depths: Sequence[int] = ()) -> Policy:
-    """Makes the policy of ``config`` for ``num_stages`` × ``num_pipelines`` workers, or for pipelines with ``depths``
+    """Make the policy of ``config`` for ``num_stages`` × ``num_pipelines`` workers, or for pipelines with ``depths``
     stages that are cut unlike, about which it decides as a whole.
 
     Raises:
@@ -56,7 +57,7 @@ def build(config: PolicyConfig, num_stages: int, num_pipelines: int, depths: Seq
 
 
 def find(name: str) -> type[PolicyConfig]:
-    """Returns the class of values of the policy of that name, or at that import path (``package.module:Class``).
+    """Return the class of values of the policy of that name, or at that import path (``package.module:Class``).
 
     Raises:
         ConfigurationError: there is no such policy, or its module cannot be imported.
@@ -86,7 +87,7 @@ def find(name: str) -> type[PolicyConfig]:
 
 
 def name_of(config: PolicyConfig) -> str:
-    """Returns the name by which :func:`find` finds the class of ``config``, in another process too.
+    """Return the name by which :func:`find` finds the class of ``config``, in another process too.
 
     Raises:
         ConfigurationError: another process cannot import it.
@@ -103,7 +104,7 @@ def name_of(config: PolicyConfig) -> str:
 
 
 def make(name: str, values: Mapping[str, object]) -> PolicyConfig:
-    """Makes the values of the policy of that name; all of them are checked.
+    """Make the values of the policy of that name; all of them are checked.
 
     Raises:
         ConfigurationError: there is no such policy, or a value is unknown or not allowed.
@@ -119,7 +120,7 @@ def make(name: str, values: Mapping[str, object]) -> PolicyConfig:
 
 
 def from_text(name: str, settings: Iterable[str]) -> PolicyConfig:
-    """Makes the values of a policy from a command line: ``settings`` are NAME=VALUE with values in JSON, or else text.
+    """Make the values of a policy from a command line: ``settings`` are NAME=VALUE with values in JSON, or else text.
 
     Raises:
         ConfigurationError: see :func:`make`.
@@ -137,7 +138,7 @@ def from_text(name: str, settings: Iterable[str]) -> PolicyConfig:
 
 
 def check(config: PolicyConfig) -> None:
-    """Refuses values that the scheduler's process would refuse, or would receive changed.
+    """Refuse values that the scheduler's process would refuse, or would receive changed.
 
     Raises:
         ConfigurationError: the values are refused; the message says why.
@@ -148,13 +149,13 @@ def check(config: PolicyConfig) -> None:
 
 
 def to_plain(config: PolicyConfig) -> dict[str, Any]:
-    """Returns ``config`` as plain values that survive strict JSON, an infinite number included."""
+    """Return ``config`` as plain values that survive strict JSON, an infinite number included."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
     return {_TYPE: name_of(config)} | {name: "inf" if value == math.inf else value for name, value in plain.items()}
 
 
 def from_plain(plain: object) -> PolicyConfig:
-    """Reverses :func:`to_plain` and checks every value again."""
+    """Reverse :func:`to_plain` and check every value again."""
     if not (isinstance(plain, dict) and isinstance(plain.get(_TYPE), str)):
         raise ConfigurationError(f'a policy must be an object with a "{_TYPE}", but this is not: {plain!r}')
     values = dict(plain)
@@ -162,12 +163,12 @@ def from_plain(plain: object) -> PolicyConfig:
 
 
 def to_json(config: PolicyConfig) -> str:
-    """Returns ``config`` as one line of JSON."""
+    """Return ``config`` as one line of JSON."""
     return json.dumps(to_plain(config), allow_nan=False)
 
 
 def from_json(text: str | bytes) -> PolicyConfig:
-    """Reverses :func:`to_json`."""
+    """Reverse :func:`to_json`."""
     try:
         plain = json.loads(text)
     except ValueError as error:

@@ -9,6 +9,6 @@ import hashlib
 
 
 def uniform(*key: int) -> float:
-    """Returns a number in [0, 1), evenly spread over its arguments."""
+    """Return a number in [0, 1), evenly spread over its arguments."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / (1 << 53)

@@ -148,7 +148,7 @@ class SemiDecentralized(PolicyConfig, frozen=True):
         return SemiDecentralizedPolicy(self, num_stages, num_pipelines)
 
     def largest(self, num_pipelines: int) -> int | None:
-        """Returns the largest size of a group that is not split; None if no group is split."""
+        """Return the largest size of a group that is not split; None if no group is split."""
         chosen = num_pipelines > PIPELINES_IN_ONE_GROUP and self.window != math.inf
         return SPLIT_SIZE if self.max_group is None and chosen else self.max_group
 
@@ -236,7 +236,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
         return []
 
     def group_broke(self, sequence: int, now: float) -> list[Decision]:
-        """Lets no group go out: without the broken group's edges no more workers are connected than before."""
+        """Let no group go out: without the broken group's edges no more workers are connected than before."""
         for number, stage in enumerate(self._stages):
             if stage.versions is not None:
                 stage.versions.broke(sequence)
@@ -273,11 +273,11 @@ class SemiDecentralizedPolicy(GroupPolicy):
         return None if earliest == math.inf else earliest
 
     def sync_graph(self, stage: int) -> SyncGraph | None:
-        """Returns the graph of recent groups of ``stage``; None when connectivity is not tracked."""
+        """Return the graph of recent groups of ``stage``; None when connectivity is not tracked."""
         return self._stages[stage].graph
 
     def _close(self, number: int, now: float) -> list[Decision]:
-        """Ends the window of stage ``number``: lets the candidate go or enforces."""
+        """End the window of stage ``number``: let the candidate go or enforce."""
         stage, waiting = self._stages[number], self.participants.waiting[number]
         connected, in_time = self._connects(stage, waiting), self._in_time(stage, waiting)
         if connected and in_time:
@@ -291,7 +291,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
         return []
 
     def _release(self, number: int, reason: Reason, now: float) -> list[Decision]:
-        """Lets all waiting workers of stage ``number`` go out."""
+        """Let all waiting workers of stage ``number`` go out."""
         stage, waiting = self._stages[number], list(self.participants.waiting[number])
         if not stage.enforcing:
             self._adapt(stage, len(waiting))
@@ -316,7 +316,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
         return groups
 
     def _near(self, number: int) -> Sequence[Sequence[int]] | None:
-        """Returns the waiting pipelines of stage ``number`` that are near each other; None if all count as equally
+        """Return the waiting pipelines of stage ``number`` that are near each other; None if all count as equally
         near."""
         if isinstance(self._seating, tuple):
             return self._seating
@@ -325,14 +325,14 @@ class SemiDecentralizedPolicy(GroupPolicy):
         return on_one_host(self.participants.waiting[number], self.participants.hosts[number])
 
     def _needs_nobody(self, number: int) -> bool:
-        """Returns whether, after a worker left, the waiting workers of stage ``number`` may go without waiting
+        """Return whether, after a worker left, the waiting workers of stage ``number`` may go without waiting
         longer."""
         if self.participants.everybody_waits(number):
             return True
         return self._stages[number].enforcing is not None and self._is_enough(number)
 
     def _is_enough(self, number: int) -> bool:
-        """Returns whether the waiting workers of stage ``number`` connect it and no worker is behind them."""
+        """Return whether the waiting workers of stage ``number`` connect it and no worker is behind them."""
         stage, waiting = self._stages[number], self.participants.waiting[number]
         return self._connects(stage, waiting) and self._in_time(stage, waiting)
 
@@ -342,7 +342,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
             stage.opener = None
 
     def _reset(self, number: int) -> None:
-        """Resets stage ``number``, where no worker waits: no window, no enforcement, no token."""
+        """Reset stage ``number``, where no worker waits: no window, no enforcement, no token."""
         stage = self._stages[number]
         stage.opener = None
         stage.deadline = math.inf
@@ -353,7 +353,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
 
     @classmethod
     def _connects(cls, stage: _Stage, waiting: dict[int, int]) -> bool:
-        """Returns whether one group of all waiting workers would connect the stage. Remembers which components they
+        """Return whether one group of all waiting workers would connect the stage. Remember which components they
         join."""
         if stage.graph is not None:
             stage.bridged = {stage.graph.component(pipeline) for pipeline in waiting}
@@ -365,13 +365,13 @@ class SemiDecentralizedPolicy(GroupPolicy):
 
     @staticmethod
     def _in_time(stage: _Stage, members: Collection[int]) -> bool:
-        """Returns whether all of ``members`` may begin their next step once they have averaged."""
+        """Return whether all of ``members`` may begin their next step once they have averaged."""
         versions = stage.versions
         return versions is None or not any(versions.behind(pipeline, members) for pipeline in members)
 
     @staticmethod
     def _split_connects(stage: _Stage, parts: Sequence[Sequence[int]]) -> bool:
-        """Returns whether these groups, all together, would connect the stage."""
+        """Return whether these groups, all together, would connect the stage."""
         if stage.graph is None:
             return True
         joined: dict[int, int] = {}

@@ -48,20 +48,20 @@ class RecencyForest:
         self.links = 0
 
     def expire(self, round_: int) -> None:
-        """Expires edges made in ``round_`` or before, which no longer count."""
+        """Expire edges made in ``round_`` or before, which no longer count."""
         for made in range(self._expired + 1, round_ + 1):
             self.links -= self._links_made_in.pop(made, 0)
         self._expired = max(self._expired, round_)
 
     def root(self, node: int) -> int:
-        """Returns the representative of ``node``'s component."""
+        """Return the representative of ``node``'s component."""
         parent, made, expired = self._parent, self._round, self._expired
         while parent[node] != node and made[node] > expired:
             node = parent[node]
         return node
 
     def link(self, u: int, v: int, round_: int) -> None:
-        """Adds an edge made in ``round_``."""
+        """Add an edge made in ``round_``."""
         parent, made, rank, counts = self._parent, self._round, self._rank, self._links_made_in
         while True:
             while parent[u] != u and made[u] >= round_:
@@ -92,7 +92,7 @@ class Encounter(NamedTuple):
 
 
 def components(meetings: Iterable[Encounter], active: Collection[int]) -> list[set[int]]:
-    """Returns ``active`` workers in components, each joined by chains of active ones that met, the largest first."""
+    """Return ``active`` workers in components, each joined by chains of active ones that met, the largest first."""
     forest = RecencyForest(1 + max(active, default=0))
     for _, members, _ in meetings:
         _join(forest, members, active, 0)
@@ -103,7 +103,7 @@ def components(meetings: Iterable[Encounter], active: Collection[int]) -> list[s
 
 
 def rounds_since_connected(meetings: Sequence[Encounter], active: Collection[int], now: int) -> int | None:
-    """Returns the least r such that ``meetings`` from round ``now`` - r on connect ``active``; None if all of them do
+    """Return the least r such that ``meetings`` from round ``now`` - r on connect ``active``; None if all of them do
     not. Meetings are ordered by round."""
     forest, needed = RecencyForest(1 + max(active, default=0)), len(active) - 1
     if needed <= 0:
@@ -116,7 +116,7 @@ def rounds_since_connected(meetings: Sequence[Encounter], active: Collection[int
 
 
 def rounds_since_met(meetings: Iterable[Encounter], now: int) -> dict[tuple[int, int], int]:
-    """Returns, for each pair that was in one group, how many rounds before ``now`` it last was; ``meetings`` come
+    """Return, for each pair that was in one group, how many rounds before ``now`` it last was; ``meetings`` come
     oldest first."""
     return {
         pair: now - made
@@ -127,7 +127,7 @@ def rounds_since_met(meetings: Iterable[Encounter], now: int) -> dict[tuple[int,
 
 
 def spectral_radius(meetings: Iterable[Encounter], active: Collection[int]) -> float:
-    """Returns ρ of P-Reduce's theorem 1 for the groups among ``meetings``; the spectral gap is 1 - ρ. Needs numpy.
+    """Return ρ of P-Reduce's theorem 1 for the groups among ``meetings``; the spectral gap is 1 - ρ. Needs numpy.
 
     0 when every group is of all; 1 when nothing mixes (or nothing has happened yet).
     """
@@ -166,13 +166,13 @@ class SyncGraph:
         """Last round that no longer counts in :attr:`_thinning`."""
 
     def widen(self, num_workers: int) -> None:
-        """Allows ``num_workers`` workers from now on."""
+        """Allow ``num_workers`` workers from now on."""
         self._num_workers = max(self._num_workers, num_workers)
         self._forest = RecencyForest(self._num_workers, self.round - self.rounds)
         self._is_stale()
 
     def join(self, worker: int) -> None:
-        """Makes ``worker`` a node, with the edges it had if it was one before.
+        """Make ``worker`` a node, with the edges it had if it was one before.
 
         Workers enter a run with equal models, as if they had just met, so a worker that was never seen counts
         as having met one active worker (all that join before the first group: each other) in the round before
@@ -188,7 +188,7 @@ class SyncGraph:
         self._is_stale()
 
     def leave(self, worker: int) -> None:
-        """Removes the node ``worker``; chains through it are broken."""
+        """Remove the node ``worker``; chains through it are broken."""
         self.active.remove(worker)
         self._signals = min(self._signals, max(0, len(self.active) - 1))
         if self._thinning is not None:
@@ -197,7 +197,7 @@ class SyncGraph:
             self._forest_is_stale = self._thinned = True
 
     def record(self, groups: Sequence[Group]) -> None:
-        """Records groups of active workers that went out together."""
+        """Record groups of active workers that went out together."""
         self._entering = None
         for group in groups:
             members = [worker.pipeline for worker in group.members]
@@ -219,7 +219,7 @@ class SyncGraph:
             self._history.popleft()
 
     def forget(self, sequence: int) -> bool:
-        """Removes the group of that number, which broke: its members did not meet. Returns False when the window has no
+        """Remove the group of that number, which broke: its members did not meet. Return False when the window has no
         such group."""
         for place, meeting in enumerate(self._history):
             if meeting.group is not None and meeting.group.sequence == sequence:
@@ -235,17 +235,17 @@ class SyncGraph:
         return len(self.active) - self._forest.links if self._thinning is None else self._thinning.components
 
     def component(self, worker: int) -> int:
-        """Returns a name for the component of ``worker``, valid until the next change."""
+        """Return a name for the component of ``worker``, valid until the next change."""
         self._refresh()
         return self._forest.root(worker) if self._thinning is None else self._thinning.component(worker)
 
     def meetings(self) -> list[Encounter]:
-        """Returns the meetings of the last P rounds, oldest first, which connect the stage."""
+        """Return the meetings of the last P rounds, oldest first, which connect the stage."""
         expired = self.round - self.rounds
         return [meeting for meeting in self._history if meeting.round > expired]
 
     def to_networkx(self) -> nx.Graph:
-        """Returns the graph: nodes are the active workers; an edge has ``round``, when the two met last, and ``count``,
+        """Return the graph: nodes are the active workers; an edge has ``round``, when the two met last, and ``count``,
         how often."""
         import networkx as nx  # needed only for a look at the graph, and slow to import
 
@@ -259,7 +259,7 @@ class SyncGraph:
         return graph
 
     def _insert(self, meeting: Encounter) -> None:
-        """Puts an entry into the history, which stays ordered by round."""
+        """Put an entry into the history, which stays ordered by round."""
         place = len(self._history)
         while place > 0 and self._history[place - 1].round > meeting.round:
             place -= 1
@@ -270,7 +270,7 @@ class SyncGraph:
         self._thinning, self._thinned = None, False
 
     def _refresh(self) -> None:
-        """Rebuilds the forest for the current nodes, newest groups first, until nothing can be added."""
+        """Rebuild the forest for the current nodes, newest groups first, until nothing can be added."""
         expired = self.round - self.rounds
         if self._thinning is not None:
             if expired >= self._expired:

@@ -45,16 +45,16 @@ class Thinning:
         return len(self._members)
 
     def component(self, worker: int) -> int:
-        """Returns a name for the component of ``worker``, valid until the next change."""
+        """Return a name for the component of ``worker``, valid until the next change."""
         return self._name[worker]
 
     def record(self, made: int, members: Sequence[int]) -> None:
-        """Records a meeting in the round ``made``, which is the newest."""
+        """Record a meeting in the round ``made``, which is the newest."""
         self._enter(made, members)
         self._join(self._next - 1)
 
     def leave(self, worker: int) -> None:
-        """Removes ``worker``; chains through it are broken."""
+        """Remove ``worker``; chains through it are broken."""
         ends = list(self._tree.pop(worker))
         for other in ends:
             del self._tree[other][worker]
@@ -66,7 +66,7 @@ class Thinning:
         self._mend(ends)
 
     def expire(self, round_: int) -> None:
-        """Expires meetings of ``round_`` and before, which no longer count."""
+        """Expire meetings of ``round_`` and before, which no longer count."""
         while self._first < self._next and self._meetings[self._first][0] <= round_:
             number = self._first
             self._first += 1
@@ -96,7 +96,7 @@ class Thinning:
                 self._members[b] |= self._members.pop(a)
 
     def _mend(self, ends: Sequence[int]) -> None:
-        """Mends a tree that has fallen into those that hold one of ``ends`` each: joins them where possible."""
+        """Mend a tree that has fallen into those that hold one of ``ends`` each: join them where possible."""
         piece_of, pieces, rest = self._pieces(ends)
         parents = list(range(len(pieces)))
 
@@ -126,7 +126,7 @@ class Thinning:
             self._call(group)
 
     def _pieces(self, ends: Sequence[int]) -> tuple[dict[int, int], list[list[int]], int]:
-        """Finds the pieces that hold ``ends``, all but one traversed: returns the piece of each worker, the pieces, and
+        """Find the pieces that hold ``ends``, all but one traversed: return the piece of each worker, the pieces, and
         the one that was not traversed."""
         piece_of: dict[int, int] = {}
         pieces: list[list[int]] = []
@@ -151,7 +151,7 @@ class Thinning:
         return piece_of, pieces, next(iter(walks), 0)
 
     def _edges(self, pieces: Iterable[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
-        """Yields edges between workers that met, starting from workers of ``pieces``, the newest first for each
+        """Yield edges between workers that met, starting from workers of ``pieces``, the newest first for each
         worker."""
         for piece in pieces:
             for worker in piece:
@@ -161,7 +161,7 @@ class Thinning:
                             yield worker, other, number
 
     def _call(self, workers: Sequence[int]) -> None:
-        """Makes ``workers`` a component."""
+        """Make ``workers`` a component."""
         self._names += 1
         self._members[self._names] = set(workers)
         self._name |= dict.fromkeys(workers, self._names)

@@ -10,7 +10,7 @@ from itertools import pairwise
 def splits_of(
     workers: Sequence[int], size: int, turn: int, near: Sequence[Sequence[int]] | None
 ) -> Iterator[list[list[int]]]:
-    """Yields ways to divide ``workers`` into groups of at most ``size`` at this turn, the preferred one first.
+    """Yield ways to divide ``workers`` into groups of at most ``size`` at this turn, the preferred one first.
 
     Args:
         near: pipelines that are near each other and stay together at odd turns; None if all are equally near.
@@ -24,7 +24,7 @@ def splits_of(
 
 
 def on_one_host(workers: Iterable[int], hosts: Mapping[int, str]) -> list[list[int]]:
-    """Returns ``workers`` by their machines; those whose machine is not known are left out."""
+    """Return ``workers`` by their machines; those whose machine is not known are left out."""
     found: dict[str, list[int]] = {}
     for worker in sorted(workers):
         if host := hosts.get(worker, ""):
@@ -33,7 +33,7 @@ def on_one_host(workers: Iterable[int], hosts: Mapping[int, str]) -> list[list[i
 
 
 def by_turns(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:
-    """Cuts ``workers`` into as few groups of at most ``size`` as possible, about equal, differently every ``turn``.
+    """Cut ``workers`` into as few groups of at most ``size`` as possible, about equal, differently every ``turn``.
 
     For pairs this is the circle method of tournaments: one worker stays, the others move round a table, and
     those that sit opposite each other meet, so that in turns of the same workers all pairs meet.
@@ -51,7 +51,7 @@ def by_turns(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:
 
 
 def by_nearness(workers: Sequence[int], size: int, turn: int, near: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Cuts ``workers`` into groups of at most ``size`` among pipelines that are ``near`` each other; workers that would
+    """Cut ``workers`` into groups of at most ``size`` among pipelines that are ``near`` each other; workers that would
     be alone form groups together."""
     together = [[worker for worker in workers if worker in neighbours] for neighbours in near]
     parts = [part for here in together if len(here) > 1 for part in by_turns(here, size, turn)]

@@ -173,29 +173,29 @@ class Versions:
         self._remembered = REMEMBERED * size
 
     def widen(self, size: int) -> None:
-        """Allows ``size`` nodes from now on."""
+        """Allow ``size`` nodes from now on."""
         self._now.widen(size)
         self._then.widen(size)
 
     def joins(self, node: int) -> None:
-        """Adds ``node``, which takes part from now on."""
+        """Add ``node``, which takes part from now on."""
         self._change(_Joined(node))
 
     def leaves(self, node: int, lost: bool = False) -> None:
-        """Removes ``node``, for which no worker waits any more; ``lost`` if it may come back with another model."""
+        """Remove ``node``, for which no worker waits any more; ``lost`` if it may come back with another model."""
         self._change(_Left(node, lost))
 
     def stepped(self, node: int) -> None:
-        """Notes that ``node`` has finished a step."""
+        """Note that ``node`` has finished a step."""
         self._change(_Stepped(node))
 
     def met(self, sequence: int, nodes: Collection[int], computing: Collection[int] = ()) -> None:
-        """Notes that all of these averaged; nodes that were ``computing`` contain the average from the end of their
+        """Note that all of these averaged; nodes that were ``computing`` contain the average from the end of their
         step on."""
         self._change(_Met(sequence, tuple(nodes), tuple(computing)))
 
     def broke(self, sequence: int) -> bool:
-        """Takes back a meeting. Returns False if it is not among those that are remembered."""
+        """Take back a meeting. Return False if it is not among those that are remembered."""
         for place, change in enumerate(self._history):
             if isinstance(change, _Met) and change.sequence == sequence:
                 del self._history[place]
@@ -206,12 +206,12 @@ class Versions:
         return False
 
     def doubted(self) -> None:
-        """Doubts all versions, since the past is not known: every model may be as old as the bound allows."""
+        """Doubt all versions, since the past is not known: every model may be as old as the bound allows."""
         if self.bound is not None:
             self._change(_Doubted(self.bound))
 
     def behind(self, node: int, after: Collection[int] = ()) -> set[int]:
-        """Returns the nodes that ``node`` has to meet before its next step, once it has met all of ``after``."""
+        """Return the nodes that ``node`` has to meet before its next step, once it has met all of ``after``."""
         if self.bound is None:
             return set()
         state, oldest = self._now, self._now.steps[node] + 1 - self.bound
@@ -220,11 +220,11 @@ class Versions:
         }
 
     def contained(self, node: int, of: int) -> int:
-        """Returns ``V_node[of]``."""
+        """Return ``V_node[of]``."""
         return self._now.row(node)[of]
 
     def steps(self, node: int) -> int:
-        """Returns how many steps ``node`` has finished."""
+        """Return how many steps ``node`` has finished."""
         return self._now.steps[node]
 
     @property

@@ -68,11 +68,11 @@ class AdaptiveWindow:
         """Workers of ``_released_at`` that are not late, in the order of their release and so of their arrival."""
 
     def widen(self, num_workers: int) -> None:
-        """Allows ``num_workers`` workers from now on. The horizon stays: it depends on the planned number."""
+        """Allow ``num_workers`` workers from now on. The horizon stays: it depends on the planned number."""
         self._fractions += [1.0] * (num_workers - len(self._fractions))
 
     def length(self, worker: int, now: float) -> float:
-        """Returns the length in seconds of the window that ``worker`` opens by arriving now."""
+        """Return the length in seconds of the window that ``worker`` opens by arriving now."""
         if self._maximum == "auto":
             return self._until_the_expected_came(now)
         if self._maximum == "paper":
@@ -100,7 +100,7 @@ class AdaptiveWindow:
         return length
 
     def adapt(self, worker: int, came_out_small: bool) -> None:
-        """Adapts the window of ``worker``, whose group has closed."""
+        """Adapt the window of ``worker``, whose group has closed."""
         fraction = self._fractions[worker] * (GROW if came_out_small else SHRINK)
         if fraction > 1.0:
             fraction = 1.0
@@ -109,13 +109,13 @@ class AdaptiveWindow:
         self._fractions[worker] = fraction
 
     def answered(self, worker: int, now: float) -> None:
-        """Notes that ``worker`` got a group and computes from now on."""
+        """Note that ``worker`` got a group and computes from now on."""
         self._released_at[worker] = now
         self._expected.pop(worker, None)
         self._expected[worker] = now
 
     def arrived(self, worker: int, now: float) -> None:
-        """Notes that ``worker`` is ready again: the time since its last group is one iteration without the waiting."""
+        """Note that ``worker`` is ready again: the time since its last group is one iteration without the waiting."""
         since = self._released_at.pop(worker, None)
         self._expected.pop(worker, None)
         if since is not None:
@@ -127,6 +127,6 @@ class AdaptiveWindow:
             self._iteration_time = self._sorted[(len(self._sorted) - 1) // 2]
 
     def paused(self, worker: int) -> None:
-        """Notes that ``worker`` left: the time until it returns is no iteration."""
+        """Note that ``worker`` left: the time until it returns is no iteration."""
         self._released_at.pop(worker, None)
         self._expected.pop(worker, None)

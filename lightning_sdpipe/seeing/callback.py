@@ -109,7 +109,7 @@ class _Asking:
         self._thread.start()
 
     def ask(self, step: int) -> bool:
-        """Request what is to be logged at ``step``; returns False while the thread is busy."""
+        """Request what is to be logged at ``step``; return False while the thread is busy."""
         with self._changed:
             if self._step is not None:
                 return False

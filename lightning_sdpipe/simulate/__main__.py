@@ -23,7 +23,7 @@ NOMINAL_ITERATION_SECONDS = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the outcome; the exit status is 2 when it cannot be simulated, 1 when the policy gets stuck."""
+    """Print the outcome; the exit status is 2 when it cannot be simulated, 1 when the policy gets stuck."""
     options = _parser().parse_args(arguments)
     try:
         config = registry.from_text(options.policy, options.set)
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(run: Run, alone: Run) -> str:
-    """Returns a page of text about ``run``, beside ``alone``, the same work without any synchronisation."""
+    """Return a page of text about ``run``, beside ``alone``, the same work without any synchronisation."""
     if run.stuck:
         return f"stuck for ever: {', '.join(map(str, run.stuck[:8]))}{', …' if len(run.stuck) > 8 else ''}"
     sizes = sorted({len(group.members) for _, group in run.groups})
@@ -72,7 +72,7 @@ def report(run: Run, alone: Run) -> str:
 
 
 def compared(dealt: float, in_step: float) -> str:
-    """Compares first epochs as a user would see them: seconds of one whose batches are dealt, and of all-reduce's."""
+    """Compare first epochs as a user would see them: seconds of one whose batches are dealt, and of all-reduce's."""
     return (
         f"an epoch         {dealt:.4g} s if batches are dealt by speed; all-reduce on equal shards takes "
         f"{in_step:.4g} s, {in_step / dealt:.2f} times as long (exchanges not counted)"
@@ -80,7 +80,7 @@ def compared(dealt: float, in_step: float) -> str:
 
 
 def _seconds(options: argparse.Namespace, depths: Sequence[int]) -> Callable[[Worker, int], float]:
-    """Returns the compute times of pipelines that are cut by the speeds of their devices, so that their stages take
+    """Return the compute times of pipelines that are cut by the speeds of their devices, so that their stages take
     equally long; a shallow pipeline, or a slow one, takes longer.
 
     Raises:

@@ -53,7 +53,7 @@ class Epochs:
     depths: Sequence[int] = ()
 
     def stages(self, pipeline: int) -> range:
-        """Returns the stages of a pipeline."""
+        """Return the stages of a pipeline."""
         return range(self.depths[pipeline] if self.depths else self.num_stages)
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class DealtEpochs:
         self.segment = next(self._segments)
 
     def run(self) -> None:
-        """Runs until the last epoch is over, or nothing can happen any more."""
+        """Run until the last epoch is over, or nothing can happen any more."""
         for number, at in self.work.gone.items():
             self._push(at, partial(self._leaves_for_good, self._pipelines[number]))
         for pipeline in self._pipelines:

@@ -35,10 +35,10 @@ class Slowness(Protocol):
     """Interface of :mod:`lightning_sdpipe.heterogeneity` for the simulation."""
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Literal["forward", "backward"]) -> float:
-        """Returns the seconds for which the worker sleeps before this pass of this iteration."""
+        """Return the seconds for which the worker sleeps before this pass of this iteration."""
 
     def track(self, rank: int) -> Track | None:
-        """Returns the speed of this rank's device over time; None for full speed."""
+        """Return the speed of this rank's device over time; None for full speed."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class Work:
     depths: Sequence[int] = ()
 
     def depth(self, pipeline: int) -> int:
-        """Returns the number of stages of a pipeline."""
+        """Return the number of stages of a pipeline."""
         return self.depths[pipeline] if self.depths else self.num_stages
 
     def workers(self) -> list[Worker]:
-        """Returns the workers by stage, and by pipeline."""
+        """Return the workers by stage, and by pipeline."""
         stages, pipelines = range(self.num_stages), range(self.num_pipelines)
         return [Worker(j, i) for j in stages for i in pipelines if j < self.depth(i)]
 
@@ -165,7 +165,7 @@ class Pipelines:
         self._next_sequence = 0
 
     def run(self) -> None:
-        """Runs until nothing can happen any more; a worker that has not finished then is stuck for ever.
+        """Run until nothing can happen any more; a worker that has not finished then is stuck for ever.
 
         Raises:
             BrokenRule: a decision of the policy cannot be carried out.
@@ -199,7 +199,7 @@ class Pipelines:
         heapq.heappush(self._queue, (at, self._pushed, event))
 
     def _advance(self, replica: _Replica) -> None:
-        """Computes passes of ``replica``, and of those that it held up, until their groups are needed."""
+        """Compute passes of ``replica``, and of those that it held up, until their groups are needed."""
         work, todo = self.work, [replica]
         while todo:
             replica = todo.pop()
@@ -271,7 +271,7 @@ class Pipelines:
             replica.free = end
 
     def _stands_for(self, member: Worker) -> list[Worker]:
-        """Returns the workers that ``member`` stands for in a group: all of its pipeline, where groups are of whole
+        """Return the workers that ``member`` stands for in a group: all of its pipeline, where groups are of whole
         pipelines."""
         if not self.work.depths:
             return [member]

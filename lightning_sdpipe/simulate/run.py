@@ -22,7 +22,7 @@ from lightning_sdpipe.simulate.pipelines import Pipelines, Work
 
 
 def lags(entries: Iterable[tuple[float, Event, Sequence[Decision]]], stage: int, size: int) -> list[tuple[float, int]]:
-    """Returns the largest number of steps of any pipeline that a model of ``stage`` does not contain, whenever it
+    """Return the largest number of steps of any pipeline that a model of ``stage`` does not contain, whenever it
     changes.
 
     That is n_i - V_k[i] of ``policies/versions.py`` over the participants, with pipelines as nodes. The model of a
@@ -99,7 +99,7 @@ class Run:
         return sum(self.rates())
 
     def rates(self, first: int = 0) -> list[float]:
-        """Returns the mini-batches per second of each pipeline, from its mini-batch ``first`` on; 0 for all if some are
+        """Return the mini-batches per second of each pipeline, from its mini-batch ``first`` on; 0 for all if some are
         stuck."""
         pipelines = range(self.work.num_pipelines)
         if self.stuck:
@@ -132,18 +132,18 @@ class Run:
         return sum(self.waited.values()) / max(1e-12, sum(self.finished.values()))
 
     def lags(self, stage: int = 0) -> list[tuple[float, int]]:
-        """Returns the largest number of steps of any pipeline that models of ``stage`` lacked, by time; see
+        """Return the largest number of steps of any pipeline that models of ``stage`` lacked, by time; see
         :func:`lags`."""
         return lags(self.entries, stage, self.work.num_pipelines)
 
     def rho(self, stage: int = 0) -> float:
-        """Returns ρ of P-Reduce's theorem 1 over all groups of ``stage``; needs numpy."""
+        """Return ρ of P-Reduce's theorem 1 over all groups of ``stage``; needs numpy."""
         groups = [([w.pipeline for w in g.members], g.weights) for _, g in self.groups if g.stage == stage]
         return mixing_radius(mean_mixing_matrix(groups, range(self.work.num_pipelines)))
 
 
 def jittered(seconds: float, by: float, seed: int = 0) -> Callable[[Worker, int], float]:
-    """Returns compute times for :class:`Work`: ``seconds``, varied by up to the share ``by``."""
+    """Return compute times for :class:`Work`: ``seconds``, varied by up to the share ``by``."""
 
     def of(worker: Worker, iteration: int) -> float:
         return seconds * (1 + by * (2 * uniform(seed, worker.stage, worker.pipeline, iteration) - 1))
@@ -152,7 +152,7 @@ def jittered(seconds: float, by: float, seed: int = 0) -> Callable[[Worker, int]
 
 
 def dealt_epoch(config: PolicyConfig, alone: Run) -> float:
-    """Returns the seconds of an epoch of the same work where batches are dealt by speed, once speeds are known.
+    """Return the seconds of an epoch of the same work where batches are dealt by speed, once speeds are known.
 
     Args:
         config: the policy's values.
@@ -180,7 +180,7 @@ def dealt_epoch(config: PolicyConfig, alone: Run) -> float:
 
 
 def _made(config: PolicyConfig, work: Work) -> Policy:
-    """Makes the policy for pipelines that share no machines.
+    """Make the policy for pipelines that share no machines.
 
     Raises:
         ConfigurationError: it asks for these.
@@ -194,7 +194,7 @@ def _made(config: PolicyConfig, work: Work) -> Policy:
 
 
 def simulate(policy: Policy | PolicyConfig, work: Work) -> Run:
-    """Runs ``work`` under ``policy``, which must be new, or is made from its values.
+    """Run ``work`` under ``policy``, which must be new, or is made from its values.
 
     Raises:
         BrokenRule: a decision of the policy cannot be carried out.

@@ -21,7 +21,7 @@ class Pass(NamedTuple):
 
 
 def passes(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: int, iterations: int) -> list[Pass]:
-    """Returns the passes of ``stage``, in order. ``"pipedream"`` has no micro-batches and no flush until the end.
+    """Return the passes of ``stage``, in order. ``"pipedream"`` has no micro-batches and no flush until the end.
 
     Raises:
         ConfigurationError: the schedule is not simulated.

@@ -63,7 +63,7 @@ class AsynchronousPairs(Synchronizer):
         return self.replica.count
 
     def announce(self, iteration: int) -> None:
-        """Does not ask the scheduler yet: a neighbour's thread would serve no other until the backward has ended."""
+        """Do not ask the scheduler yet: a neighbour's thread would serve no other until the backward has ended."""
         self._iteration = iteration
 
     @property
@@ -72,7 +72,7 @@ class AsynchronousPairs(Synchronizer):
         return True
 
     def synchronise(self) -> None:
-        """Publishes the update, averages with the neighbour, and takes over the published model.
+        """Publish the update, average with the neighbour, and take over the published model.
 
         Raises:
             WorkerFailedError: a neighbour failed, now or while it averaged with this worker. Where pipelines come and
@@ -110,7 +110,7 @@ class AsynchronousPairs(Synchronizer):
         return True
 
     def _settle(self) -> None:
-        """Waits for the exchange that this worker asked for, if one goes on beside training."""
+        """Wait for the exchange that this worker asked for, if one goes on beside training."""
         if self._job is not None:
             job, self._job = self._job, None
             job.wait()
@@ -121,7 +121,7 @@ class AsynchronousPairs(Synchronizer):
         self._dropped = 0
 
     def _movers(self) -> MakeMover:
-        """Returns a factory of movers. One serves exchanges that this worker asks for and another those that neighbours
+        """Return a factory of movers. One serves exchanges that this worker asks for and another those that neighbours
         ask for, which may go on at the same time."""
         if self.replica.exchange.is_full:
             return lambda replicas: PairMean(replicas, self._lock)

@@ -79,7 +79,7 @@ class BackgroundAveraging(Synchronizer):
         return True
 
     def synchronise(self) -> None:
-        """Publishes the update, and takes over the changes that averages have made.
+        """Publish the update, and take over the changes that averages have made.
 
         Raises:
             WorkerFailedError: another worker failed while it averaged with this one.
@@ -105,7 +105,7 @@ class BackgroundAveraging(Synchronizer):
         self._thread.start()
 
     def stop(self) -> None:
-        """Waits until all workers have arrived."""
+        """Wait until all workers have arrived."""
         assert self._thread is not None
         self._arrived.set()
         self._thread.join(2 * self.replica.timeout.total_seconds())
@@ -149,7 +149,7 @@ class BackgroundAveraging(Synchronizer):
             self._arrived.wait(self.replica.exchange.interval)
 
     def _all_have_arrived(self) -> bool:
-        """Waits for the threads of all workers; returns whether all workers have arrived."""
+        """Wait for the threads of all workers; return whether all workers have arrived."""
         training = torch.tensor([0 if self._arrived.is_set() else 1])
         with waiting_for(self._channel, "averaging freely"):
             dist.all_reduce(training, group=self._channel)
@@ -186,7 +186,7 @@ class FreeAveraging(Synchronizer):
         self._number, self._due = 0, time.monotonic()
 
     def synchronise(self) -> None:
-        """Adds the change of an average that has ended, and asks for the next one when it is due. Does not wait."""
+        """Add the change of an average that has ended, and ask for the next one when it is due. Do not wait."""
         start = time.perf_counter()
         members = 1 if self._beside.waits else self._end()
         if not self._beside.is_under_way:
@@ -198,7 +198,7 @@ class FreeAveraging(Synchronizer):
         self.statistics.count(members, 0.0, time.perf_counter() - start)
 
     def stop(self) -> None:
-        """Ends the average that is asked for or under way, since others wait for it."""
+        """End the average that is asked for or under way, since others wait for it."""
         if self._asked:
             with labelled("group"):
                 group = self.replica.client.group()
@@ -214,7 +214,7 @@ class FreeAveraging(Synchronizer):
             self._due = time.monotonic() + self.replica.exchange.interval
 
     def _end(self) -> int:
-        """Ends the average that is under way, if there is one; returns its members."""
+        """End the average that is under way, if there is one; return its members."""
         members = self._beside.members
         if self._beside.is_under_way:
             self._beside.end()

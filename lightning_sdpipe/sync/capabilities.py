@@ -53,8 +53,9 @@ class Capabilities:
         divides: ``batch_by_speed=True``.
         elastic: a job in which pipelines come and go.
         elastic_payloads: demands of a payload that the method refuses in such a job.
-        elastic_hierarchies: values of ``Exchange(hierarchy=...)`` in such a job.
-        elastic_schedules: schedules in such a job.
+        elastic_overlaps: values of ``Exchange(overlap=...)`` that the method refuses in such a job.
+        elastic_schedules: schedules in such a job. A policy that keeps replicas equal always refuses ``"pipedream"``.
+        elastic_accumulates: ``accumulate_grad_batches`` above 1 in such a job, which such a policy always refuses.
         ragged: pipelines of unlike depths or cuts.
         ragged_exchange: exchanges other than ``Exchange()`` there; else only ``overlap="free"`` and
             ``hierarchy="hosts"`` are refused.
@@ -71,8 +72,9 @@ class Capabilities:
     elastic_payloads: Mapping[str, Incompatible] = field(
         default_factory=lambda: dict.fromkeys(get_args(Needs), because.NEWCOMERS)
     )
-    elastic_hierarchies: Mapping[str, Incompatible] = field(default_factory=dict)
+    elastic_overlaps: Mapping[str, Incompatible] = field(default_factory=dict)
     elastic_schedules: Mapping[str, Incompatible] = field(default_factory=dict)
+    elastic_accumulates: Incompatible | None = None
     ragged: Incompatible | None = because.ONE_CUT
     ragged_exchange: Incompatible | None = None
 
@@ -88,8 +90,6 @@ GRADIENTS = Capabilities(
     divides=None,
     elastic=None,
     elastic_payloads={"momentum": because.MEAN_MOMENTUM},
-    elastic_hierarchies={"hosts": because.WHOLE_BUCKETS},
-    elastic_schedules={"pipedream": because.NO_TURN},
     ragged=None,
     ragged_exchange=because.UNLIKE_GRADIENTS,
 )
@@ -102,8 +102,17 @@ BY_SAMPLES = replace(
 OUTER = Capabilities(_COMMON, {"free": because.ROUNDS}, {}, elastic=None, elastic_payloads={})
 WHOLE = replace(OUTER, hierarchies={"hosts": because.HALF_A_HOST})
 _EVERYBODY = Capabilities(_COMMON, {}, {}, elastic=None, ragged=None)
-_RING = Capabilities(_COMMON | {"few_bits": because.FEW_BITS}, {}, {"hosts": because.ADDS_NOTHING}, ragged=None)
-_NEIGHBOURS = Capabilities(_SEVERAL, {}, {"hosts": because.PAIRS}, ragged=None)
+_RING = Capabilities(
+    _COMMON | {"few_bits": because.FEW_BITS},
+    {},
+    {"hosts": because.ADDS_NOTHING},
+    elastic=None,
+    elastic_payloads={},
+    ragged=None,
+)
+_NEIGHBOURS = replace(
+    _RING, payloads=_SEVERAL, hierarchies={"hosts": because.PAIRS}, elastic_overlaps={"free": because.PAIRS_BY_NUMBER}
+)
 _GROUPS = Capabilities(
     _SEVERAL, {"free": because.CHANGES}, {}, deals=None, elastic=None, elastic_payloads={}, ragged=None
 )
@@ -120,7 +129,7 @@ _MEETINGS = replace(
 
 
 def of_policy(policy: PolicyConfig) -> Capabilities:
-    """Returns the row of a policy by which the scheduler decides."""
+    """Return the row of a policy by which the scheduler decides."""
     match policy:
         case NoSync():
             return Capabilities(deals=None, elastic=None, ragged=None)
@@ -156,12 +165,13 @@ class Combination:
     dealt: bool = False
     batch_by_speed: bool = False
     elastic: bool = False
+    accumulate_grad_batches: int = 1
     unlike: Sequence[int] = ()
     """Depths of the pipelines, if these are cut unlike."""
 
 
 def check(method: SyncMethod, asked: Combination) -> None:
-    """Refuses a combination that does not go with ``method``.
+    """Refuse a combination that does not go with ``method``.
 
     Raises:
         ConfigurationError: the combination is not allowed; the message says what was asked, why it is refused, and what
@@ -173,14 +183,20 @@ def check(method: SyncMethod, asked: Combination) -> None:
 
 
 def capabilities_of(method: SyncMethod) -> Capabilities:
-    """Returns the row of ``method``: its attribute ``capabilities``, which a user's own method may have, too."""
+    """Return the row of ``method``: its attribute ``capabilities``, which a user's own method may have, too."""
     row: Capabilities = getattr(method, "capabilities", Capabilities())
     late = {"pipedream": because.LATE} if method.policy.announces == "late" else {}
-    return replace(row, schedules={**late, **row.schedules})
+    row = replace(row, schedules={**late, **row.schedules})
+    elastic: PolicyConfig = getattr(method, "elastic_policy", method.policy)
+    if not elastic.keeps_equal:
+        return row
+    accumulates = row.elastic_accumulates or because.SEVERAL_BATCHES
+    schedules = {"pipedream": because.NO_TURN, **row.elastic_schedules}
+    return replace(row, elastic_schedules=schedules, elastic_accumulates=accumulates)
 
 
 def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompatible | None]]:
-    """Yields what was asked, and the cell of the row that answers it."""
+    """Yield what was asked, and the cell of the row that answers it."""
     exchange, elastic = asked.exchange, f"sync={asked.sync!r} does not work in an elastic job (SDPIPE_PIPELINE is set)"
 
     def with_method(asks: str) -> str:
@@ -207,10 +223,13 @@ def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompat
         yield elastic, row.elastic
         for need in _needs(exchange.payload):
             yield f"exchange={exchange} with {elastic}", row.elastic_payloads.get(need)
-        yield f"exchange={exchange} with {elastic}", row.elastic_hierarchies.get(exchange.hierarchy)
+        yield f"exchange={exchange} with {elastic}", row.elastic_overlaps.get(exchange.overlap)
         yield f"schedule={asked.schedule!r} with {elastic}", row.elastic_schedules.get(asked.schedule)
+        if asked.accumulate_grad_batches > 1:
+            said = f"accumulate_grad_batches={asked.accumulate_grad_batches} with {elastic}"
+            yield said, row.elastic_accumulates
         if asked.batch_by_speed:
-            yield f"batch_by_speed=True with {elastic}", because.DEALT_ANYWAY
+            yield f"batch_by_speed=True with {elastic}", because.NAMES_ALL
 
 
 def _needs(payload: Payload) -> Iterator[Needs]:

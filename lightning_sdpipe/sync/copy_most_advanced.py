@@ -19,7 +19,7 @@ from lightning_sdpipe.topology.groups import Replicas
 
 
 def copy_most_advanced(replica: Replica, among: Replicas, reached: int) -> None:
-    """Gives all of ``among`` the parameters, and their averages over time, of the first replica that has ``reached``
+    """Give all of ``among`` the parameters, and their averages over time, of the first replica that has ``reached``
     furthest. Its optimizer's state and its loss scale are copied too where they differ: otherwise equal gradients would
     make unequal steps from then on. (They differ if some replicas had no more data, or drained their pipelines earlier
     and clipped by other norms.)
@@ -32,7 +32,7 @@ def copy_most_advanced(replica: Replica, among: Replicas, reached: int) -> None:
 
 
 def copy_most_advanced_parts(replica: Replica, reached: int) -> None:
-    """Does the same as :func:`copy_most_advanced` among all replicas, for each part that has its own replicas; copies
+    """Do the same as :func:`copy_most_advanced` among all replicas, for each part that has its own replicas; copy
     on other stages follow.
 
     Raises:
@@ -76,7 +76,7 @@ def _copy(
 
 
 def _follow(progress: TrainingState, group: dist.ProcessGroup, first: int, device: torch.device) -> None:
-    """Copies the state of rank ``first`` to the members of ``group``, if they differ."""
+    """Copy the state of rank ``first`` to the members of ``group``, if they differ."""
     digest = progress.digest()
     digests = torch.tensor([digest, ~digest], device=device)
     with waiting_for(group, "comparing the optimizer's state of shared parameters"):

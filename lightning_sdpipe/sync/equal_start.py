@@ -27,7 +27,7 @@ _SHOWN = 5  # number of names in a message
 
 
 def begin_equal(replica: Replica, among: Replicas) -> None:
-    """Makes sure that all of ``among``, which are together, have the same parameters; where replicas are known by
+    """Make sure that all of ``among``, which are together, have the same parameters; where replicas are known by
     section, all replicas of each section. Costs a pass over the parameters, and a message with eight bytes for each.
 
     Raises:
@@ -77,7 +77,7 @@ def _begin_equal(replica: Replica, among: Replicas, buckets: Sequence[FlatBucket
 
 
 def _digests(buckets: Sequence[FlatBucket]) -> Tensor:
-    """Returns the sum of the bits of each parameter, as integers of its width."""
+    """Return the sum of the bits of each parameter, as integers of its width."""
     digests = []
     for bucket in buckets:
         width = min(bucket.buffer.element_size(), 8)
@@ -87,7 +87,7 @@ def _digests(buckets: Sequence[FlatBucket]) -> Tensor:
 
 
 def _gathered(mine: Tensor, among: Replicas) -> Tensor:
-    """Returns the tensors of all pipelines, in order."""
+    """Return the tensors of all pipelines, in order."""
     by_rank = [torch.empty_like(mine) for _ in among.pipelines]
     with waiting_for(among.group, "comparing parameters before training goes on"):
         dist.all_gather(by_rank, mine, group=among.group)

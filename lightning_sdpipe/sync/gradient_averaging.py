@@ -86,7 +86,7 @@ class GradientAveraging(Synchronizer):
         return gradients
 
     def synchronise(self) -> None:
-        """Counts the update. Parameters stay equal, since all took an equal step."""
+        """Count the update. Parameters stay equal, since all took an equal step."""
         self._update += 1
 
     def start(self) -> None:
@@ -162,7 +162,7 @@ class PresentAveraging(Synchronizer):
     def start(self) -> None:
         """See the base class, as for the next two methods."""
         replica = self.replica
-        self._rounds.arrange(replica.trained, self._cap, replica.watch, replica.exchange.payload, replica.loss_scale)
+        self._rounds.arrange(replica.trained, self._cap, replica.watch, replica.exchange, replica.loss_scale)
 
     def make_parameters_equal(self) -> None:
         digest = 0
@@ -183,7 +183,7 @@ def _rounds(replica: Replica, bucket_bytes: int) -> GradientRounds | SectionedRo
     if replica.sections is not None:
         return SectionedRounds(replica.trained, replica.sections, bucket_bytes, replica.watch)
     exchange, replicas = replica.exchange, replica.groups.replicas()
-    if exchange.is_full and exchange.hierarchy == "flat":
+    if exchange.is_plain:
         return GradientRounds(replica.trained, replicas, bucket_bytes, replica.watch)
     beside = replica.groups.replicas(replica.groups.side_channel(replica.timeout))
     mover = EncodedMean(beside, CommonReference(exchange.payload, beside.pipeline), hosts_of(replica))

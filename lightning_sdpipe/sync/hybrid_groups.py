@@ -33,11 +33,11 @@ class SharedModel(Protocol):
     """A model that meetings change. Methods of one object may not run at the same time."""
 
     def tensors(self, with_step: bool) -> list[Tensor]:
-        """Returns the tensors that a meeting averages in place; with the optimizer's changes since the last boundary,
+        """Return the tensors that a meeting averages in place; with the optimizer's changes since the last boundary,
         or without them if the worker computes."""
 
     def take(self) -> None:
-        """Ends a boundary: the model becomes the result of the meetings, and the next step begins."""
+        """End a boundary: the model becomes the result of the meetings, and the next step begins."""
 
 
 class InPlace:
@@ -170,7 +170,7 @@ class HybridGroups(Synchronizer):
     # -------------------------------------------------------------- meetings
 
     def announce(self, iteration: int) -> None:
-        """Tells the scheduler that this worker is ready, unless meetings are asynchronous: then workers that serve
+        """Tell the scheduler that this worker is ready, unless meetings are asynchronous: then workers that serve
         others while they compute would wait for the backward that remains."""
         self._iteration = iteration
         if self._meets and not self._policy.asynchronous:
@@ -183,7 +183,7 @@ class HybridGroups(Synchronizer):
         return self._meets
 
     def synchronise(self) -> None:
-        """Learns which groups this worker's group meets after its step, and averages models with them.
+        """Learn which groups this worker's group meets after its step, and average models with them.
 
         Raises:
             WorkerFailedError: another worker failed, now or while this one was invited.
@@ -242,12 +242,12 @@ class HybridGroups(Synchronizer):
                 break
 
     def resynchronise(self) -> None:
-        """Copies the model of the group's member that has trained longest, and met others last, to all members."""
+        """Copy the model of the group's member that has trained longest, and met others last, to all members."""
         if self._mates is not None:
             copy_most_advanced(self.replica, self._mates, self._trained * 2**40 + self._met)
 
     def make_parameters_equal(self) -> None:
-        """Gives all replicas the mean of the groups' models."""
+        """Give all replicas the mean of the groups' models."""
         self.resynchronise()
         if self._meets:
             weights = dict(zip((p for group in self._groups for p in group), mean_of_groups(self._groups), strict=True))
@@ -256,7 +256,7 @@ class HybridGroups(Synchronizer):
             finish(FullMean(self.replica.groups.replicas()).start(tensors_of(buckets), everybody))
 
     def _refuse_other_groups(self) -> None:
-        """Refuses a scheduler with other groups than the run's own, where a standing scheduler decides."""
+        """Refuse a scheduler with other groups than the run's own, where a standing scheduler decides."""
         theirs = registry.from_json(self.replica.client.policy or "")
         ours, size = self._policy, len(self.replica.ranks)
         if not isinstance(theirs, PHDPSGD) or theirs.groups_of(size) != self._groups:

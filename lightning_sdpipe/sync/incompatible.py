@@ -158,8 +158,9 @@ ALONE = Incompatible(
 )
 WAITS = Incompatible(
     "its exchanges would wait for all pipelines, or for ones that may be gone",
-    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=8), DiLoCo(), ADPSGD(), AllReduce() or NoSync()",
-    (_SEMI, _PARTIAL, _EIGHTH, _DILOCO, _PAIRS_WAIT, _ALL_REDUCE, _NO_SYNC),
+    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=8), DiLoCo(), ADPSGD(), Decentralized(), AllReduce() or "
+    "NoSync()",
+    (_SEMI, _PARTIAL, _EIGHTH, _DILOCO, _PAIRS_WAIT, _RING, _ALL_REDUCE, _NO_SYNC),
 )
 HELD_UP = Incompatible(
     "the pipelines of a group average gradients, and none could take a step without one that may be gone",
@@ -178,13 +179,18 @@ WEIGHED = Incompatible(
 )
 DIVIDED = Incompatible(
     "batch_by_speed weighs gradients by samples already",
-    "Use AllReduce(weights='equal'), or leave weights out",
-    ({"sync.weights": "equal"}, {"sync.weights": None}),
+    "Use AllReduce(weights='equal'), or leave weights out, or leave batch_by_speed out",
+    ({"sync.weights": "equal"}, {"sync.weights": None}, _EQUAL_SHARES),
 )
 NEWCOMERS = Incompatible(
     "its members need a common model, which newcomers lack",
     "Use SemiDecentralized() or PartialReduce(), or send in full",
     (_SEMI, _PARTIAL, _IN_FULL),
+)
+SEVERAL_BATCHES = Incompatible(
+    "a pipeline that is lost would take the gradients of several batches with it",
+    "Use accumulate_grad_batches=1, a larger batch size, and as many more num_micro_batches; or SemiDecentralized()",
+    ({"accumulate_grad_batches": 1}, _SEMI),
 )
 NO_TURN = Incompatible(
     "the members of a round of gradients are named as a turn begins, and the updates that drain a pipeline have no "
@@ -192,13 +198,11 @@ NO_TURN = Incompatible(
     "Use schedule='1f1b', or SemiDecentralized()",
     ({"schedule": "1f1b"}, _SEMI),
 )
-DEALT_ANYWAY = Incompatible(
-    "batches are dealt by speed in any case, one after the other", "Leave batch_by_speed out", (_EQUAL_SHARES,)
-)
-WHOLE_BUCKETS = Incompatible(
-    "gradients of those that are present are added up among all of them alike",
-    "Use hierarchy='flat', or SemiDecentralized() or DiLoCo(), which average by machines",
-    (_FLAT, _SEMI, _DILOCO),
+NAMES_ALL = Incompatible(
+    "each round is divided among all pipelines beforehand, so nobody would train the part of one that is gone",
+    "Leave batch_by_speed out, and where all should not wait for the slowest use SemiDecentralized() or DiLoCo(), with "
+    "which each pipeline trains as many batches as its speed allows",
+    (_EQUAL_SHARES, *({**method, **_EQUAL_SHARES} for method in (_SEMI, _DILOCO))),
 )
 
 _ALIKE = {"unlike": ()}
@@ -207,6 +211,11 @@ ONE_CUT = Incompatible(
     "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=8), ADPSGD(), Decentralized(), AllReduce(), NoSync(), "
     "or one number of stages, and one partition, for all pipelines",
     (_SEMI, _PARTIAL, _EIGHTH, _PAIRS_WAIT, _RING, _ALL_REDUCE, _NO_SYNC, _ALIKE),
+)
+PAIRS_BY_NUMBER = Incompatible(
+    "partners meet by the number of an average, and a newcomer that averages at its own pace would begin at 0",
+    "Use overlap='step', or Decentralized(), which has a ring",
+    (_STEP, _RING),
 )
 UNLIKE_FREELY = Incompatible(
     "a thread that averages at its own pace knows the replicas of a stage only", "Use overlap='step'", (_STEP,)

@@ -19,7 +19,7 @@ from lightning_sdpipe.topology.group_generator import generate_groups, hosts_as_
 
 
 def with_measured_groups(method: SyncMethod, num_stages: int, placed: bool) -> SyncMethod:
-    """Returns ``method`` with PHD-PSGD's groups and times from the network file that ``groups`` names, if it names one.
+    """Return ``method`` with PHD-PSGD's groups and times from the network file that ``groups`` names, if it names one.
 
     Stages count as equal parts of the model; a pipeline is as fast as its slowest device, and two pipelines are as near
     as the slowest link between replicas of a stage.
@@ -65,7 +65,7 @@ def with_measured_groups(method: SyncMethod, num_stages: int, placed: bool) -> S
 
 
 def on_hosts(method: SyncMethod, hosts: Sequence[str]) -> SyncMethod:
-    """Returns ``method`` for pipelines that run on these ``hosts``, by number. PHD-PSGD's groups are the pipelines of
+    """Return ``method`` for pipelines that run on these ``hosts``, by number. PHD-PSGD's groups are the pipelines of
     each host, unless groups are given; pipelines that share a host are near each other.
 
     Raises:

@@ -21,7 +21,7 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.admission import AdmissionRule
 from lightning_sdpipe.policies.all_reduce import AllPresent
-from lightning_sdpipe.policies.decentralized import Decentralized, with_neighbours
+from lightning_sdpipe.policies.decentralized import Decentralized, PresentPeers, with_neighbours
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.pairing import random_pair, shift_one
@@ -80,7 +80,7 @@ class AllReduce:
     def build(self, replica: Replica) -> Synchronizer:
         size, rounds = int(self.bucket_mib * 2**20), replica.rounds()
         if rounds is not None:
-            by_samples = self.weights == "samples" or (self.weights is None and replica.exchange.is_full)
+            by_samples = self.weights == "samples" or (self.weights is None and replica.exchange.is_plain)
             return PresentAveraging(replica, rounds, size, by_samples)
         return GradientAveraging(replica, size, self.weights == "samples")
 
@@ -136,7 +136,7 @@ class HetPipe:
         self.server(1)
 
     def server(self, num_stages: int) -> ParameterServer:
-        """Returns the equivalent parameter server."""
+        """Return the equivalent parameter server."""
         staleness = num_stages if self.staleness is None else self.staleness
         return ParameterServer(staleness=staleness, combine=self.combine, every=self.sync_every)
 
@@ -153,6 +153,15 @@ class ByPolicy:
     """A method whose groups the scheduler decides by ``policy``, with the worker's half that carries them out."""
 
     policy: PolicyConfig
+
+    @property
+    def elastic_policy(self) -> PolicyConfig:
+        """Policy for pipelines that come and go."""
+        match self.policy:
+            case Decentralized(peers, every, seed):
+                return PresentPeers(peers, every, seed)
+            case _:
+                return self.policy
 
     @property
     def capabilities(self) -> Capabilities:
@@ -194,7 +203,7 @@ def _averaging(
 
 
 def _pair(peers: Decentralized, pipeline: int, everybody: Group) -> Group:
-    """Returns the members that a pipeline averages with in the round whose number is the sequence of ``everybody``."""
+    """Return the members that a pipeline averages with in the round whose number is the sequence of ``everybody``."""
     size, number = len(everybody.members), everybody.sequence
     if peers.peers == "shift_one":
         partner = shift_one(pipeline, size, number)
@@ -205,7 +214,7 @@ def _pair(peers: Decentralized, pipeline: int, everybody: Group) -> Group:
 
 
 def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pipelines: int, held: str | None) -> bool:
-    """Returns whether batches go to the pipelines by their speed, if the loader allows it.
+    """Return whether batches go to the pipelines by their speed, if the loader allows it.
 
     Args:
         data: the strategy's option.
@@ -233,7 +242,7 @@ def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pip
 
 
 def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:
-    """Returns the method for ``sync``: a method, the values of a policy, or the import path of a user's own.
+    """Return the method for ``sync``: a method, the values of a policy, or the import path of a user's own.
 
     Raises:
         ConfigurationError: ``sync`` is none of these, the scheduler's process could not make the policy, or workers

@@ -65,7 +65,7 @@ class ModelAveraging(Synchronizer):
         return self.replica.count / self._inequality
 
     def announce(self, iteration: int) -> None:
-        """Tells the scheduler that this worker is ready; see the base class."""
+        """Tell the scheduler that this worker is ready; see the base class."""
         if iteration % self._every == 0:
             self.replica.client.ready(iteration)
             self.announced = True
@@ -81,7 +81,7 @@ class ModelAveraging(Synchronizer):
         return self.announced
 
     def synchronise(self) -> None:
-        """Learns the group that answers :meth:`announce` and averages the parameters with its members, whose last
+        """Learn the group that answers :meth:`announce` and average the parameters with its members, whose last
         backwards may still be under way. If that goes on beside the next mini-batch, the result of the last average is
         added first."""
         start = time.perf_counter()
@@ -112,16 +112,16 @@ class ModelAveraging(Synchronizer):
             self._begin(tensors_of(self.replica.exchanged))
 
     def stop(self) -> None:
-        """Finishes the average that is under way, since others wait for it."""
+        """Finish the average that is under way, since others wait for it."""
         self._end_late()
 
     def resynchronise(self) -> None:
-        """Makes parameters equal: without a sync point replicas would have nothing in common."""
+        """Make parameters equal: without a sync point replicas would have nothing in common."""
         if self._begin is not None:
             self.make_parameters_equal()
 
     def _end_late(self) -> float:
-        """Ends the average beside the last mini-batch, if there is one; returns the seconds waited for it."""
+        """End the average beside the last mini-batch, if there is one; return the seconds waited for it."""
         if self._late is None:
             return 0.0
         members, waited = self._late.members, self._late.end()
@@ -129,7 +129,7 @@ class ModelAveraging(Synchronizer):
         return waited
 
     def _let_copies_follow(self, members: int) -> None:
-        """Updates the copies that other stages of this pipeline hold, if a group of several members has averaged."""
+        """Update the copies that other stages of this pipeline hold, if a group of several members has averaged."""
         if members > 1 and self.replica.shared is not None:
             self.replica.shared.make_equal()
 
@@ -140,20 +140,20 @@ class ModelAveraging(Synchronizer):
 
 
 def apart(own: Tensor, mean: Tensor) -> int:
-    """Returns the distance of ``own`` from ``mean`` in millionths of the mean's norm; 0 if that is not a number."""
+    """Return the distance of ``own`` from ``mean`` in millionths of the mean's norm; 0 if that is not a number."""
     norms = torch.stack([(own - mean).norm(), mean.norm()]).tolist()
     share = norms[0] / norms[1] if norms[1] else 0.0
     return round(min(1e6 * share, _FARTHEST)) if math.isfinite(share) else 0
 
 
 def _is_looked_at(group: Group) -> bool:
-    """Returns whether models are compared in this group: in one of eight, but not in every eighth, since turns repeat
+    """Return whether models are compared in this group: in one of eight, but not in every eighth, since turns repeat
     themselves."""
     return group.sequence * 2654435761 % 2**32 < 2**29  # Knuth's multiplicative hash
 
 
 def _sample(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns a copy of coordinates that are spread over ``tensors``."""
+    """Return a copy of coordinates that are spread over ``tensors``."""
     flat = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
     step = max(1, sum(map(len, flat)) // _COORDINATES)
     return torch.cat([tensor[::step].float() for tensor in flat]) if flat else torch.zeros(1)
@@ -167,7 +167,7 @@ class LateAveraging(ModelAveraging):
         self._due: int | None = None
 
     def announce(self, iteration: int) -> None:
-        """Does not ask the scheduler yet: the others of the group would wait for the backward that remains."""
+        """Do not ask the scheduler yet: the others of the group would wait for the backward that remains."""
         self._due = iteration
 
     @property
@@ -176,7 +176,7 @@ class LateAveraging(ModelAveraging):
         return self._due is not None
 
     def synchronise(self) -> None:
-        """Tells the scheduler that this worker is ready, and averages with the group that it names."""
+        """Tell the scheduler that this worker is ready, and average with the group that it names."""
         if self._due is not None:
             super().announce(self._due)
             self._due = None

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from lightning_sdpipe.exchange.changing_ring import ChangingRing, RingCopies
 from lightning_sdpipe.exchange.common_reference import CommonModel
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.group_mean import GroupMean
@@ -15,16 +16,21 @@ from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.ring_mean import RingMean
 from lightning_sdpipe.exchange.sectioned import SectionedMover, parted
+from lightning_sdpipe.policies.decentralized import Decentralized
+from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.pairing import ring
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import Replicas
 from lightning_sdpipe.topology.hosts import hosts_of_replicas, require_names, this_host
 
 Begin = Callable[[Sequence[Tensor]], None]
+MakeMover = Callable[[Replicas, Mapping[int, str] | None], Mover]
+"""Makes a mover among replicas, of which the machine of each pipeline is known where it matters."""
 
 
 def hosts_of(replica: Replica) -> list[str] | None:
-    """Returns the machine of each of the stage's replicas, if the exchange distinguishes machines; else None.
+    """Return the machine of each of the stage's replicas, if the exchange distinguishes machines; else None.
 
     Raises:
         ConfigurationError: machines cannot be distinguished.
@@ -33,7 +39,7 @@ def hosts_of(replica: Replica) -> list[str] | None:
 
 
 def own_host(exchange: Exchange, pipeline: int) -> str | None:
-    """Returns the machine of this replica, which belongs to ``pipeline``, if the exchange distinguishes machines; else
+    """Return the machine of this replica, which belongs to ``pipeline``, if the exchange distinguishes machines; else
     None.
 
     Raises:
@@ -47,7 +53,7 @@ def own_host(exchange: Exchange, pipeline: int) -> str | None:
 
 
 def replicas_for(replica: Replica) -> list[Replicas]:
-    """Returns the replicas of the stage, or of each section of this worker, over separate process groups where a thread
+    """Return the replicas of the stage, or of each section of this worker, over separate process groups where a thread
     exchanges beside training."""
     exchange, sections = replica.exchange, replica.sections
     beside = exchange.overlap != "none" or exchange.hierarchy == "hosts"
@@ -57,7 +63,7 @@ def replicas_for(replica: Replica) -> list[Replicas]:
 
 
 def by_part(replica: Replica, movers: Sequence[Mover]) -> Mover:
-    """Combines the movers of all :func:`replicas_for` in one."""
+    """Combine the movers of all :func:`replicas_for` in one."""
     if replica.sections is None:
         (mover,) = movers
         return mover
@@ -73,16 +79,16 @@ def _begin_by_part(replica: Replica, begins: Sequence[Begin]) -> Begin:
 
 
 def _counts(replica: Replica) -> list[int]:
-    """Returns the number of exchanged tensors in each part."""
+    """Return the number of exchanged tensors in each part."""
     return [len(part.exchanged) for part in replica.parts]
 
 
 def mover_among_groups(replica: Replica) -> Mover:
-    """Returns the mover of models among groups that change; in an elastic job, among the pipelines that are present."""
+    """Return the mover of models among groups that change; in an elastic job, among the pipelines that are present."""
     if (surviving := replica.mover()) is not None:
         return surviving
     exchange = replica.exchange
-    if exchange.is_full and exchange.hierarchy == "flat":
+    if exchange.is_plain:
         return by_part(replica, [GroupMean(replicas) for replicas in replicas_for(replica)])
     return by_part(
         replica,
@@ -93,17 +99,24 @@ def mover_among_groups(replica: Replica) -> Mover:
     )
 
 
-def among_groups(exchange: Exchange) -> Callable[[Replicas, Mapping[int, str] | None], Mover]:
-    """Returns a factory of movers among groups that change, for one process group after the other, and the machine of
-    each pipeline, if the exchange distinguishes machines. The distance of models is remembered."""
-    if exchange.is_full and exchange.hierarchy == "flat":
-        return lambda replicas, hosts: GroupMean(replicas)
+def among_those_present(
+    exchange: Exchange, policy: PolicyConfig, pipeline: int
+) -> tuple[MakeMover, Callable[[], None]]:
+    """Return a factory of movers among the pipelines that are present, for one process group after the other, and the
+    machine of each pipeline, if the exchange distinguishes machines; and a function to call when models have been made
+    equal. What members have in common, and the distance of models, is remembered from one process group to the next."""
+    in_rounds = policy.keeps_equal or isinstance(policy, OuterRounds)  # which bring movers of their own
+    if isinstance(policy, Decentralized) and policy.peers == "ring":
+        copies = RingCopies(None if exchange.is_full else exchange.payload, pipeline)
+        return lambda replicas, hosts: ChangingRing(replicas, copies), copies.forget
+    if in_rounds or exchange.is_plain:
+        return lambda replicas, hosts: GroupMean(replicas), lambda: None
     coding = OwnReference(exchange.payload)
-    return lambda replicas, hosts: EncodedMean(replicas, coding, hosts)
+    return lambda replicas, hosts: EncodedMean(replicas, coding, hosts), lambda: None
 
 
 def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:
-    """Returns the mover of models among replicas that all meet, and the function to call with the models when these are
+    """Return the mover of models among replicas that all meet, and the function to call with the models when these are
     equal, or None if it is not needed."""
     exchange = replica.exchange
     if exchange.is_full:
@@ -114,7 +127,9 @@ def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:
 
 
 def mover_in_a_ring(replica: Replica) -> tuple[Mover, Begin | None]:
-    """Returns the mover of models between neighbours of a ring, and a function as that of :func:`mover_among_all`."""
+    """Return the mover of models between neighbours of a ring, and a function as that of :func:`mover_among_all`."""
+    if (surviving := replica.mover()) is not None:
+        return surviving, None
     payload = None if replica.exchange.is_full else replica.exchange.payload
     movers = [RingMean(replicas, payload) for replicas in replicas_for(replica)]
     neighbours = ring(replica.pipeline, replica.count)

@@ -50,26 +50,26 @@ class OrderedInvitations:
         self._failure: Exception | None = None
 
     def invite(self, group: Group, after: int | None) -> None:
-        """Queues ``group``, of which this worker is a passive member. The scheduler decided it after it had answered
+        """Queue ``group``, of which this worker is a passive member. The scheduler decided it after it had answered
         iteration ``after``; called in the order of decisions, by any thread."""
         with self._changed:
             self._invited.append((group, after))
             self._changed.notify_all()
 
     def begin(self) -> None:
-        """Starts taking part. Invitations that came before are carried out, too."""
+        """Start taking part. Invitations that came before are carried out, too."""
         self._closing, self._passed = False, None
         self._thread = threading.Thread(target=self._serve, name="meetings of groups", daemon=True)
         self._thread.start()
 
     def stand(self) -> None:
-        """Marks the step as over: invitations may use its result, until :meth:`go_on`."""
+        """Mark the step as over: invitations may use its result, until :meth:`go_on`."""
         with self._changed:
             self._standing = True
             self._changed.notify_all()
 
     def go_on(self, iteration: int, group: Group) -> float:
-        """Carries out ``group``, which answers ``iteration``, when all earlier decisions are carried out.
+        """Carry out ``group``, which answers ``iteration``, when all earlier decisions are carried out.
 
         Returns:
             Seconds waited for others in it.
@@ -86,7 +86,7 @@ class OrderedInvitations:
         return waited
 
     def end(self) -> None:
-        """Stops taking part, when all invitations have arrived: carries out the remaining ones.
+        """Stop taking part, when all invitations have arrived: carries out the remaining ones.
 
         Raises:
             WorkerFailedError: another worker failed or does not come.
@@ -111,7 +111,7 @@ class OrderedInvitations:
         return not behind and (self._standing or self._worker not in group.standing)
 
     def _wait(self, there: Callable[[], bool], what: str) -> None:
-        """Waits for a condition, with the lock held."""
+        """Wait for a condition, with the lock held."""
         arrived = self._changed.wait_for(lambda: self._failure is not None or there(), self._seconds)
         if self._failure is not None:
             raise self._failure

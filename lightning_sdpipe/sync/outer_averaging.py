@@ -41,7 +41,7 @@ class _Fragment:
         self.since = 0  # number of updates since its last round began
 
     def take_over(self) -> float:
-        """Waits for the round that is under way, and takes over the base; returns the seconds waited."""
+        """Wait for the round that is under way, and take over the base; return the seconds waited."""
         if self.job is None:
             return 0.0
         job, self.job = self.job, None
@@ -57,7 +57,7 @@ class _Fragment:
         return waited
 
     def exchange(self, group: Group) -> None:
-        """Exchanges copies of the fragment, beside training."""
+        """Exchange copies of the fragment, beside training."""
         if self.keeps:
             turn_into_changes(self.mover, self.copies, group)
         else:
@@ -92,11 +92,11 @@ class OuterAveraging(Synchronizer):
 
     @classmethod
     def codec(cls, replica: Replica, nesterov: Nesterov, mix: float) -> OuterModel:
-        """Returns the codec of a fragment."""
+        """Return the codec of a fragment."""
         return OuterModel(replica.exchange.payload, replica.pipeline, nesterov, mix)
 
     def announce(self, iteration: int) -> None:
-        """Tells the scheduler that this worker is ready if a round begins after this update."""
+        """Tell the scheduler that this worker is ready if a round begins after this update."""
         self._update = iteration + 1
         if self._schedule.begin(self._update):
             self.replica.client.ready(iteration)
@@ -113,7 +113,7 @@ class OuterAveraging(Synchronizer):
         return self.announced
 
     def synchronise(self) -> None:
-        """Takes over the bases that are due, and begins the rounds that are due."""
+        """Take over the bases that are due, and begin the rounds that are due."""
         start = time.perf_counter()
         for fragment in self._fragments:
             fragment.since += 1
@@ -132,7 +132,7 @@ class OuterAveraging(Synchronizer):
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
 
     def start(self) -> None:
-        """Sets the common model, since all replicas are equal."""
+        """Set the common model, since all replicas are equal."""
         laid_out = [bucket.parameters for bucket in self.replica.exchanged]
         if _ids(laid_out) != _ids(self._laid_out):  # layers were frozen or unfrozen: the layout changed
             self._kept = self._momenta()
@@ -154,7 +154,7 @@ class OuterAveraging(Synchronizer):
         self.make_parameters_equal()
 
     def make_parameters_equal(self) -> None:
-        """Runs an early round of all fragments, unless no pipeline has trained since the last one."""
+        """Run an early round of all fragments, unless no pipeline has trained since the last one."""
         size = len(self.replica.ranks)
         counts = torch.tensor([0] * size + [fragment.since for fragment in self._fragments], device=self.replica.device)
         counts[self.replica.pipeline] = self._base
@@ -181,7 +181,7 @@ class OuterAveraging(Synchronizer):
         self._average([b for b in self.replica.parameters if not b.trains and torch.is_floating_point(b.buffer)])
 
     def parameter_states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Returns the outer momentum."""
+        """Return the outer momentum."""
         return {parameter: {MOMENTUM: momentum} for parameter, momentum in self._momenta().items()}
 
     def load_parameter_states(self, states: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
@@ -189,7 +189,7 @@ class OuterAveraging(Synchronizer):
         self._kept = {parameter: state[MOMENTUM] for parameter, state in states.items() if MOMENTUM in state}
 
     def _momenta(self) -> dict[nn.Parameter, Tensor]:
-        """Returns the momentum of each parameter that has one, frozen ones too."""
+        """Return the momentum of each parameter that has one, frozen ones too."""
         zeros = [[torch.zeros_like(p).view(-1) for p in parameters] for parameters in self._laid_out]
         flats = [as_real(torch.cat(each)) for each in zeros]
         for number, fragment in enumerate(self._fragments):
@@ -206,7 +206,7 @@ class OuterAveraging(Synchronizer):
         return found
 
     def _lay_out_momenta(self) -> None:
-        """Gives fragments the momenta of their parameters; momenta of frozen parameters stay kept."""
+        """Give fragments the momenta of their parameters; momenta of frozen parameters stay kept."""
         kept = self._kept
         flats = [
             as_real(torch.cat([kept.pop(p, torch.zeros_like(p)).to(p).reshape(-1) for p in parameters]))
@@ -217,7 +217,7 @@ class OuterAveraging(Synchronizer):
             fragment.common.load_momentum(parts)
 
     def _begin(self, fragment: _Fragment, group: Group) -> float:
-        """Begins or runs one round; returns the seconds waited for the others."""
+        """Begin or run one round; return the seconds waited for the others."""
         fragment.since = 0
         if not self._schedule.delay:
             return finish(fragment.mover.start(fragment.tensors, group))

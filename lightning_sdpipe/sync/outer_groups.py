@@ -59,14 +59,14 @@ class OuterGroups(OuterAveraging):
         return self._due
 
     def announce(self, iteration: int) -> None:
-        """Tells the scheduler that this worker is ready if a round begins after this update."""
+        """Tell the scheduler that this worker is ready if a round begins after this update."""
         self._update = iteration + 1
         self._due = bool(self._schedule.begin(self._update))
         if self._due and not self._late:
             self._ready()
 
     def synchronise(self) -> None:
-        """Makes the round that is due, with the group that the scheduler names."""
+        """Make the round that is due, with the group that the scheduler names."""
         start = time.perf_counter()
         self._whole.since += 1
         self._loose += 1
@@ -82,7 +82,7 @@ class OuterGroups(OuterAveraging):
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
 
     def start(self) -> None:
-        """Begins with the model as the base, unless it only rested; or with the base that another pipeline gave."""
+        """Begin with the model as the base, unless it only rested; or with the base that another pipeline gave."""
         if not self._begins_anew:
             return
         self._begins_anew = False
@@ -95,10 +95,10 @@ class OuterGroups(OuterAveraging):
                 self._whole.common.take_over(piece, number)  # the donor brings what it has trained since
 
     def stop(self) -> None:
-        """Does nothing: no round is under way between two updates."""
+        """Do nothing: no round is under way between two updates."""
 
     def make_parameters_equal(self) -> None:
-        """Makes a round of all replicas, unless none has trained since its last one."""
+        """Make a round of all replicas, unless none has trained since its last one."""
         self._begins_anew = True
         packed = self._packed()
         since = torch.tensor([self._whole.since], device=self.replica.device)
@@ -122,7 +122,7 @@ class OuterGroups(OuterAveraging):
         return [tensor for outer in self._whole.common.outer for tensor in outer.state_dict().values()]
 
     def _make_round(self, group: Group) -> float:
-        """Returns the seconds waited for other members."""
+        """Return the seconds waited for other members."""
         packed = self._packed()
         waited = finish(self._mover.start(packed, group)) if len(group.members) > 1 else 0.0
         self._take_means(packed, step=True)
@@ -132,7 +132,7 @@ class OuterGroups(OuterAveraging):
         return waited
 
     def _packed(self) -> list[Tensor]:
-        """Returns copies of base, momentum and model, of which those of the same coordinates are in one piece."""
+        """Return copies of base, momentum and model, of which those of the same coordinates are in one piece."""
         packed = []
         for states in self._states():
             chunks = (torch.split(state, PIECE // len(states)) for state in states)
@@ -141,7 +141,7 @@ class OuterGroups(OuterAveraging):
 
     @torch.no_grad()
     def _take_means(self, packed: Sequence[Tensor], step: bool) -> None:
-        """Takes over what :meth:`_packed` returned, averaged, and makes the step of the outer optimizer."""
+        """Take over what :meth:`_packed` returned, averaged, and make the step of the outer optimizer."""
         means = iter(packed)
         for states, outer in zip(self._states(), self._whole.common.outer, strict=True):
             for chunks in zip(*(torch.split(state, PIECE // len(states)) for state in states), strict=True):
@@ -153,6 +153,6 @@ class OuterGroups(OuterAveraging):
             model.copy_(outer.base)
 
     def _states(self) -> Iterator[list[Tensor]]:
-        """Yields base, momentum if there is one, and model of each piece."""
+        """Yield base, momentum if there is one, and model of each piece."""
         for outer, piece in zip(self._whole.common.outer, pieces_of(self._whole.tensors), strict=True):
             yield [*outer.state_dict().values(), piece]

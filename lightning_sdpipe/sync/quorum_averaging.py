@@ -78,14 +78,14 @@ class QuorumAveraging(OuterAveraging):
         return self._whole.since + (self._before if self._underway else 0)
 
     def announce(self, iteration: int) -> None:
-        """Tells the scheduler that this worker is ready, and what its base is, if a round begins after this update."""
+        """Tell the scheduler that this worker is ready, and what its base is, if a round begins after this update."""
         self._update = iteration + 1
         if self._is_due():
             self.replica.client.ready(iteration, self._state.base)
             self.announced = True
 
     def _is_due(self) -> bool:
-        """Returns whether a round is to begin after the update that is being made."""
+        """Return whether a round is to begin after the update that is being made."""
         if not self._roams:
             return bool(self._schedule.begin(self._update))
         return not self._looks and not self._underway and self._apart + 1 >= self._schedule.every
@@ -96,7 +96,7 @@ class QuorumAveraging(OuterAveraging):
         return self.announced or self._looks
 
     def synchronise(self) -> None:
-        """Adopts the base of the last round, and runs or begins the round that is due."""
+        """Adopt the base of the last round, and run or begin the round that is due."""
         start = time.perf_counter()
         self._whole.since += 1
         self._apart += 1
@@ -116,7 +116,7 @@ class QuorumAveraging(OuterAveraging):
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
 
     def _group(self, waits: bool) -> Group | None:
-        """Returns the group that this worker looks for, if it is known already, or when it is."""
+        """Return the group that this worker looks for, if it is known already, or when it is."""
         with labelled("group"):
             group = self.replica.client.group() if waits else self.replica.client.group_if_known()
         self._looks = group is None
@@ -135,7 +135,7 @@ class QuorumAveraging(OuterAveraging):
             self._begin_round(group)
 
     def start(self) -> None:
-        """Begins with the model as the base, unless it only rested; or with the base that another pipeline gave."""
+        """Begin with the model as the base, unless it only rested; or with the base that another pipeline gave."""
         if not self._begins_anew:
             return
         self._begins_anew = False
@@ -170,7 +170,7 @@ class QuorumAveraging(OuterAveraging):
         self._given = state["base"], state["state"]
 
     def _begin_round(self, group: Group) -> None:
-        """Runs the round of ``group``, or begins it beside training."""
+        """Run the round of ``group``, or begin it beside training."""
         tensors, self._before, self._whole.since = self._whole.tensors, self._whole.since, 0
         self._underway, self._apart, self._until = True, 0, self._update + self._schedule.delay
         if self._late:
@@ -185,7 +185,7 @@ class QuorumAveraging(OuterAveraging):
             self._adopt()
 
     def _run(self, tensors: Sequence[Tensor], group: Group) -> None:
-        """Computes the outcome of a round: None if it was dropped."""
+        """Compute the outcome of a round: None if it was dropped."""
         if group.lineage is None:
             raise ConfigurationError(
                 "DiLoCo by quorum needs a scheduler that decides by outer_rounds, and this one names no bases in group "
@@ -197,7 +197,7 @@ class QuorumAveraging(OuterAveraging):
             self._came = self._state.make(tensors, group, self._whole.mover, self._replicas)
 
     def _adopt(self) -> float:
-        """Puts the outcome of the round that is under way into the model; returns the seconds waited for it."""
+        """Put the outcome of the round that is under way into the model; return the seconds waited for it."""
         if not self._underway:
             return 0.0
         waited, self._underway = 0.0, False

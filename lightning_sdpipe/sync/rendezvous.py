@@ -61,7 +61,7 @@ class Rendezvous:
         self._agreed: int | None = None  # where this worker, which is out of data, will be together with the others
 
     def join(self) -> None:
-        """Joins; returns when every worker of the stage takes part. Does nothing if this worker takes part already."""
+        """Join; return when every worker of the stage takes part. Do nothing if this worker takes part already."""
         if self.place is not SyncState.TOGETHER:
             return
         self.tell_freezing(False)
@@ -71,7 +71,7 @@ class Rendezvous:
         self._unequal = True
 
     def tell_freezing(self, changed: bool) -> None:
-        """Compares with the others whether layers were frozen or unfrozen in this pipeline since the workers came
+        """Compare with the others whether layers were frozen or unfrozen in this pipeline since the workers came
         together.
 
         Raises:
@@ -92,7 +92,7 @@ class Rendezvous:
             )
 
     def wait_for_others(self, position: int) -> SyncPoint:
-        """Waits, since this worker is out of data, until the others meet somewhere or are all out of data themselves;
+        """Wait, since this worker is out of data, until the others meet somewhere or are all out of data themselves;
         holds up no other worker. In the latter case each takes part again for its last batch."""
         self.join()
         self._leave()
@@ -105,18 +105,18 @@ class Rendezvous:
         return meeting
 
     def rest(self) -> None:
-        """Stops taking part, and waits for no other worker, until :meth:`rejoin`, or until all come together."""
+        """Stop taking part, and wait for no other worker, until :meth:`rejoin`, or until all come together."""
         self.join()
         self._leave()
 
     def rejoin(self) -> None:
-        """Takes part again, wherever the others are."""
+        """Take part again, wherever the others are."""
         self._replica.client.join()
         self._sync.start()
         self.place = SyncState.TRAINING
 
     def come_together(self, position: int) -> None:
-        """Waits until all workers of the stage are here. No worker waits in the scheduler for one that waits here.
+        """Wait until all workers of the stage are here. No worker waits in the scheduler for one that waits here.
 
         Raises:
             ConfigurationError: this worker has been announced, so that others may count on it; or the others met
@@ -136,7 +136,7 @@ class Rendezvous:
         self.place, self._agreed = SyncState.TOGETHER, None
 
     def pause(self, position: int) -> None:
-        """Comes together with the others and makes all replicas of the stage equal: floating-point buffers become their
+        """Come together with the others and make all replicas of the stage equal: floating-point buffers become their
         mean over the pipelines, integer buffers (counters) the largest, and so do parameters, unless the method
         replaces this."""
         self.come_together(position)
@@ -146,7 +146,7 @@ class Rendezvous:
             self._sync.average_buffers()
 
     def abandon(self) -> None:
-        """Gives up after a failure of training: there is no worker to meet any more."""
+        """Give up after a failure of training: there is no worker to meet any more."""
         self.place, self._unequal, self._sync.announced = SyncState.TOGETHER, False, False
 
     def _meet_others(self, position: int) -> None:
@@ -170,7 +170,7 @@ class Rendezvous:
 
 
 def _meet(position: int, out_of_data: bool, group: dist.ProcessGroup, device: torch.device) -> SyncPoint:
-    """Waits for all members of ``group``, which have begun ``position`` batches each.
+    """Wait for all members of ``group``, which have begun ``position`` batches each.
 
     A worker is ``out_of_data`` when one batch is left, which it keeps for the end of the epoch.
 

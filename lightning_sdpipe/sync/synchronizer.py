@@ -16,7 +16,6 @@ from lightning_sdpipe.exchange.gradients import GradientExchange
 from lightning_sdpipe.exchange.moving import Mover, Pending, finish
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState
-from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
 from lightning_sdpipe.exchange.sectioned import OwnSections
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
@@ -54,7 +53,7 @@ class SyncStatistics:
         return self.members / self.groups if self.groups else 0.0
 
     def count(self, members: int, seconds_waiting: float = 0.0, seconds_averaging: float = 0.0) -> None:
-        """Counts one update."""
+        """Count one update."""
         self.groups += 1
         self.members += members
         self.seconds_waiting += seconds_waiting
@@ -65,16 +64,16 @@ class TrainingState(Protocol):
     """The state of a worker's training besides its parameters: the state of its optimizer, and its loss scale."""
 
     def digest(self) -> int:
-        """Returns a digest of 64 bits, equal where all states are equal; cheaper than :meth:`save`."""
+        """Return a digest of 64 bits, equal where all states are equal; cheaper than :meth:`save`."""
 
     def save(self) -> bytes:
-        """Returns the state for :meth:`load` on another replica of the stage."""
+        """Return the state for :meth:`load` on another replica of the stage."""
 
     def load(self, saved: bytes) -> None:
-        """Takes over the state of another replica."""
+        """Take over the state of another replica."""
 
     def of(self, parameters: Sequence[nn.Parameter]) -> TrainingState:
-        """Returns the part of this state that belongs to ``parameters``."""
+        """Return the part of this state that belongs to ``parameters``."""
 
 
 @dataclass(frozen=True)
@@ -153,29 +152,29 @@ class Replica:
         ]
 
     def rounds(self) -> RoundsOfPresent | None:
-        """Returns the rounds that average gradients among the replicas that are present, where these come and go; else
+        """Return the rounds that average gradients among the replicas that are present, where these come and go; else
         None."""
         return None
 
     def bases(self) -> RoundsOfBases | None:
-        """Returns the rounds of an outer optimizer among the replicas that are present, where these come and go; else
+        """Return the rounds of an outer optimizer among the replicas that are present, where these come and go; else
         None."""
         return None
 
     def pairs(self) -> ExchangesOfPairs | None:
-        """Returns how pairs exchange beside training where one of the two may be lost; None if that ends the run."""
+        """Return how pairs exchange beside training where one of the two may be lost; None if that ends the run."""
         return None
 
     def mover(self) -> Mover | None:
-        """Returns the mover that averages models in groups, where the exchange does not choose it; else None."""
+        """Return the mover that averages models in groups, where the exchange does not choose it; else None."""
         return None
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Makes ``tensors`` the mean over all replicas, which are together; integers (counters) become the largest."""
+        """Make ``tensors`` the mean over all replicas, which are together; integers (counters) become the largest."""
         finish(FullMean(self.groups.replicas()).start(tensors, self.everybody()))
 
     def average_parameters(self) -> None:
-        """Averages the parameters in the same way, except frozen ones that are integers."""
+        """Average the parameters in the same way, except frozen ones that are integers."""
         if self.shared is None:
             self.average(tensors_of(_averaged(self.parameters)))
             return
@@ -184,14 +183,14 @@ class Replica:
         self.shared.make_equal()
 
     def average_buffers(self) -> None:
-        """Averages the buffers in the same way."""
+        """Average the buffers in the same way."""
         for part in self.parts:
             finish(FullMean(part.among).start(part.buffers, self.everybody()))
         if self.shared is not None:
             self.shared.make_buffers_equal(self.device)
 
     def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
-        """Returns all replicas of the stage as a group, with equal weights by default."""
+        """Return all replicas of the stage as a group, with equal weights by default."""
         size = self.count
         members = tuple(Worker(self.stage, pipeline) for pipeline in range(size))
         return Group(members, tuple(weights or [1 / size] * size), sequence, "everybody")
@@ -218,38 +217,38 @@ class RoundsOfPresent(Protocol):
         parameters: Sequence[nn.Parameter],
         cap: int,
         watch: bool,
-        payload: Payload,
+        exchange: Exchange,
         loss_scale: Callable[[], float],
     ) -> None:
-        """Sets the parameters whose gradients are averaged from now on, and how these travel; see
+        """Set the parameters whose gradients are averaged from now on, and how these travel; see
         :class:`~lightning_sdpipe.exchange.encoded_rounds.EncodedPresentRounds`."""
 
     def begin(self, update: int, weight: float) -> None:
-        """Takes part in the round of ``update``. Does not wait."""
+        """Take part in the round of ``update``. Do not wait."""
 
     def finish(self) -> tuple[Round, float]:
-        """Waits for the outcome; returns it with the seconds until the members were known."""
+        """Wait for the outcome; return it with the seconds until the members were known."""
 
     def check_equal(self, digest: int) -> None:
-        """Ends the run if the digests of the replicas, which are all together, differ."""
+        """End the run if the digests of the replicas, which are all together, differ."""
 
 
 class RoundsOfBases(Protocol):
     """Rounds of an outer optimizer among replicas that come and go."""
 
     def arrange(self, state: OuterState) -> None:
-        """Sets the state of this worker."""
+        """Set the state of this worker."""
 
     def run(self, tensors: Sequence[Tensor], group: Group) -> NewBase | None:
-        """Computes the outcome of the round of ``group`` for the model ``tensors``; None if the round was dropped. Any
+        """Compute the outcome of the round of ``group`` for the model ``tensors``; None if the round was dropped. Any
         thread may call it."""
 
     def accept(self, new: NewBase, adopt: Callable[[], None]) -> None:
-        """Calls ``adopt``, by which this worker takes over the outcome of the last round; the thread that trains calls
+        """Call ``adopt``, by which this worker takes over the outcome of the last round; the thread that trains calls
         it."""
 
     def meet(self, tensors: Sequence[Tensor], since: int) -> None:
-        """Runs a round of all replicas, which are together, unless none has trained since the last one; ``since`` is
+        """Run a round of all replicas, which are together, unless none has trained since the last one; ``since`` is
         the number of updates that this worker has made."""
 
 
@@ -257,7 +256,7 @@ class ExchangesOfPairs(Protocol):
     """Exchanges of two replicas, either of which may be lost."""
 
     def run(self, group: Group, start: Callable[[Replicas], Pending]) -> bool:
-        """Exchanges between the two members of ``group``, all of it or nothing; returns whether it was done. Any thread
+        """Exchange between the two members of ``group``, all of it or nothing; return whether it was done. Any thread
         may call it. ``start`` begins the exchange between these replicas."""
 
 
@@ -304,18 +303,18 @@ class Synchronizer:
     """Whether :meth:`weigh` is called for each mini-batch before its backward."""
 
     def weigh(self, samples: float) -> None:
-        """Sets the weight of the next mini-batch's gradients."""
+        """Set the weight of the next mini-batch's gradients."""
 
     def begin(self, update: int) -> None:
-        """Begins the turn of ``update``, before anything of it is computed. Does not wait."""
+        """Begin the turn of ``update``, before anything of it is computed. Do not wait."""
 
     def begin_without_batch(self, update: int) -> bool:
-        """Begins a turn without a batch, in which other pipelines may have one; returns whether there is an update to
+        """Begin a turn without a batch, in which other pipelines may have one; return whether there is an update to
         make."""
         return False
 
     def announce(self, iteration: int) -> None:
-        """Announces that nothing but this worker's own computing can hold up update ``iteration`` any more. Does not
+        """Announce that nothing but this worker's own computing can hold up update ``iteration`` any more. Do not
         wait."""
 
     @property
@@ -330,53 +329,53 @@ class Synchronizer:
         return False
 
     def synchronise(self) -> None:
-        """Synchronises after the optimizer's step. Returns when the next iteration may start."""
+        """Synchronise after the optimizer's step. Return when the next iteration may start."""
         self.statistics.count(members=1)
 
     def start(self) -> None:
-        """Starts taking part; the others will, too."""
+        """Start taking part; the others will, too."""
 
     def settle(self) -> None:
-        """Finishes what others still count on this worker for, which is about to leave the scheduler's groups."""
+        """Finish what others still count on this worker for, which is about to leave the scheduler's groups."""
 
     def stop(self) -> None:
-        """Stops taking part, while others may train on."""
+        """Stop taking part, while others may train on."""
 
     def resynchronise(self) -> None:
-        """Prepares all workers, which are together, to take part again without a sync point in between."""
+        """Prepare all workers, which are together, to take part again without a sync point in between."""
 
     def make_parameters_equal(self) -> None:
-        """Gives all replicas, which are together, the same parameters."""
+        """Give all replicas, which are together, the same parameters."""
         self.replica.average_parameters()
 
     def parameter_states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Returns state for a checkpoint beside the optimizer's, by parameter and in its shape. Called at a sync
+        """Return state for a checkpoint beside the optimizer's, by parameter and in its shape. Called at a sync
         point."""
         return {}
 
     def load_parameter_states(self, states: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-        """Loads the state of :meth:`parameter_states`, perhaps of another mesh; called before training."""
+        """Load the state of :meth:`parameter_states`, perhaps of another mesh; called before training."""
 
     def handover(self) -> dict[str, Any]:
-        """Returns state that a newcomer needs besides the parameters and :meth:`parameter_states`: copies of tensors,
+        """Return state that a newcomer needs besides the parameters and :meth:`parameter_states`: copies of tensors,
         on the CPU, and numbers. Called between two turns."""
         return {}
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Takes over the state of another pipeline's :meth:`handover`; called before training."""
+        """Take over the state of another pipeline's :meth:`handover`; called before training."""
 
     def _average(self, buckets: Sequence[FlatBucket]) -> None:
         self.replica.average(tensors_of(buckets))
 
     def average_buffers(self) -> None:
-        """Makes buffers and averages of the weights equal, as :meth:`make_parameters_equal` does parameters."""
+        """Make buffers and averages of the weights equal, as :meth:`make_parameters_equal` does parameters."""
         if self.replica.sections is None:
             self.replica.average([*self.replica.buffers, *self.replica.averages])
         else:
             self.replica.average_buffers()
 
     def _take_over(self, pipeline: int) -> None:
-        """Gives all replicas the parameters of that pipeline's replica."""
+        """Give all replicas the parameters of that pipeline's replica."""
         group = self.replica.everybody([float(number == pipeline) for number in range(len(self.replica.ranks))])
         finish(TakeOver(self.replica.groups.replicas()).start(tensors_of(self.replica.parameters), group))
 
@@ -390,4 +389,4 @@ class SyncMethod(Protocol):
         """Policy by which the scheduler decides for the method."""
 
     def build(self, replica: Replica) -> Synchronizer:
-        """Builds this worker's half. Every worker of the run must call it at the same point."""
+        """Build this worker's half. Every worker of the run must call it at the same point."""

@@ -37,7 +37,7 @@ def named(specifications: Mapping[str, Mapping[str, Any]], kind: str, name: str)
 
 
 def refuse_unknown(kind: str, asked: Iterable[str], known: Collection[str]) -> None:
-    """Refuses what is not in this part of a suite's configuration."""
+    """Refuse what is not in this part of a suite's configuration."""
     if unknown := [name for name in asked if name not in known]:
         raise ConfigurationError(f"{unknown[0]!r} is not among suite.{kind}; there are {', '.join(known)}.")
 
@@ -83,7 +83,7 @@ class Case:
         return self.num_stages * self.num_pipelines
 
     def seeded(self, what: Named) -> Any:
-        """Returns what Hydra builds from a specification, with the seed of this case where it takes one."""
+        """Return what Hydra builds from a specification, with the seed of this case where it takes one."""
         specification = what.specification or {}
         return hydra.utils.instantiate({**specification, **({"seed": self.seed} if "seed" in specification else {})})
 
@@ -172,7 +172,7 @@ AnyCase = EmulatedCase | RealCase
 
 
 def command(case: AnyCase) -> str:
-    """Runs this case of ``suite=throughput`` alone."""
+    """Run this case of ``suite=throughput`` alone."""
     own: tuple[str, ...] = ("micro_batch_seconds", "num_parameters") if isinstance(case, EmulatedCase) else ("pace",)
     if isinstance(case, RealCase) and case.depths:
         own = (*own, "depths")
@@ -187,13 +187,13 @@ def command(case: AnyCase) -> str:
 
 
 def specifications(case: AnyCase) -> dict[str, Any]:
-    """Returns those of the method, the condition and the workload, as settings of a suite."""
+    """Return those of the method, the condition and the workload, as settings of a suite."""
     kinds = {"heterogeneity": case.condition, "methods": case.method, "workloads": case.workload}
     return {f"{kind}.{what.name}": what.specification for kind, what in kinds.items() if what.specification is not None}
 
 
 def suite_command(suite: str, seed: int, settings: Mapping[str, Any]) -> str:
-    """Runs a suite with these settings."""
+    """Run a suite with these settings."""
     overrides = [f"suite.{name}={value}" for name, value in _flat(settings)]
     return shlex.join(["python", "-m", "recipes.bench", f"suite={suite}", f"seed={seed}", *overrides])
 
@@ -210,7 +210,7 @@ def _flat(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def only_delays(case: AnyCase) -> Delays:
-    """Returns the delays that an outside reference is given: it can sleep before the forward of a mini-batch.
+    """Return the delays that an outside reference is given: it can sleep before the forward of a mini-batch.
 
     Raises:
         ConfigurationError: real compute, stages where it has none, or another heterogeneity.

@@ -50,7 +50,7 @@ class Card:
         threading.Thread(target=self._deliver, daemon=True).start()
 
     def send(self, to: int, size: int, start: Callable[[], dist.Work]) -> Held:
-        """Calls ``start`` when a message of so many bytes would have arrived."""
+        """Call ``start`` when a message of so many bytes would have arrived."""
         held = Held(start)
         with self._changed:
             sent_at = time.monotonic()
@@ -79,7 +79,7 @@ class Held:
         self._error: Exception | None = None
 
     def begin(self) -> None:
-        """Begins the real transfer."""
+        """Begin the real transfer."""
         try:
             self._work = self._start()
         except Exception as error:  # raised where it is waited for
@@ -87,7 +87,7 @@ class Held:
         self._begun.set()
 
     def wait(self, limit: timedelta = timedelta(0)) -> None:
-        """Waits until the receiver has taken it; ``limit`` is that of the real transfer."""
+        """Wait until the receiver has taken it; ``limit`` is that of the real transfer."""
         if not self._begun.wait(PATIENCE):
             raise RuntimeError(f"an emulated link was busy for {PATIENCE:.0f} s")
         if self._error is not None:

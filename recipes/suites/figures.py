@@ -145,7 +145,7 @@ def _by(rows: Sequence[Row], *columns: str) -> dict[str, list[Row]]:
 
 
 def colours_of(rows: Iterable[Row]) -> dict[str, str]:
-    """Returns the colours of the methods of ``rows``, in their order; a method has the same in every figure."""
+    """Return the colours of the methods of ``rows``, in their order; a method has the same in every figure."""
     methods = list(dict.fromkeys(map(_method, rows)))
     others = [method for method in methods if method not in COLOURS]
     own = {method: OTHERS[index % len(OTHERS)] for index, method in enumerate(others)}

@@ -53,7 +53,7 @@ class Journal:
 
 
 def source_digest() -> str:
-    """Returns a digest of the code of the package, the recipes and their configuration."""
+    """Return a digest of the code of the package, the recipes and their configuration."""
     digest = hashlib.sha256()
     for directory, pattern in (("lightning_sdpipe", "*.py"), ("recipes", "*.py"), ("conf", "*.yaml")):
         for file in sorted((_ROOT / directory).rglob(pattern)):

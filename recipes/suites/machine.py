@@ -25,7 +25,7 @@ def cores() -> int:
 
 
 def needed_scale(processor_seconds: float, iteration_seconds: float, num_cores: int) -> float:
-    """Returns a factor for all times with which the cores are busy for :data:`AIM` of the time; at least 1, in tenths.
+    """Return a factor for all times with which the cores are busy for :data:`AIM` of the time; at least 1, in tenths.
 
     Args:
         processor_seconds: that all processes together use for one iteration, however long it takes.
@@ -37,7 +37,7 @@ def needed_scale(processor_seconds: float, iteration_seconds: float, num_cores: 
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that matter."""
+    """Return the versions of Python and of the packages that matter."""
     return {"python": platform.python_version()} | {p: v for p in PACKAGES if (v := _version(p))}
 
 

@@ -56,12 +56,12 @@ def hosts(count: int, rate_mbit: float | None = None) -> Iterator[list[str]]:
 
 
 def plug(number: int, on: bool) -> None:
-    """Joins the cable of one of the :func:`hosts` that this process made, or pulls it."""
+    """Join the cable of one of the :func:`hosts` that this process made, or pulls it."""
     _run("ip", "-n", _switch(), "link", "set", f"port{number}", "up" if on else "down")
 
 
 def enter(name: str) -> None:
-    """Moves the calling thread, and what it starts from now on, into a namespace."""
+    """Move the calling thread, and what it starts from now on, into a namespace."""
     with Path("/run/netns", name).open() as namespace:
         _enter(namespace.fileno(), name)
 

@@ -37,7 +37,7 @@ def run_parts(
 
 
 def check_parts(suite: str, only: Iterable[str], parts: Iterable[str]) -> None:
-    """Refuses a part that there is not.
+    """Refuse a part that there is not.
 
     Raises:
         ConfigurationError: says which parts there are.

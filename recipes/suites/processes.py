@@ -41,7 +41,7 @@ def _connected(store: str, count: int, work: Callable[..., Result], rank: int, *
 
 
 def in_processes(count: int, work: Callable[..., Result], *arguments: Any, timeout: float) -> list[Result]:
-    """Returns what ``work(rank, *arguments)`` returns on each of ``count`` ranks.
+    """Return what ``work(rank, *arguments)`` returns on each of ``count`` ranks.
 
     The processes are forked, so that they share what this one has imported, and compute with one thread each. None
     is left when this returns or raises.

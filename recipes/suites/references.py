@@ -58,7 +58,7 @@ class DelayedProbe(Probe):
 
 
 def lightning_ddp() -> DDPStrategy:
-    """Returns the strategy as a user gets it, on processes that are forked like ours."""
+    """Return the strategy as a user gets it, on processes that are forked like ours."""
     return DDPStrategy(start_method="fork", process_group_backend="gloo")
 
 
@@ -73,7 +73,7 @@ def bare_torch(
     iterations: int,
     warm_up: int,
 ) -> list[WorkerReport]:
-    """Trains emulated blocks in torch's 1F1B, with the gradients all-reduced over each stage before each step.
+    """Train emulated blocks in torch's 1F1B, with the gradients all-reduced over each stage before each step.
 
     Args:
         num_stages: M.

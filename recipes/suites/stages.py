@@ -49,7 +49,7 @@ def open_stage(
     schedule: str = "1f1b",
     num_micro_batches: int = 1,
 ) -> Assembled:
-    """Cuts ``module`` over the ranks and keeps this rank's part, in flat buckets.
+    """Cut ``module`` over the ranks and keep this rank's part, in flat buckets.
 
     Args:
         groups: of one pipeline.

@@ -33,7 +33,7 @@ TRANSFER_TIMEOUT = timedelta(minutes=5)
 
 
 def measure(case: AnyCase) -> Row:
-    """Trains, and reports throughput, shares and bounds.
+    """Train, and report throughput, shares and bounds.
 
     Raises:
         ConfigurationError: a reference under heterogeneity that it cannot be given.
@@ -47,7 +47,7 @@ def measure(case: AnyCase) -> Row:
 
 
 def _emulated(case: EmulatedCase) -> tuple[list[WorkerReport], int]:
-    """Reports of the workers, and the samples of a mini-batch: one per micro-batch."""
+    """Report of the workers, and the samples of a mini-batch: one per micro-batch."""
     parts = 1 if case.schedule == "pipedream" else case.num_micro_batches
     seconds = case.micro_batch_seconds * case.scale * case.num_micro_batches / parts
     times = (1 - BACKWARD_SHARE) * seconds, BACKWARD_SHARE * seconds
@@ -79,7 +79,7 @@ def _features(samples: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
 
 
 def _real(case: RealCase) -> tuple[list[WorkerReport], int]:
-    """Reports of the workers, and the samples of a mini-batch."""
+    """Report of the workers, and the samples of a mini-batch."""
     module, loader = real_training(case)
     return _fit(case, module, loader), loader.batch_size or 1
 
@@ -119,7 +119,7 @@ def _fit(case: AnyCase, module: L.LightningModule, loader: DataLoader[Any]) -> l
 
 
 def strategy(case: AnyCase, log_dir: Path | None = None) -> DDPStrategy:
-    """Returns the strategy that trains this case; its scheduler's log goes into ``log_dir``."""
+    """Return the strategy that trains this case; its scheduler's log goes into ``log_dir``."""
     if case.method.name == "lightning_ddp":
         return lightning_ddp()
     exchange = hydra.utils.instantiate(case.exchange) if isinstance(case, RealCase) and case.exchange else None

@@ -117,7 +117,7 @@ class Probe(L.Callback):
 
 
 def read_reports(directory: Path) -> list[WorkerReport]:
-    """Returns what the probes of a training wrote, by rank."""
+    """Return what the probes of a training wrote, by rank."""
     files = sorted(directory.glob("*.json"), key=lambda file: int(file.stem))
     plain = [json.loads(file.read_text()) for file in files]
     return [WorkerReport(**{**report, "used": Counters(**report["used"])}) for report in plain]

@@ -41,7 +41,7 @@ class Masking:
     fixed: bool = False
 
     def __call__(self, rows: Sequence[Tensor]) -> Batch:
-        """Stacks ``rows``, each of shape ``(length,)`` and framed by special tokens.
+        """Stack ``rows``, each of shape ``(length,)`` and framed by special tokens.
 
         Returns:
             ``"input_ids"`` and ``"labels"``, both int64 of shape ``(len(rows), length)``.

@@ -30,7 +30,7 @@ def train_wordpiece(documents: Iterable[str], size: int) -> Tokenizer:
 
 
 def vocabulary_file(name: str, size: int) -> Path:
-    """Returns the file in which a trained vocabulary is kept, under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return the file in which a trained vocabulary is kept, under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (
         (Path(home) if home else Path.home() / ".cache") / "lightning_sdpipe" / "vocabularies" / f"{name}-{size}.json"
@@ -38,7 +38,7 @@ def vocabulary_file(name: str, size: int) -> Path:
 
 
 def write(tokenizer: Tokenizer, file: Path) -> None:
-    """Puts it there at once or not at all, since other processes may be reading."""
+    """Put it there at once or not at all, since other processes may be reading."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as part:
         part.write(tokenizer.to_str())

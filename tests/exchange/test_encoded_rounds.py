@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -196,17 +196,23 @@ def members(*pipelines: int, sequence: int = 0, epoch: int = 1) -> Group:
 
 
 def offer(
-    rounds: EncodedPresentRounds, rank: int, gradients: Sequence[Tensor | None], group: Group, mover: SumInPlace
+    rounds: EncodedPresentRounds,
+    rank: int,
+    gradients: Sequence[Tensor | None],
+    group: Group,
+    mover: SumInPlace,
+    hosts: Mapping[int, str] | None = None,
 ) -> None:
     """Offers the gradients of ``rank``, which has no batch if there are none."""
     rounds.weight = float(any(each is not None for each in gradients))
-    rounds.begin(group, mover)
+    rounds.begin(group, mover, hosts)
     rounds.complete(gradients)
 
 
-@pytest.mark.parametrize("payload", [Half(), EightBit(block=64, feedback=True), OneBit(64)], ids=repr)
+@pytest.mark.parametrize("hosts", [None, {0: "a", 1: "a", 2: "b"}, {0: "a", 1: "b", 2: "a"}], ids=repr)
+@pytest.mark.parametrize("payload", [Full(), Half(), EightBit(block=64, feedback=True), OneBit(64)], ids=repr)
 def test_those_present_have_equal_bits_and_over_time_everything_arrives(
-    crews: tuple[Crew, Crew], payload: Payload
+    crews: tuple[Crew, Crew], payload: Payload, hosts: Mapping[int, str] | None
 ) -> None:
     """Also where one has no batch in every other round, and keeps what it has left out."""
     turns = 30
@@ -216,7 +222,7 @@ def test_those_present_have_equal_bits_and_over_time_everything_arrives(
         for turn in range(turns):
             trains = rank != 1 or turn % 2 == 0
             mine = [gradient(rank, number, 0) if trains and number != 2 else None for number in range(4)]
-            offer(rounds, rank, mine, members(0, 1, 2, sequence=turn), SumInPlace(crews[0].replicas(rank)))
+            offer(rounds, rank, mine, members(0, 1, 2, sequence=turn), SumInPlace(crews[0].replicas(rank)), hosts)
             outcome = rounds.outcome()
             assert outcome.weight == 2 + (turn % 2 == 0)
             found.append([None if each is None else each.clone() for each in outcome.gradients])

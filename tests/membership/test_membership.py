@@ -525,6 +525,19 @@ def test_a_new_scheduler_goes_on_without_those_who_do_not_come_back() -> None:
     assert isinstance(ended, w.Ended)
 
 
+def test_a_newcomer_with_its_state_that_has_not_heard_that_it_is_a_member_is_one() -> None:
+    epoch = Epoch(7, (Member(0, 10), Member(1, 11)), "pipeline 1 has come")
+    run = Run(stages=2)
+    run.incarnations = {0: 10, 1: 11}
+    for stage in range(2):
+        run.on(resumed(Worker(stage, 0), 10, epoch))
+        run.say(w.Enrolled, 1, SAME, stage=stage)
+    assert run.say(w.Received, 1, "state-1-6001", 10) == []
+    again, *started = run.say(w.Received, 1, "state-1-6001", 10, stage=1)
+    assert again == Epoch(8, epoch.members, "the scheduler was started again")
+    assert {*started} == {w.Started(1, run.core.epoch, False)}
+
+
 def test_a_process_that_was_replaced_does_not_come_back_to_a_new_scheduler() -> None:
     run = Run()
     run.on(resumed(Worker(0, 2), 5, Epoch(3, (Member(2, 5), Member(0, 10)), "")))

@@ -26,8 +26,9 @@ from lightning_sdpipe.policies import (
 )
 from lightning_sdpipe.policies.ad_psgd import ADPSGD, ADPSGDPolicy, AsynchronousADPSGDPolicy, matching
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.decentralized import PresentPeers
 from lightning_sdpipe.policies.decisions import check_group
-from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
+from lightning_sdpipe.policies.local_sgd import LocalSGD, LocalSGDPolicy, NoSync
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
@@ -70,6 +71,9 @@ specs = st.one_of(
             OuterRounds(),
             OuterRounds(2, grace=0.5),
             OuterRounds(0.5),
+            PresentPeers("ring"),
+            PresentPeers("shift_one", every=2),
+            PresentPeers("random", seed=3),
             PHDPSGD(staleness=2),
             PHDPSGD(staleness=None, every=2, gamma=0.0),
             PHDPSGD(staleness=1, asynchronous=True),
@@ -98,6 +102,10 @@ class AnyPolicy(RuleBasedStateMachine):
         connectivity = getattr(spec, "connectivity", None)
         unit = getattr(spec, "connectivity_unit", "rounds")
         self.graphs = [NaiveSyncGraph(connectivity, unit) if connectivity else None for _ in range(stages)]
+
+    @property
+    def stages_wait_for_each_other(self) -> bool:
+        return isinstance(self.spec, PartialReduce | OuterRounds) or isinstance(self.policy, LocalSGDPolicy)
 
     def worker(self, data: st.DataObject) -> Worker:
         return W(
@@ -217,7 +225,7 @@ class AnyPolicy(RuleBasedStateMachine):
         if not hasattr(self, "policy") or self.policy.deadline() is not None:
             return
         stages = {worker.stage for worker in self.waiting}
-        if isinstance(self.spec, PartialReduce):  # whose stages wait for each other
+        if self.stages_wait_for_each_other:
             assert not stages or self.active - set(self.waiting)
             return
         for stage in stages:
@@ -239,9 +247,7 @@ class AnyPolicy(RuleBasedStateMachine):
             if not unanswered:
                 return
             stages = {worker.stage for worker in self.waiting}
-            free = [
-                w for w in self.active - set(self.waiting) if w.stage in stages or isinstance(self.spec, PartialReduce)
-            ]
+            free = [w for w in self.active - set(self.waiting) if w.stage in stages or self.stages_wait_for_each_other]
             if free:
                 # The one furthest behind comes next, as it would in a pipeline.
                 worker = min(free, key=lambda w: (self.iteration[w], w))

@@ -55,10 +55,12 @@ class Process:
 
 class Rounds:
     """A run; ``breaks`` is how likely an exchange breaks off for one of its members, and ``restarts`` and ``newcomers``
-    how likely the scheduler, or a pipeline that died, is started again in a step."""
+    how likely the scheduler, or a pipeline that died, is started again in a step; ``unheard`` how likely the scheduler
+    dies when all but a newcomer have heard that it is a member."""
 
-    def __init__(self, seed: int, breaks: float, restarts: float, newcomers: float = 0.0) -> None:
+    def __init__(self, seed: int, breaks: float, restarts: float, newcomers: float = 0.0, unheard: float = 0.0) -> None:
         self.rng, self.breaks, self.restarts, self.now = random.Random(seed), breaks, restarts, 0.0
+        self.unheard, self.lost, self.dies = unheard, 0, False
         self.newcomers, self.rounds, self.starts = newcomers, 5 * ROUNDS if newcomers else ROUNDS, 0
         self.service = self.start_scheduler()
         self.processes = [Process(Conversation(Worker(0, i), 100 + i)) for i in range(PIPELINES)]
@@ -79,6 +81,8 @@ class Rounds:
                 self.die(self.rng.choice(trains))
             if self.restarts and self.now > 1.0 and self.rng.random() < self.restarts:
                 self.service = self.start_scheduler()
+            if self.dies:
+                self.service, self.dies = self.start_scheduler(), False
             self.deliver(self.service.tick(self.now))
             for process in self.rng.sample(alive, len(alive)):
                 if not process.dead:
@@ -107,7 +111,12 @@ class Rounds:
 
     def deliver(self, replies: Any) -> None:
         for peer, reply in replies:
-            self.lines.setdefault(peer, deque()).append(reply)
+            newcomer = self.unheard and isinstance(reply, e.Start) and not reply.fresh
+            if newcomer and self.rng.random() < self.unheard:
+                self.lines[peer], self.dies = deque(), True
+                self.lost += 1
+            else:
+                self.lines.setdefault(peer, deque()).append(reply)
 
     def pump(self, process: Process) -> None:
         """Says what is due, and hears some of what has come, in order on each line."""
@@ -238,3 +247,15 @@ def test_newcomers_are_in_every_round_after_the_state_that_they_took_over(breaks
         assert len(models) == 1, (seed, models)
         begun += sum(p.begins for p in rounds.processes[PIPELINES:])
     assert begun > 20, "hardly any newcomer has trained"
+
+
+def test_a_newcomer_that_has_not_heard_that_it_is_a_member_is_not_put_out() -> None:
+    lost = 0
+    for seed in range(8):
+        rounds = Rounds(seed, breaks=0.1, restarts=1e-9, newcomers=0.1, unheard=0.5)
+        rounds.run()
+        assert [p.pipeline for p in rounds.processes if p.talk.stop is not None and not p.dead] == []
+        models = {tuple(p.model) for p in rounds.processes if not p.dead and p.begins}
+        assert len(models) == 1, (seed, models)
+        lost += rounds.lost
+    assert lost > 20, "hardly any was not heard"

@@ -42,7 +42,7 @@ class Dither:
         self._table = table(device)
 
     def add_to(self, y: Tensor) -> None:
-        """Adds noise to a flat tensor, in place."""
+        """Add noise to a flat tensor, in place."""
         for part in torch.split(y, TABLE):
             begin = self._random.randrange(TABLE)
             part.add_(self._table[begin : begin + part.numel()])
@@ -50,7 +50,7 @@ class Dither:
 
 @functools.cache
 def table(device: torch.device) -> Tensor:
-    """Returns the table of noise, twice in a row: 2 MiB on each device that asks for it."""
+    """Return the table of noise, twice in a row: 2 MiB on each device that asks for it."""
     generator = torch.Generator().manual_seed(0)
     levels = (torch.arange(LEVELS) + 0.5) / LEVELS - 0.5
     order = torch.cat([torch.randperm(LEVELS, generator=generator) for _ in range(TABLE // LEVELS)])
@@ -132,7 +132,7 @@ class EightBit(Payload):
 
 
 def _choose_levels(values: Tensor, middle: Tensor, step: Tensor) -> None:
-    """Writes the value of code 0 and the step of each row of float32; the step of a row that is not finite is not."""
+    """Write the value of code 0 and the step of each row of float32; the step of a row that is not finite is not."""
     low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
     torch.add(low, high - low, alpha=128 / 255, out=middle)
     torch.maximum(high.sub_(middle).mul_(MARGIN / 127), low.sub_(middle).mul_(-MARGIN / 128), out=step)

@@ -45,12 +45,12 @@ class Modulo:
         check_block(self.block)
 
     def nbytes(self, n: int) -> int:
-        """Returns the bytes of a message with ``n`` values."""
+        """Return the bytes of a message with ``n`` values."""
         return n + 8 * num_blocks(n, self.block)
 
     @torch.no_grad()
     def encode(self, x: Tensor, theta: Tensor, into: Tensor) -> None:
-        """Writes ``x`` into a message, with an error of at most θ/252 + 2⁻²¹ · the block's largest magnitude per value.
+        """Write ``x`` into a message, with an error of at most θ/252 + 2⁻²¹ · the block's largest magnitude per value.
 
         Args:
             x: 1-D, contiguous, floating-point.
@@ -80,14 +80,14 @@ class Modulo:
         write_header(header, into)
 
     def message(self, x: Tensor, theta: Tensor) -> Tensor:
-        """Returns a new message with ``x``, as by :meth:`encode`."""
+        """Return a new message with ``x``, as by :meth:`encode`."""
         message = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
         self.encode(x, theta, message)
         return message
 
     @torch.no_grad()
     def decode(self, message: Tensor, reference: Tensor, into: Tensor, weight: float | None = None) -> Tensor:
-        """Replaces ``into`` by the values of ``message``, read relative to ``reference``, or adds them ``weight``
+        """Replace ``into`` by the values of ``message``, read relative to ``reference``, or add them ``weight``
         times.
 
         Args:
@@ -123,7 +123,7 @@ class Modulo:
         return (found != checksums) & header[0].isfinite()
 
     def _checksum(self, wraps: Tensor) -> Tensor:
-        """Returns the checksum of each row of whole numbers in float32, as a column of int32."""
+        """Return the checksum of each row of whole numbers in float32, as a column of int32."""
         weights = _weights(self.block, wraps.device)[: wraps.shape[1]]
         return wraps.to(torch.int32).mul_(weights).sum(1, keepdim=True, dtype=torch.int32)
 
@@ -145,14 +145,14 @@ class Spread:
 
     @torch.no_grad()
     def observe(self, difference: Tensor) -> None:
-        """Takes note of another model minus this one, flat. Values that are not finite are ignored."""
+        """Take note of another model minus this one, flat. Values that are not finite are ignored."""
         seen = largest_magnitudes(difference, self._block)
         seen.masked_fill_(~seen.isfinite(), 0.0)
         self._largest = seen if self._largest is None else torch.maximum(self._largest.mul_(FORGET), seen)
 
 
 def largest_magnitudes(x: Tensor, block: int) -> Tensor:
-    """Returns the largest magnitude of each block of a flat tensor, in float32."""
+    """Return the largest magnitude of each block of a flat tensor, in float32."""
     largest = x.new_empty(num_blocks(x.numel(), block), dtype=torch.float32)
     pieces = Pieces(x, block)
     for values, most in zip(pieces.values(), pieces.of(largest, 1), strict=True):
@@ -161,12 +161,12 @@ def largest_magnitudes(x: Tensor, block: int) -> Tensor:
 
 
 def _magnitude(rows: Tensor) -> Tensor:
-    """Returns the largest magnitude of each row, as a column."""
+    """Return the largest magnitude of each row, as a column."""
     return torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
 
 
 def _step(values: Tensor, theta: Tensor) -> Tensor:
-    """Returns the step of each row of float32; NaN for rows that are not finite."""
+    """Return the step of each row of float32; NaN for rows that are not finite."""
     finest = _magnitude(values).mul_(FINEST)
     step = torch.maximum(theta / STEPS, finest).clamp_(min=torch.finfo(torch.float32).tiny)
     return step.masked_fill_(~step.isfinite(), torch.nan)
@@ -174,6 +174,6 @@ def _step(values: Tensor, theta: Tensor) -> Tensor:
 
 @functools.cache
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Returns random odd numbers, the same on all workers."""
+    """Return random odd numbers, the same on all workers."""
     draws = random.Random(0)
     return torch.tensor([2 * draws.getrandbits(31) + 1 - 2**31 for _ in range(count)], dtype=torch.int32, device=device)

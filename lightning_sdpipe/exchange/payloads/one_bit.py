@@ -103,7 +103,7 @@ class OneBit(Payload):
 
 
 def _packed(bits: Tensor) -> Tensor:
-    """Packs flat zeros and ones, eight to a byte; the last byte ends with zeros."""
+    """Pack flat zeros and ones, eight to a byte; the last byte ends with zeros."""
     bytes_ = bits.new_zeros(-(-bits.numel() // 8) * 8, dtype=torch.int8)
     bytes_[: bits.numel()].copy_(bits)
     return bytes_.view(torch.int64).mul_(GATHER).bitwise_right_shift_(56)
@@ -111,6 +111,6 @@ def _packed(bits: Tensor) -> Tensor:
 
 @functools.cache
 def _signs(device: torch.device) -> Tensor:
-    """Returns for every byte eight signed bytes in one 64-bit word: −1 for a set bit, else 1."""
+    """Return for every byte eight signed bytes in one 64-bit word: −1 for a set bit, else 1."""
     bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
     return (1 - 2 * bits).to(torch.int8).view(torch.int64).view(-1).to(device)

@@ -38,7 +38,7 @@ class Payload(ABC):
     """Whether a finite value of a wider type may become an infinity in a message."""
 
     def on(self, dtype: torch.dtype) -> Payload:
-        """Returns this payload for buffers of ``dtype``.
+        """Return this payload for buffers of ``dtype``.
 
         Raises:
             ConfigurationError: integers or complex numbers, which cannot be averaged in low precision.
@@ -51,16 +51,16 @@ class Payload(ABC):
         return self
 
     def at(self, update: int) -> Payload:
-        """Returns the payload of the update that ``update`` others came before; :meth:`on` is applied afterwards."""
+        """Return the payload of the update that ``update`` others came before; :meth:`on` is applied afterwards."""
         return self
 
     @abstractmethod
     def nbytes(self, n: int) -> int:
-        """Returns the bytes of a message with ``n`` values."""
+        """Return the bytes of a message with ``n`` values."""
 
     @abstractmethod
     def encode(self, x: Tensor, into: Tensor, residual: Tensor | None = None, draw: int = 0) -> None:
-        """Writes ``x`` into a message.
+        """Write ``x`` into a message.
 
         Args:
             x: 1-D, contiguous, floating-point.
@@ -71,21 +71,21 @@ class Payload(ABC):
         """
 
     def message(self, x: Tensor, residual: Tensor | None = None, draw: int = 0) -> Tensor:
-        """Returns a new message with ``x``, as by :meth:`encode`."""
+        """Return a new message with ``x``, as by :meth:`encode`."""
         message = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
         self.encode(x, message, residual, draw)
         return message
 
     @abstractmethod
     def decode(self, message: Tensor, into: Tensor, weight: float | None = None) -> None:
-        """Replaces ``into``, 1-D and contiguous, by the values of ``message``, or adds them ``weight`` times.
+        """Replace ``into``, 1-D and contiguous, by the values of ``message``, or add them ``weight`` times.
 
         The result is the same to the bit on all devices; when adding, with a weight of 1.
         """
 
 
 def check_flat(x: Tensor, message: Tensor, nbytes: int, residual: Tensor | None = None) -> None:
-    """Raises ValueError unless ``message`` has ``nbytes`` bytes, ``x`` is flat, and the residual fits."""
+    """Raise ValueError unless ``message`` has ``nbytes`` bytes, ``x`` is flat, and the residual fits."""
     if x.dim() != 1 or not x.is_contiguous() or x.dtype not in CARRIED:
         raise ValueError(f"payloads carry contiguous 1-D floating-point tensors, not {tuple(x.shape)} of {x.dtype}")
     if message.dtype != torch.uint8 or message.shape != (nbytes,) or not message.is_contiguous():
@@ -100,13 +100,13 @@ def check_flat(x: Tensor, message: Tensor, nbytes: int, residual: Tensor | None 
 
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the type of residuals and accumulators of a buffer: float32 for narrower types, whose rounding would lose
+    """Return the type of residuals and accumulators of a buffer: float32 for narrower types, whose rounding would lose
     them."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def deliver(values: Tensor, into: Tensor, weight: float | None) -> None:
-    """Ends decoding: ``values`` replace ``into``, or are added to it."""
+    """End decoding: ``values`` replace ``into``, or are added to it."""
     if weight is None:
         into.copy_(values)
     else:
@@ -114,7 +114,7 @@ def deliver(values: Tensor, into: Tensor, weight: float | None) -> None:
 
 
 def keep_error(residual: Tensor, x: Tensor, decoded: Tensor) -> None:
-    """Adds x − decoded to the residual, except where the difference is not finite. Overwrites ``decoded``."""
+    """Add x − decoded to the residual, except where the difference is not finite. Overwrites ``decoded``."""
     missed = torch.sub(x, decoded, out=decoded) if residual.dtype == decoded.dtype else x - decoded
     residual.add_(missed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
 
@@ -124,7 +124,7 @@ def refusal(name: str, value: object, allowed: str) -> ConfigurationError:
 
 
 def check_block(block: int, multiple: int = 1) -> None:
-    """Raises ConfigurationError unless ``block`` is a positive multiple of ``multiple``."""
+    """Raise ConfigurationError unless ``block`` is a positive multiple of ``multiple``."""
     if isinstance(block, bool) or not isinstance(block, int) or block < 1 or block % multiple:
         what = "a positive integer" if multiple == 1 else f"a positive multiple of {multiple}"
         raise refusal("block", block, f"{what} (values that share a scale), such as 4096")
@@ -151,11 +151,11 @@ class ErrorFeedback:
         self._scale = 1.0
 
     def follow(self, scale: float) -> None:
-        """Sets ``scale``, by which a loss scaler multiplies gradients from now on, and rescales what was left out."""
+        """Set ``scale``, by which a loss scaler multiplies gradients from now on, and rescales what was left out."""
         if scale != self._scale:
             self.residual.mul_(scale / self._scale)
             self._scale = scale
 
     def drop(self) -> None:
-        """Forgets what was left out."""
+        """Forget what was left out."""
         self.residual.zero_()

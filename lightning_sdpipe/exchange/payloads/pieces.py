@@ -33,7 +33,7 @@ class Pieces:
         self._rows = [self._at_once] * full + [last] * bool(last)
 
     def of(self, flat: Tensor, width: int) -> list[Tensor]:
-        """Returns the pieces of a flat tensor that has ``width`` elements for each block; the rest belongs to the
+        """Return the pieces of a flat tensor that has ``width`` elements for each block; the rest belongs to the
         shorter block."""
         if not self._rest:
             return self._split(flat.view(self._whole, width))
@@ -44,15 +44,15 @@ class Pieces:
         return [rows] * len(self._rows) if len(self._rows) < 2 else list(torch.split(rows, self._at_once))
 
     def values(self) -> list[Tensor]:
-        """Returns the pieces of the tensor itself."""
+        """Return the pieces of the tensor itself."""
         return self.of(self._x, self._block)
 
     def residuals(self, residual: Tensor | None) -> list[Tensor] | list[None]:
-        """Returns the pieces of a residual of the tensor, or None for each piece if there is no residual."""
+        """Return the pieces of a residual of the tensor, or None for each piece if there is no residual."""
         return self.of(residual, self._block) if residual is not None else [None] * (len(self._rows) + bool(self._rest))
 
     def scratch(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """Returns memory for one piece, in the shape of each of them."""
+        """Return memory for one piece, in the shape of each of them."""
         width = min(self._block, self._x.numel())
         memory = torch.empty(max(self._rows, default=1), width, dtype=dtype, device=self._x.device)
         shapes = {rows: memory[:rows] for rows in self._rows}
@@ -60,12 +60,12 @@ class Pieces:
         return [*(shapes[rows] for rows in self._rows), *rest]
 
     def new_header(self, lines: int) -> Tensor:
-        """Returns an empty float32 header with a column for each block."""
+        """Return an empty float32 header with a column for each block."""
         blocks = self._whole + bool(self._rest)
         return torch.empty(lines, blocks, dtype=torch.float32, device=self._x.device)
 
     def read_header(self, message: Tensor, lines: int) -> Tensor:
-        """Returns the header that :func:`write_header` wrote, as a copy: the message may lie at an address that is odd
+        """Return the header that :func:`write_header` wrote, as a copy: the message may lie at an address that is odd
         for float32."""
         header = self.new_header(lines)
         header.view(-1).view(torch.uint8).copy_(message[: 4 * header.numel()])
@@ -73,7 +73,7 @@ class Pieces:
 
 
 def write_header(header: Tensor, message: Tensor) -> None:
-    """Writes a header to the beginning of a message."""
+    """Write a header to the beginning of a message."""
     message[: 4 * header.numel()].copy_(header.view(-1).view(torch.uint8))
 
 
@@ -82,7 +82,7 @@ def num_blocks(n: int, block: int) -> int:
 
 
 def add_residual(x: Tensor, residual: Tensor | None, scratch: Tensor) -> Tensor:
-    """Returns x + residual in float32: ``x`` itself where they are equal, else in ``scratch``."""
+    """Return x + residual in float32: ``x`` itself where they are equal, else in ``scratch``."""
     if residual is not None:
         return torch.add(x, residual, out=scratch)
     return x if x.dtype == torch.float32 else scratch.copy_(x)

@@ -96,11 +96,11 @@ class TopK(Payload):
 
 
 def _index(place: Tensor, values: Tensor) -> Tensor:
-    """Returns flat places within all rows from places within rows: CUDA can add to these in a deterministic order."""
+    """Return flat places within all rows from places within rows: CUDA can add to these in a deterministic order."""
     rows, columns = values.shape
     return place.add(torch.arange(0, rows * columns, columns, device=place.device).unsqueeze(1)).view(-1)
 
 
 def _poison(chosen: Tensor) -> Tensor:
-    """Returns 0 for each row of chosen values, or NaN if one is not finite: such values count as the largest."""
+    """Return 0 for each row of chosen values, or NaN if one is not finite: such values count as the largest."""
     return chosen.sub(chosen).sum(1, keepdim=True)

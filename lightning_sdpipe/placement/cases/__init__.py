@@ -47,5 +47,5 @@ def named(name: str) -> Network:
 
 
 def traffic(num_stages: int = 8) -> StageTraffic:
-    """Returns what stages of three layers send in the published code, whose pipelines have eight of them."""
+    """Return what stages of three layers send in the published code, whose pipelines have eight of them."""
     return StageTraffic.even(num_stages, STAGE_BYTES, CUT_BYTES)

@@ -250,6 +250,7 @@ class Conversation:
                         request.waits_for = reason
             case e.Start(epoch=epoch):
                 self._member = True
+                self._stranger = self._stranger if self._stranger and self._stranger.known else None  # said before that
                 return [*self._epoch_began(epoch), *self._answered(reply, lambda of: True)]
             case e.Get(receive=receive):
                 self.offered = receive.transfer
@@ -343,9 +344,7 @@ class Conversation:
             self._line, self.limit = now.line, now.line.limit
             effects.append(f.Connect(now.line.port, now.line.nonce))
         effects += [f.IsLost(*one) for one in now.lost if one not in self._now.lost]
-        self._now = now
-        if now.hold is not None:
-            self.held_up = now.hold
+        self._now, self.held_up = now, self.held_up if now.hold is None else now.hold
         for sequence in now.broken:
             if sequence in self._completed:
                 self.tell(e.TellCompleted, sequence)

@@ -232,7 +232,7 @@ class MembershipClient:
 
     def keep(self, key: str, value: bytes) -> None:
         """Keep ``value`` under ``key`` in the key-value store of the scheduler, and of each that follows it in this
-        run: one value at most. Does not wait."""
+        run: one value at most. Do not wait."""
         with self.thread.talking() as talk:
             talk.tell(e.Store, "put", (key,), value)
 

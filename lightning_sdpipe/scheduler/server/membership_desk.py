@@ -244,7 +244,7 @@ class MembershipDesk:
                 self._levels.tell()  # so that its connection is there when it starts
             if resumes is not None:
                 self._early.keep(peer, request, now)  # the rest of it is for when all are back
-                self._setting_out.resumes(worker, incarnation, resumes)
+            self._setting_out.comes(worker, incarnation, resumes)
             if resumes is None and fixed and not core.recovering:
                 self._outbox.say(peer, e.Start(core.epoch, fresh=True))
         if resumes is None and not core.roster.is_member(worker.pipeline, incarnation):

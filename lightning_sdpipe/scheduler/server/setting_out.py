@@ -74,18 +74,22 @@ class SettingOut:
             return True
         return self._process_groups.common([worker, *others]) is not None
 
-    def resumes(self, worker: Worker, incarnation: int, resumes: e.Resumes) -> None:
-        """Note what a worker says that comes back to this scheduler."""
-        if self.together and not resumes.joined and resumes.heard < 0:
+    def comes(self, worker: Worker, incarnation: int, resumes: e.Resumes | None) -> None:
+        """Note a worker that enrols, and what it says if it comes back to this scheduler. One that does not may be a
+        member that has not heard so."""
+        if self.together and (resumes is None or (not resumes.joined and resumes.heard < 0)):
             self._new[worker] = incarnation
 
     def expect_new_members(self, now: float) -> None:
         """Let members that were in no round yet take part where others of their stage are in one: an earlier scheduler
         made these wait, since the state of one of them was copied before it."""
+        core, sessions = self._membership, self._groups.sessions
         waiting, self._new = self._new, {}
         for worker, incarnation in waiting.items():
-            sessions, is_member = self._groups.sessions, self._membership.roster.is_member(worker.pipeline, incarnation)
-            if is_member and sessions.active_in(worker.stage) and not sessions.takes_part(worker):
+            if core.recovering or not core.roster.is_member(worker.pipeline, incarnation):
+                if core.is_here(worker, incarnation):
+                    self._new[worker] = incarnation
+            elif sessions.active_in(worker.stage) and not sessions.takes_part(worker):
                 self._groups.expect(worker, incarnation, now)
 
     def due(self) -> set[int]:

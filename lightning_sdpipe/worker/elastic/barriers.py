@@ -287,6 +287,7 @@ class ElasticReplica(Replica):
     of_present: RoundsOfPresent = field(kw_only=True)
     of_bases: RoundsOfBases | None = field(kw_only=True, default=None)
     of_pairs: ExchangesOfPairs = field(kw_only=True)
+    forget: Callable[[], None] = field(kw_only=True, default=lambda: None)  # what members of groups have in common
 
     @property
     def count(self) -> int:
@@ -305,6 +306,7 @@ class ElasticReplica(Replica):
         return self.of_pairs
 
     def average(self, tensors: Sequence[Tensor]) -> None:
+        self.forget()
         self.barriers.average(tensors)
 
     def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:

@@ -11,8 +11,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies.decentralized import PresentPeers
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.sync.capabilities import Combination, check
 from lightning_sdpipe.worker.options import Options
 
 _HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
@@ -25,9 +27,9 @@ def check_options(options: Options) -> None:
 
 
 def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) -> None:
-    """Raise ConfigurationError if the scheduler decides by another policy than a method with rounds needs, or only one
-    of the two lets pipelines average while they compute."""
-    others = (needed.keeps_equal or isinstance(needed, OuterRounds)) and type(held) is not type(needed)
+    """Raise ConfigurationError if the scheduler decides by another policy than a method needs, or only one of the two
+    lets pipelines average while they compute."""
+    others = (needed.keeps_equal or isinstance(needed, OuterRounds | PresentPeers)) and type(held) is not type(needed)
     if others or _is_asynchronous(needed) != _is_asynchronous(held):
         name = _named(needed)
         raise ConfigurationError(
@@ -38,12 +40,9 @@ def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) 
 
 def check_trainer(trainer: Trainer, options: Options) -> None:
     """Raise ConfigurationError for what a Trainer is asked for and an elastic job cannot do."""
-    if trainer.state.fn == TrainerFn.FITTING and _policy(options).keeps_equal and trainer.accumulate_grad_batches > 1:
-        raise ConfigurationError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} with sync={options.sync!r} does not work "
-            f"{_HOW} yet: a pipeline that is lost would take the gradients of several batches with it. Use "
-            "accumulate_grad_batches=1, with a larger batch size and as many more num_micro_batches."
-        )
+    if trainer.state.fn == TrainerFn.FITTING:
+        each = trainer.accumulate_grad_batches
+        check(options.method, Combination(options.sync, elastic=True, accumulate_grad_batches=each))
     if trainer.state.fn == TrainerFn.PREDICTING:
         raise ConfigurationError(
             f"predict does not work {_HOW}: no process collects the predictions of pipelines that come and go. Load "
@@ -58,9 +57,3 @@ def _named(policy: PolicyConfig) -> str:
 
 def _is_asynchronous(policy: PolicyConfig) -> bool:
     return isinstance(policy, ADPSGD) and policy.asynchronous
-
-
-def _policy(options: Options) -> PolicyConfig:
-    """Return the policy by which the scheduler of an elastic run decides."""
-    policy: PolicyConfig = getattr(options.method, "elastic_policy", options.method.policy)
-    return policy

@@ -18,7 +18,6 @@ from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.loop.loop import ClockChecks
@@ -32,7 +31,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
-from lightning_sdpipe.sync.mover_choice import among_groups, own_host
+from lightning_sdpipe.sync.mover_choice import among_those_present, own_host
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -73,6 +72,8 @@ class _Place:
     rounds: SurvivingRounds
     bases: SurvivingBases | None
     """Rounds of an outer optimizer, if the method has one."""
+    forget: Callable[[], None]
+    """Forgets what the members of groups have in common."""
 
     def hand_over(self, sequence: int, group: Group) -> None:
         """Give other members of ``group`` the result of a group."""
@@ -167,11 +168,9 @@ class ElasticRun:
             return SchedulerStore(line.store, name, _CONNECTING, cancelled)
 
         traffic = self._groups.traffic
-        in_rounds = policy.keeps_equal or isinstance(policy, OuterRounds)  # which bring movers of their own
-        among = among_groups(Exchange() if in_rounds else options.exchange)
-        epochs = EpochGroups(
-            worker, store, options.run_timeout, line, among, traffic, own_host(options.exchange, job.pipeline)
-        )
+        among, forget = among_those_present(options.exchange, policy, job.pipeline)
+        host = own_host(options.exchange, job.pipeline)
+        epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic, host)
         commands = CommandChannel(self._groups)
         leaving = LeaveNotice(line, job.pipeline, commands)
         rounds = SurvivingRounds(
@@ -189,7 +188,7 @@ class ElasticRun:
             if isinstance(policy, OuterRounds)
             else None
         )
-        self._place = _Place(worker, line, connection.client, epochs, commands, leaving, rounds, bases)
+        self._place = _Place(worker, line, connection.client, epochs, commands, leaving, rounds, bases, forget)
 
     def _where_to_meet(self) -> Barriers:
         assert self._barriers is not None
@@ -266,6 +265,7 @@ class ElasticRun:
             present=lambda: max(1, len(line.epoch.members)),
             of_present=place.rounds,
             of_bases=place.bases,
+            forget=place.forget,
             of_pairs=DroppedPairs(place.epochs, line, self.groups.traffic),
         )
 

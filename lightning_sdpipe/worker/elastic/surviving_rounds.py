@@ -21,7 +21,7 @@ from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.background import Background
 from lightning_sdpipe.exchange.collectives import SumInPlace
 from lightning_sdpipe.exchange.encoded_rounds import EncodedPresentRounds
-from lightning_sdpipe.exchange.payloads import Full, Payload
+from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.present_rounds import Batch, PresentRounds, Round
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.p2p import labelled
@@ -94,15 +94,15 @@ class SurvivingRounds:
         parameters: Sequence[nn.Parameter],
         cap: int,
         watch: bool,
-        payload: Payload,
+        exchange: Exchange,
         loss_scale: Callable[[], float],
     ) -> None:
         """Take the gradients of ``parameters`` from now on."""
         rounds = parameters, self._worker, cap, watch, self._look
         self._rounds = (
             PresentRounds(*rounds)
-            if isinstance(payload, Full)
-            else EncodedPresentRounds(*rounds, payload, self._beside, loss_scale)
+            if exchange.is_plain
+            else EncodedPresentRounds(*rounds, exchange.payload, self._beside, loss_scale)
         )
 
     @property
@@ -150,7 +150,7 @@ class SurvivingRounds:
         return outcome, waited
 
     def hand_over(self, sequence: int, group: Group) -> None:
-        """Give the other members of ``group`` the mean of the group ``sequence``, which this worker has. Does not wait;
+        """Give the other members of ``group`` the mean of the group ``sequence``, which this worker has. Do not wait;
         any thread may call it, and again."""
         self.hand_overs.hand_over(sequence, group)
 
@@ -191,7 +191,7 @@ class SurvivingRounds:
         replicas = self._epochs.replicas(group)
         if self._sums is None or self._sums.replicas.group is not replicas.group:
             self._sums = SumInPlace(replace(replicas, traffic=self._traffic))
-        self.rounds.begin(group, self._sums)
+        self.rounds.begin(group, self._sums, self._epochs.hosts(group))
 
     def _break_off(self, group: Group) -> None:
         if self.rounds.begun:

@@ -67,12 +67,12 @@ class Snapshot:
         return cls(pipeline, iterations, max(_load(file)[0] for file in files), files)
 
     def state(self) -> State:
-        """Returns the state of all stages together."""
+        """Return the state of all stages together."""
         return {name: value for file in self.files for name, value in _load(file)[1].items()}
 
 
 def read_snapshots(directory: Path) -> list[Snapshot]:
-    """Returns what :class:`Snapshots` wrote, by pipeline and iteration."""
+    """Return what :class:`Snapshots` wrote, by pipeline and iteration."""
     files: dict[tuple[int, int], list[Path]] = {}
     for file in sorted(directory.glob("*.pt")):
         pipeline, iterations, _ = map(int, file.stem.split("_"))

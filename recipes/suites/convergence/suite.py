@@ -60,7 +60,7 @@ def run(
     output: str | None,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Runs the experiments that ``only`` names.
+    """Run the experiments that ``only`` names.
 
     Args:
         methods: specifications for Hydra, by name.
@@ -172,7 +172,7 @@ def _measured(
 def train(
     case: RealCase, metric: str, every: int, points: int, frozen: Mapping[str, Any] | None = None
 ) -> dict[str, list[list[float]]]:
-    """Returns the ``curve`` of a training: seconds, samples of all pipelines, and the metric.
+    """Return the ``curve`` of a training: seconds, samples of all pipelines, and the metric.
 
     Args:
         case: what is trained.
@@ -249,7 +249,7 @@ def ratios(rows: Sequence[Row]) -> Ratios:
 
 
 def _pairs(own: Sequence[Row], method: str, base: str) -> list[tuple[Row, Row]]:
-    """Runs of two methods with the same seed, in which the second reaches the target."""
+    """Run of two methods with the same seed, in which the second reaches the target."""
     of_base = {row["repeat"]: row for row in own if row["what"] == base and row["samples_to_target"] is not None}
     return [(row, of_base[row["repeat"]]) for row in own if row["what"] == method and row["repeat"] in of_base]
 
@@ -288,7 +288,7 @@ def _or_never(value: float | None) -> float:
 
 
 def _final_gap(ours: Sequence[Row], base: Sequence[Row]) -> float | None:
-    """Returns how much better the mean of our final values is, in standard deviations of the baseline's."""
+    """Return how much better the mean of our final values is, in standard deviations of the baseline's."""
     if not ours or len(base) < 2:
         return None
     sign = 1.0 if base[0]["rising"] else -1.0

@@ -77,7 +77,7 @@ def run(
     only: Sequence[str],
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Runs the parts of the grid that ``only`` names.
+    """Run the parts of the grid that ``only`` names.
 
     Args:
         methods: specifications for Hydra, by name.
@@ -194,7 +194,7 @@ def _seeded(specification: Mapping[str, Any], seed: int) -> Any:
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Returns those of :data:`GOALS` that were measured, and how near to the sum of the devices' own speeds ours is."""
+    """Return those of :data:`GOALS` that were measured, and how near to the sum of the devices' own speeds ours is."""
     found: Ratios = {}
     for key, (ours, other, goal) in GOALS.items():
         _, shape, condition = key.split("/")

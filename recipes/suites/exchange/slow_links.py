@@ -84,7 +84,7 @@ def _work_on(names: Sequence[str], rank: int, elements: int, repeats: int, seed:
 
 
 def work(rank: int, elements: int, repeats: int, seed: int) -> dict[str, list[float]]:
-    """Exchanges as one worker of the group; returns the seconds of each repeat."""
+    """Exchange as one worker of the group; return the seconds of each repeat."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"tcp://{address(0)}:{PORT}", rank=rank, world_size=WORKERS, timeout=TIMEOUT

@@ -117,7 +117,7 @@ def run(
     repeats: int,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Trains with kills, without, and without where each round waits for all.
+    """Train with kills, without, and without where each round waits for all.
 
     Args:
         method: specification of DiLoCo for Hydra, with a quorum.

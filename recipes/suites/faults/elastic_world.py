@@ -148,7 +148,7 @@ class World:
         self._newest: dict[int, int] = {}
 
     def launch(self, pipeline: int, fault: Fault | None = None, rank: int = 0) -> None:
-        """Starts its processes; ``fault`` is for the one of ``rank``."""
+        """Start its processes; ``fault`` is for the one of ``rank``."""
         self.end(pipeline)
         port = self._ports[pipeline] = reserve_port()
         environment = {
@@ -181,7 +181,7 @@ class World:
         self._target(*arguments)
 
     def serve(self) -> None:
-        """Starts the scheduler, as soon as a worker has said what by."""
+        """Start the scheduler, as soon as a worker has said what by."""
         self.wait(lambda: self.scheduler.can_start, "a worker to say what the scheduler decides by")
         self.scheduler.start()
 
@@ -201,11 +201,11 @@ class World:
         os.kill(process.pid, number)
 
     def lives(self, pipeline: int) -> bool:
-        """Returns whether all of its processes live."""
+        """Return whether all of its processes live."""
         return all(process.is_alive() for process in self._processes[pipeline])
 
     def exit_codes(self, pipeline: int) -> list[int | None]:
-        """Returns the exit codes of its processes; None of those that live."""
+        """Return the exit codes of its processes; None of those that live."""
         return [process.exitcode for process in self._processes.get(pipeline, [])]
 
     def end(self, pipeline: int) -> None:
@@ -217,7 +217,7 @@ class World:
             self._ports.pop(pipeline).close()
 
     def records(self) -> list[Record]:
-        """Returns what all processes have said so far, in the order of their starts."""
+        """Return what all processes have said so far, in the order of their starts."""
         return read_records(self.directory)
 
     def start_of(self, pipeline: int) -> int:
@@ -225,14 +225,14 @@ class World:
         return self._newest[pipeline]
 
     def updates(self, pipeline: int) -> int:
-        """Returns how far its newest start is."""
+        """Return how far its newest start is."""
         path = self.directory / f"{self._newest[pipeline]:04d}-{pipeline}-0.diary"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         made = [line["update"] for line in map(json.loads, lines) if line["what"] == "update"]
         return made[-1] if made else 0
 
     def status(self) -> Status:
-        """Returns what the scheduler says of the run."""
+        """Return what the scheduler says of the run."""
         return ask_status(self.scheduler.address, credentials=read_worker_keys(self._key_file), timeout=20)
 
     def members(self) -> list[int]:
@@ -241,7 +241,7 @@ class World:
         return [] if members is None else sorted(members.lives)
 
     def failure(self) -> str | None:
-        """Returns why the scheduler says that the run has failed, if it does."""
+        """Return why the scheduler says that the run has failed, if it does."""
         status = self.status()
         return status.failure or (None if status.members is None else status.members.over)
 
@@ -257,7 +257,7 @@ class World:
         return None
 
     def wait(self, until: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
-        """Waits until ``until`` returns something true, and returns that.
+        """Wait until ``until`` returns something true, and return that.
 
         Raises:
             TimeoutError: it was not, with what the processes have printed last.
@@ -284,7 +284,7 @@ class World:
 
 
 def read_records(directory: Path) -> list[Record]:
-    """Returns what the processes of :func:`train` have said there; a line that is not whole is left out."""
+    """Return what the processes of :func:`train` have said there; a line that is not whole is left out."""
     found = []
     for path in sorted(directory.glob("*.diary")):
         _, pipeline, rank = path.stem.split("-")

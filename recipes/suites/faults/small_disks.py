@@ -36,7 +36,7 @@ def disk(place: Path) -> Iterator[None]:
 
 
 def fill(place: Path) -> None:
-    """Takes all space that the disk has left."""
+    """Take all space that the disk has left."""
     with open(place / _FILLER, "wb", buffering=0) as file:
         try:
             while True:
@@ -47,5 +47,5 @@ def fill(place: Path) -> None:
 
 
 def empty(place: Path) -> None:
-    """Gives it back."""
+    """Give it back."""
     (place / _FILLER).unlink()

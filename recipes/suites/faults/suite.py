@@ -64,7 +64,7 @@ def run(
     torchft: Mapping[str, Any],
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Runs the parts that ``only`` names: ``matrix``, ``overhead``, ``torchft``.
+    """Run the parts that ``only`` names: ``matrix``, ``overhead``, ``torchft``.
 
     Args:
         methods: specifications for Hydra, by name.
@@ -291,13 +291,13 @@ def _figures(
 
 
 def _transfer(records: Sequence[Record], victims: Sequence[int]) -> float:
-    """Returns how long the state of the newest newcomer was on its way."""
+    """Return how long the state of the newest newcomer was on its way."""
     newest = [record for record in records if record.pipeline in victims and record.rank == 0][-1:]
     return max((line["seconds"] for record in newest for line in record.lines if line["what"] == "received"), default=0)
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Returns the ratios of what survivors noticed to its limit."""
+    """Return the ratios of what survivors noticed to its limit."""
     found: Ratios = {}
     cases: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:

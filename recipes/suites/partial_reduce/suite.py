@@ -105,7 +105,7 @@ def run(
     output: str | None,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Runs the parts that ``only`` names.
+    """Run the parts that ``only`` names.
 
     Args:
         methods: specifications for Hydra, by name.
@@ -303,13 +303,13 @@ def table_1(rows: Sequence[Row]) -> list[Row]:
 
 
 def _median(rows: Sequence[Row], method: str, condition: str, column: str) -> float:
-    """Returns the median of a column; a training that never reaches the target needs infinitely long."""
+    """Return the median of a column; a training that never reaches the target needs infinitely long."""
     own = [row[column] for row in rows if (row["method"], row["heterogeneity"]) == (method, condition)]
     return statistics.median(math.inf if value is None else value for value in own)
 
 
 def ratios(measured: Mapping[str, Sequence[Row]]) -> Ratios:
-    """Returns the ratios of the parts that were measured, repeat by repeat."""
+    """Return the ratios of the parts that were measured, repeat by repeat."""
     found: Ratios = {}
     learned = measured.get("virtual", [])
     for key, (ours, other, goal) in TIME_GOALS.items():
@@ -346,7 +346,7 @@ def ratios(measured: Mapping[str, Sequence[Row]]) -> Ratios:
 
 
 def _quotients(rows: Sequence[Row], columns: tuple[str, str], condition: str, above: str, below: str) -> list[float]:
-    """Returns the quotients of the values of two methods in each repeat that has both; without a value above, it is
+    """Return the quotients of the values of two methods in each repeat that has both; without a value above, it is
     infinite, and a repeat without one below is left out."""
     name, column = columns
     values = {(row[name], row["repeat"]): row[column] for row in rows if row["heterogeneity"] == condition}

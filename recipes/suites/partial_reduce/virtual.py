@@ -29,10 +29,10 @@ class Problem(Protocol):
     start: Vector
 
     def gradient(self, model: Vector, pipeline: int, random: numpy.random.Generator) -> Vector:
-        """Returns the gradient of one mini-batch of ``pipeline``."""
+        """Return the gradient of one mini-batch of ``pipeline``."""
 
     def loss(self, model: Vector) -> float:
-        """Returns the loss, which should become small."""
+        """Return the loss, which should become small."""
 
 
 class Quadratic:
@@ -100,7 +100,7 @@ class Point(NamedTuple):
 
 
 def train(method: Method, work: Work, problem: Problem, learning_rate: float, seed: int) -> list[Point]:
-    """Trains until somebody has done all iterations of ``work``: from then on the workers are fewer.
+    """Train until somebody has done all iterations of ``work``: from then on the workers are fewer.
 
     Args:
         method: a policy's values, or a parameter server's.

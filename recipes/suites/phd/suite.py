@@ -56,7 +56,7 @@ def run(
     output: str | None,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Simulates every method on groups of each size, and trains with some.
+    """Simulate every method on groups of each size, and train with some.
 
     Args:
         times: seconds of a mini-batch on the devices of each group.
@@ -109,7 +109,7 @@ def methods(times: Sequence[float], size: int, staleness: int, seed: int) -> dic
 
 
 def ratios(rows: Sequence[Row], staleness: int) -> Ratios:
-    """Returns the ratios that have goals, for each shape."""
+    """Return the ratios that have goals, for each shape."""
     found: Ratios = {}
     for shape in dict.fromkeys(row["shape"] for row in rows):
         by_method = {
@@ -198,7 +198,7 @@ def _measured(
 
 
 def _megabytes(run: Run, name: str, size: int, megabytes: float) -> float | None:
-    """Returns what a host sends and receives over the slow links per step of its group: by formula, for the meetings
+    """Return what a host sends and receives over the slow links per step of its group: by formula, for the meetings
     that were counted."""
     hosts = run.work.num_pipelines // size
     if name == "all_reduce":  # around a ring, one of whose hosts' workers has its neighbour elsewhere

@@ -91,7 +91,7 @@ def train(run: Run, task: Task, seed: int) -> list[Point]:
 
 
 def reached(curve: Sequence[Point], target: float) -> Point | None:
-    """Returns the point where it was first as good as that, in the mean of three points."""
+    """Return the point where it was first as good as that, in the mean of three points."""
     for before, point, after in zip(curve, curve[1:], curve[2:], strict=False):
         if (before[2] + point[2] + after[2]) / 3 >= target:
             return point

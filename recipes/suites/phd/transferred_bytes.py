@@ -42,7 +42,7 @@ class _CountingLinks:
 
 
 def measure(size: int, elements: int) -> Row:
-    """Counts the bytes of a meeting of two groups with ``size`` members each, whose models have so many ``elements`` of
+    """Count the bytes of a meeting of two groups with ``size`` members each, whose models have so many ``elements`` of
     float32."""
     sharded, whole = (
         sum(run_processes(2 * size, _meet, size, elements, how, timeout=TIMEOUT_SECONDS)) for how in (True, False)

@@ -114,7 +114,7 @@ def _compare(
     repeats: int,
     seed: int,
 ) -> list[dict[str, Timing]]:
-    """Returns the times that each runtime took on this rank in each repeat."""
+    """Return the times that each runtime took on this rank in each repeat."""
     batch = random_batch(samples * num_micro_batches, sequence, seed)
     runtimes = {
         "ours": _ours(MaskedLM(hidden_size, sequence, seed), batch, num_micro_batches),

@@ -100,7 +100,7 @@ def _flush(stage: Assembled, batch: Tensor, steps: int) -> float:
 
 
 def _pipedream(stage: Assembled, batch: Tensor, steps: int) -> float:
-    """Counts from when the pipeline is full until its last mini-batch enters."""
+    """Count from when the pipeline is full until its last mini-batch enters."""
     pipeline, optimizer = stage.pipeline, torch.optim.SGD(stage.freezing.trained, LEARNING_RATE)
     assert isinstance(pipeline, PipeDreamPipeline)
     fill = dist.get_world_size()

@@ -115,7 +115,7 @@ def _batch(width: int, num_micro_batches: int, seed: int) -> Tensor:
 
 
 def reset_peak() -> int:
-    """Lets the kernel's peak start anew; returns the resident bytes."""
+    """Let the kernel's peak start anew; return the resident bytes."""
     gc.collect()
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, MIB)

@@ -187,7 +187,7 @@ class _Gains:
         return moves, between
 
     def _movable(self, labels: Labels, locked: Sequence[bool]) -> Iterator[int]:
-        """Yields the movable devices of each group, in the paper's search only an end of its fastest link."""
+        """Yield the movable devices of each group, in the paper's search only an end of its fastest link."""
         if self._search != "dtfm":
             yield from (device for device, held in enumerate(locked) if not held)
             return

@@ -62,7 +62,7 @@ class Shape:
 
 
 def network(fleet: Mapping[str, Any], blocks: int, micro_batches: int, cut: float, kept: float) -> Network:
-    """Returns the devices of a fleet with a model.
+    """Return the devices of a fleet with a model.
 
     Args:
         fleet: its ``parameters``, and by name of its ``devices`` how many there are (``count``), their ``speed`` and
@@ -92,14 +92,14 @@ def network(fleet: Mapping[str, Any], blocks: int, micro_batches: int, cut: floa
 
 
 def unlike(found: Network, micro_batches: int, sync: Sync, depths: Sequence[int] = ()) -> Shape:
-    """Finds the pipelines of any depth, or of these, that make most."""
+    """Find the pipelines of any depth, or of these, that make most."""
     started = time.process_time()
     result = place_ragged(found, _task(micro_batches, sync), depths)
     return _shape(result, time.process_time() - started)
 
 
 def rectangle(found: Network, micro_batches: int, sync: Sync) -> Shape:
-    """Finds the pipelines of one depth and cut that make most, where devices may be left out.
+    """Find the pipelines of one depth and cut that make most, where devices may be left out.
 
     Raises:
         ConfigurationError: there are none.

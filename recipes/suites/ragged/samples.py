@@ -30,7 +30,7 @@ def measure(
     journal: Journal,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Returns rows of all trainings, and samples to the target of ``ragged`` over those of ``rectangle``.
+    """Return rows of all trainings, and samples to the target of ``ragged`` over those of ``rectangle``.
 
     Args:
         meshes: the ``depths`` of the pipelines or one number of stages, and by how many times each rank's device is
@@ -93,7 +93,7 @@ def _row(case: RealCase, mesh: str, repeat: int, experiment: Mapping[str, Any], 
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Compares the seeds in which the rectangle reaches the target; what does not reach it needs infinitely many."""
+    """Compare the seeds in which the rectangle reaches the target; what does not reach it needs infinitely many."""
     found: Ratios = {}
     for workload in dict.fromkeys(row["workload"] for row in rows):
         samples = {

@@ -52,7 +52,7 @@ def run(
     output: str | None,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Runs the parts that ``only`` names.
+    """Run the parts that ``only`` names.
 
     Args:
         methods: specifications for Hydra, by name.
@@ -99,12 +99,12 @@ def run(
 
 
 def with_a_free_block(model: Emulated) -> Emulated:
-    """Returns the same with a block in the middle that takes no time."""
+    """Return the same with a block in the middle that takes no time."""
     return replace(model, free=model.blocks // 2)
 
 
 def of_one(model: Emulated) -> Emulated:
-    """Returns the same with the mini-batches of one of three pipelines."""
+    """Return the same with the mini-batches of one of three pipelines."""
     batches, validation_batches = (max(1, count // 3) for count in (model.batches, model.validation_batches))
     return replace(model, batches=batches, validation_batches=validation_batches)
 
@@ -118,7 +118,7 @@ def plan(
     kept: float,
     conditions: Sequence[str],
 ) -> Iterator[Training]:
-    """Yields the trainings of one part of the suite. Arguments are those of :func:`run`."""
+    """Yield the trainings of one part of the suite. Arguments are those of :func:`run`."""
     if part == ONE:
         yield Training(ONE, RECTANGLE, ALONE, "none", Shape(((blocks,),), (1.0,), 1.0))
         return
@@ -147,7 +147,7 @@ def _turns(count: int, repeat: int) -> list[int]:
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Returns those that were measured."""
+    """Return those that were measured."""
     found: Ratios = {}
     hosts = {r["repeat"]: r["batches_per_s"] / r["predicted_per_s"] for r in rows if r["fleet"] == ONE}
     for fleet in dict.fromkeys(row["fleet"] for row in rows):

@@ -51,7 +51,7 @@ class Emulated:
     free: int | None = None
 
     def module(self) -> Validated:
-        """Makes the model, from torch's global stream of random numbers."""
+        """Make the model, from torch's global stream of random numbers."""
         seconds = self.batch_seconds / self.blocks / self.num_micro_batches
         times = (1 - BACKWARD_SHARE) * seconds, BACKWARD_SHARE * seconds
         count = self.blocks + (self.free is not None)
@@ -97,7 +97,7 @@ class Epochs:
         self._model, self._methods, self._heterogeneity, self._journal = model, methods, heterogeneity, journal
 
     def row(self, asked: Training, repeat: int, seed: int) -> Row:
-        """Returns the mean length of an epoch, and what the placement predicts."""
+        """Return the mean length of an epoch, and what the placement predicts."""
         model, shape = self._model, asked.shape
         print(f"{asked.fleet} {asked.mesh} {asked.condition} {asked.method}, repeat {repeat}", end=": ", flush=True)
         begun = time.perf_counter()
@@ -155,7 +155,7 @@ def _seeded(specification: Mapping[str, Any], seed: int) -> Any:
 
 
 def quotients(rows: Sequence[Row], fleet: str, ours: tuple[str, str], other: tuple[str, str]) -> list[float]:
-    """Divides seconds per epoch of ``other`` by those of ``ours``, each of a mesh's method and a condition, in each
+    """Divide seconds per epoch of ``other`` by those of ``ours``, each of a mesh's method and a condition, in each
     repeat that has both."""
     seconds = {
         (row["what"], row["heterogeneity"], row["repeat"]): row["epoch_s"] for row in rows if row["fleet"] == fleet

@@ -126,7 +126,7 @@ def together(recording: Recording) -> Recording:
 
 
 def judged(seen: Recording, slow: Worker, factor: float) -> Row:
-    """Returns what is named after :data:`WITHIN` updates of the slow worker, and what the run says that it cost."""
+    """Return what is named after :data:`WITHIN` updates of the slow worker, and what the run says that it cost."""
     until = seen.series[slow].ends[:WITHIN][-1]
     early = {w: series.oldest(sum(end <= until for end in series.ends)) for w, series in seen.series.items()}
     named = {worker for finding in compute_straggler(replace(seen, series=early)) for worker in finding.workers}
@@ -150,7 +150,7 @@ def judged(seen: Recording, slow: Worker, factor: float) -> Row:
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Returns the ratios of all shapes and methods together: each run of a condition beside that without a slow one."""
+    """Return the ratios of all shapes and methods together: each run of a condition beside that without a slow one."""
     found: Ratios = {}
     for condition in dict.fromkeys(row["condition"] for row in rows):
         own = [row for row in rows if row["condition"] == condition]

@@ -44,7 +44,7 @@ def measure(*, updates: int, update_seconds: float, repeats: int, seed: int) -> 
 
 
 def _seconds(updates: int, spans: int) -> float:
-    """Returns the seconds of the meter in an update."""
+    """Return the seconds of the meter in an update."""
     own, buffer = meter.Meter(), RowBuffer()
     span, encode = own.spans[meter.FORWARD], msgspec.msgpack.Encoder().encode
     start = time.perf_counter()

@@ -16,7 +16,7 @@ from recipes.suites.ratios import Ratios, Row, ratio
 def measure(
     *, runs: int, workers: int, updates: int, seconds: float, common: float, own: float, keeps: float, seed: int
 ) -> tuple[list[Row], Ratios]:
-    """Runs of replicas at their own pace, with noise of the machine, which all have, and of each worker.
+    """Run of replicas at their own pace, with noise of the machine, which all have, and of each worker.
 
     Args:
         runs: how many.

@@ -49,7 +49,7 @@ def measure(
 
 
 def _fill(server: Server, clients: int, size: int) -> None:
-    """Tells rows, as workers that leave do."""
+    """Tell rows, as workers that leave do."""
     us = (1 << 20,) * len(PHASES)
     chunk = NewRows(tuple(UpdateRow(update, 1, us, 0) for update in range(MOST)), 0)
     with connected(KIND, clients, server, session=1 << 30) as bursts:

@@ -87,7 +87,7 @@ class Events:
         self._made, self._made_at, self._asks_at = -1, time.monotonic(), 0.0
 
     def until_the_end(self) -> Events:
-        """Returns when all that live have finished, or the run has ended since all were lost.
+        """Return when all that live have finished, or the run has ended since all were lost.
 
         Raises:
             TimeoutError: it makes no progress, or has ended for another reason.
@@ -115,7 +115,7 @@ class Events:
     # ------------------------------------------------------- what has happened
 
     def _is_over(self) -> bool:
-        """Returns whether any pipeline has finished, and so have all others that live."""
+        """Return whether any pipeline has finished, and so have all others that live."""
         ended = {i for i in self._everybody if i not in self._due and not self._any_lives(i)}
         self.finished = {i for i in ended if not any(self._world.exit_codes(i))}
         return bool(self.finished) and all(i in ended or i in self._due for i in self._everybody)
@@ -143,11 +143,11 @@ class Events:
             raise TimeoutError(f"there was no update for {STILL:g} s; {self._world.said()}")
 
     def _trains(self, pipeline: int) -> bool:
-        """Returns whether its newest start has made an update."""
+        """Return whether its newest start has made an update."""
         return self._world.updates(pipeline) > 0
 
     def _fell(self, pipeline: int) -> bool:
-        """Returns whether its newest start was ended by its own hand."""
+        """Return whether its newest start was ended by its own hand."""
         start = self._world.start_of(pipeline)
         diaries = self._world.directory.glob(f"{start:04d}-{pipeline}-*.diary")
         return any('"what": "strikes"' in diary.read_text() for diary in diaries)
@@ -232,7 +232,7 @@ class Events:
         self._count(kind, f"pipelines {victims}, rank {rank}, {seconds:.1f} s")
 
     def _is_whole(self, pipeline: int) -> bool:
-        """Returns whether it trains and nothing is wrong with it now. A scheduler that is cut off would not know."""
+        """Return whether it trains and nothing is wrong with it now. A scheduler that is cut off would not know."""
         impaired = self._impaired[f"cable {pipeline}"] or self._impaired[f"process {pipeline}"]
         if impaired or pipeline in self._doomed or pipeline in self._due:
             return False

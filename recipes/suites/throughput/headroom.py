@@ -17,7 +17,7 @@ DRAWS = {"iteration": 1, "pass": 2}
 
 
 def slowdown(workers: int, ratio: float, draws: str, probability: float = 0.1) -> float:
-    """Returns the slowdown of a mini-batch that waits for ``workers`` workers.
+    """Return the slowdown of a mini-batch that waits for ``workers`` workers.
 
     Args:
         workers: how many take part.

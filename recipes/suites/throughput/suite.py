@@ -69,7 +69,7 @@ def run(
     output: str | None,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Runs the parts of the grid that ``only`` names.
+    """Run the parts of the grid that ``only`` names.
 
     Args:
         methods: specifications for Hydra, by name.
@@ -135,7 +135,7 @@ def plan(
 def _builder(
     panel: str, part: Mapping[str, Any], specifications: Mapping[str, Mapping[str, Any]]
 ) -> Callable[..., AnyCase]:
-    """Makes a case of a method, a condition, a scale and a seed."""
+    """Make a case of a method, a condition, a scale and a seed."""
     settings = {
         name: value for name, value in part.items() if name not in ("methods", "heterogeneity", "repeats", "once")
     }
@@ -203,7 +203,7 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Returns those of :data:`GOALS` that were measured, for each emulated part of the grid."""
+    """Return those of :data:`GOALS` that were measured, for each emulated part of the grid."""
     found: Ratios = {}
     for (panel,), group in _grouped(rows, "panel").items():
         first = group[0]

@@ -95,6 +95,18 @@ def test_a_scheduler_that_is_away_is_looked_for_and_hears_first_who_this_is() ->
     assert talk.held_up == "too few"
 
 
+def test_a_process_that_was_let_in_meanwhile_does_not_come_back() -> None:
+    """Its beat was there before its enrolment, and so is the answer."""
+    talk = c.Conversation(ME, 7)
+    talk.ask(e.Enrol, {"model": "linear"})
+    talk.due(0.0)
+    talk.hear(e.Stranger())
+    talk.hear(e.Start(EPOCH, True))
+    assert talk.due(0.01) == []
+    talk.hear(e.Stranger())
+    assert kinds(talk.due(0.02)) == ["Enrol"], "a later word counts"
+
+
 def test_what_is_true_now_is_not_undone_by_what_was_overtaken() -> None:
     talk, lost = enrolled(), (Worker(0, 0), "was silent for 30.0 s")
     assert talk.hear(e.Now(5, hold="too few", lost=(lost,))) == [f.IsLost(*lost)]

@@ -23,7 +23,8 @@ from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.sync.mover_choice import among_groups
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.sync.mover_choice import among_those_present
 from lightning_sdpipe.topology.groups import Traffic
 from lightning_sdpipe.worker.elastic import epoch_process_groups
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
@@ -112,7 +113,7 @@ def test_models_are_averaged_by_machines_which_each_epoch_tells_anew() -> None:
             lambda name, cancelled: stores[name],
             timedelta(seconds=20),
             Reports(),
-            among_groups(Exchange(hierarchy="hosts")),
+            among_those_present(Exchange(hierarchy="hosts"), SemiDecentralized(), pipeline)[0],
             traffic,
             machines[pipeline],
         )
