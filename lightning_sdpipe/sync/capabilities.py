@@ -54,8 +54,10 @@ class Capabilities:
         elastic: a job in which pipelines come and go.
         elastic_payloads: demands of a payload that the method refuses in such a job.
         elastic_overlaps: values of ``Exchange(overlap=...)`` that the method refuses in such a job.
-        elastic_schedules: schedules in such a job.
+        elastic_schedules: schedules in such a job. A policy that keeps replicas equal always refuses ``"pipedream"``.
+        elastic_accumulates: ``accumulate_grad_batches`` above 1 in such a job, which such a policy always refuses.
         ragged: pipelines of unlike depths or cuts.
+        ragged_elastic: such pipelines in a job in which pipelines come and go.
         ragged_exchange: exchanges other than ``Exchange()`` there; else only ``overlap="free"`` and
             ``hierarchy="hosts"`` are refused.
     """
@@ -73,7 +75,9 @@ class Capabilities:
     )
     elastic_overlaps: Mapping[str, Incompatible] = field(default_factory=dict)
     elastic_schedules: Mapping[str, Incompatible] = field(default_factory=dict)
+    elastic_accumulates: Incompatible | None = None
     ragged: Incompatible | None = because.ONE_CUT
+    ragged_elastic: Incompatible | None = None
     ragged_exchange: Incompatible | None = None
 
 
@@ -88,8 +92,8 @@ GRADIENTS = Capabilities(
     divides=None,
     elastic=None,
     elastic_payloads={"momentum": because.MEAN_MOMENTUM},
-    elastic_schedules={"pipedream": because.NO_TURN},
     ragged=None,
+    ragged_elastic=because.UNLIKE_ROUNDS,
     ragged_exchange=because.UNLIKE_GRADIENTS,
 )
 BY_SAMPLES = replace(
@@ -108,6 +112,7 @@ _RING = Capabilities(
     elastic=None,
     elastic_payloads={},
     ragged=None,
+    ragged_elastic=because.UNLIKE_UNTRIED,
 )
 _NEIGHBOURS = replace(
     _RING, payloads=_SEVERAL, hierarchies={"hosts": because.PAIRS}, elastic_overlaps={"free": because.PAIRS_BY_NUMBER}
@@ -150,7 +155,7 @@ def of_policy(policy: PolicyConfig) -> Capabilities:
         case PHDPSGD():
             return _MEETINGS if policy.sharded else _WHOLE_GROUPS
         case _:
-            return replace(_GROUPS, deals_by_itself=because.UNKNOWN)
+            return replace(_GROUPS, deals_by_itself=because.UNKNOWN, ragged_elastic=because.UNLIKE_UNTRIED)
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,7 @@ class Combination:
     dealt: bool = False
     batch_by_speed: bool = False
     elastic: bool = False
+    accumulate_grad_batches: int = 1
     unlike: Sequence[int] = ()
     """Depths of the pipelines, if these are cut unlike."""
 
@@ -184,7 +190,13 @@ def capabilities_of(method: SyncMethod) -> Capabilities:
     """Return the row of ``method``: its attribute ``capabilities``, which a user's own method may have, too."""
     row: Capabilities = getattr(method, "capabilities", Capabilities())
     late = {"pipedream": because.LATE} if method.policy.announces == "late" else {}
-    return replace(row, schedules={**late, **row.schedules})
+    row = replace(row, schedules={**late, **row.schedules})
+    elastic: PolicyConfig = getattr(method, "elastic_policy", method.policy)
+    if not elastic.keeps_equal:
+        return row
+    accumulates = row.elastic_accumulates or because.SEVERAL_BATCHES
+    schedules = {"pipedream": because.NO_TURN, **row.elastic_schedules}
+    return replace(row, elastic_schedules=schedules, elastic_accumulates=accumulates)
 
 
 def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompatible | None]]:
@@ -213,10 +225,15 @@ def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompat
         yield with_method("batch_by_speed=True"), row.divides
     if asked.elastic:
         yield elastic, row.elastic
+        if asked.unlike:
+            yield f"num_stages={list(asked.unlike)} with unlike cuts and {elastic}", row.ragged_elastic
         for need in _needs(exchange.payload):
             yield f"exchange={exchange} with {elastic}", row.elastic_payloads.get(need)
         yield f"exchange={exchange} with {elastic}", row.elastic_overlaps.get(exchange.overlap)
         yield f"schedule={asked.schedule!r} with {elastic}", row.elastic_schedules.get(asked.schedule)
+        if asked.accumulate_grad_batches > 1:
+            said = f"accumulate_grad_batches={asked.accumulate_grad_batches} with {elastic}"
+            yield said, row.elastic_accumulates
         if asked.batch_by_speed:
             yield f"batch_by_speed=True with {elastic}", because.NAMES_ALL
 

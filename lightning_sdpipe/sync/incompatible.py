@@ -179,13 +179,18 @@ WEIGHED = Incompatible(
 )
 DIVIDED = Incompatible(
     "batch_by_speed weighs gradients by samples already",
-    "Use AllReduce(weights='equal'), or leave weights out",
-    ({"sync.weights": "equal"}, {"sync.weights": None}),
+    "Use AllReduce(weights='equal'), or leave weights out, or leave batch_by_speed out",
+    ({"sync.weights": "equal"}, {"sync.weights": None}, _EQUAL_SHARES),
 )
 NEWCOMERS = Incompatible(
     "its members need a common model, which newcomers lack",
     "Use SemiDecentralized() or PartialReduce(), or send in full",
     (_SEMI, _PARTIAL, _IN_FULL),
+)
+SEVERAL_BATCHES = Incompatible(
+    "a pipeline that is lost would take the gradients of several batches with it",
+    "Use accumulate_grad_batches=1, a larger batch size, and as many more num_micro_batches; or SemiDecentralized()",
+    ({"accumulate_grad_batches": 1}, _SEMI),
 )
 NO_TURN = Incompatible(
     "the members of a round of gradients are named as a turn begins, and the updates that drain a pipeline have no "
@@ -211,6 +216,16 @@ PAIRS_BY_NUMBER = Incompatible(
     "partners meet by the number of an average, and a newcomer that averages at its own pace would begin at 0",
     "Use overlap='step', or Decentralized(), which has a ring",
     (_STEP, _RING),
+)
+UNLIKE_ROUNDS = Incompatible(
+    "rounds of gradients that survive their members are among replicas of a stage only",
+    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=1), ADPSGD() or NoSync()",
+    (_SEMI, _PARTIAL, _EACH, _PAIRS_WAIT, _NO_SYNC),
+)
+UNLIKE_UNTRIED = Incompatible(
+    "it has not been tried with pipelines of unlike cuts that come and go",
+    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=8), ADPSGD() or NoSync()",
+    (_SEMI, _PARTIAL, _EIGHTH, _PAIRS_WAIT, _NO_SYNC),
 )
 UNLIKE_FREELY = Incompatible(
     "a thread that averages at its own pace knows the replicas of a stage only", "Use overlap='step'", (_STEP,)

@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.pipeline_cut import is_measured
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.decentralized import PresentPeers
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.sync.capabilities import Combination, check
 from lightning_sdpipe.worker.options import Options
 
 _HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
@@ -23,6 +27,39 @@ def check_options(options: Options) -> None:
     """Raise ConfigurationError for options of the strategy that no elastic job carries out."""
     if options.start_method != "popen":
         raise ConfigurationError(f"start_method={options.start_method!r} does not work {_HOW}: leave it out.")
+    unlike = f"with num_stages={list(options.depths)} and unlike cuts does not work {_HOW} yet"
+    if options.cuts and options.placement is not None:
+        raise ConfigurationError(
+            f"placement=… {unlike}: start each pipeline on its devices, and give partition= the blocks that the "
+            "placement has."
+        )
+    if any(is_measured(cut.partition) for cut in options.cuts):
+        raise ConfigurationError(
+            f"partition={options.partition!r} {unlike}, since each pipeline would measure by itself. List the blocks, "
+            "as in partition=[[26], [13, 13]]; `sdpipe partition` shows those of a balanced cut."
+        )
+
+
+def check_served(options: Options, served: Sequence[int], address: str) -> None:
+    """Raise ConfigurationError if the scheduler at ``address`` serves pipelines of other depths: it has ``served`` a
+    number of stages, one of pipelines and, if they are unlike, the stages of each."""
+    job = options.job
+    assert job is not None
+    stages, _, *depths = served
+    mine = [*options.depths] if options.cuts else []
+    if depths != mine:
+        serves = f"unlike pipelines of {depths} stages" if depths else f"pipelines of {stages} stages each"
+        own = f"unlike pipelines of {mine} stages" if mine else f"pipelines of {job.world_size} stages each"
+        option = ",".join(map(str, mine)) if mine else f"{job.world_size} --num-pipelines N"
+        raise ConfigurationError(
+            f"The scheduler at {address} serves {serves}, and pipeline {job.pipeline} is one of {own}. Start it with "
+            f"--num-stages {option}, or give num_stages= what it serves."
+        )
+    if not depths and stages != job.world_size:
+        raise ConfigurationError(
+            f"The scheduler at {address} serves pipelines of {stages} stages, and pipeline {job.pipeline} was started "
+            f"with {job.world_size} processes, one for each stage. Start as many."
+        )
 
 
 def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) -> None:
@@ -39,12 +76,9 @@ def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) 
 
 def check_trainer(trainer: Trainer, options: Options) -> None:
     """Raise ConfigurationError for what a Trainer is asked for and an elastic job cannot do."""
-    if trainer.state.fn == TrainerFn.FITTING and _policy(options).keeps_equal and trainer.accumulate_grad_batches > 1:
-        raise ConfigurationError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} with sync={options.sync!r} does not work "
-            f"{_HOW} yet: a pipeline that is lost would take the gradients of several batches with it. Use "
-            "accumulate_grad_batches=1, with a larger batch size and as many more num_micro_batches."
-        )
+    if trainer.state.fn == TrainerFn.FITTING:
+        each = trainer.accumulate_grad_batches
+        check(options.method, Combination(options.sync, elastic=True, accumulate_grad_batches=each))
     if trainer.state.fn == TrainerFn.PREDICTING:
         raise ConfigurationError(
             f"predict does not work {_HOW}: no process collects the predictions of pipelines that come and go. Load "
@@ -59,9 +93,3 @@ def _named(policy: PolicyConfig) -> str:
 
 def _is_asynchronous(policy: PolicyConfig) -> bool:
     return isinstance(policy, ADPSGD) and policy.asynchronous
-
-
-def _policy(options: Options) -> PolicyConfig:
-    """Return the policy by which the scheduler of an elastic run decides."""
-    policy: PolicyConfig = getattr(options.method, "elastic_policy", options.method.policy)
-    return policy

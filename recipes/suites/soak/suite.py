@@ -18,10 +18,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdpipe import Exchange, SDPipeStrategy
-from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.exchange.options import Overlap
+from lightning_sdpipe.exchange.payloads import NAMES
 from lightning_sdpipe.scheduler.server.server import Limits
-from lightning_sdpipe.sync import AllReduce, NoSync
+from lightning_sdpipe.sync import capabilities
+from lightning_sdpipe.sync.methods import method_of
+from lightning_sdpipe.worker.options import Schedule
 from lightning_sdpipe.worker.phases import Phase
 from recipes.suites.faults.diary import Diary, Fault
 from recipes.suites.faults.elastic_world import Record, World
@@ -83,7 +86,8 @@ class Regression:
     num_stages: int
     num_pipelines: int
     sync: Any
-    overlap: Overlap
+    exchange: Exchange
+    schedule: Schedule
     batch_seconds: float
     batches: int
     epochs: int
@@ -141,6 +145,8 @@ def run(
     runs: int | None,
     events_of_run: int,
     overlaps: Sequence[Overlap],
+    payloads: Sequence[str],
+    schedules: Sequence[Schedule],
     num_stages: Sequence[int],
     num_pipelines: int,
     batch_seconds: float,
@@ -156,7 +162,10 @@ def run(
         events: in all.
         runs: at most; None for as many as it takes.
         events_of_run: at most.
-        overlaps: of the exchange; drawn for each run whose method has one.
+        overlaps: of the exchange; drawn for each run, as the next two are. What does not go with the run's method is
+            replaced by the plain one.
+        payloads: of the exchange, by their names.
+        schedules: of the pipelines.
         num_stages: drawn for each run.
         num_pipelines: N of each run.
         batch_seconds: that a batch takes besides its compute.
@@ -167,7 +176,7 @@ def run(
     """
     quiet()
     rows: list[Row] = []
-    calm_losses: dict[tuple[str, str, int], float] = {}
+    calm_losses: dict[tuple[str, ...], float] = {}
     with _place(num_pipelines) as place:
         for reason in sorted(set(place.left_out.values())):
             print(f"without {', '.join(kind for kind, why in place.left_out.items() if why == reason)}: {reason}")
@@ -176,12 +185,17 @@ def run(
             draws = random.Random(f"soak {number}")  # numbers that are near draw alike at first
             name, stages = draws.choice(sorted(methods)), draws.choice(list(num_stages))
             sync, overlap = hydra.utils.instantiate(methods[name]), draws.choice(list(overlaps))
-            if isinstance(sync, NoSync | AllReduce):
-                overlap = "none"
-            resumes = draws.random() < 0.5
-            work = Regression(stages, num_pipelines, sync, overlap, batch_seconds, batches, epochs)
-            row: Row = {"seed": number, "method": name, "overlap": overlap, "num_stages": stages, "resumes": resumes}
-            kind = name, overlap, stages
+            resumes, payload, schedule = (
+                draws.random() < 0.5,
+                draws.choice(list(payloads)),
+                draws.choice(list(schedules)),
+            )
+            overlap, payload, schedule = _going_with(sync, stages, overlap, payload, schedule)
+            exchange = Exchange(NAMES[payload](), overlap)
+            work = Regression(stages, num_pipelines, sync, exchange, schedule, batch_seconds, batches, epochs)
+            row: Row = {"seed": number, "method": name, "overlap": overlap, "payload": payload, "schedule": schedule}
+            row |= {"num_stages": stages, "resumes": resumes}
+            kind = name, overlap, payload, schedule, str(stages)
             try:
                 if kind not in calm_losses:
                     calm_losses[kind] = _one(work, place, random.Random(0), 0, calm, False)["loss"]
@@ -192,6 +206,21 @@ def run(
             rows.append(row)
             print(_told(row, sum(each["events"] for each in rows)), flush=True)
     return rows, ratios(rows, sorted(place.left_out))
+
+
+def _going_with(
+    sync: Any, num_stages: int, overlap: Overlap, payload: str, schedule: Schedule
+) -> tuple[Overlap, str, Schedule]:
+    """Return as much of an overlap, a payload and a schedule as goes with a method in an elastic run."""
+    method, plain = method_of(sync), ("1f1b", "full", "none")
+    chosen: Any
+    for chosen in product(*zip((schedule, payload, overlap), plain, strict=True)):
+        exchange = Exchange(NAMES[chosen[1]](), chosen[2])
+        asked = capabilities.Combination(sync, exchange, chosen[0], num_stages, elastic=True)
+        with suppress(ConfigurationError):
+            capabilities.check(method, asked)
+            return chosen[2], chosen[1], chosen[0]
+    raise ConfigurationError(f"sync={sync!r} does not go with elastic runs")
 
 
 @contextmanager
@@ -232,7 +261,8 @@ def ratios(rows: Sequence[Row], left_out: Sequence[str] = ()) -> Ratios:
 
 
 def _told(row: Row, events: int) -> str:
-    said = f"seed {row['seed']}, {row['method']}, overlap {row['overlap']}, {row['num_stages']} stages, "
+    said = f"seed {row['seed']}, {row['method']}, overlap {row['overlap']}, {row['payload']}, "
+    said += f"{row['schedule']}, {row['num_stages']} stages, "
     said += f"{row['events']} events ({events} in all): "
     if row["failed"]:
         return said + f"FAILED: {row['failed']}"
@@ -343,8 +373,9 @@ def learn(
         accelerator="cpu",
         strategy=SDPipeStrategy(
             sync=work.sync,
-            exchange=Exchange(overlap=work.overlap),
-            num_micro_batches=1,
+            exchange=work.exchange,
+            schedule=work.schedule,
+            num_micro_batches=None if work.schedule == "pipedream" else 1,
             timeout=timedelta(seconds=60),
         ),
         callbacks=[diary, ModelCheckpoint(directory / "checkpoints", every_n_train_steps=CHECKPOINT_EVERY)],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_sdpipe import Exchange
 from recipes.suites.faults import suite as faults
 from recipes.suites.faults.elastic_world import Record
 from recipes.suites.faults.injected_faults import PHASES
@@ -78,7 +79,7 @@ def began(pipeline: int, at: float, first: float) -> Record:
 
 
 def test_what_a_soak_holds_against_a_run() -> None:
-    work = soak.Regression(1, 2, None, "none", 0.0, batches=1, epochs=1)
+    work = soak.Regression(1, 2, None, Exchange(), "1f1b", 0.0, batches=1, epochs=1)
     one, two, three = list(range(4)), list(range(4, 8)), list(range(2, 6))
     soak.check([trained(0, one), trained(1, two), trained(1, one, ended=False)], work)
     with pytest.raises(AssertionError, match=r"pipeline 1 began anew 3.0 s after the first update"):
