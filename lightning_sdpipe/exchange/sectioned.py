@@ -21,14 +21,27 @@ from lightning_sdpipe.topology.groups import Replicas
 
 @dataclass(frozen=True)
 class OwnSections:
-    """The sections that this worker exchanges: the replicas of each, by number, in increasing order."""
+    """The sections that this worker exchanges, by number."""
 
     replicas: Mapping[int, Replicas]
+    """Replicas of each section; empty if they come and go."""
     parameters: Mapping[nn.Parameter, int]
     """Section of each parameter that this worker exchanges; it may hold others, as copies."""
     buffers: Mapping[int, Sequence[Tensor]]
     beside: Mapping[int, Replicas] = field(default_factory=dict)
     """Replicas of each section over separate process groups, where a thread exchanges beside training."""
+    owners: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Stage of each pipeline that exchanges each section, where replicas come and go."""
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the sections in increasing order, in which all workers go through theirs."""
+        return sorted(self.owners or self.replicas)
+
+    @property
+    def in_order(self) -> list[Replicas]:
+        """Replicas of each section, in that order."""
+        return [self.replicas[number] for number in sorted(self.replicas)]
 
 
 class SectionedMover:

@@ -28,12 +28,24 @@ class Ownership:
     blocks: Mapping[str, int] = field(default_factory=dict)
     """The stage of each block, by its path."""
 
+    @property
+    def num_stages(self) -> int:
+        """Number of stages, each of which runs a block."""
+        return max(self.blocks.values(), default=0) + 1
+
     def stage_of(self, name: str) -> int:
         """Return the stage whose block holds the tensor ``name``; the last one, where the step ends, if no block
         does."""
         parts = name.split(".")
         paths = (".".join(parts[:depth]) for depth in range(1, len(parts)))
-        return next((self.blocks[path] for path in paths if path in self.blocks), max(self.blocks.values(), default=0))
+        return next((self.blocks[path] for path in paths if path in self.blocks), self.num_stages - 1)
+
+    def givers(self, other: Ownership, stage: int) -> list[int]:
+        """Return the stages from which a ``stage`` of a pipeline with the ownership ``other`` gets all that it holds:
+        the last owner of each tensor, those that run its blocks, and the last one, which runs the step to its end."""
+        found = {owners[-1] for name, owners in self.stages.items() if stage in other.stages[name]}
+        found |= {self.blocks[path] for path, runs in other.blocks.items() if runs == stage}
+        return sorted(found | {self.num_stages - 1})
 
     def held_by(self, stage: int) -> list[str]:
         return [name for name, owners in self.stages.items() if stage in owners]

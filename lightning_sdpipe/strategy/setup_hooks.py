@@ -132,9 +132,9 @@ class SetupHooks(TrainingSetup):
             lines = [f"SDPipe: pipelines × stages = {self.mesh.num_pipelines} × {len(stages.spans)}"]
             lines += stages_of(stages, ranks, "")
         else:
-            lines = [f"SDPipe: {self.mesh.num_pipelines} pipelines of {', '.join(map(str, self.mesh.depths))} stages"]
-            for pipeline, (stages, row) in enumerate(zip(self._plans[1], ranks, strict=True)):
-                lines += stages_of(stages, [row], f"pipeline {pipeline}, ")
+            lines = [f"SDPipe: {self.mesh.num_pipelines} pipelines of {', '.join(map(str, options.depths))} stages"]
+            for pipeline, row in zip(self.mesh.pipelines, ranks, strict=True):
+                lines += stages_of(self._plans[1][pipeline], [row], f"pipeline {pipeline}, ")
         lines += [
             f"schedule: {options.schedule}, {options.num_micro_batches} micro-batches of a mini-batch",
             f"method: {options.sync!r}",

@@ -51,7 +51,8 @@ class TrainingSetup(CheckpointHooks):
         replica = self._run.replica(parts, watch and not scaled, self._scale_of_gradients, progress)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ThroughputMonitor):
-                stages = self.world_size / self.mesh.num_pipelines if self.options.cuts else self.options.num_stages
+                depths = self.options.depths if self.options.cuts else [self.options.num_stages]
+                stages = sum(depths) / len(depths)
                 lightning_internals.count_pipelines(callback, self.mesh.num_pipelines, stages)
         averaging = averaging_of(trainer.callbacks)  # type: ignore[attr-defined]
         if averaging is not None and trainer.state.fn == TrainerFn.FITTING:

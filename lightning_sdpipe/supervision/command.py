@@ -24,6 +24,7 @@ from lightning_sdpipe.supervision.script import command
 from lightning_sdpipe.supervision.state import Settings
 from lightning_sdpipe.supervision.status_poller import seen
 from lightning_sdpipe.supervision.supervisor import Supervisor
+from lightning_sdpipe.topology.mesh import depths_of
 
 _ANSWER = 2.0  # seconds in which the scheduler answers for its status
 
@@ -39,21 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def number_of_stages(text: str) -> int:
-    """Parse the value of ``--stages``.
-
-    Raises:
-        argparse.ArgumentTypeError: it lists the stages of each pipeline.
-        ValueError: it is no number.
-    """
-    if "," in text:
-        raise argparse.ArgumentTypeError(
-            f"{text} lists pipelines of unlike depths, which cannot come and go yet; give one number for all, or start "
-            f"the script by itself, with SDPipeStrategy(num_stages=[{text}])"
-        )
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sdpipe run",
@@ -63,7 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--pipelines", type=int, required=True, metavar="N", help="pipelines, each a job of its own")
     parser.add_argument(
-        "--stages", type=number_of_stages, default=1, metavar="M", help="processes of a pipeline (%(default)s)"
+        "--stages",
+        type=depths_of,
+        default=(1,),
+        metavar="M",
+        help="processes of a pipeline (1); or of each, as in 1,2,2, for pipelines that are cut unlike",
     )
     parser.add_argument(
         "--restarts", type=int, default=10, metavar="K", help="of each pipeline, until it is given up (%(default)s)"
@@ -105,7 +95,9 @@ def _run(options: argparse.Namespace) -> int:
     scheduler_file, worker_file = write_keys(logs)
     environment["SDPIPE_KEY_FILE"], keys = str(worker_file), read_worker_keys(worker_file)
     given = {name: getattr(options, name) for name in ("gather", "hold_limit") if getattr(options, name) is not None}
-    elastic = ElasticConfig(settings.min_pipelines, settings.num_pipelines, resume=options.resume, **given)
+    elastic = ElasticConfig(
+        settings.min_pipelines, settings.num_pipelines, resume=options.resume, depths=settings.depths, **given
+    )
     policy = policy_file = None
     if options.policy is None:
         policy_file = logs / "policy.json"
@@ -125,6 +117,8 @@ def _run(options: argparse.Namespace) -> int:
     )
     scheduler = SchedulerProcess(of_scheduler, logs / "scheduler.log", environment, keeps_port=True)
     shape = f"{settings.num_pipelines} pipelines × {settings.num_stages} stages"
+    if settings.depths:
+        shape = f"{settings.num_pipelines} pipelines of {', '.join(map(str, settings.depths))} stages"
     terminal.say(f"{shape}; scheduler at {scheduler.address}; logs in {logs}")
 
     def look(asked: float) -> Seen:
@@ -147,7 +141,12 @@ def _check(options: argparse.Namespace) -> Settings:
             "scheduler and, for each pipeline, torchrun: docs/faults.md"
         )
     check_integer("--pipelines", options.pipelines, 1, "pipelines")
-    check_integer("--stages", options.stages, 1, "stages of a pipeline")
+    stages, depths = max(options.stages), options.stages if len(options.stages) > 1 else ()
+    if depths and len(depths) != options.pipelines:
+        raise ConfigurationError(
+            f"--stages {','.join(map(str, depths))} lists {len(depths)} pipelines, and --pipelines is "
+            f"{options.pipelines}; give as many, or one number of stages for all"
+        )
     check_integer("--restarts", options.restarts, 0, "times that a pipeline is started again")
     check_integer("--min-pipelines", options.min_pipelines, 1, "pipelines")
     if options.min_pipelines > options.pipelines:
@@ -159,14 +158,14 @@ def _check(options: argparse.Namespace) -> Settings:
         raise ConfigurationError("--set gives values of --policy, which is missing; or give them to the script's sync=")
     if options.policy is not None:
         policy = registry.from_text(options.policy, options.set)
-        registry.build(policy, options.stages, options.pipelines)
+        registry.build(policy, stages, options.pipelines, depths)
     if not options.module and not Path(options.script).is_file():
         raise ConfigurationError(f"there is no script {options.script}; give its path, or -m and a module's name")
     if "SDPIPE_PIPELINE" in os.environ:
         raise ConfigurationError(
             "SDPIPE_PIPELINE is set, so this is already a pipeline of an elastic run; give the script to python itself"
         )
-    return Settings(options.pipelines, options.stages, options.restarts, options.min_pipelines)
+    return Settings(options.pipelines, stages, options.restarts, options.min_pipelines, depths=depths)
 
 
 def _make_directory(asked: Path | None) -> Path:
@@ -181,7 +180,7 @@ def _make_directory(asked: Path | None) -> Path:
 def _environment(settings: Settings, bind: str) -> dict[str, str]:
     """Return the environment of all ranks. All pipelines share the processors, which a rank does not know. Where no
     other machine can send pipelines, tensors travel over loopback."""
-    processes = settings.num_pipelines * settings.num_stages
+    processes = sum(map(settings.depth, range(settings.num_pipelines)))
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     network = {"GLOO_SOCKET_IFNAME": "lo"} if bind.startswith("tcp://127.") else {}
     return {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"} | network | os.environ

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable
 
 from lightning_sdpipe.supervision.events import (
     INTERRUPTED,
@@ -55,8 +55,8 @@ class Rules:
     """The rules for one run of a machine's pipelines. ``on`` must be called with times that do not decrease, and at
     ``deadline``."""
 
-    def __init__(self, settings: Settings, stage_of: Mapping[int, int]) -> None:
-        """Store the settings; ``stage_of`` gives the stage that a rank of a pipeline runs."""
+    def __init__(self, settings: Settings, stage_of: Callable[[int, int], int]) -> None:
+        """Store the settings; ``stage_of`` returns the stage that a pipeline has on a rank."""
         self._settings = settings
         self._stage_of = stage_of
         self._pipelines = [PipelineState(number) for number in range(settings.num_pipelines)]
@@ -116,7 +116,7 @@ class Rules:
 
     def _launch(self, pipeline: PipelineState) -> None:
         pipeline.phase, pipeline.due = PipelinePhase.RUNNING, math.inf
-        pipeline.alive, pipeline.ends = set(range(self._settings.num_stages)), []
+        pipeline.alive, pipeline.ends = set(range(self._settings.depth(pipeline.number))), []
         pipeline.told = pipeline.pressed = pipeline.trained = False
         self._out.append(Launch(pipeline.number, pipeline.again))
 
@@ -213,7 +213,7 @@ class Rules:
         return f"{others} of {self._settings.num_pipelines} go on"
 
     def _describe(self, end: ProcessEnded) -> str:
-        return f"stage {self._stage_of[end.rank]}{how(end)}"
+        return f"stage {self._stage_of(end.pipeline, end.rank)}{how(end)}"
 
     # --------------------------------------------------------------- scheduler
 

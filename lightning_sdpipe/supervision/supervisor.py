@@ -98,10 +98,8 @@ class Supervisor:
         logs: Path,
         terminal: Terminal,
     ) -> None:
-        size = settings.num_stages
-        self._size = size
-        self._mesh = Mesh.build(size, size)
-        self._rules = Rules(settings, {rank: self._mesh.locate(rank)[0] for rank in range(size)})
+        self._meshes = [Mesh.build(size, size) for size in map(settings.depth, range(settings.num_pipelines))]
+        self._rules = Rules(settings, lambda pipeline, rank: self._meshes[pipeline].locate(rank)[0])
         self._command = [*command]
         self._environment = dict(environment)
         self._scheduler = scheduler
@@ -249,7 +247,7 @@ class Supervisor:
         job.port = reserve_port()
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         job.log.write("", f"--- {when} started{f' (restart {again})' if again else ''} ---".encode())
-        for rank in range(self._size):
+        for rank in range(self._meshes[number].num_stages):
             try:
                 job.ranks[rank] = self._start(number, rank, job)
             except OSError as error:  # out of processes or memory, perhaps for a moment
@@ -257,18 +255,20 @@ class Supervisor:
 
     def _start(self, number: int, rank: int, job: _Job) -> _Rank:
         assert job.port is not None
+        mesh = self._meshes[number]
+        size = mesh.num_stages
         environment = self._environment | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self._size),
-            "LOCAL_WORLD_SIZE": str(self._size),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(job.port.getsockname()[1]),
             "SDPIPE_PIPELINE": str(number),
             "SDPIPE_SCHEDULER": self._scheduler.address,
         }
         sources, ends = open_outputs(self._terminal if rank == 0 else None)
-        prefix = f"[stage {self._mesh.locate(rank)[0]}] " if self._size > 1 else ""
+        prefix = f"[stage {mesh.locate(rank)[0]}] " if size > 1 else ""
 
         def shown() -> bool:
             return rank == 0 and self._shown == number

@@ -80,7 +80,7 @@ def _begin_by_part(replica: Replica, begins: Sequence[Begin]) -> Begin:
 
 def _counts(replica: Replica) -> list[int]:
     """Return the number of exchanged tensors in each part."""
-    return [len(part.exchanged) for part in replica.parts]
+    return [len(part.exchanged) for part in replica.divided]
 
 
 def mover_among_groups(replica: Replica) -> Mover:

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
 from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.gradients import GradientExchange
-from lightning_sdpipe.exchange.moving import Mover, Pending, finish
+from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.options import Exchange
-from lightning_sdpipe.exchange.outer_state import NewBase, OuterState
-from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
 from lightning_sdpipe.exchange.sectioned import OwnSections
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
+from lightning_sdpipe.sync.among_present import ExchangesOfPairs, RoundsOfBases, RoundsOfPresent
 from lightning_sdpipe.topology.groups import ProcessGroups, Replicas, Traffic
 
 
@@ -77,10 +76,9 @@ class TrainingState(Protocol):
 
 
 @dataclass(frozen=True)
-class ReplicatedPart:
+class HeldPart:
     """The tensors that a worker exchanges with the same replicas: all that it holds, or a section of the chain."""
 
-    among: Replicas
     parameters: Sequence[FlatBucket]
     buffers: Sequence[Tensor]
 
@@ -88,6 +86,13 @@ class ReplicatedPart:
     def exchanged(self) -> list[FlatBucket]:
         """Buckets of ``parameters`` that train, which are sent between two sync points; frozen ones are not."""
         return [bucket for bucket in self.parameters if bucket.trains]
+
+
+@dataclass(frozen=True)
+class ReplicatedPart(HeldPart):
+    """A part, and its replicas."""
+
+    among: Replicas
 
 
 @dataclass(frozen=True)
@@ -120,9 +125,7 @@ class Replica:
     @property
     def exchanged(self) -> list[FlatBucket]:
         """Buckets of ``parameters`` that are sent between two sync points, part by part."""
-        if self.sections is None:
-            return [bucket for bucket in self.parameters if bucket.trains]
-        return [bucket for part in self.parts for bucket in part.exchanged]
+        return [bucket for part in self.divided for bucket in part.exchanged]
 
     @property
     def device(self) -> torch.device:
@@ -140,16 +143,21 @@ class Replica:
         return len(self.ranks) if self.sections is None else self.groups.mesh.num_pipelines
 
     @property
-    def parts(self) -> list[ReplicatedPart]:
-        """Parts with their replicas, in the order in which all workers go through them."""
+    def divided(self) -> list[HeldPart]:
+        """Parts in the order in which all workers go through them."""
         if self.sections is None:
-            return [ReplicatedPart(self.groups.replicas(), self.parameters, self.buffers)]
+            return [HeldPart(self.parameters, self.buffers)]
         return [
-            ReplicatedPart(
-                among, [b for b in self.parameters if b.section == number], self.sections.buffers.get(number, ())
-            )
-            for number, among in sorted(self.sections.replicas.items())
+            HeldPart([b for b in self.parameters if b.section == number], self.sections.buffers.get(number, ()))
+            for number in self.sections.numbers
         ]
+
+    @property
+    def parts(self) -> list[ReplicatedPart]:
+        """Parts with their replicas."""
+        among = [self.groups.replicas()] if self.sections is None else self.sections.in_order
+        pairs = zip(self.divided, among, strict=True)
+        return [ReplicatedPart(part.parameters, part.buffers, replicas) for part, replicas in pairs]
 
     def rounds(self) -> RoundsOfPresent | None:
         """Return the rounds that average gradients among the replicas that are present, where these come and go; else
@@ -176,10 +184,10 @@ class Replica:
     def average_parameters(self) -> None:
         """Average the parameters in the same way, except frozen ones that are integers."""
         if self.shared is None:
-            self.average(tensors_of(_averaged(self.parameters)))
+            self.average(tensors_of(averaged(self.parameters)))
             return
         for part in self.parts:
-            finish(FullMean(part.among).start(tensors_of(_averaged(part.parameters)), self.everybody()))
+            finish(FullMean(part.among).start(tensors_of(averaged(part.parameters)), self.everybody()))
         self.shared.make_equal()
 
     def average_buffers(self) -> None:
@@ -189,6 +197,13 @@ class Replica:
         if self.shared is not None:
             self.shared.make_buffers_equal(self.device)
 
+    def make_copies_equal(self) -> None:
+        """Give the copies that several stages of this pipeline hold the values that are exchanged, if there are
+        sections."""
+        if self.shared is not None:
+            self.shared.make_equal()
+            self.shared.make_buffers_equal(self.device)
+
     def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
         """Return all replicas of the stage as a group, with equal weights by default."""
         size = self.count
@@ -196,68 +211,9 @@ class Replica:
         return Group(members, tuple(weights or [1 / size] * size), sequence, "everybody")
 
 
-def _averaged(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:
+def averaged(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:
+    """Return the ``buckets`` that a full average makes equal: all but frozen integers."""
     return [bucket for bucket in buckets if bucket.trains or torch.is_floating_point(bucket.buffer)]
-
-
-class RoundsOfPresent(Protocol):
-    """Rounds of gradients among replicas that come and go."""
-
-    @property
-    def rounds(self) -> PresentRounds:
-        """Rounds that take the gradients of this worker."""
-
-    @property
-    def on_any_stage(self) -> Callable[[bool], bool]:
-        """Returns a function that tells whether something is true on any stage of this pipeline. Every stage asks at
-        the same point."""
-
-    def arrange(
-        self,
-        parameters: Sequence[nn.Parameter],
-        cap: int,
-        watch: bool,
-        exchange: Exchange,
-        loss_scale: Callable[[], float],
-    ) -> None:
-        """Set the parameters whose gradients are averaged from now on, and how these travel; see
-        :class:`~lightning_sdpipe.exchange.encoded_rounds.EncodedPresentRounds`."""
-
-    def begin(self, update: int, weight: float) -> None:
-        """Take part in the round of ``update``. Do not wait."""
-
-    def finish(self) -> tuple[Round, float]:
-        """Wait for the outcome; return it with the seconds until the members were known."""
-
-    def check_equal(self, digest: int) -> None:
-        """End the run if the digests of the replicas, which are all together, differ."""
-
-
-class RoundsOfBases(Protocol):
-    """Rounds of an outer optimizer among replicas that come and go."""
-
-    def arrange(self, state: OuterState) -> None:
-        """Set the state of this worker."""
-
-    def run(self, tensors: Sequence[Tensor], group: Group) -> NewBase | None:
-        """Compute the outcome of the round of ``group`` for the model ``tensors``; None if the round was dropped. Any
-        thread may call it."""
-
-    def accept(self, new: NewBase, adopt: Callable[[], None]) -> None:
-        """Call ``adopt``, by which this worker takes over the outcome of the last round; the thread that trains calls
-        it."""
-
-    def meet(self, tensors: Sequence[Tensor], since: int) -> None:
-        """Run a round of all replicas, which are together, unless none has trained since the last one; ``since`` is
-        the number of updates that this worker has made."""
-
-
-class ExchangesOfPairs(Protocol):
-    """Exchanges of two replicas, either of which may be lost."""
-
-    def run(self, group: Group, start: Callable[[Replicas], Pending]) -> bool:
-        """Exchange between the two members of ``group``, all of it or nothing; return whether it was done. Any thread
-        may call it. ``start`` begins the exchange between these replicas."""
 
 
 class Synchronizer:

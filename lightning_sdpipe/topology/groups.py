@@ -137,6 +137,7 @@ class ProcessGroups:
     pipeline: dist.ProcessGroup
     stage: dist.ProcessGroup
     _side_channels: list[dist.ProcessGroup] = field(default_factory=list)
+    _second: list[dist.ProcessGroup] = field(default_factory=list)
     _lanes: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     _parts: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
@@ -240,6 +241,15 @@ class ProcessGroups:
                 if self.rank in ranks:
                     self._side_channels.append(group)
         return self._side_channels[0]
+
+    def second(self, timeout: timedelta | None) -> dist.ProcessGroup:
+        """Return a second group of all workers, on gloo, for threads beside the training.
+
+        Every rank must call it; it is opened once.
+        """
+        if not self._second:
+            self._second.append(dist.new_group(timeout=timeout, backend="gloo"))
+        return self._second[0]
 
     @property
     def everybody(self) -> dist.ProcessGroup:

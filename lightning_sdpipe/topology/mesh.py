@@ -78,6 +78,11 @@ class Mesh:
     def num_pipelines(self) -> int:
         return len(self.ranks)
 
+    @property
+    def pipelines(self) -> Sequence[int]:
+        """Numbers of the pipelines of ``ranks``."""
+        return range(len(self.ranks))
+
     def locate(self, rank: int) -> tuple[int, int]:
         """Return ``(stage, pipeline)`` of a global rank."""
         for pipeline, row in enumerate(self.ranks):
@@ -170,13 +175,18 @@ class OnePipeline(Mesh):
     """The number N of pipelines by which an epoch is counted, however many train."""
 
     @classmethod
-    def of(cls, num_stages: int, number: int, counted: int) -> OnePipeline:
-        """Build the mesh; rank 0 has the last stage, as in other meshes."""
-        return cls((tuple(range(num_stages - 1, -1, -1)),), number=number, counted=counted)
+    def of(cls, num_stages: int, number: int, counted: int, alike: bool = True) -> OnePipeline:
+        """Build the mesh; rank 0 has the last stage, as in other meshes. ``alike`` says whether the other pipelines
+        are."""
+        return cls((tuple(range(num_stages - 1, -1, -1)),), alike, number=number, counted=counted)
 
     @property
     def num_pipelines(self) -> int:
         return self.counted
+
+    @property
+    def pipelines(self) -> Sequence[int]:
+        return (self.number,)
 
     def locate(self, rank: int) -> tuple[int, int]:
         return self.ranks[0].index(rank), self.number

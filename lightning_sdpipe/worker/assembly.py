@@ -36,6 +36,8 @@ class Assembled:
     """The parts that a worker runs and holds."""
 
     ownership: Ownership
+    ownerships: Sequence[Ownership]
+    """Ownership of each pipeline, if they are cut unlike; else the one that all have."""
     cut_model: CutModel
     runners: Sequence[StageRunner]  # those of its stages, in order
     pipeline: Pipeline
@@ -85,13 +87,12 @@ def assemble(
     plan = plans[pipeline_number] if unlike else plans[0]
     refuse_counting(plan, options.stages_per_worker)
     chain, spans, num_workers = plan.chain, plan.module_spans, groups.mesh.depth(pipeline_number)
-    ownerships = [
-        assign_owners(module, chain, p.module_spans, len(row), p.readers, memory)
-        for p, row in zip(plans if unlike else [plan] * len(groups.mesh.ranks), groups.mesh.ranks, strict=True)
-    ]
+    workers = None if unlike else num_workers  # each of whom has one stage where pipelines are cut unlike
+    ownerships = [assign_owners(module, chain, p.module_spans, workers, p.readers, memory) for p in plans]
     ownership = ownerships[pipeline_number if unlike else 0]
     by_stage = assign_owners(module, chain, spans, readers=plan.readers, memory=memory)
-    shared = SharedParameters(module, ownerships, by_stage, groups, options.run_timeout)
+    here = [ownerships[i if unlike else 0] for i in groups.mesh.pipelines]
+    shared = SharedParameters(module, here, by_stage, groups, options.run_timeout)
     sections = sections_of([p.spans for p in plans], ownerships) if unlike else None
     materialise(module, ownership, worker, initialisation)
     keep_only(module, ownership, worker, device)
@@ -143,7 +144,7 @@ def assemble(
         pipeline = FlushPipeline(
             runners, num_workers, freezing.trained, shared, delays, options.schedule, options.num_micro_batches
         )
-    assembled = Assembled(ownership, cut_model, runners, pipeline, freezing, buffers, delays)
+    assembled = Assembled(ownership, ownerships, cut_model, runners, pipeline, freezing, buffers, delays)
     return (
         assembled
         if sections is None
@@ -152,25 +153,28 @@ def assemble(
 
 
 def _open_sections(module: LightningModule, sections: Sections, groups: ProcessGroups, options: Options) -> OwnSections:
-    """Open a process group for each section, two if a thread averages beside training; return what this worker holds of
-    the sections that it averages."""
+    """Open a process group for each section, two if a thread averages beside training, and none in an elastic job;
+    return what this worker holds of the sections that it averages."""
+    stage, pipeline = groups.mesh.locate(groups.rank)
+    owners = {number: those for number, those in enumerate(sections.owners) if those[pipeline] == stage}
+    elastic = options.job is not None
 
     def opened(backend: str | None) -> dict[int, Replicas]:
         found = [groups.open_section(owners, options.run_timeout, backend) for owners in sections.owners]
         return {number: replicas for number, replicas in enumerate(found) if replicas is not None}
 
-    replicas = opened(None)
-    beside = opened("gloo") if options.exchange.overlap != "none" else {}
+    replicas = {} if elastic else opened(None)
+    beside = opened("gloo") if options.exchange.overlap != "none" and not elastic else {}
     parameters = {
         parameter: number
         for name, parameter in module.named_parameters()
-        if (number := sections.parameters[name]) in replicas
+        if (number := sections.parameters[name]) in owners
     }
     buffers: dict[int, list[Tensor]] = {}
     for name, buffer in module.named_buffers():
-        if (number := sections.buffers[name]) in replicas:
+        if (number := sections.buffers[name]) in owners:
             buffers.setdefault(number, []).append(torch.view_as_real(buffer) if buffer.is_complex() else buffer)
-    return OwnSections(replicas, parameters, buffers, beside)
+    return OwnSections(replicas, parameters, buffers, beside, owners if elastic else {})
 
 
 def refuse_counting(plan: Plan, stages_per_worker: int) -> None:

@@ -132,13 +132,9 @@ def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
     if not isinstance(num_stages, int):
         depths = tuple(num_stages)
         num_stages = max(depths)
-        if job is not None:
-            raise ConfigurationError(
-                f"num_stages={list(depths)} does not work in an elastic job (SDPIPE_PIPELINE is set), which is one "
-                "pipeline: start each with as many processes as it has stages, and leave num_stages out."
-            )
     if job is not None:
-        num_stages, data = job.num_stages(num_stages), job.data(data)
+        job.check_depths(depths)
+        num_stages, data = num_stages if depths else job.num_stages(num_stages), job.data(data)
     schedule, partition = given["schedule"], given["partition"]
     num_micro_batches = 1 if schedule == "pipedream" else given["num_micro_batches"] or num_stages
     placement = None if given["placement"] is None else read_placement(given["placement"])

@@ -87,6 +87,8 @@ class Process:
     begun: set[int] = field(default_factory=set)
     """Groups whose exchange it has begun."""
     broke: set[int] = field(default_factory=set)
+    has_result: bool | None = None
+    """Of its exchange, once that has ended, where pipelines are of unlike depths."""
     goes_on: Callable[[], None] | None = None
     """What it does when its exchange is over."""
     nonce: bytes | None = None
@@ -105,7 +107,12 @@ class World:
     """See the module's text."""
 
     def __init__(
-        self, seed: int, tell: Callable[[str], None] = lambda text: None, late: float = 0.0, pairs: bool = False
+        self,
+        seed: int,
+        tell: Callable[[str], None] = lambda text: None,
+        late: float = 0.0,
+        pairs: bool = False,
+        unlike: bool = False,
     ) -> None:
         self.rng = rng = random.Random(seed)
         self.tell = tell
@@ -126,10 +133,20 @@ class World:
         self.seen: dict[str, int] = defaultdict(int)
         """How often each kind of message was delivered."""
         self.stages, self.pipelines = rng.randint(1, 2), rng.randint(1, 4)
+        self.depths = tuple(rng.randint(1, 3) for _ in range(self.pipelines)) if unlike else ()
+        self.stages = max(self.depths, default=self.stages)
         least = rng.randint(1, min(2, self.pipelines))
         start = rng.choice([None, self.pipelines])
         self.terms = ElasticConfig(
-            least, start, gather=6.0, hold_limit=1e6, recovery_grace=4.0, settle=0.6, resume=True, apart=2.0
+            least,
+            start,
+            6.0,
+            hold_limit=1e6,
+            recovery_grace=4.0,
+            settle=0.6,
+            resume=True,
+            apart=2.0,
+            depths=self.depths,
         )
         self.overlaps = rng.random() < 0.5
         """Does an exchange go on while its worker computes?"""
@@ -141,7 +158,7 @@ class World:
         ]
         if self.pipelines > 1:
             configs.append(PartialReduce(group_size=2))
-        for size in {1, 2} if self.pipelines % 2 == 0 else {1}:
+        for size in () if unlike else {1, 2} if self.pipelines % 2 == 0 else {1}:
             every, staleness = rng.randint(1, 2), rng.choice([None, 3])
             configs.append(PHDPSGD(group_size=size, every=every, staleness=staleness, within="models"))
         self.config = ADPSGD(asynchronous=True) if pairs else rng.choice(configs)
@@ -193,11 +210,19 @@ class World:
             self.deliver(service.tick(self.now))
         self.after(0.02, self.wakes)
 
+    def workers(self, pipeline: int) -> list[Worker]:
+        return [Worker(j, pipeline) for j in range(self.depths[pipeline] if self.depths else self.stages)]
+
+    def exchanges(self, group: Group) -> set[Worker]:
+        """Those that exchange in it."""
+        if not self.depths:
+            return {*group.members}
+        return {worker for member in group.members for worker in self.workers(member.pipeline)}
+
     def start_job(self, pipeline: int) -> None:
         incarnation = next(self.starts)
         self.tell(f"pipeline {pipeline} starts ({incarnation})")
-        for stage in range(self.stages):
-            worker = Worker(stage, pipeline)
+        for worker in self.workers(pipeline):
             talk = Conversation(worker, incarnation, clock=lambda: self.now)
             process = Process(worker, incarnation, talk, since=self.now)
             self.processes.append(process)
@@ -341,7 +366,11 @@ class World:
         """The members of an epoch find each other in the store."""
         room, stage = f"epoch-{epoch.number}", process.worker.stage
         self.ask(process, lambda _: None, e.Store, "put", (f"{room}/{stage}.{process.worker.pipeline}",), b"here")
-        keys = tuple(f"{room}/{stage}.{pipeline}" for pipeline in epoch.pipelines)
+        keys = tuple(
+            f"{room}/{worker.stage}.{worker.pipeline}"
+            for pipeline in epoch.pipelines
+            for worker in (self.workers(pipeline) if self.depths else [Worker(stage, pipeline)])
+        )
         self.ask(process, lambda _: self.after(0.01, lambda: self.found(process, epoch)), e.Store, "wait", keys)
         if epoch.tries:
             self.after(self.rng.uniform(0.01, 3.0), lambda: self.tried(process, epoch))
@@ -379,9 +408,10 @@ class World:
     def copied(self, process: Process, receive: Receive) -> None:
         if process.dead:
             return
-        donor = next((p for p in self.processes if p.worker == Worker(process.worker.stage, receive.donor)), None)
+        givers = self.workers(receive.donor) if self.depths else [Worker(process.worker.stage, receive.donor)]
+        donors = [p for p in self.processes if p.worker in givers and not p.dead and receive.transfer in p.copies]
         apart = frozenset((process.worker.pipeline, receive.donor)) in self.apart
-        copy = None if donor is None or donor.dead or apart else donor.copies.get(receive.transfer)
+        copy = None if len(donors) < len(givers) or apart else donors[0].copies[receive.transfer]
         said: tuple[object, ...] = receive.transfer, -1, "connection reset"
         if copy is not None and self.rng.random() >= 0.05:
             process.update, process.segment = copy.update, copy.segment
@@ -401,11 +431,24 @@ class World:
         assert process.lease is not None
         if process.lease.over:
             self.set_state(process, "barrier")
-            key = f"pause/{process.segment.run}/{process.segment.epoch}"
-            self.ask(process, lambda reply: self.met(process, reply), e.Meet, key, b"%d" % process.worker.pipeline)
+            self.meet(process)
         else:
             self.set_state(process, "resting")
             self.ready(process)
+
+    def meet(self, process: Process) -> None:
+        """By itself, or with its pipeline, for which the first stage speaks when all are there."""
+        there = self.job(process) if self.depths else [process]
+        if all(p.state == "barrier" and p.segment == process.segment for p in there):
+            key = f"pause/{process.segment.run}/{process.segment.epoch}"
+            speaks = next((p for p in there if p.worker.stage == 0), process)
+
+            def met(reply: e.Reply) -> None:
+                for p in there:
+                    if not p.dead:
+                        self.met(p, reply)
+
+            self.ask(speaks, met, e.Meet, key, b"%d" % process.worker.pipeline)
 
     def met(self, process: Process, reply: e.Reply) -> None:
         assert isinstance(reply, e.HasMet)
@@ -509,7 +552,7 @@ class World:
 
     def exchange(self, process: Process, group: Group) -> None:
         """At once, or when the last one is over."""
-        assert process.worker in group.members
+        assert process.worker in self.exchanges(group)
         if process.group is not None:
             process.goes_on = lambda: self.exchange(process, group)
             return
@@ -529,28 +572,51 @@ class World:
         if len(group.members) > 1:
             assert group.epoch > 0
             process.talk.exchanges(Exchanging(group.sequence, tuple(w.pipeline for w in group.members), 0))
-        process.group = group
+        process.group, process.has_result = group, None
         process.begun.add(group.sequence)
         self.after(self.rng.uniform(0.01, 0.05), lambda: self.exchanged(process, group))
 
     def exchanged(self, process: Process, group: Group) -> None:
-        if process.dead or process.group is not group:
+        if process.dead or process.group is not group or process.has_result is not None:
             return
         there = {p.worker for p in self.processes if not p.dead and group.epoch in p.talk.held}
-        pipelines = {worker.pipeline for worker in group.members}
-        members = [p for p in self.processes if p.worker in group.members]
+        pipelines, workers = {worker.pipeline for worker in group.members}, self.exchanges(group)
+        members = [p for p in self.processes if p.worker in workers]
         waits = any(pair <= pipelines for pair in self.apart) or any(group.sequence not in p.begun for p in members)
-        if waits and set(group.members) <= there and group.sequence not in process.broke:  # nothing comes
+        if waits and workers <= there and group.sequence not in process.broke:  # nothing comes
             self.after(0.1, lambda: self.exchanged(process, group))
             return
-        failed = len(group.members) > 1 and (not set(group.members) <= there or self.rng.random() < 0.01)
-        process.talk.exchanges(None)
-        if failed or group.sequence in process.broke:
-            held = [epoch for epoch in process.talk.held if epoch != group.epoch]
-            process.talk.holds(held)
-            self.ask(process, lambda reply: self.again(process, reply), e.AskRegroup, group, tuple(held), False)
+        failed = len(group.members) > 1 and (not workers <= there or self.rng.random() < 0.01)
+        process.has_result = not (failed or group.sequence in process.broke)
+        if not process.has_result:
+            self.give_up(process, group)
+        whole = self.depths and len(group.members) > 1
+        together = [p for p in self.job(process) if not p.dead] if whole else [process]
+        if any(p.has_result is None or p.group is None or p.group.sequence != group.sequence for p in together):
+            return  # it waits until all of its pipeline know whether they have it
+        if all(p.has_result for p in together):
+            for p in together:
+                self.completed(p, group)
             return
-        process.talk.completed(group.sequence)
+        for p in together:
+            self.give_up(p, group)
+
+        def again(reply: e.Reply) -> None:
+            for p in together:
+                if not p.dead:
+                    self.again(p, reply)
+
+        speaks = next((p for p in together if p.worker.stage == 0), process)
+        self.ask(speaks, again, e.AskRegroup, group, speaks.talk.held, False)
+
+    def give_up(self, process: Process, group: Group) -> None:
+        process.talk.exchanges(None)
+        process.talk.holds([epoch for epoch in process.talk.held if epoch != group.epoch])
+
+    def completed(self, process: Process, group: Group) -> None:
+        process.talk.exchanges(None)
+        if process.worker.stage == 0 or not self.depths:
+            process.talk.completed(group.sequence)
         self.pump(process)
         self.exchange_ends(process)
 
@@ -658,7 +724,7 @@ class World:
         before = {(p.worker, p.incarnation): (p.update, p.segment.epoch) for p in self.processes}
         self.run(self.now + 15.0)
         workers = {p.worker for p in self.processes}
-        assert workers == {Worker(j, i) for j in range(self.stages) for i in range(self.pipelines)}
+        assert workers == {worker for i in range(self.pipelines) for worker in self.workers(i)}
         for p in self.processes:
             now = p.update, p.segment.epoch
             assert now != before.get((p.worker, p.incarnation), now), f"{p} has not gone on for 15 s"
@@ -675,10 +741,16 @@ class World:
 
 
 def live_through(
-    seed: int, faults: int, tell: Callable[[str], None] = lambda text: None, late: float = 0.0, pairs: bool = False
+    seed: int,
+    faults: int,
+    tell: Callable[[str], None] = lambda text: None,
+    late: float = 0.0,
+    pairs: bool = False,
+    unlike: bool = False,
 ) -> World:
-    """A history with so many faults, and what must hold in it; with ``pairs``, of asynchronous AD-PSGD."""
-    world = World(seed, tell, late, pairs)
+    """A history with so many faults, and what must hold in it; with ``pairs``, of asynchronous AD-PSGD, and with
+    ``unlike``, of pipelines with depths of their own."""
+    world = World(seed, tell, late, pairs, unlike)
     with suppress(NobodyLeft):
         world.run(3.0)
         for _ in range(faults):

@@ -31,7 +31,12 @@ from lightning_sdpipe.supervision.state import Settings
 from lightning_sdpipe.supervision.uncaught_exception import UncaughtException
 
 KILLED, TERM = -signal.SIGKILL, signal.SIGTERM
-STAGES = {0: 1, 1: 0}  # rank 0 runs the last stage
+
+
+def stage_of(pipeline: int, rank: int) -> int:
+    return 1 - rank  # rank 0 runs the last stage
+
+
 BUG = UncaughtException("ValueError", "sample 17 is no picture", "train.py:41 in training_step")
 FOLLOWS = UncaughtException(
     "lightning_sdpipe.errors.WorkerFailedError", "Stage 1 of pipeline 0 failed first", "p2p.py:7 in wait"
@@ -39,7 +44,7 @@ FOLLOWS = UncaughtException(
 
 
 def rules(pipelines: int = 4, **settings: float) -> Rules:
-    made = Rules(Settings(pipelines, 2, **settings), STAGES)  # type: ignore[arg-type]
+    made = Rules(Settings(pipelines, 2, **settings), stage_of)  # type: ignore[arg-type]
     made.on(Begin(), 0.0)
     return made
 
@@ -60,11 +65,20 @@ def lines(decisions: list[Decision]) -> list[str]:
 
 
 def test_the_beginning() -> None:
-    made = Rules(Settings(2, 2), STAGES)
+    made = Rules(Settings(2, 2), stage_of)
     assert made.on(Begin(), 0.0) == [Launch(0, 0), Launch(1, 0), Show(0)]
     assert made.deadline() == math.inf
     assert made.on(seen(0, at=4.0), 4.0) == []
     assert made.on(seen(0, 1, at=5.0, leader=1), 5.0) == [Say("all 2 pipelines train"), Show(1)]
+
+
+def test_pipelines_may_have_unlike_numbers_of_processes() -> None:
+    made = Rules(Settings(2, 2, depths=(1, 2)), lambda pipeline, rank: pipeline - rank)
+    made.on(Begin(), 0.0)
+    made.on(seen(0, 1, at=5.0, leader=0), 5.0)
+    assert made.on(ProcessEnded(0, 0, KILLED), 10.0)[0] == Say("pipeline 0 lost (stage 0 killed); 1 of 2 go on")
+    assert made.on(ProcessEnded(1, 0, KILLED), 11.0)[0] == Say("pipeline 1 lost (stage 1 killed); 0 of 2 go on")
+    assert Launch(1, 1) not in made.on(TimePassed(), 11.1), "its other process has not ended"
 
 
 def test_a_killed_stage_and_its_pipelines_return() -> None:
@@ -404,7 +418,7 @@ class Machine:
 @given(st.data(), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3))
 def test_whatever_happens(data: st.DataObject, pipelines: int, stages: int, restarts: int) -> None:
     settings = Settings(pipelines, stages, restarts, data.draw(st.integers(1, pipelines)))
-    machine = Machine(Rules(settings, {rank: stages - 1 - rank for rank in range(stages)}), stages, settings)
+    machine = Machine(Rules(settings, lambda _, rank: stages - 1 - rank), stages, settings)
     machine.on(Begin())
     for _ in range(data.draw(st.integers(0, 60))):
         if machine.finished is not None:
@@ -443,7 +457,7 @@ def test_whatever_happens(data: st.DataObject, pipelines: int, stages: int, rest
 
 
 def test_that_training_goes_on_from_a_checkpoint_is_said_once_for_each_new_start() -> None:
-    rules = Rules(Settings(1, 1), {0: 0})
+    rules = Rules(Settings(1, 1), stage_of)
     rules.on(Begin(), 0.0)
     said = []
     for now, (life, resumed) in enumerate([("a", None), ("b", "1.ckpt"), ("b", "1.ckpt"), ("c", "1.ckpt")]):

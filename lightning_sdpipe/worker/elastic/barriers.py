@@ -23,19 +23,19 @@ from torch import Tensor
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange import transfers
+from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.membership.stuck import BARRIERS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
+from lightning_sdpipe.sync.among_present import ExchangesOfPairs, RoundsOfBases, RoundsOfPresent
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
 from lightning_sdpipe.sync.synchronizer import (
-    ExchangesOfPairs,
     Replica,
-    RoundsOfBases,
-    RoundsOfPresent,
     Synchronizer,
+    averaged,
 )
 from lightning_sdpipe.topology.groups import ProcessGroups, Replicas
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
@@ -97,7 +97,8 @@ class Barriers:
             self._point, self._begun, self._number, self._last = usual, False, 0, None
 
     def meet(self, says: bytes = b"") -> Met:
-        """Wait for the others. A worker that came too late is alone, and so is each before the first segment.
+        """Wait for the others; :meth:`said` reads the answer. A worker that came too late is alone, and so is each
+        before the first segment.
 
         Raises:
             WorkerFailedError: the others have passed the barrier before, and gone on.
@@ -106,7 +107,7 @@ class Barriers:
             return Met(self._worker.stage, "", (self._worker.pipeline,), (says,), 0)
         key = f"{self._point()}/{self._number}"
         self._number += 1
-        met = self._line.meet(key, says)
+        met = self._ask(key, says)
         if met.past:
             raise WorkerFailedError(
                 f"pipeline {self._worker.pipeline} came to a barrier ({key}) when the others had gone on; it has to "
@@ -116,8 +117,27 @@ class Barriers:
         self._met()
         return met
 
-    def average(self, tensors: Sequence[Tensor]) -> Met:
-        """Make ``tensors`` the same on all that meet: floating-point ones their mean, integers the largest.
+    def _ask(self, key: str, says: bytes) -> Met:
+        return self._line.meet(key, says)
+
+    def said(self, met: Met) -> dict[int, list[bytes]]:
+        """Return what each pipeline has said that came to ``met``: one value for each worker that meets there."""
+        return {pipeline: [value] for pipeline, value in zip(met.pipelines, met.values, strict=True)}
+
+    def pack(self, integers: Sequence[Sequence[Tensor]]) -> bytes:
+        """Pack the ``integers`` of each part for the others; raises as :func:`pack` does."""
+        (own,) = integers
+        return pack(own)
+
+    def unpack_max(self, integers: Sequence[Sequence[Tensor]], each: Sequence[Sequence[bytes]]) -> None:
+        """Set ``integers`` to the largest of the values that :meth:`pack` has put into ``each``, by pipeline and
+        worker."""
+        (own,) = integers
+        unpack_max(own, [value for (value,) in each])
+
+    def average(self, *parts: Sequence[Tensor]) -> Met:
+        """Make the tensors of each of the ``parts`` the same on all that meet: floating-point ones their mean, integers
+        the largest. There is one part, or as many as this worker exchanges by themselves.
 
         If a worker is lost meanwhile, all that are left average again.
 
@@ -127,33 +147,51 @@ class Barriers:
         Raises:
             ConfigurationError: there are too many integers to be sent.
         """
-        floating, integers = split(tensors)
-        met = self.meet(_NOT + pack(integers))
+        floating, integers = divided(parts)
+        met = self.meet(_NOT + self.pack(integers))
         while True:
             averaged = self.weighted_sum(floating, met, dict.fromkeys(met.pipelines, 1 / len(met.pipelines)))
-            done = self.meet((_AVERAGED if averaged else _NOT) + pack(integers))
-            if done.pipelines == met.pipelines and all(said.startswith(_AVERAGED) for said in done.values):
+            done = self.meet((_AVERAGED if averaged else _NOT) + self.pack(integers))
+            if done.pipelines == met.pipelines and self.all_said(done, _AVERAGED):
                 break
             met = done
-        unpack_max(integers, [said[1:] for said in met.values])
+        self.unpack_max(integers, [[value[1:] for value in values] for values in self.said(met).values()])
         return met
 
-    def weighted_sum(self, tensors: Sequence[Tensor], met: Met, weights: Mapping[int, float]) -> bool:
-        """Replace ``tensors`` by their sum, weighted by ``weights``, on those pipelines of ``met``; all of them must
-        call it.
+    def all_said(self, met: Met, word: bytes) -> bool:
+        """Return whether all that came to ``met`` have said something that begins with ``word``."""
+        return all(value.startswith(word) for values in self.said(met).values() for value in values)
+
+    def weighted_sum(self, parts: Sequence[Sequence[Tensor]], met: Met, weights: Mapping[int, float]) -> bool:
+        """Replace the tensors of ``parts`` by their sum, weighted by ``weights``, on those pipelines of ``met``; all of
+        them must call it.
 
         Returns:
             True if the whole sum is done; otherwise a worker is lost.
         """
 
-        def exchange(mover: Mover, group: Group) -> None:
-            finish(mover.start(tensors, group), self._epochs.moved)
+        def exchange(movers: Sequence[Mover], group: Group) -> None:
+            for mover, tensors in zip(movers, parts, strict=True):
+                finish(mover.start(tensors, group), self._epochs.moved)
 
-        return self._exchanged(met, weights, self._epochs.mover, exchange)
+        return self._exchanged(met, weights, self._epochs.movers, exchange)
+
+    def agree(self, groups: ProcessGroups, mine: Any, decide: Callable[[Mapping[int, Any]], _Decision]) -> _Decision:
+        """Return what ``decide`` makes of the values ``mine`` of the pipelines that meet, by pipeline.
+
+        The first rank of each pipeline meets the others and decides, and its stages take over the decision. Every stage
+        must call it; values and decision are JSON.
+        """
+        decision = None
+        if groups.rank == 0:
+            said = self.said(self.meet(json.dumps(mine).encode()))
+            decision = decide({pipeline: json.loads(value) for pipeline, (value,) in said.items()})
+        agreed: _Decision = p2p.broadcast_value(decision, 0, groups.everybody)
+        return agreed
 
     def gather(self, data: bytes, sizes: Mapping[int, int]) -> list[bytes] | None:
         """Return the ``data`` of all pipelines that have come to the last barrier, in their order; None if a worker is
-        lost. All of them must call it.
+        lost. Their last stages must call it, and the others :meth:`pass_by`.
 
         Args:
             data: that of this pipeline.
@@ -173,6 +211,9 @@ class Barriers:
             return None
         return [data if i == own else into[i].numpy().tobytes() for i in sizes]
 
+    def pass_by(self) -> None:
+        """Take no part in what the last stages gather."""
+
     def _exchanged(
         self,
         met: Met,
@@ -184,8 +225,7 @@ class Barriers:
         is done; otherwise a worker is lost."""
         if len(weights) == 1:
             return True
-        workers = tuple(Worker(self._worker.stage, pipeline) for pipeline in weights)
-        group = Group(workers, tuple(weights.values()), BARRIERS + met.sequence, "pause", epoch=met.epoch)
+        group = self._group(met, weights)
         self._epochs.use(group)
         begun = False
         try:
@@ -201,21 +241,16 @@ class Barriers:
             self._epochs.use(None)
         return True
 
+    def _group(self, met: Met, weights: Mapping[int, float]) -> Group:
+        """Return those pipelines of ``met`` as a group."""
+        workers = tuple(Worker(self._worker.stage, pipeline) for pipeline in weights)
+        return Group(workers, tuple(weights.values()), BARRIERS + met.sequence, "pause", epoch=met.epoch)
 
-def agree(
-    barriers: Barriers, groups: ProcessGroups, mine: Any, decide: Callable[[Mapping[int, Any]], _Decision]
-) -> _Decision:
-    """Return what ``decide`` makes of the values ``mine`` of the pipelines that meet, by pipeline.
 
-    The first rank of each pipeline meets the others and decides, and its stages take over the decision. Every stage
-    must call it; values and decision are JSON.
-    """
-    decision = None
-    if groups.rank == 0:
-        met = barriers.meet(json.dumps(mine).encode())
-        decision = decide(dict(zip(met.pipelines, map(json.loads, met.values), strict=True)))
-    agreed: _Decision = p2p.broadcast_value(decision, 0, groups.everybody)
-    return agreed
+def divided(parts: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Return the floating-point tensors of each of ``parts``, and the integers; empty ones are left out."""
+    both = [split(tensors) for tensors in parts]
+    return [floating for floating, _ in both], [integers for _, integers in both]
 
 
 def split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -308,6 +343,18 @@ class ElasticReplica(Replica):
     def average(self, tensors: Sequence[Tensor]) -> None:
         self.forget()
         self.barriers.average(tensors)
+
+    def average_parameters(self) -> None:
+        if self.shared is None:
+            super().average_parameters()
+            return
+        self.barriers.average(*(tensors_of(averaged(part.parameters)) for part in self.divided))
+        self.shared.make_equal()
+
+    def average_buffers(self) -> None:
+        self.barriers.average(*(part.buffers for part in self.divided))
+        if self.shared is not None:
+            self.shared.make_buffers_equal(self.device)
 
     def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
         raise ConfigurationError(

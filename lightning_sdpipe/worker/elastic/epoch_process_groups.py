@@ -1,4 +1,5 @@
-"""The process groups of a stage's replicas: one for each epoch of membership, made beside the training.
+"""The process groups of a stage's replicas: one for each epoch of membership, made beside the training. Where pipelines
+are cut unlike, it holds all workers of the members, and each part of the model has replicas of its own in it.
 
 Making one takes milliseconds, and longer if a member is gone; so threads do it, and the groups of earlier epochs stay
 in use meanwhile. gloo cannot end a wait for a message that a live process will not send, except that a receive in
@@ -7,7 +8,8 @@ group in which this worker exchanges with a lost worker, or in which an exchange
 way to memory that is let go would hold up all later ones for good. Waits for messages that this does not end, since a
 connection was lost in the midst of one, are left (:mod:`~lightning_sdpipe.exchange.transfers`).
 
-To make a group, replicas find each other by :class:`SchedulerStore`, over the scheduler's key-value store. The
+To make a group, replicas find each other by a
+:class:`~lightning_sdpipe.worker.elastic.scheduler_connection.SchedulerStore`, over the scheduler's key-value store. The
 scheduler imports no torch, and its connection is encrypted where there are keys. A TCPStore would live and die with one
 of the workers, and be open to all that can reach it.
 """
@@ -30,68 +32,13 @@ from torch._C._distributed_c10d import Store
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import Mover
+from lightning_sdpipe.exchange.sectioned import SectionedMover
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.client.membership_client import CancelledError, MembershipClient
-from lightning_sdpipe.scheduler.client.store import StoreClient
+from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
+from lightning_sdpipe.sync.mover_choice import MakeMover
 from lightning_sdpipe.topology.groups import Replicas, Traffic
-
-
-class SchedulerStore(Store):
-    """A store of keys under ``room`` in the key-value store of the scheduler that ``client`` speaks to.
-
-    The maker of a process group must keep a Python reference to the store while the group is being made. Every wait
-    ends after ``timeout`` seconds with a SchedulerError, or with :class:`CancelledError` soon after ``cancelled``
-    returns true: as when an epoch of membership is superseded while a member that is gone is waited for.
-    """
-
-    def __init__(
-        self, client: StoreClient, room: str, timeout: float, cancelled: Callable[[], bool] = lambda: False
-    ) -> None:
-        super().__init__()
-        if "/" in room or not room:
-            raise ValueError(f"room={room!r} is not allowed; give a name without a slash")
-        self._client, self._room, self._seconds, self._cancelled = client, room, timeout, cancelled
-
-    def set(self, key: str, value: bytes | str) -> None:
-        self._check()
-        self._client.put(self._name(key), value.encode() if isinstance(value, str) else bytes(value), self._seconds)
-
-    def get(self, key: str) -> bytes:
-        return self._wait([key], self._seconds)[0]
-
-    def add(self, key: str, amount: int) -> int:
-        self._check()
-        return self._client.add(self._name(key), amount, self._seconds)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._wait(keys, self._seconds if timeout is None else timeout.total_seconds())
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return None not in self._client.fetch([self._name(key) for key in keys], self._seconds)
-
-    def delete_key(self, key: str) -> bool:
-        return self._client.remove(self._name(key), self._seconds)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._seconds = timeout.total_seconds()
-
-    @property
-    def timeout(self) -> timedelta:
-        return timedelta(seconds=self._seconds)
-
-    def _wait(self, keys: Sequence[str], seconds: float) -> tuple[bytes, ...]:
-        self._check()
-        return self._client.wait([self._name(key) for key in keys], seconds, self._cancelled)
-
-    def _name(self, key: str) -> str:
-        return f"{self._room}/{key}"
-
-    def _check(self) -> None:
-        if self._cancelled():
-            raise CancelledError(f"the process group of {self._room} is not needed any more")
-
 
 log = logging.getLogger(__name__)
 
@@ -110,9 +57,18 @@ MakeStore = Callable[[str, Callable[[], bool]], Store]
 
 
 @dataclass(frozen=True)
+class EpochPart:
+    """A part of the model that is exchanged by itself: by the stage ``owners[i]`` of each pipeline i, with the mover
+    that ``among`` makes for models that train."""
+
+    owners: Sequence[int]
+    among: MakeMover
+
+
+@dataclass(frozen=True)
 class _OfEpoch:
     replicas: Replicas  # over a gloo group that belongs to no world
-    mover: GroupMean
+    movers: Sequence[GroupMean]
     exchange: Mover
     hosts: Mapping[int, str] | None
 
@@ -128,6 +84,7 @@ class EpochGroups:
         among: makes the mover that averages models while they train, from the replicas and their machines.
         traffic: counts the bytes that this worker sends.
         host: this worker's machine, if machines are told apart; the replicas of an epoch tell each other theirs.
+        depths: stages of each pipeline, if pipelines are cut unlike; then :meth:`divide` comes before the first epoch.
     """
 
     def __init__(
@@ -136,17 +93,20 @@ class EpochGroups:
         make_store: MakeStore,
         timeout: timedelta,
         report: MembershipClient,
-        among: Callable[[Replicas, Mapping[int, str] | None], Mover] = lambda replicas, hosts: GroupMean(replicas),
+        among: MakeMover = lambda replicas, hosts: GroupMean(replicas),
         traffic: Traffic | None = None,
         host: str | None = None,
+        depths: Sequence[int] = (),
     ) -> None:
-        self._worker = worker
+        self._worker, self._depths = worker, depths
         self._make_store = make_store
         self._timeout = timeout
         self._report = report
         self._lock = threading.Condition()
         self._among = among
         self._host = host
+        self._parts: Sequence[EpochPart] = ()
+        self._counts: Callable[[], Sequence[int]] = tuple
         self._traffic = Traffic() if traffic is None else traffic
         self._made: dict[int, _OfEpoch] = {}
         self._given_up = -1  # the newest epoch whose group was
@@ -157,6 +117,11 @@ class EpochGroups:
         """Groups that are used beside that one, by sequence."""
         self._moved = 0  # pieces of the exchange that were taken over
         self._closed = False
+
+    def divide(self, parts: Sequence[EpochPart], counts: Callable[[], Sequence[int]]) -> None:
+        """Set the ``parts`` of the model that this worker exchanges, in the order in which all workers go through
+        theirs; ``counts`` returns the number of tensors of each that change in training."""
+        self._parts, self._counts = parts, counts
 
     def enter(self, epoch: Epoch) -> None:
         """Make the members of ``epoch`` the members from now on. Any thread may call it; it does not wait."""
@@ -190,13 +155,14 @@ class EpochGroups:
         does."""
         return self._of(group).exchange
 
-    def mover(self, group: Group) -> GroupMean:
-        """Return the mover that averages among the members of ``group`` in full precision; raises as :meth:`replicas`
-        does."""
-        return self._of(group).mover
+    def movers(self, group: Group) -> Sequence[GroupMean]:
+        """Return the mover that averages among the members of ``group`` in full precision, one for each part of the
+        model; raises as :meth:`replicas` does."""
+        return self._of(group).movers
 
     def replicas(self, group: Group) -> Replicas:
-        """Return how this worker reaches the members of ``group``.
+        """Return how this worker reaches the members of ``group``; where pipelines are cut unlike, how the last stages
+        reach each other.
 
         Raises:
             WorkerFailedError: a member of the group's epoch is gone, and with it the process group.
@@ -330,44 +296,66 @@ class EpochGroups:
             self._report.holds(self.held)
 
     def _make(self, epoch: Epoch) -> None:
-        stage, pipeline = self._worker.stage, self._worker.pipeline
-        number, places = epoch.number, {i: place for place, i in enumerate(epoch.pipelines)}
-        store = self._make_store(f"epoch-{number}-{stage}", lambda: self._is_over or number != self._newest)
+        own, number = self._worker, epoch.number
+        workers = [each for i in epoch.pipelines for each in _workers_of(i, own, self._depths)]
+        places = {each: place for place, each in enumerate(workers)}
+        room = f"epoch-{number}" if self._depths else f"epoch-{number}-{own.stage}"
+        store = self._make_store(room, lambda: self._is_over or number != self._newest)
         hosts: dict[int, str] | None = None
         try:
             if self._host is not None:
-                store.set(f"host-{pipeline}", self._host)
-            group: Any = dist.ProcessGroupGloo(store, places[pipeline], len(places), CONNECTING)
+                store.set(f"host-{own.pipeline}", self._host)
+            group: Any = dist.ProcessGroupGloo(store, places[own], len(places), CONNECTING)
             if self._host is not None:
-                hosts = {i: store.get(f"host-{i}").decode() for i in places}
+                hosts = {i: store.get(f"host-{i}").decode() for i in epoch.pipelines}
         except Exception as error:  # a later epoch is on its way, or the scheduler, which says so where it is asked
             log.info("the group of epoch %d was not made: %s", number, str(error).splitlines()[0])
             return
         group._set_default_timeout(self._timeout)  # of collectives
-        replicas = Replicas(group, places, stage, pipeline, limit=self._timeout, given_up=threading.Event())
-        counted = replace(replicas, traffic=self._traffic)
+        made = self._over(group, places, hosts)
         with self._lock:
             if self._is_over:
                 return
-            self._made[number] = _OfEpoch(replicas, GroupMean(replicas), self._among(counted, hosts), hosts)
+            self._made[number] = made
             in_use = {used.epoch for used in self._used()}
             old = [self._made.pop(earlier) for earlier in sorted(self._made)[:-KEPT] if earlier not in in_use]
             self._lock.notify_all()
         self._report.holds(self.held)
         del old
 
+    def _over(self, group: Any, places: Mapping[Worker, int], hosts: Mapping[int, str] | None) -> _OfEpoch:
+        """Return what this worker exchanges by over ``group``, in which workers have these ``places``, on ``hosts``."""
+        stage, pipeline, given_up = self._worker.stage, self._worker.pipeline, threading.Event()
+
+        def replicas(owners: Callable[[int], int]) -> Replicas:
+            ranks = {i: places[Worker(owners(i), i)] for i in {each.pipeline for each in places}}
+            return Replicas(group, ranks, stage, pipeline, limit=self._timeout, given_up=given_up)
+
+        def counted(among: MakeMover, those: Replicas) -> Mover:
+            return among(replace(those, traffic=self._traffic), hosts)
+
+        if not self._depths:
+            own = replicas(lambda _: stage)
+            return _OfEpoch(own, [GroupMean(own)], counted(self._among, own), hosts)
+        of_parts = [replicas(part.owners.__getitem__) for part in self._parts]
+        movers = [counted(part.among, those) for part, those in zip(self._parts, of_parts, strict=True)]
+        last = replicas(lambda i: self._depths[i] - 1)
+        return _OfEpoch(last, [*map(GroupMean, of_parts)], SectionedMover(movers, self._counts), hosts)
+
     def _try(self, epoch: Epoch) -> None:
-        """Find the replicas of this stage that this worker can reach: make and use a process group of two with each."""
-        number, stage, own = epoch.number, self._worker.stage, self._worker.pipeline
-        others = {i for i in epoch.pipelines if i != own}
+        """Find the workers that this worker can reach: make and use a process group of two with each."""
+        number, own = epoch.number, self._worker
+        others = {each for i in epoch.pipelines if i != own.pipeline for each in _workers_of(i, own, self._depths)}
         until = time.monotonic() + _TRYING
-        reached: set[int] = set()
+        reached: set[Worker] = set()
 
         def is_over() -> bool:
             return self._closed or number != self._newest or time.monotonic() > until
 
-        def reach(other: int) -> None:
-            store = self._make_store(f"try-{number}-{stage}-{min(own, other)}-{max(own, other)}", is_over)
+        def reach(other: Worker) -> None:
+            first, second = sorted([own, other])
+            pair = f"{first.stage}.{first.pipeline}-{second.stage}.{second.pipeline}"
+            store = self._make_store(f"try-{number}-{pair}", is_over)
             try:
                 there = int(own < other)
                 group: Any = dist.ProcessGroupGloo(store, 1 - there, 2, _TRYING_TO_CONNECT)
@@ -375,7 +363,7 @@ class EpochGroups:
                 group.recv([torch.zeros(_TRIED)], there, 0).wait(timedelta(seconds=_TRYING))
                 sent.wait(timedelta(seconds=_TRYING))
             except Exception as error:  # on any error they cannot exchange
-                log.info("pipeline %d is not reached: %s", other, str(error).splitlines()[0])
+                log.info("worker %s is not reached: %s", other, str(error).splitlines()[0])
             else:
                 reached.add(other)
 
@@ -384,8 +372,13 @@ class EpochGroups:
             thread.start()
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
-        self._report.misses(number, others - reached)
+        self._report.misses(number, {other.pipeline for other in others - reached})
 
 
 def _holds(replicas: Replicas, group: Group) -> bool:
     return {member.pipeline for member in group.members} <= {*replicas.pipelines}
+
+
+def _workers_of(pipeline: int, worker: Worker, depths: Sequence[int]) -> list[Worker]:
+    """Return the workers of ``pipeline`` that ``worker`` shares process groups with."""
+    return [Worker(j, pipeline) for j in (range(depths[pipeline]) if depths else [worker.stage])]

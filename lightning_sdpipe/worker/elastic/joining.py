@@ -1,7 +1,8 @@
 """Entry of a pipeline into an elastic run: with the state of one that trains, or with those that begin together.
 
 Its fingerprint names, in words that a refusal can quote, what must be equal in all pipelines of a run. :class:`Fit`
-makes Lightning go on with the state of another pipeline, and gives its own to the next newcomer.
+makes Lightning go on with the state of another pipeline, and gives its own to the next newcomer: one of the
+:class:`StageDuties` between two turns.
 """
 
 from __future__ import annotations
@@ -11,50 +12,57 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.utils.data import DataLoader
 
-from lightning_sdpipe import lightning_internals, p2p
+from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.lightning_internals import data_source
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.weight_averaging import averaging_of
+from lightning_sdpipe.membership.state_transfers import newcomer_of
+from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient, Receive, Start
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.worker.elastic import leader, state_transfer
-from lightning_sdpipe.worker.elastic.barriers import Barriers, pack, split, unpack_max
+from lightning_sdpipe.worker.elastic.barriers import Barriers, divided
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource
+from lightning_sdpipe.worker.elastic.pipeline_barriers import of_all_stages
+from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.training import Training
 
 log = logging.getLogger(__name__)
 
 
-def fingerprint(trainer: Trainer, options: Options, ownership: Ownership) -> dict[str, str]:
+def fingerprint(trainer: Trainer, options: Options, ownerships: Sequence[Ownership]) -> dict[str, str]:
     """Return the fingerprint of a worker that is about to join: the same on all stages of a pipeline, and in all
     pipelines."""
     module = trainer.lightning_module
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.state_dict().items()]
-    cut = sorted((name, owners) for name, owners in ownership.stages.items())
+    cut = [sorted((name, owners) for name, owners in own.stages.items()) for own in ownerships]
     interval = getattr(trainer, "val_check_interval", "at times")  # Lightning sets none if validation goes by the clock
     every = f"{interval} of every {trainer.check_val_every_n_epoch} epochs"
     return {
         "version": f"lightning_sdpipe {version('lightning-sdpipe')}, torch {torch.__version__}",
-        "stages": str(options.num_stages),
+        "stages": str([*options.depths] if options.cuts else options.num_stages),
         "model": f"{type(module).__name__} {_digest(shapes)}",
         "cut": _digest(cut),
         "optimizer": ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers),
@@ -114,19 +122,21 @@ def join(
     return answer, None if answer.fresh else state
 
 
-def begin_together(barriers: Barriers, tensors: Sequence[Tensor], says: bytes, gather: Gather) -> bytes:
-    """Give ``tensors`` on all of the first pipelines the values of one of them, the same one in every stage.
+def begin_together(barriers: Barriers, parts: Sequence[Sequence[Tensor]], says: bytes, gather: Gather) -> bytes:
+    """Give the tensors of ``parts`` on all of the first pipelines the values of one of them, the same one in every
+    stage.
 
-    Each stage meets by itself. When a pipeline is lost meanwhile, one stage may have met with it and another without,
-    or one may have its tensors and another not. So the stages of a pipeline tell each other how their barriers went,
-    which is the same in all pipelines. The source is the first pipeline that came in every stage. If not all pipelines
-    that are left have its tensors in every stage, all begin again with what they had at first.
+    Unless whole pipelines meet, each stage meets by itself. When a pipeline is lost meanwhile, one stage may have met
+    with it and another without, or one may have its tensors and another not. So the stages of a pipeline tell each
+    other how their barriers went, which is the same in all pipelines. The source is the first pipeline that came in
+    every stage. If not all pipelines that are left have its tensors in every stage, all begin again with what they had
+    at first.
 
     Args:
         barriers: those of this worker's stage, at a point of their own.
-        tensors: parameters and buffers, changed when the source is agreed on.
+        parts: parameters and buffers of each part that is exchanged by itself, changed when the source is agreed on.
         says: what else the source is to tell, without a zero byte.
-        gather: gathers among the stages of this worker's pipeline.
+        gather: gathers among the stages of this worker's pipeline, where each of them meets by itself.
 
     Returns:
         What the source says.
@@ -135,20 +145,22 @@ def begin_together(barriers: Barriers, tensors: Sequence[Tensor], says: bytes, g
         ConfigurationError: there are too many integers to be sent.
         WorkerFailedError: another stage of this worker's pipeline is lost.
     """
-    floating, integers = split(tensors)
+    floating, integers = divided(parts)
     while True:
-        met = barriers.meet(says + _END + pack(integers))
+        met = barriers.meet(says + _END + barriers.pack(integers))
         members = sorted(set.intersection(*map(set, gather(met.pipelines))))
         source = members[0]
-        copies = [tensor.detach().clone() for tensor in floating]
+        copies = [[tensor.detach().clone() for tensor in part] for part in floating]
         copied = barriers.weighted_sum(copies, met, {pipeline: float(pipeline == source) for pipeline in members})
         done = barriers.meet(_DONE if copied else _NOT)
-        if all(gather(all(value == _DONE for value in done.values))):
+        if all(gather(barriers.all_said(done, _DONE))):
             break
-    said, _, of_source = met.values[met.pipelines.index(source)].partition(_END)
-    for tensor, copy in zip(floating, copies, strict=True):
-        tensor.copy_(copy)
-    unpack_max(integers, [of_source])
+    of_source = [value.partition(_END) for value in barriers.said(met)[source]]
+    for part, copied_part in zip(floating, copies, strict=True):
+        for tensor, copy in zip(part, copied_part, strict=True):
+            tensor.copy_(copy)
+    barriers.unpack_max(integers, [[packed for _, _, packed in of_source]])
+    said, _, _ = of_source[0]
     return said
 
 
@@ -161,35 +173,59 @@ class Fit:
         training: the training that its hooks call.
         source: the source of its batches.
         checkpoints: those of its stage.
+        groups: its process groups.
         line: its client of the scheduler.
-        store: makes a store, by its name, that both sides of a transfer of this stage reach; a second argument, if any,
-            returns true when the transfer is in vain.
+        store: makes a store, by its name, that both sides of a transfer reach; a second argument, if any, returns true
+            when the transfer is in vain.
     """
 
     trainer: Trainer
     training: Training
     source: ElasticBatchSource
     checkpoints: Checkpoints
+    groups: ProcessGroups
     line: MembershipClient
     store: Callable[..., Store]
 
     def receive(self, what: Receive) -> State:
-        """Receive the state of the donor's stage; it is given up when another donor is found, since others may wait."""
+        """Receive the state of the donor's stage; it is given up when another donor is found, since others may wait. If
+        pipelines are cut unlike, each stage of the donor gives what it has of it."""
 
         def is_in_vain() -> bool:
             return self.line.offered != what.transfer
 
-        store = self.store(what.transfer, is_in_vain)
-        return state_transfer.receive_state(store, self._limit, f"pipeline {what.donor}", is_in_vain)
+        def receive_from(giver: int) -> State:
+            store = self.store(_room(what.transfer, giver, own.stage), is_in_vain)
+            return state_transfer.receive_state(store, self._limit, f"pipeline {what.donor}", is_in_vain)
+
+        own, ownerships = self._worker, self.training.parts.ownerships
+        if not self._unlike:
+            return receive_from(own.stage)
+        givers = ownerships[what.donor].givers(ownerships[own.pipeline], own.stage)
+        with ThreadPoolExecutor(len(givers)) as threads:
+            return state_transfer.merged([*threads.map(receive_from, givers)])
 
     def give(self, transfer: str, turns: State) -> None:
-        """Copy this stage's state, with that of its ``turns``, and send it while training goes on."""
+        """Copy this stage's state, with that of its ``turns``, and send it while training goes on: to the same stage of
+        the newcomer, or what it needs of it to each of its stages, if pipelines are cut unlike."""
         with self.checkpoints.of_this_stage():
             state = state_transfer.snapshot(self.trainer)
         state["elastic"] = {"turns": turns, "updates": self.training.updates, "names": leader.names(self.trainer)}
         state["sync"] = self.training.sync.handover()
         self.line.snapshot_taken(transfer, self.training.updates)
-        state_transfer.send_state(state, self.store(transfer), self._limit)
+        own = self._worker.stage
+        for stage, part in self._by_stage(state, newcomer_of(transfer)).items():
+            state_transfer.send_state(part, self.store(_room(transfer, own, stage)), self._limit)
+
+    def _by_stage(self, state: State, newcomer: int) -> dict[int, State]:
+        """Return what of this worker's ``state`` goes to which stages of ``newcomer``."""
+        own, ownerships = self._worker, self.training.parts.ownerships
+        if not self._unlike:
+            return {own.stage: state}
+        mine, theirs = ownerships[own.pipeline], ownerships[newcomer]
+        takers = [stage for stage in range(theirs.num_stages) if own.stage in mine.givers(theirs, stage)]
+        common = {"elastic": state["elastic"]}
+        return {stage: self.checkpoints.given(state, theirs, stage) | common for stage in takers}
 
     def go_on_from(self, state: State) -> None:
         """Make Lightning resume from ``state``, whatever checkpoint the run began with."""
@@ -210,14 +246,15 @@ class Fit:
         log.warning("No pipeline was left of the run: it goes on from %s.", path)
         lightning_internals.resume_from_file(self.trainer, path)
 
-    def begin_together(self, barriers: Barriers, groups: ProcessGroups, data_seed: int) -> int:
+    def begin_together(self, barriers: Barriers, data_seed: int) -> int:
         """Make the first pipelines equal, and return the data's seed of the first of them, which all take over."""
-        parts = self.training.parts
+        replica = self.training.sync.replica
         with barriers.at("beginning"):  # at no epoch: if a pipeline is lost, starts may name different ones
             mine = {"turns": self.source.state, "seed": data_seed, "names": leader.names(self.trainer)}
-            tensors = [*tensors_of(parts.freezing.buckets), *parts.buffers]
+            tensors = [[*tensors_of(part.parameters), *part.buffers] for part in replica.divided]
             says = json.dumps(mine).encode()
-            first = json.loads(begin_together(barriers, tensors, says, partial(_of_all_stages, groups)))
+            first = json.loads(begin_together(barriers, tensors, says, self._gather))
+        replica.make_copies_equal()
         self.source.load(first["turns"])
         leader.adopt(self.trainer, first["names"])
         seed: int = first["seed"]
@@ -228,8 +265,63 @@ class Fit:
         """Longest time that each part of a state may take."""
         return timedelta(seconds=self.line.limit)
 
+    def _gather(self, mine: Any) -> list[Any]:
+        """Return what each stage that meets by itself gives."""
+        return [mine] if self._unlike else of_all_stages(self.groups, mine)
 
-def _of_all_stages(groups: ProcessGroups, mine: Any) -> list[Any]:
-    _, pipeline = groups.mesh.locate(groups.rank)
-    ranks = groups.mesh.pipeline_ranks(pipeline)
-    return [p2p.broadcast_value(mine, rank, groups.everybody) for rank in ranks]
+    @property
+    def _worker(self) -> Worker:
+        return Worker(*self.groups.mesh.locate(self.groups.rank))
+
+    @property
+    def _unlike(self) -> bool:
+        return not self.groups.mesh.alike
+
+
+def _room(transfer: str, giver: int, taker: int) -> str:
+    return f"{transfer}-{giver}-{taker}"
+
+
+class StageDuties:
+    """Duties of a worker between two turns; see :class:`~lightning_sdpipe.worker.elastic.elastic_batches.Duties`.
+
+    Args:
+        fit: returns the worker's training.
+        take_lead: makes its pipeline lead, if it is its turn.
+        commands: those of stage 0.
+        leaving: the notice that it was told to end.
+        line: its client of the scheduler.
+        client: the same, of the thread that trains.
+    """
+
+    def __init__(
+        self,
+        fit: Callable[[], Fit],
+        take_lead: Callable[[], None],
+        commands: CommandChannel,
+        leaving: LeaveNotice,
+        line: MembershipClient,
+        client: SchedulerClient,
+    ) -> None:
+        self._fit, self._take_lead, self.commands = fit, take_lead, commands
+        self._leaving, self._line, self._client = leaving, line, client
+
+    def order(self) -> Command | None:
+        leaving = self._leaving.given
+        return turn_order(leaving, self._line.donations, "" if leaving else self._line.held_up)
+
+    def act(self, command: Command, turns: State) -> None:
+        fit = self._fit()
+        if command.kind is CommandKind.LEAVE:
+            self.commands.done()  # when one stage leaves, all of them must end at once
+            if fit.training.sync.serves:
+                self._client.leave()
+            fit.training.sync.stop()  # others may wait for exchanges that are under way
+            fit.checkpoints.wait()
+            raise SIGTERMException
+        fit.give(command.text, turns)
+        self.commands.done()  # no stage comes to the next barrier before all have reported
+
+    def between(self) -> None:
+        self._take_lead()
+        self._line.has_made(self._fit().trainer.global_step)

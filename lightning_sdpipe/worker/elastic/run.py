@@ -12,16 +12,13 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.loop.loop import ClockChecks
-from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Group
@@ -40,12 +37,18 @@ from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic import joining, leader, refusals
-from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous, ElasticReplica, agree
-from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, State
-from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, SchedulerStore
-from lightning_sdpipe.worker.elastic.fault_tolerant_mean import DroppedPairs, FaultTolerantMean
+from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous, ElasticReplica
+from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource
+from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, EpochPart
+from lightning_sdpipe.worker.elastic.fault_tolerant_mean import (
+    DroppedPairs,
+    FaultTolerantMean,
+    Outcomes,
+    PipelineOutcomes,
+)
+from lightning_sdpipe.worker.elastic.pipeline_barriers import PipelineBarriers
 from lightning_sdpipe.worker.elastic.round_batches import RoundBatchSource
-from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection
+from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection, SchedulerStore
 from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
 from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.elastic.surviving_bases import SurvivingBases
@@ -67,6 +70,7 @@ class _Place:
     line: MembershipClient
     client: SchedulerClient
     epochs: EpochGroups
+    outcomes: Outcomes
     commands: CommandChannel
     leaving: LeaveNotice
     rounds: SurvivingRounds
@@ -74,6 +78,7 @@ class _Place:
     """Rounds of an outer optimizer, if the method has one."""
     forget: Callable[[], None]
     """Forgets what the members of groups have in common."""
+    policy: PolicyConfig
 
     def hand_over(self, sequence: int, group: Group) -> None:
         """Give other members of ``group`` the result of a group."""
@@ -95,7 +100,7 @@ class ElasticRun:
         self._strategy = strategy
         self._give_up = give_up
         self._job = job = options.job
-        self._mesh = OnePipeline.of(job.world_size, job.pipeline, job.pipeline + 1)  # N is not known yet
+        self._mesh = OnePipeline.of(job.world_size, job.pipeline, job.pipeline + 1, not options.cuts)  # N comes later
         self._lead = leader.Leadership(job.rank, job.pipeline)
         self._groups: ProcessGroups | None = None
         self.membership: ElasticConnection | None = None
@@ -152,12 +157,7 @@ class ElasticRun:
         )
         served = connection.client.serves
         assert served is not None
-        if served[0] != job.world_size:
-            raise ConfigurationError(
-                f"The scheduler at {options.standing_scheduler.address} serves pipelines of {served[0]} stages, and "
-                f"pipeline {job.pipeline} was started with {job.world_size} processes, one for each stage. Start as "
-                "many."
-            )
+        refusals.check_served(options, served, options.standing_scheduler.address)
         refusals.check_scheduler(options, policy, registry.from_json(connection.client.policy or ""))
         self._mesh = replace(self._mesh, counted=served[1])
         if self._groups is None:
@@ -169,8 +169,8 @@ class ElasticRun:
 
         traffic = self._groups.traffic
         among, forget = among_those_present(options.exchange, policy, job.pipeline)
-        host = own_host(options.exchange, job.pipeline)
-        epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic, host)
+        host, depths = own_host(options.exchange, job.pipeline), options.depths if options.cuts else ()
+        epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic, host, depths)
         commands = CommandChannel(self._groups)
         leaving = LeaveNotice(line, job.pipeline, commands)
         rounds = SurvivingRounds(
@@ -188,7 +188,13 @@ class ElasticRun:
             if isinstance(policy, OuterRounds)
             else None
         )
-        self._place = _Place(worker, line, connection.client, epochs, commands, leaving, rounds, bases, forget)
+        outcomes = Outcomes(line)
+        if depths:
+            second = self._groups.second(options.run_timeout)
+            outcomes = PipelineOutcomes(line, self._mesh.rank(0, job.pipeline), second)
+        self._place = _Place(
+            worker, line, connection.client, epochs, outcomes, commands, leaving, rounds, bases, forget, policy
+        )
 
     def _where_to_meet(self) -> Barriers:
         assert self._barriers is not None
@@ -246,10 +252,13 @@ class ElasticRun:
         self, parts: Assembled, watch: bool, loss_scale: Callable[[], float], progress: TrainingState
     ) -> Replica:
         place, line = self._opened, self._opened.line
-        self._fit = None
-        self._barriers = Barriers(place.worker, line, place.epochs, self._point, self.take_lead)
+        self._fit, sections = None, parts.own_sections
+        where = place.worker, line, place.epochs, self._point, self.take_lead
+        self._barriers = (
+            Barriers(*where) if sections is None else PipelineBarriers(*where, self.groups, sections.numbers)
+        )
         self.evaluations = SharedEvaluations(self._job.pipeline, self._barriers, self.groups)
-        return ElasticReplica(
+        replica = ElasticReplica(
             place.client,
             self.groups,
             parts.freezing.buckets,
@@ -260,14 +269,24 @@ class ElasticRun:
             self.options.exchange,
             loss_scale,
             progress,
+            sections=sections,
+            shared=parts.shared,
             barriers=self._barriers,
-            means=FaultTolerantMean(place.epochs, line),
+            means=FaultTolerantMean(place.epochs, place.outcomes),
             present=lambda: max(1, len(line.epoch.members)),
             of_present=place.rounds,
             of_bases=place.bases,
             forget=place.forget,
             of_pairs=DroppedPairs(place.epochs, line, self.groups.traffic),
         )
+        if sections is not None:
+            makes = [
+                among_those_present(self.options.exchange, place.policy, self._job.pipeline)[0]
+                for _ in sections.numbers
+            ]
+            exchanged = [EpochPart(sections.owners[s], among) for s, among in zip(sections.numbers, makes, strict=True)]
+            place.epochs.divide(exchanged, lambda: [len(part.exchanged) for part in replica.divided])
+        return replica
 
     def rendezvous(self, sync: Synchronizer) -> Rendezvous:
         assert self._barriers is not None
@@ -277,7 +296,9 @@ class ElasticRun:
         self, trainer: Trainer, training: Training, checkpoints: Checkpoints, checks: ClockChecks, dealing: Dealing
     ) -> ElasticBatchSource:
         place, run = self._opened, shared(secrets.randbits(62))
-        duties = _Duties(self, place)
+        duties = joining.StageDuties(
+            lambda: self.fit, self.take_lead, place.commands, place.leaving, place.line, place.client
+        )
         arguments = trainer, training, place.client, self.groups, checks, run, dealing, duties
         source = (
             ElasticBatchSource(*arguments)
@@ -287,9 +308,9 @@ class ElasticRun:
         place.client.meanwhile = source.serve
 
         def store(name: str, *cancelled: Callable[[], bool]) -> SchedulerStore:
-            return SchedulerStore(place.line.store, f"{name}-{place.worker.stage}", _CONNECTING, *cancelled)
+            return SchedulerStore(place.line.store, name, _CONNECTING, *cancelled)
 
-        self._fit = joining.Fit(trainer, training, source, checkpoints, place.line, store)
+        self._fit = joining.Fit(trainer, training, source, checkpoints, self.groups, place.line, store)
         return source
 
     @property
@@ -301,7 +322,7 @@ class ElasticRun:
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """Return the mean over the pipelines that are there, of each value over those that have it."""
         assert self._barriers is not None
-        return agree(self._barriers, self.groups, values, lambda each: _means([*each.values()]))
+        return self._barriers.agree(self.groups, values, lambda each: _means([*each.values()]))
 
     def from_leader(self, numbers: list[float]) -> list[float]:
         """Return the numbers of the pipeline that leads, or if none does, of the first that is there."""
@@ -310,11 +331,12 @@ class ElasticRun:
             return min(each.values(), key=lambda said: not said[0])[1]
 
         assert self._barriers is not None
-        return agree(self._barriers, self.groups, (self.leads, numbers), leaders)
+        return self._barriers.agree(self.groups, (self.leads, numbers), leaders)
 
     def vote(self, decision: bool, all: bool) -> bool:
         assert self._barriers is not None
-        votes = [said == b"1" for said in self._barriers.meet(b"1" if decision else b"0").values]
+        met = self._barriers.meet(b"1" if decision else b"0")
+        votes = [said == b"1" for each in self._barriers.said(met).values() for said in each]
         return vote_in_the_world(min(votes) if all else max(votes), all, self._strategy.root_device)
 
     def random_states(self) -> Mapping[str, Any]:
@@ -327,7 +349,7 @@ class ElasticRun:
         if trainer.state.fn != TrainerFn.FITTING:
             return data_seed
         place, fit = self._opened, self.fit
-        mine = joining.fingerprint(trainer, self.options, fit.training.parts.ownership)
+        mine = joining.fingerprint(trainer, self.options, fit.training.parts.ownerships)
         answer, state = joining.join(place.line, mine, fit.receive)
         place.epochs.enter(answer.epoch)
         if state is not None:
@@ -336,7 +358,7 @@ class ElasticRun:
             fit.go_on_from_file(answer.checkpoint)
         if state is None and len(answer.epoch.members) > 1:
             assert self._barriers is not None
-            data_seed = fit.begin_together(self._barriers, self.groups, data_seed)
+            data_seed = fit.begin_together(self._barriers, data_seed)
         self.take_lead()
         self._lead.begin(trainer)
         place.leaving.listen(trainer)
@@ -357,35 +379,6 @@ class ElasticRun:
             place.epochs.close()
         connection.close()
         self.membership = self._place = None
-
-
-class _Duties:
-    """The duties of a worker of ``run`` between two turns; see
-    :class:`~lightning_sdpipe.worker.elastic.elastic_batches.Duties`."""
-
-    def __init__(self, run: ElasticRun, place: _Place) -> None:
-        self._run, self._leaving, self.commands = run, place.leaving, place.commands
-        self._line, self._client = place.line, place.client
-
-    def order(self) -> Command | None:
-        leaving = self._leaving.given
-        return turn_order(leaving, self._line.donations, "" if leaving else self._line.held_up)
-
-    def act(self, command: Command, turns: State) -> None:
-        fit = self._run.fit
-        if command.kind is CommandKind.LEAVE:
-            self.commands.done()  # when one stage leaves, all of them must end at once
-            if fit.training.sync.serves:
-                self._client.leave()
-            fit.training.sync.stop()  # others may wait for exchanges that are under way
-            fit.checkpoints.wait()
-            raise SIGTERMException
-        fit.give(command.text, turns)
-        self.commands.done()  # no stage comes to the next barrier before all have reported
-
-    def between(self) -> None:
-        self._run.take_lead()
-        self._line.has_made(self._run.fit.trainer.global_step)
 
 
 def _means(each: Sequence[dict[str, float]]) -> dict[str, float]:

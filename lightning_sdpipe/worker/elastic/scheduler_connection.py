@@ -1,19 +1,23 @@
-"""An elastic worker's two clients of the scheduler, and the effect of failures: they end its own pipeline only."""
+"""An elastic worker's two clients of the scheduler, and the effect of failures: they end its own pipeline only; and the
+scheduler's store as torch takes it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch._C._distributed_c10d import Store
 
 from lightning_sdpipe.errors import LOST_CONNECTION, SchedulerError, WorkerFailedError, place_of
 from lightning_sdpipe.partition.pipeline_cut import PipelineCut
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
-from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
+from lightning_sdpipe.scheduler.client.membership_client import Callbacks, CancelledError, MembershipClient
+from lightning_sdpipe.scheduler.client.store import StoreClient
 from lightning_sdpipe.worker.elastic import shared_cut
 from lightning_sdpipe.worker.launching.watchdog import Watchdog
 from lightning_sdpipe.worker.scheduler_connection import MakePlans, SchedulerAddress
@@ -96,3 +100,58 @@ class ElasticConnection:
     def _over(self, reason: str, failed: bool) -> None:
         if failed:
             self._watchdog.arm(Failure(self._worker, f"The run is over: {reason}"))
+
+
+class SchedulerStore(Store):
+    """A store of keys under ``room`` in the key-value store of the scheduler that ``client`` speaks to.
+
+    The maker of a process group must keep a Python reference to the store while the group is being made. Every wait
+    ends after ``timeout`` seconds with a SchedulerError, or with :class:`CancelledError` soon after ``cancelled``
+    returns true: as when an epoch of membership is superseded while a member that is gone is waited for.
+    """
+
+    def __init__(
+        self, client: StoreClient, room: str, timeout: float, cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
+        super().__init__()
+        if "/" in room or not room:
+            raise ValueError(f"room={room!r} is not allowed; give a name without a slash")
+        self._client, self._room, self._seconds, self._cancelled = client, room, timeout, cancelled
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._check()
+        self._client.put(self._name(key), value.encode() if isinstance(value, str) else bytes(value), self._seconds)
+
+    def get(self, key: str) -> bytes:
+        return self._wait([key], self._seconds)[0]
+
+    def add(self, key: str, amount: int) -> int:
+        self._check()
+        return self._client.add(self._name(key), amount, self._seconds)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._wait(keys, self._seconds if timeout is None else timeout.total_seconds())
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return None not in self._client.fetch([self._name(key) for key in keys], self._seconds)
+
+    def delete_key(self, key: str) -> bool:
+        return self._client.remove(self._name(key), self._seconds)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._seconds)
+
+    def _wait(self, keys: Sequence[str], seconds: float) -> tuple[bytes, ...]:
+        self._check()
+        return self._client.wait([self._name(key) for key in keys], seconds, self._cancelled)
+
+    def _name(self, key: str) -> str:
+        return f"{self._room}/{key}"
+
+    def _check(self) -> None:
+        if self._cancelled():
+            raise CancelledError(f"the process group of {self._room} is not needed any more")

@@ -31,16 +31,16 @@ _TELLING = 20.0
 
 
 def plan(line: MembershipClient, cuts: Sequence[PipelineCut], make: MakePlans) -> Sequence[Plan]:
-    """Return the plans of the one cut that the pipelines of a run have, the same on all of them.
+    """Return the plans of the cut that the pipelines of a run have, the same on all of them.
 
     Args:
         line: client of the scheduler.
-        cuts: the cut that was asked for.
-        make: makes the plans of a cut, and measures for it if that is needed.
+        cuts: the cut that was asked for; or that of each pipeline, none of which is measured.
+        make: makes the plans of cuts, and measures for them if that is needed.
     """
-    (cut,) = cuts
-    if not is_measured(cut.partition):
+    if not any(is_measured(cut.partition) for cut in cuts):
         return make(cuts)
+    (cut,) = cuts
     made: Sequence[Plan] = ()
     sizes = _from_rank_zero(lambda: known(line.store, cut))
     if sizes is None:

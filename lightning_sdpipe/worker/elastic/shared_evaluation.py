@@ -38,7 +38,7 @@ from lightning_sdpipe.loop.last_stage import has_own_rule
 from lightning_sdpipe.loop.loop import batches as batches_begun
 from lightning_sdpipe.random_streams import mix
 from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.worker.elastic.barriers import Barriers, agree
+from lightning_sdpipe.worker.elastic.barriers import Barriers
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,11 @@ class SharedEvaluations:
             held = {pipeline: held[pipeline] + given[pipeline] for pipeline in met}
             if any(given.values()):
                 continue
-            speaks = self._groups.rank == 0
-            each = self._barriers.gather(data, {i: said[1] for i, said in met.items()}) if speaks else None
+            each = None
+            if self._groups.rank == 0:
+                each = self._barriers.gather(data, {i: said[1] for i, said in met.items()})
+            else:
+                self._barriers.pass_by()
             if all(self._meet(each is not None).values()):  # also if one that gave its own is lost now
                 if each is not None:
                     merge_results(evaluation.trainer, each)
@@ -170,7 +173,7 @@ class SharedEvaluations:
 
     def _meet(self, mine: Any) -> dict[int, Any]:
         """Return what each pipeline that comes has said, in the order of the pipelines; equal on all workers."""
-        return dict(agree(self._barriers, self._groups, mine, lambda each: [*each.items()]))
+        return dict(self._barriers.agree(self._groups, mine, lambda each: [*each.items()]))
 
     def _tell(self, refused: str) -> None:
         if refused != self._told:

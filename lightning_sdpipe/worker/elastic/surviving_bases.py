@@ -81,7 +81,7 @@ class SurvivingBases:
         return self._state
 
     def arrange(self, state: OuterState) -> None:
-        """See :class:`~lightning_sdpipe.sync.synchronizer.RoundsOfBases`, as for the next three methods."""
+        """See :class:`~lightning_sdpipe.sync.among_present.RoundsOfBases`, as for the next three methods."""
         self._state = state
 
     def run(self, tensors: Sequence[Tensor], group: Group) -> NewBase | None:
@@ -123,9 +123,9 @@ class SurvivingBases:
             source = min(pipeline for pipeline, base in bases.items() if base == newest)
             moved = [piece - outer.base for piece, outer in zip(pieces_of(tensors), state.codec.outer, strict=True)]
             given = state.copy()[1] if min(bases.values()) < newest else []
-            whole = barriers.weighted_sum(moved, met, dict.fromkeys(bases, 1 / len(bases)))
+            whole = barriers.weighted_sum([moved], met, dict.fromkeys(bases, 1 / len(bases)))
             if whole and given:
-                whole = barriers.weighted_sum(given, met, {p: float(p == source) for p in bases})
+                whole = barriers.weighted_sum([given], met, {p: float(p == source) for p in bases})
             done = barriers.meet(_DONE if whole else _NOT)
             if done.pipelines == met.pipelines and all(value == _DONE for value in done.values):
                 break

@@ -76,6 +76,23 @@ class ElasticJob:
             )
         return self.world_size
 
+    def check_depths(self, depths: Sequence[int]) -> None:
+        """Raise ConfigurationError unless ``depths``, the stages of each pipeline of the run, have those of this one;
+        nothing is checked without any."""
+        if not depths:
+            return
+        if self.pipeline >= len(depths):
+            raise ConfigurationError(
+                f"num_stages={list(depths)} lists {len(depths)} pipelines, and this is pipeline {self.pipeline}. Set "
+                f"{PIPELINE} to a number from 0 to {len(depths) - 1}, or list more."
+            )
+        if depths[self.pipeline] != self.world_size:
+            raise ConfigurationError(
+                f"num_stages={list(depths)}, but pipeline {self.pipeline} was started with {self.world_size} "
+                f"processes, and an elastic run has one for each stage. Start {depths[self.pipeline]} (`torchrun "
+                f"--nproc-per-node {depths[self.pipeline]}`), or give another list in all pipelines."
+            )
+
     def data(self, asked: Literal["auto", "dealt", "sharded"]) -> Literal["dealt"]:
         """Return how batches are divided. ``asked`` is the strategy's ``data``.
 
@@ -89,11 +106,12 @@ class ElasticJob:
             )
         return "dealt"
 
-    def devices(self, of_trainer: Sequence[_Device]) -> list[_Device]:
+    def devices(self, of_trainer: Sequence[_Device], depths: Sequence[int] = ()) -> list[_Device]:
         """Return a device for each process of the job on this machine, from those that the Trainer was given.
 
         Pipelines that share a machine take turns: process r of pipeline i gets device i·M + r, modulo their number,
-        where M counts the job's processes on this machine.
+        where M counts the job's processes on this machine. With ``depths``, those of the pipelines before it take the
+        place of i·M.
 
         Raises:
             ConfigurationError: there are fewer than M, and they cannot be shared as processors can.
@@ -104,7 +122,7 @@ class ElasticJob:
                 f"{len(of_trainer)} device(s) for them: {', '.join(map(str, of_trainer))}. Give "
                 'Trainer(devices="auto"), or make more of them visible.'
             )
-        first = self.pipeline * self.local_world_size
+        first = sum(depths[: self.pipeline]) if depths else self.pipeline * self.local_world_size
         return [of_trainer[(first + rank) % len(of_trainer)] for rank in range(self.local_world_size)]
 
     def overrides(self, devices: int, num_nodes: int) -> str | None:

@@ -152,9 +152,11 @@ def fit(
     accelerator: Any = "cpu",
     average: bool = False,
     more: Sequence[Callback] = (),
+    model: Callable[[], L.LightningModule] = Model,
+    evaluated: int = 16,
     **limits: Any,
 ) -> None:
-    """What the user's script does: it trains until the test says stop."""
+    """What the user's script does: it trains until the test says stop. So many samples are ``evaluated`` at once."""
     torch.set_num_threads(1)
     strategy = SDPipeStrategy(**{"timeout": FINDING_OUT, **options})
     callbacks: list[Callback] = [SDPipeWeightAveraging(decay=0.9)] if average else []
@@ -172,7 +174,7 @@ def fit(
         **limits,
     )
     data = Numbered(samples)
-    trainer.fit(Model(), DataLoader(data, BATCH, shuffle=True), DataLoader(Subset(data, range(16)), 16))
+    trainer.fit(model(), DataLoader(data, BATCH, shuffle=True), DataLoader(Subset(data, range(16)), evaluated))
 
 
 class Job:
@@ -182,7 +184,7 @@ class Job:
         self.pipeline = pipeline
         self.codes: dict[int, int] = {}
         port = str(free_port())
-        self.pids = [self._start(run, rank, port, work) for rank in range(run.num_stages)]
+        self.pids = [self._start(run, rank, port, work) for rank in range(run.depth(pipeline))]
 
     def _start(self, run: ElasticRun, rank: int, port: str, work: Callable[[], None]) -> int:
         openmp.end_threads()
@@ -196,7 +198,8 @@ class Job:
                 os.dup2(output, number)
                 setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))  # else pytest's own
             faulthandler.enable(sys.stderr)
-            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.num_stages, "LOCAL_WORLD_SIZE": run.num_stages}
+            depth = run.depth(self.pipeline)
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": depth, "LOCAL_WORLD_SIZE": depth}
             place: dict[str, object] = {"SDPIPE_PIPELINE": self.pipeline, "SDPIPE_SCHEDULER": run.address, **world}
             place["GLOO_SOCKET_IFNAME"] = "lo"  # as sdpipe run sets it
             if run.machines:
@@ -246,18 +249,21 @@ class Job:
 
 class ElasticRun:
     """A run in ``directory``, whose scheduler is a process of its own: on this machine, or each pipeline on one of
-    ``machines``, the scheduler on that of the number ``center``, and encrypted."""
+    ``machines``, the scheduler on that of the number ``center``, and encrypted. ``num_stages`` may list those of each
+    pipeline."""
 
     def __init__(
         self,
         directory: Path,
-        num_stages: int,
+        num_stages: int | Sequence[int],
         num_pipelines: int,
         *options: str,
         machines: Sequence[Machine] = (),
         center: int = 0,
     ) -> None:
-        self.directory, self.num_stages, self.num_pipelines = directory, num_stages, num_pipelines
+        self.directory, self.num_pipelines = directory, num_pipelines
+        self.depths = [] if isinstance(num_stages, int) else [*num_stages]
+        self.num_stages = num_stages if isinstance(num_stages, int) else max(num_stages)
         self.machines, self.center = machines, center
         self.address = f"tcp://{machines[center].address if machines else '127.0.0.1'}:{free_port()}"
         self._options = ["--journal", str(directory / "journal"), *options]
@@ -270,11 +276,16 @@ class ElasticRun:
     def start_scheduler(self) -> None:
         stages, pipelines = str(self.num_stages), str(self.num_pipelines)
         mesh = ["--num-stages", stages, "--num-pipelines", pipelines, "--bind", self.address]
+        if self.depths:
+            mesh[1] = ",".join(map(str, self.depths))
         with open(self.directory / "scheduler.txt", "a") as output:
             command = [sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", *mesh, *self._options]
             if self.machines:
                 command = ["ip", "netns", "exec", self.machines[self.center].name, *command]
             self.scheduler = subprocess.Popen(command, stdout=output, stderr=output)
+
+    def depth(self, pipeline: int) -> int:
+        return self.depths[pipeline] if self.depths else self.num_stages
 
     def start(self, pipeline: int, work: Callable[[], None]) -> Job:
         self.jobs.append(Job(self, pipeline, work))
@@ -340,7 +351,7 @@ class ElasticRun:
 @contextmanager
 def elastic_run(
     directory: Path,
-    num_stages: int,
+    num_stages: int | Sequence[int],
     num_pipelines: int,
     *options: str,
     machines: Sequence[Machine] = (),

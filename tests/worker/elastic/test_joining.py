@@ -144,7 +144,7 @@ class Stages:
 
         try:
             with barriers.at("beginning"):
-                said = begin_together(barriers, [weights, steps], b"words of %d" % pipeline, gather)
+                said = begin_together(barriers, [[weights, steps]], b"words of %d" % pipeline, gather)
         except (SystemExit, WorkerFailedError):
             self.lose(pipeline)
         else:
@@ -173,8 +173,8 @@ class OneWorker:
     def moved(self) -> None:
         pass
 
-    def mover(self, group: Group) -> OneWorker:
-        return self
+    def movers(self, group: Group) -> list[OneWorker]:
+        return [self]
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
         return Copying(self, tensors, group)

@@ -14,7 +14,7 @@ from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.client.membership_client import CancelledError, MembershipClient
-from lightning_sdpipe.worker.elastic.epoch_process_groups import SchedulerStore
+from lightning_sdpipe.worker.elastic.scheduler_connection import SchedulerStore
 from tests.scheduler.live_scheduler import serving
 
 SIZE = 3
