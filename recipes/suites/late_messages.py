@@ -35,7 +35,7 @@ class Late:
         threading.Thread(target=self._receive, args=[work, limit], name="late message", daemon=True).start()
 
     def wait(self, limit: timedelta = timedelta(0)) -> None:
-        """Waits until it has arrived late; ``limit`` has been that of the message itself."""
+        """Wait until it has arrived late; ``limit`` has been that of the message itself."""
         self._came.wait()
         if self._failure is not None:
             raise RuntimeError(str(self._failure)) from self._failure
@@ -51,7 +51,7 @@ class Late:
 
 
 def arrive_late(seconds: float) -> None:
-    """Makes messages to this process arrive so much later, until it ends."""
+    """Make messages to this process arrive so much later, until it ends."""
     begin, receive = transfers.begin, state_transfer.receive_state
 
     def begin_late(

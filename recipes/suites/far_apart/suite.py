@@ -177,7 +177,7 @@ def measured(records: Sequence[Record], islands: Islands) -> Row:
 
 
 def _said(record: Record, what: str) -> list[int]:
-    """Returns the bytes that a process has said."""
+    """Return the bytes that a process has said."""
     return [line["bytes"] for line in record.lines if line["what"] == what]
 
 

@@ -351,7 +351,7 @@ def train(work: Work, directory: Path, name: str, environment: Mapping[str, str]
 
 
 def note_transfers(diary: Diary) -> None:
-    """Makes a newcomer say how long its state was on its way, and how large its tensors are."""
+    """Make a newcomer say how long its state was on its way, and how large its tensors are."""
     whole = state_transfer.receive_state
 
     def receive(*arguments: Any) -> dict[str, Any]:
