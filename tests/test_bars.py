@@ -65,7 +65,7 @@ SHAPES = {
 
 SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (714, 8),
-    "data": (513, 5),
+    "data": (525, 5),
     "dealing": (467, 5),
     "exchange": (3047, 35),
     "heterogeneity": (469, 8),
