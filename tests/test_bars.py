@@ -65,9 +65,9 @@ SHAPES = {
 
 SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (714, 8),
-    "data": (513, 5),
+    "data": (525, 5),
     "dealing": (467, 5),
-    "exchange": (3050, 35),
+    "exchange": (3047, 35),
     "heterogeneity": (469, 8),
     "loop": (2594, 24),
     "membership": (1313, 14),
@@ -76,7 +76,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "pipeline": (1826, 17),
     "placement": (3303, 27),
     "policies": (2741, 27),
-    "recipes": (8447, 120),
+    "recipes": (8558, 122),
     "scheduler": (5571, 43),
     "seeing": (2063, 18),
     "simulate": (696, 6),
