@@ -82,7 +82,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "simulate": (696, 6),
     "strategy": (969, 7),
     "supervision": (1348, 14),
-    "sync": (2632, 22),
+    "sync": (2634, 22),
     "top": (1426, 12),
     "topology": (630, 7),
     "worker": (4046, 34),
