@@ -67,7 +67,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (714, 8),
     "data": (525, 5),
     "dealing": (467, 5),
-    "exchange": (3047, 35),
+    "exchange": (3050, 35),
     "heterogeneity": (469, 8),
     "loop": (2593, 24),
     "membership": (1313, 14),
