@@ -31,7 +31,7 @@ REACHED_AFTER = 0.8
 
 @dataclass(frozen=True)
 class Text:
-    """What a BERT learns: rows of text, again and again.
+    """The rows of text that a BERT learns, again and again, and how it learns them.
 
     Args:
         network: settings of the BERT; its ``vocab_size`` is that of the vocabulary.
@@ -49,7 +49,7 @@ class Text:
 
 
 class _Numbered(Dataset[tuple[int, Tensor]]):
-    """So many rows, with their numbers."""
+    """Give so many rows, with their numbers."""
 
     def __init__(self, rows: Sequence[Tensor], count: int) -> None:
         self._rows, self._count = rows, count
