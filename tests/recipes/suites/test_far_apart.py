@@ -18,11 +18,13 @@ def trained(at: float, *samples: int) -> dict[str, Any]:
 
 def test_a_batch_that_died_with_a_pipeline_counts_where_it_was_trained_at_last() -> None:
     dead = Record(0, 0, [{"what": "start", "at": 10.0}, trained(11.0, 0), trained(12.0, 1)])
-    sent = {"what": "sent", "at": 15.0, "bytes": 300}
-    lives = Record(1, 0, [{"what": "start", "at": 10.5}, trained(12.5, 2), trained(14.5, 1), sent])
+    sent = [{"what": "sent", "at": 13.0, "bytes": 200}, {"what": "sent", "at": 15.0, "bytes": 300}]
+    received = {"what": "received", "at": 10.0, "seconds": 0.5, "bytes": 77}
+    lives = Record(1, 0, [received, {"what": "start", "at": 10.5}, trained(12.5, 2), trained(14.5, 1), *sent])
     row = measured([dead, lives], ISLANDS)
     assert row["seconds"] == 4.5
     assert row["trained_again"] == 1
+    assert row["state_bytes"] == 77
     assert row["utilisation"] == pytest.approx((1.0 + 2.0 + 2.0) / (2 * 4.5))
     assert row["all_reduce_bytes"] / row["bytes"] == pytest.approx(4 * 100 * 3 / 300)
 
@@ -33,8 +35,9 @@ def test_a_batch_that_is_in_no_model_is_no_figure_but_a_failure() -> None:
 
 
 def test_the_quorum_is_measured_against_waiting_for_all() -> None:
-    common = {"repeat": 0, "kills": 0, "utilisation": 0.5, "bytes": 10, "all_reduce_bytes": 1000}
+    common = {"repeat": 0, "kills": 0, "utilisation": 0.5, "bytes": 10, "state_bytes": 2e6, "all_reduce_bytes": 1000}
     seconds = {KILLED: 9.0, CALM: 4.0, WAITS: 6.0}
     found = ratios([{"run": name, "seconds": each, **common} for name, each in seconds.items()])
     assert found["far_apart/quorum"]["value"] == 1.5
     assert found["far_apart/bytes"]["value"] == 100
+    assert "newcomers, 2 MB, are not counted" in found["far_apart/bytes"]["meaning"]
