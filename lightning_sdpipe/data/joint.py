@@ -139,13 +139,13 @@ class PlacedBatches:
         self._loader = drawing_copy(loader, self)
 
     def begin(self, epoch: int, seed: int) -> None:
-        """Begins a part of ``epoch``; ``seed`` is the run's, equal on all workers."""
+        """Begin a part of ``epoch``; ``seed`` is the run's, equal on all workers."""
         if epoch != self._epoch:
             self._shards.begin(mix(seed, epoch))
         self._epoch, self._seed, self._iterator = epoch, seed, None
 
     def take(self, places: Sequence[Place], ahead: Iterator[Sequence[Place]]) -> tuple[Any, Portion]:
-        """Returns the batch of the micro-batches at ``places``, and the portion, which is the whole of it. The loader
+        """Return the batch of the micro-batches at ``places``, and the portion, which is the whole of it. The loader
         may prefetch those of ``ahead``, as long as they turn out to be the next.
 
         Raises:
@@ -179,7 +179,7 @@ class PlacedBatches:
 def _portion(
     shards: Shards, places: Sequence[Place], num_pipelines: int, parts: int, seeds: tuple[int, int]
 ) -> tuple[Portion, list[Drawn]]:
-    """Returns the portion of the micro-batches at ``places``, which is the whole of it, and their indices."""
+    """Return the portion of the micro-batches at ``places``, which is the whole of it, and their indices."""
     of_portion, sizes, drawn = [], [], []
     for home, number, part in places:
         batch = shards.batch(home, number)

@@ -62,7 +62,7 @@ class JointRounds:
         self._recent: deque[tuple[list[Place], list[Place]]] = deque(maxlen=_TURNS + 1)  # one may be undone
 
     def begin(self, start: int, stop: int) -> None:
-        """Begins a segment of the rounds ``start`` to ``stop`` − 1."""
+        """Begin a segment of the rounds ``start`` to ``stop`` − 1."""
         self.number, self.stop = start, stop
         self.missed, self.doubts, self.counts = [], False, False
         self._recent.clear()
@@ -78,18 +78,18 @@ class JointRounds:
         return self._turns > 0 and ({*self.members} != {*self.seconds} or self._turns >= self._look_at)
 
     def turn(self) -> dict[int, list[Place]]:
-        """Returns what each pipeline of the division trains in the next turn."""
+        """Return what each pipeline of the division trains in the next turn."""
         return self._divide(self._places(self.number), self.seconds)
 
     def ahead(self, pipeline: int) -> Iterator[list[Place]]:
-        """Yields what ``pipeline`` trains in the rounds after the next one by the division of the time when that
+        """Yield what ``pipeline`` trains in the rounds after the next one by the division of the time when that
         is asked for."""
         numbers = range(self.number + 1, self.stop)
         shares = (self._divide(self._places(number), self.seconds).get(pipeline) for number in numbers)
         return filter(None, shares)
 
     def ended(self, members: Sequence[int], trained: Collection[int], seconds: Mapping[int, float]) -> None:
-        """Notes that the turn is over. A turn in which nobody has trained does not count.
+        """Note that the turn is over. A turn in which nobody has trained does not count.
 
         Args:
             members: the pipelines in its round.
@@ -107,7 +107,7 @@ class JointRounds:
         self.doubts |= bool(self._last[1]) or self.number >= self.stop or not {*before} <= {*members}
 
     def settle(self, counts: bool) -> None:
-        """Notes whether the last turn counts. Stages may differ in that, if a pipeline was lost in it: then stage 0 is
+        """Note whether the last turn counts. Stages may differ in that, if a pipeline was lost in it: then stage 0 is
         right."""
         if counts == self.counts:
             return
@@ -125,11 +125,11 @@ class JointRounds:
         self._recent.append(self._last)
 
     def flags(self) -> list[int]:
-        """Returns for each micro-batch of the last two turns whether it was in a round of this stage."""
+        """Return for each micro-batch of the last two turns whether it was in a round of this stage."""
         return [int(place not in lost) for places, lost in [*self._recent][-_TURNS:] for place in places]
 
     def agree(self, flags: Sequence[int]) -> None:
-        """Takes over which micro-batches of the last two turns were in a round of every stage."""
+        """Take over which micro-batches of the last two turns were in a round of every stage."""
         places = [place for places, _ in [*self._recent][-_TURNS:] for place in places]
         lost = {place for place, flag in zip(places, flags, strict=True) if not flag}
         self.missed = sorted({*self.missed, *lost})
@@ -137,7 +137,7 @@ class JointRounds:
         self.doubts = False
 
     def divide_by(self, seconds: Mapping[int, float]) -> None:
-        """Makes a division among the pipelines in ``seconds``, unless the last one was and the gain is small. A
+        """Make a division among the pipelines in ``seconds``, unless the last one was and the gain is small. A
         pipeline whose speed is not known, 0, counts as one of the mean speed."""
         known = [each for each in seconds.values() if each > 0]
         usual = sum(known) / len(known) if known else 1.0
@@ -148,7 +148,7 @@ class JointRounds:
             self._look_at = self._turns + min(2 * self._turns, LONGEST)
 
     def state(self) -> dict[str, Any]:
-        """Returns the state that a newcomer needs, as plain values."""
+        """Return the state that a newcomer needs, as plain values."""
         return {
             "division": [[pipeline, each] for pipeline, each in self.seconds.items()],
             "number": self.number,
@@ -165,7 +165,7 @@ class JointRounds:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes over the state of another pipeline."""
+        """Take over the state of another pipeline."""
         self.seconds = {int(pipeline): float(each) for pipeline, each in state["division"]}
         self.number, self.stop = state["number"], state["stop"]
         self.missed = _as_places(state["missed"])
@@ -194,7 +194,7 @@ class JointRounds:
         return proportional_shares(chunks, of_chunk)
 
     def _longest(self, division: Mapping[int, float], seconds: Mapping[int, float]) -> float:
-        """Returns the time of a round that is divided by ``division`` among pipelines that take ``seconds``."""
+        """Return the time of a round that is divided by ``division`` among pipelines that take ``seconds``."""
         given = self._shares(self._shards * self._parts // self._unit, division)
         return max((self._bubble + self._unit * given[i]) * seconds[i] for i in given)
 
@@ -204,10 +204,10 @@ def _as_places(given: Sequence[Sequence[int]]) -> list[Place]:
 
 
 def there(members: Collection[int]) -> int:
-    """Returns ``members`` as the bits of a number."""
+    """Return ``members`` as the bits of a number."""
     return sum(1 << pipeline for pipeline in members)
 
 
 def members_of(bits: int) -> list[int]:
-    """Returns the members that :func:`there` has put into ``bits``."""
+    """Return the members that :func:`there` has put into ``bits``."""
     return [pipeline for pipeline in range(bits.bit_length()) if bits >> pipeline & 1]
