@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -20,6 +20,12 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim
 
 _EXACT = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
 """Reductions of a metric's states that give the same whatever each pipeline has evaluated."""
+
+
+def is_metric(value: object) -> TypeGuard[Metric]:
+    """Return whether ``value`` is an object of torchmetrics. ``isinstance`` would ask 250 classes about each new class
+    of modules, which takes half a millisecond."""
+    return Metric in type(value).__mro__
 
 
 def adopt_metrics(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
@@ -108,7 +114,7 @@ def merge_results(trainer: Trainer, each: Sequence[bytes]) -> None:
 
 
 def _metrics(module: LightningModule) -> dict[str, Metric]:
-    return {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
+    return {name: metric for name, metric in module.named_modules() if is_metric(metric)}
 
 
 def _packed(result: Any) -> dict[str, Any]:

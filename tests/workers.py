@@ -21,6 +21,9 @@ import torch.distributed as dist
 from lightning_sdpipe import openmp
 from lightning_sdpipe.worker.launching import environment
 
+holds = True
+"""Whether a rank whose work is over holds its connections until all have ended; it must not after an error that the
+others shall hear of."""
 AFTER_A_FAILURE = 5.0  # seconds for the others to say what they saw of it
 
 
@@ -124,7 +127,7 @@ def _worker(
     buffer = io.BytesIO()  # by value: tensors in shared memory would vanish with this process
     torch.save(outcome, buffer)
     send.send_bytes(buffer.getvalue())
-    if outcome[0]:
+    if outcome[0] and holds:
         send.poll(50)  # a rank that closes its connections ends a group that another still makes
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,12 +1,15 @@
 """Batches of a loader that are dealt to this pipeline.
 
 The indices go through the user's own DataLoader, with its workers and its prefetching. Its batch sampler runs ahead of
-training by the prefetched batches, and asks for a lease when the previous one is used up. An empty lease ends the
-loader's iterator: prefetched batches are trained, then the next request may take as long as other pipelines need.
+training by the prefetched batches, and asks for a lease when the previous one is used up. Where answers took their time
+before, as from a scheduler that is far away, it asks two batches earlier, and is answered while these are trained. An
+empty lease ends the loader's iterator: prefetched batches are trained, then the next request may take as long as other
+pipelines need.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -163,6 +166,10 @@ def _another_number(loader: DataLoader[Any], fewer: bool, instead: str) -> Confi
 
 
 _NOTHING = object()
+_FAR = 0.02
+"""Seconds that an answer takes where the next one is asked for ahead of time."""
+_AHEAD = 2
+"""Batches of a lease that are left then."""
 
 
 class _LeaseSampler:
@@ -174,6 +181,7 @@ class _LeaseSampler:
         self._num_pipelines = num_pipelines
         self._ask = ask
         self._given = given
+        self._is_far = False
         self.stands_still = True
 
     def begin(self, segment: Segment, seed: int) -> None:
@@ -181,6 +189,7 @@ class _LeaseSampler:
         self._ordinal = 0
         self._lease: Lease | None = None
         self._used = 0
+        self._early: Lease | None = None
         self.stands_still = False
 
     def __len__(self) -> int:
@@ -196,6 +205,8 @@ class _LeaseSampler:
             self._next_lease()
         lease, k = self._lease, self._used
         self._used += 1
+        if self._is_far and self._early is None and lease.size - self._used < _AHEAD:
+            self._early = self._ask(self._segment, self._ordinal, 0.0)
         self._given.append((lease, k))
         number = lease.start + k
         position = number * self._num_pipelines + lease.home
@@ -209,7 +220,12 @@ class _LeaseSampler:
         return None
 
     def _next_lease(self, *seconds: float) -> bool:
-        lease = self._ask(self._segment, self._ordinal, *seconds)
+        lease, self._early = self._early, None
+        if lease is None:
+            began, at_once = time.monotonic(), self._lease is not None and self._lease.size > 0
+            lease = self._ask(self._segment, self._ordinal, *seconds)
+            if at_once:
+                self._is_far |= time.monotonic() - began > _FAR
         if lease is None:
             return False
         self._lease = lease

@@ -23,11 +23,6 @@ class Job:
         self._failure: BaseException | None = None
         self._span: tuple[int, int, int] | None = None
 
-    @property
-    def is_done(self) -> bool:
-        """True if :meth:`wait` would return, or raise, at once."""
-        return self._done.is_set()
-
     def run(self) -> None:
         """Do the work; an exception of it is raised where it is waited for."""
         begun = meter.CLOCK()
@@ -38,6 +33,11 @@ class Job:
             self._failure = error
         self._span = meter.HIDDEN, begun, meter.CLOCK()
         self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        """True if :meth:`wait` returns, or raises, at once."""
+        return self._done.is_set()
 
     def wait(self) -> float:
         """Wait until the work is done.

@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.lightning_results import is_metric
 from lightning_sdpipe.loop.epoch_callback import EpochCallback
 
 # These work on what the evaluation steps returned or collected. The end of a *training* epoch is also where modules
@@ -152,7 +153,7 @@ def gather_metrics_over(
     """Make torchmetrics objects of ``module`` compute over ``group``, unless they have a rule of their own. Return a
     function that undoes it. ``ends_early`` returns whether a step runs that ends before this worker can update what the
     step updates."""
-    metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric) and m.dist_sync_fn is None}
+    metrics = {n: m for n, m in module.named_modules() if is_metric(m) and m.dist_sync_fn is None}
 
     def check(name: str) -> None:
         if ends_early() and not metrics[name].update_called:

@@ -18,10 +18,10 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics import Metric
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE
+from lightning_sdpipe.lightning_results import is_metric
 from lightning_sdpipe.loop.last_stage import NoResultError
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.partition.python_values import NotPackedError, is_of_the_user, pack, unpack
@@ -104,7 +104,7 @@ class PythonState:
         seen: set[int] = set()
         found: dict[str, Any] = {}
         for path, owner in module.named_modules():
-            if not isinstance(owner, Metric):
+            if not is_metric(owner):
                 places = _attributes(("module", path) if path else ("module",), owner, seen, _DEPTH)
                 found |= {".".join(map(str, address[1:])): _print(place.value) for address, place in places}
         return found
@@ -188,9 +188,7 @@ class PythonState:
 
     def _roots(self) -> dict[Address, Any]:
         trainer, module = self._trainer, self._trainer.lightning_module
-        roots: dict[Address, Any] = {
-            ("module", path): m for path, m in module.named_modules() if not isinstance(m, Metric)
-        }
+        roots: dict[Address, Any] = {("module", path): m for path, m in module.named_modules() if not is_metric(m)}
         for number, optimizer in enumerate(trainer.optimizers):
             roots |= {(f"optimizer {number}", place): group for place, group in enumerate(optimizer.param_groups)}
         roots |= {("schedule", place): config.scheduler for place, config in enumerate(trainer.lr_scheduler_configs)}
@@ -234,7 +232,7 @@ def _attributes(
     for name, value in list((owner if isinstance(owner, dict) else vars(owner)).items()):
         if name in left_out or (only is not None and name != only):
             continue
-        if not isinstance(name, str) or isinstance(value, (nn.Module, nn.Parameter, Metric)):
+        if not isinstance(name, str) or isinstance(value, (nn.Module, nn.Parameter)):
             continue
         if _is_entered(value) and depth:
             yield from _attributes((*address, name), value, seen, depth - 1)

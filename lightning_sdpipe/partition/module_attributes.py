@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torchmetrics import Metric
+
+from lightning_sdpipe.lightning_results import is_metric
 
 CONTAINERS = (list, dict, set, deque)
 
@@ -17,7 +18,7 @@ def tensors_in_attributes(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     """Yield the tensors in attributes of ``modules``, and in containers there, without parameters and buffers, and
     without metrics, which belong to the last stage."""
     for module in modules:
-        if isinstance(module, Metric):
+        if is_metric(module):
             continue
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
@@ -37,7 +38,7 @@ def kept_over_steps(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in module.named_buffers():
         yield f"the buffer {name!r}", buffer
     for path, metric in module.named_modules():
-        if isinstance(metric, Metric):
+        if is_metric(metric):
             for name in metric._defaults:
                 for tensor in tree_leaves(getattr(metric, name)):
                     if isinstance(tensor, Tensor):

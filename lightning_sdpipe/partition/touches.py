@@ -25,9 +25,9 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torchmetrics import Metric
 
 from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE, trainer_of
+from lightning_sdpipe.lightning_results import is_metric
 from lightning_sdpipe.partition.effects import hear_assignments, listening
 from lightning_sdpipe.partition.mementos import is_users
 from lightning_sdpipe.partition.names import ClassAttributes, Closures, heard_variables
@@ -70,7 +70,7 @@ class Touches:
 
     def __init__(self, module: nn.Module, chain: Sequence[str]) -> None:
         self._module = module
-        self._modules = {name: m for name, m in module.named_modules() if not isinstance(m, Metric)}
+        self._modules = {name: m for name, m in module.named_modules() if not is_metric(m)}
         self._paths = {id(m): name for name, m in self._modules.items()}  # a metric's hash depends on its values
         self._blocks = [f"{path}." for path in chain]
         self._classes = ClassAttributes({type(m) for m in self._modules.values()}, _holds, self._named)

@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from lightning_sdpipe import lightning_internals, meter
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.lightning_results import is_metric
 from lightning_sdpipe.loop.batch_source import BatchSource
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.p2p import backend_for, waiting_for
@@ -187,7 +188,7 @@ class Collectives(DDPStrategy):
         return CollectiveGuard(self.options.num_stages, self._metrics)
 
     def _metrics(self) -> list[Metric]:
-        return [part for part in self.module.modules() if isinstance(part, Metric)]
+        return [part for part in self.module.modules() if is_metric(part)]
 
     # ------------------------------------------------ what it does with others
 

@@ -64,8 +64,9 @@ class DiLoCo:
     A round waits for all pipelines, or for as many as ``quorum`` says: their number, or their share of those present,
     such as 0.5. It then waits for more of them as long as ``grace``: seconds, or ``"auto"``, until those have come that
     are expected soon. One that comes later is in a later round, with what it has moved by since its own base, and gets
-    the newest base there. A quorum goes with ``fragments=1``; and with ``delay`` if ``overlap="step"``: a pipeline then
-    waits neither for others to be ready nor for the new base if these come within so many updates each.
+    the newest base there. A quorum goes with ``fragments=1``; and with ``delay`` if ``overlap="step"``: a pipeline
+    then trains on until others are ready, for ``every`` more updates at most, and for ``delay`` until the new base has
+    come.
 
     With ``group``, a round is of a group that this policy forms, so that no pipeline waits for a slow one: the members
     average their bases and momenta with their models, in full, which is up to three times the bytes. It is

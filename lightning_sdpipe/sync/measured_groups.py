@@ -28,7 +28,7 @@ def with_measured_groups(method: SyncMethod, num_stages: int, placed: bool) -> S
         ConfigurationError: the file cannot be read, or does not fit the run.
     """
     policy = method.policy
-    if not isinstance(policy, PHDPSGD) or not policy.names_a_network:
+    if not isinstance(method, ByPolicy) or not isinstance(policy, PHDPSGD) or not policy.names_a_network:
         return method
     path = str(policy.groups)
     what, network = f"sync=PHDPSGD(groups={path!r})", read_network(Path(path))
@@ -72,6 +72,8 @@ def on_hosts(method: SyncMethod, hosts: Sequence[str]) -> SyncMethod:
         ConfigurationError: hosts have different numbers of pipelines, and meetings are sharded.
     """
     policy = method.policy
+    if not isinstance(method, ByPolicy):  # its policy learns of hosts when workers join
+        return method
     if isinstance(policy, SemiDecentralized) and policy.seating == "near":
         return ByPolicy(msgspec.structs.replace(policy, seating=hosts_as_groups(hosts)))
     if not isinstance(policy, PHDPSGD) or policy.groups != "auto" or policy.group_size is not None:

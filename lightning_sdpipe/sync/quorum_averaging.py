@@ -3,9 +3,10 @@
 A round goes on at once, or with ``overlap="step"`` beside the next mini-batches. Its outcome is put into the model by
 the thread that trains, whole. Where pipelines come and go, ``bases`` carries rounds out among those that are there.
 
-With a ``delay`` above 1 a worker waits for nothing that comes within so many updates. It trains on while the scheduler
-has no group for it yet, gives the model of the moment when the group is known, and adopts the new base as soon as that
-is there. So a round takes as many mini-batches as it has to, and the next one is due ``every`` updates after it began.
+With a ``delay`` above 1 a worker trains on while the scheduler has no group for it yet, for ``every`` more updates at
+most. It gives the model of the moment when the group is known, and adopts the new base as soon as that is there, for
+which it waits only after ``delay`` updates. So a round takes as many mini-batches as it has to, one that misses it does
+not stand still until the next, and its own next one is due ``every`` updates after it began.
 Stages of one pipeline would see both at different updates; so with several of them the group is waited for, and the
 base is adopted after ``delay`` updates.
 """
@@ -105,7 +106,7 @@ class QuorumAveraging(OuterAveraging):
             waited = self._adopt()
         if self.announced:
             self.announced, self._looks = False, True
-            self._until = self._update + (self._schedule.delay if self._roams else 0)
+            self._until = self._update + (self._schedule.every if self._roams else 0)
         if self._looks:
             asked = time.perf_counter()
             group = self._group(waits=self._update >= self._until)

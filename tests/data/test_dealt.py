@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -177,6 +178,39 @@ def test_epochs_differ_and_a_slow_pipeline_is_helped() -> None:
     for batch in (batch for mine in two for batch in mine):
         both[batch.position].append(batch.data)
     assert all(len(pair) == 2 and not torch.equal(*pair) for pair in both.values())
+
+
+def test_a_scheduler_that_is_far_away_is_asked_before_a_lease_is_used_up() -> None:
+    """An early question is not waited for, and its answer is used when it is due."""
+    segment, early, late = Segment(1, 0, 0, 40), [], []
+    sizes = [10, 10, 10, 5, 5, 0, 0]
+    starts = [sum(sizes[:ordinal]) for ordinal in range(len(sizes))]
+    taken = 0
+
+    def ask(segment: Segment, ordinal: int, *seconds: float) -> Lease | None:
+        (early if seconds else late).append((ordinal, taken))
+        if seconds and ordinal == 2:
+            return None  # it has still to come
+        if not seconds:
+            time.sleep(0.03)
+        start, stop = starts[ordinal], starts[ordinal] + sizes[ordinal]
+        return Lease(segment, 0, ordinal, 0, start, stop, float(start), 1.0, over=ordinal == 6)
+
+    dataset = Noisy(160)
+    sampler = DistributedSampler(dataset, 1, 0)
+    dealt = DealtBatches(DataLoader(dataset, sampler=sampler, batch_size=4, collate_fn=masked), 1, ask)
+    dealt.begin(segment, seed=7)
+    numbers = []
+    while (batch := dealt.take()) is not None:
+        taken += 1
+        numbers.append(batch.number)
+    assert numbers == [*range(40)]
+    assert not dealt.wait()
+    assert late == [(0, 0), (1, 10), (2, 20), (6, 40)], (
+        "the first answer that is slow, and the one that has still to come"
+    )
+    assert [ordinal for ordinal, _ in early] == [2, 2, 3, 4, 5]
+    assert early[0] == (2, 18)
 
 
 class Bucketed(BatchSampler):

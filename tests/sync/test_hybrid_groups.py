@@ -21,7 +21,7 @@ from lightning_sdpipe.heterogeneity import Delays
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network, write_network
 from lightning_sdpipe.policies import registry
-from lightning_sdpipe.sync import PHDPSGD, SemiDecentralized
+from lightning_sdpipe.sync import PHDPSGD, DiLoCo, SemiDecentralized
 from lightning_sdpipe.sync.capabilities import Combination, check
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.measured_groups import on_hosts, with_measured_groups
@@ -359,6 +359,8 @@ def test_a_network_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_who_is_near_is_who_shares_a_host() -> None:
     near = on_hosts(method_of(SemiDecentralized(seating="near", max_group=2)), ["a", "b", "a", "b"]).policy
     assert near == SemiDecentralized(seating=((0, 2), (1, 3)), max_group=2)
+    outer = DiLoCo(every=4, group=SemiDecentralized(seating="near", max_group=2))
+    assert on_hosts(outer, ["a", "b", "a", "b"]) is outer, "a method of which the policy is a part stays what it is"
 
 
 def test_groups_that_do_not_fit_are_refused_before_any_process_starts() -> None:

@@ -1,9 +1,9 @@
 """Islands that are far apart and preempted: DiLoCo by quorum over slow links, while processes are killed.
 
-Every pipeline is a host of its own (a network namespace) whose link the kernel holds down to a rate; messages between
-workers arrive later by an emulated latency. Lines to the scheduler are slow, too, but not late. Devices sleep instead
-of computing, and one is slower than the others. A pipeline that was killed is started again at once, from a process
-that has imported everything, and gets the state of another one.
+Every pipeline is a host of its own (a network namespace) whose link the kernel holds down to a rate. Messages between
+workers arrive later by an emulated latency, and so does what they and the scheduler say to each other, through a proxy.
+Devices sleep instead of computing, and one is slower than the others. A pipeline that was killed is started again at
+once, from a process that has imported everything, and gets the state of another one.
 """
 
 from __future__ import annotations
@@ -19,31 +19,29 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import hydra
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdpipe import Exchange, SDPipeStrategy
-from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
-from lightning_sdpipe.topology.groups import Replicas
-from recipes.suites.emulated_links import Card
+from recipes.suites.far_apart.samples import PacedBert, Text, loader, losses, over_calm, rows_of
 from recipes.suites.faults.diary import Fault
-from recipes.suites.faults.elastic_world import Record, World
+from recipes.suites.faults.elastic_world import Record, World, note_transfers
+from recipes.suites.late_messages import arrive_late
 from recipes.suites.namespaces import hosts, inside
 from recipes.suites.ratios import Ratios, Row, ratio
 from recipes.suites.soak.suite import Noted
 from recipes.suites.trainings import BACKWARD_SHARE, quiet
 
-LOWER_IS_BETTER = frozenset[str]()
+LOWER_IS_BETTER = frozenset({"far_apart/samples"})
 
-UTILISATION_GOAL, QUORUM_GOAL, BYTES_GOAL = 0.83, 1.3, 70.0
+UTILISATION_GOAL, QUORUM_GOAL, BYTES_GOAL, SAMPLES_GOAL = 0.83, 1.3, 70.0, 1.05
 FEATURES, BATCH = 8, 4
 KILLED, CALM, WAITS = "killed", "calm", "waits for all"
 PATIENCE = 900.0
@@ -61,7 +59,10 @@ class Islands:
         slow: factor of that on the slow device.
         num_parameters: of the model.
         batches: of all pipelines together in the only epoch.
-        latency: seconds that a message between workers takes besides.
+        latency: seconds that a message takes besides, between workers or between one and the scheduler.
+        text: what a BERT learns in the place of the emulated model, if any.
+        rows: of it.
+        seed: of the model.
     """
 
     num_pipelines: int
@@ -72,6 +73,9 @@ class Islands:
     batches: int
     latency: float
     num_stages: int = 1
+    text: Text | None = None
+    rows: Sequence[Tensor] = ()
+    seed: int = 1
 
     def seconds(self, pipeline: int) -> float:
         """Return the length of a mini-batch on that island."""
@@ -95,12 +99,19 @@ class Learner(L.LightningModule):
 
 
 class Counted(Noted):
-    """Notes how many bytes were sent to other islands, too."""
+    """Notes how many bytes were sent to other islands so far, too, after each update."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *others: Any) -> None:
+        super().on_train_batch_end(trainer, *others)
+        self._say_sent(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._say_sent(trainer)
+        super().on_train_end(trainer, pl_module)
+
+    def _say_sent(self, trainer: L.Trainer) -> None:
         assert isinstance(trainer.strategy, SDPipeStrategy)
         self.say("sent", bytes=trainer.strategy.statistics.bytes_sent)
-        super().on_train_end(trainer, pl_module)
 
 
 def run(
@@ -111,9 +122,10 @@ def run(
     rate_mbit: float,
     kill_every: float,
     repeats: int,
+    samples: Mapping[str, Any],
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Train with kills, without, and without where each round waits for all.
+    """Train with kills, without, and without where each round waits for all; and a BERT with kills and without.
 
     Args:
         method: specification of DiLoCo for Hydra, with a quorum.
@@ -122,6 +134,8 @@ def run(
         rate_mbit: of every link, in either direction.
         kill_every: seconds.
         repeats: of each run.
+        samples: ``text``, options of :class:`~recipes.suites.far_apart.samples.Text`; ``work``, those of
+            :class:`Islands` that differ; and the number of ``seeds``, which may be 0.
         seed: of the victims.
 
     Raises:
@@ -129,15 +143,31 @@ def run(
     """
     quiet()
     rows: list[Row] = []
+
+    def train(islands: Islands, draws: random.Random | None) -> tuple[list[Record], int]:
+        with hosts(islands.num_pipelines + 1, rate_mbit) as names, inside(names[-1]):
+            return _one(islands, names, draws, kill_every, hydra.utils.instantiate(exchange))
+
     for repeat in range(repeats):
-        for name, options in ((KILLED, {}), (CALM, {}), (WAITS, {"quorum": 1.0})):
+        for name, options in ((KILLED, {}), (CALM, {}), (WAITS, {"quorum": None, "grace": "auto", "delay": 0})):
             islands = Islands(sync=hydra.utils.instantiate({**method, **options}), **work)
-            draws = random.Random(seed + repeat) if name == KILLED else None
-            with hosts(islands.num_pipelines + 1, rate_mbit) as names, inside(names[-1]):
-                records, kills = _one(islands, names, draws, kill_every, hydra.utils.instantiate(exchange))
+            records, kills = train(islands, random.Random(seed + repeat) if name == KILLED else None)
             rows.append({"run": name, "repeat": repeat, "kills": kills, **measured(records, islands)})
             print(rows[-1], flush=True)
-    return rows, ratios(rows)
+    found = ratios(rows)
+    if samples["seeds"]:
+        text = Text(**samples["text"])
+        options = {**work, **samples["work"], "text": text, "rows": rows_of(text)}
+        quotients = []
+        for number in range(seed, seed + samples["seeds"]):
+            islands = Islands(sync=hydra.utils.instantiate(method), seed=number, **options)
+            (killed, kills), (calm, _) = train(islands, random.Random(number)), train(islands, None)
+            quotients.append(over_calm(losses(killed), losses(calm)))
+            rows.append({"run": "bert", "repeat": number, "kills": kills, "samples": quotients[-1]})
+            print(rows[-1], flush=True)
+        what = "mini-batches of a small BERT in the model at a loss, with kills over without; one value per seed"
+        found["far_apart/samples"] = ratio(quotients, SAMPLES_GOAL, what)
+    return rows, found
 
 
 def measured(records: Sequence[Record], islands: Islands) -> Row:
@@ -159,7 +189,7 @@ def measured(records: Sequence[Record], islands: Islands) -> Row:
     began = min(at for record in records for at in record.times("start"))
     seconds = trained[-1][0] - began
     useful = sum(islands.seconds(pipeline) for pipeline in last.values())
-    sent = sum(line["bytes"] for record in records for line in record.lines if line["what"] == "sent")
+    sent = sum(max(_said(record, "sent"), default=0) for record in records)
     nodes = islands.num_pipelines
     by_all_reduce = 2 * (nodes - 1) * 4 * islands.num_parameters * islands.batches / nodes
     return {
@@ -167,15 +197,22 @@ def measured(records: Sequence[Record], islands: Islands) -> Row:
         "utilisation": useful / (nodes * seconds),
         "trained_again": len(trained) - len(last),
         "bytes": sent,
+        "state_bytes": sum(size for record in records for size in _said(record, "received")),
         "all_reduce_bytes": by_all_reduce,
     }
 
 
+def _said(record: Record, what: str) -> list[int]:
+    """Return the bytes that a process has said."""
+    return [line["bytes"] for line in record.lines if line["what"] == what]
+
+
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Utilisation with kills; bytes and speed without."""
+    """Utilisation and bytes with kills, and without; speed without."""
     of = {name: [row for row in rows if row["run"] == name] for name in (KILLED, CALM, WAITS)}
     pairs = zip(of[WAITS], of[CALM], strict=True)
     kills = sum(row["kills"] for row in of[KILLED])
+    states = sum(row["state_bytes"] for row in of[KILLED]) / 1e6
     return {
         "far_apart/utilisation": ratio(
             [row["utilisation"] for row in of[KILLED]],
@@ -189,9 +226,13 @@ def ratios(rows: Sequence[Row]) -> Ratios:
             "time of the epoch if each round waits for all, over that by quorum, without kills",
         ),
         "far_apart/bytes": ratio(
-            [row["all_reduce_bytes"] / row["bytes"] for row in of[CALM]],
+            [row["all_reduce_bytes"] / row["bytes"] for row in of[KILLED]],
             BYTES_GOAL,
-            "bytes that all-reduce of the gradients would send (by arithmetic) over those sent; states not counted",
+            "bytes that all-reduce of the gradients would send (by arithmetic) over those sent, with kills; states of "
+            f"newcomers, {states:.0f} MB, are not counted",
+        ),
+        "far_apart/bytes/calm": ratio(
+            [row["all_reduce_bytes"] / row["bytes"] for row in of[CALM]], None, "the same without kills"
         ),
     }
 
@@ -205,7 +246,7 @@ def _one(
         TimeoutError: it does not end.
     """
     directory, pipelines = Path(tempfile.mkdtemp(prefix="far-apart-")), range(islands.num_pipelines)
-    world = World(directory, islands, target=partial(learn, exchange), hosts=names)
+    world = World(directory, islands, target=partial(learn, exchange), hosts=names, late=islands.latency)
     kills = 0
     try:
         for pipeline in pipelines:
@@ -250,9 +291,10 @@ def learn(
     torch.set_num_threads(1)
     quiet()
     logging.getLogger("lightning_sdpipe").setLevel(logging.INFO)
-    _arrive_late(work.latency, work.num_pipelines)
-    torch.manual_seed(1)
-    count = work.batches * BATCH
+    arrive_late(work.latency)
+    diary = Counted(directory / f"{name}.diary")
+    note_transfers(diary)
+    torch.manual_seed(work.seed)
     trainer = L.Trainer(
         accelerator="cpu",
         strategy=SDPipeStrategy(
@@ -261,33 +303,17 @@ def learn(
             num_micro_batches=1,
             timeout=timedelta(seconds=120),
         ),
-        callbacks=[Counted(directory / f"{name}.diary")],
+        callbacks=[diary],
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Learner(work.seconds(int(environment["SDPIPE_PIPELINE"])), work.num_parameters)
-    trainer.fit(module, DataLoader(TensorDataset(torch.arange(count), torch.randn(count, FEATURES)), BATCH))
-
-
-def _arrive_late(seconds: float, count: int) -> None:
-    """Make messages between workers of this process arrive so much later."""
-    card = Card([seconds] * count, [float("inf")] * count)
-    real = transfers.begin
-
-    def begin(
-        outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: Replicas, tag: int
-    ) -> transfers.Transfers:
-        under_way = real({}, into, replicas, tag)
-        under_way.kept.extend(outgoing.values())
-        replicas.traffic.add(sum(tensor.nbytes for tensor in outgoing.values()))
-        for pipeline, tensor in outgoing.items():
-            if tensor.numel():
-                start = partial(replicas.group.send, [tensor], replicas.ranks[pipeline], tag)
-                held = card.send(pipeline, tensor.nbytes, start)
-                under_way.works.append((replicas.name(pipeline), cast(dist.Work, held)))
-        return under_way
-
-    transfers.begin = begin  # this process ends with the run
+    seconds = work.seconds(int(environment["SDPIPE_PIPELINE"]))
+    if work.text is None:
+        count = work.batches * BATCH
+        data = DataLoader(TensorDataset(torch.arange(count), torch.randn(count, FEATURES)), BATCH)
+        trainer.fit(Learner(seconds, work.num_parameters), data)
+    else:
+        trainer.fit(PacedBert(work.text, seconds), loader(work.text, work.rows, work.batches))

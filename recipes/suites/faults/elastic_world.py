@@ -25,6 +25,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
@@ -36,6 +37,7 @@ from lightning_sdpipe.scheduler.server.server import USUAL_LIMITS, Endpoint, Fil
 from lightning_sdpipe.sync import AllReduce
 from lightning_sdpipe.worker.elastic import state_transfer
 from recipes.suites import namespaces
+from recipes.suites.delayed_lines import DelayedLines
 from recipes.suites.emulated import EmulatedChain
 from recipes.suites.faults.diary import Diary, Fault
 from recipes.suites.faults.injected_faults import inject
@@ -105,6 +107,7 @@ class World:
         target: what every process runs, as :func:`train`.
         hosts: namespaces of the network, one of each pipeline, and at the end that of the scheduler, in which the
             calling thread is; none if all are on this machine.
+        late: seconds by which what hosts and the scheduler say to each other arrives late, emulated by a proxy.
     """
 
     def __init__(
@@ -115,22 +118,29 @@ class World:
         resumes: bool = False,
         target: Callable[..., None] | None = None,
         hosts: Sequence[str] = (),
+        late: float = 0.0,
     ) -> None:
         self.directory, self.work, self._target, self._hosts = directory, work, target or train, hosts
         self.logs = directory / "logs"
         self.logs.mkdir(exist_ok=True)
         key_file, self._key_file = write_keys(directory / "keys")
-        bind = f"tcp://{namespaces.address(len(hosts) - 1) if hosts else '127.0.0.1'}:*"
+        host = namespaces.address(len(hosts) - 1) if hosts else "127.0.0.1"
+        bind = f"tcp://{'127.0.0.1' if late else host}:*"
+        self._lifelines = reserve_port() if late else None
+        lifeline_port = 0 if self._lifelines is None else self._lifelines.getsockname()[1]
         settings = SchedulerSettings(
             work.num_stages,
             work.num_pipelines,
             policy_file=self.logs / "policy.json",
-            endpoint=Endpoint(bind, read_scheduler_keys(key_file)),
+            endpoint=Endpoint(bind, read_scheduler_keys(key_file), lifeline_port),
             limits=limits,
             files=Files(journal=self.logs / "journal"),
             elastic=ElasticConfig(start_pipelines=work.num_pipelines, resume=resumes),
         )
         self.scheduler = SchedulerProcess(settings, self.logs / "scheduler.log", keeps_port=True)
+        port = int(self.scheduler.address.rpartition(":")[2])
+        self._lines = DelayedLines(host, [port, lifeline_port], late) if late else None
+        self._reached_at = f"tcp://{host}:{port}"
         self.killed_at: dict[int, float] = {}
         self._processes: dict[int, list[BaseProcess]] = {}
         self._ports: dict[int, socket.socket] = {}
@@ -147,7 +157,7 @@ class World:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port.getsockname()[1]),
             "SDPIPE_PIPELINE": str(pipeline),
-            "SDPIPE_SCHEDULER": self.scheduler.address,
+            "SDPIPE_SCHEDULER": self._reached_at,
             "SDPIPE_KEY_FILE": str(self._key_file),
             "SDPIPE_POLICY_FILE": str(self.logs / "policy.json"),
         }
@@ -269,6 +279,8 @@ class World:
             self.end(pipeline)
         self.scheduler.bury()
         self.scheduler.close()
+        if self._lines is not None:
+            self._lines.close()
 
 
 def read_records(directory: Path) -> list[Record]:
@@ -334,18 +346,19 @@ def train(work: Work, directory: Path, name: str, environment: Mapping[str, str]
     validation = random_features(work.validation_batches, 1) if work.validation_batches else None
     if fault is not None:
         inject(fault, trainer, module, diary)
-    _time_transfers(diary)
+    note_transfers(diary)
     trainer.fit(module, loader, validation)
 
 
-def _time_transfers(diary: Diary) -> None:
-    """A newcomer says how long its state was on its way."""
+def note_transfers(diary: Diary) -> None:
+    """Make a newcomer say how long its state was on its way, and how large its tensors are."""
     whole = state_transfer.receive_state
 
     def receive(*arguments: Any) -> dict[str, Any]:
         began = time.monotonic()
         state = whole(*arguments)
-        diary.say("received", seconds=time.monotonic() - began)
+        tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+        diary.say("received", seconds=time.monotonic() - began, bytes=sum(each.nbytes for each in tensors))
         return state
 
     setattr(state_transfer, "receive_state", receive)  # noqa: B010  # of another signature

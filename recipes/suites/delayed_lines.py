@@ -32,7 +32,7 @@ class DelayedLines:
             each.close()
 
     def close(self) -> None:
-        """Ends the process, and with it all connections."""
+        """End the process, and with it all connections."""
         self._process.kill()
         self._process.join()
 
@@ -48,7 +48,7 @@ async def _serve(listening: Sequence[socket.socket], seconds: float) -> None:
 
 
 class _Forwarding:
-    """What is done with a connection to ``port``."""
+    """A function that forwards a connection to ``port``."""
 
     def __init__(self, port: int, seconds: float) -> None:
         self._port, self._seconds = port, seconds
@@ -62,7 +62,7 @@ class _Forwarding:
         await asyncio.gather(self._forward(reader, back), self._forward(there, writer))
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Until one side closes."""
+        """Forward what one side says until it closes."""
         clock = asyncio.get_running_loop().time
         said: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         hearing = asyncio.ensure_future(self._hear(reader, said))
