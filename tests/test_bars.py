@@ -67,7 +67,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (714, 8),
     "data": (576, 5),
     "dealing": (595, 6),
-    "exchange": (3055, 35),
+    "exchange": (3075, 35),
     "heterogeneity": (469, 8),
     "loop": (2594, 24),
     "membership": (1313, 14),
