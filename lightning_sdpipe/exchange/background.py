@@ -34,6 +34,11 @@ class Job:
         self._span = meter.HIDDEN, begun, meter.CLOCK()
         self._done.set()
 
+    @property
+    def is_done(self) -> bool:
+        """True if :meth:`wait` returns, or raises, at once."""
+        return self._done.is_set()
+
     def wait(self) -> float:
         """Wait until the work is done.
 

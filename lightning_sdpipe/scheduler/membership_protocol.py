@@ -286,9 +286,11 @@ class Refused(MemberReply, frozen=True, gc=False, tag="refused"):
 
 class Stranger(MemberReply, frozen=True, gc=False, tag="stranger"):
     """The scheduler does not know the process; or it is ``known``, but not as taking part in groups (the scheduler may
-    have restarted). The process must enrol again, with what it knows."""
+    have restarted). The process must enrol again, with what it knows. ``life`` is that of the versions of this
+    scheduler: one that has said anything of that life knows the process by then."""
 
     known: bool = False
+    life: int = -1
 
 
 Request: TypeAlias = (

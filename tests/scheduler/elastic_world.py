@@ -439,9 +439,9 @@ class World:
     def meet(self, process: Process) -> None:
         """By itself, or with its pipeline, for which the first stage speaks when all are there."""
         there = self.job(process) if self.depths else [process]
-        if all(p.state == "barrier" and p.segment == process.segment for p in there):
+        if all(not p.dead and p.state == "barrier" and p.segment == process.segment for p in there):
             key = f"pause/{process.segment.run}/{process.segment.epoch}"
-            speaks = next((p for p in there if p.worker.stage == 0), process)
+            speaks = min(there, key=lambda p: p.worker)
 
             def met(reply: e.Reply) -> None:
                 for p in there:
@@ -590,8 +590,9 @@ class World:
         process.has_result = not (failed or group.sequence in process.broke)
         if not process.has_result:
             self.give_up(process, group)
-        whole = self.depths and len(group.members) > 1
-        together = [p for p in self.job(process) if not p.dead] if whole else [process]
+        together = self.job(process) if self.depths and len(group.members) > 1 else [process]
+        if any(p.dead for p in together):
+            return  # its pipeline ends
         if any(p.has_result is None or p.group is None or p.group.sequence != group.sequence for p in together):
             return  # it waits until all of its pipeline know whether they have it
         if all(p.has_result for p in together):
@@ -606,7 +607,7 @@ class World:
                 if not p.dead:
                     self.again(p, reply)
 
-        speaks = next((p for p in together if p.worker.stage == 0), process)
+        speaks = min(together, key=lambda p: p.worker)
         self.ask(speaks, again, e.AskRegroup, group, speaks.talk.held, False)
 
     def give_up(self, process: Process, group: Group) -> None:

@@ -276,7 +276,8 @@ class Conversation:
                 self._invitations.append(reply)
                 return [reply]
             case e.Stranger() if self.stop is None and (self._stranger is None or self._stranger.known):
-                self._stranger = reply
+                if reply.life != self._now.version >> e.LIFE:  # else it was said before this process was let in
+                    self._stranger = reply
         return []
 
     # ---------------------------------------------------------------------- inside

@@ -45,7 +45,7 @@ class LeaseDesk:
         elif (lease := self._dealer.answer(worker.pipeline, segment, request.ordinal)) is not None:
             self._outbox.say(peer, m.Dealt(lease))
         elif request.ordinal and self._dealer.asks_for_book(worker, segment):
-            self._outbox.say(e.peer_of(worker, request.incarnation), e.Stranger())  # the worker then brings its book
+            self._outbox.say(e.peer_of(worker, request.incarnation), e.Stranger(known=True))  # it brings its book
         else:
             if self._dealer.asks_for_book(worker, segment):
                 self.deal(Told(worker, segment, (), False, request.done), now)

@@ -122,6 +122,11 @@ class Levels:
         self._changed: dict[Worker, None] = {}
         self._version = secrets.randbits(40) << e.LIFE
 
+    @property
+    def life(self) -> int:
+        """Upper bits of all versions, which other schedulers do not have."""
+        return self._version >> e.LIFE
+
     def comes(self, worker: Worker, incarnation: int, line: e.Line) -> None:
         """Note that this process is there."""
         self._processes[worker] = _Process(incarnation, line)

@@ -174,7 +174,7 @@ class MembershipDesk:
             if not behind_its_join and (not isinstance(request, m.Join) or self._setting_out.may_begin(request, now)):
                 return True
         elif self._presence.incarnations.get(worker) != incarnation:
-            self._outbox.say(e.peer_of(worker, incarnation), e.Stranger())
+            self._outbox.say(e.peer_of(worker, incarnation), e.Stranger(life=self._levels.life))
         self._early.keep(peer, request, now)
         return False
 
@@ -262,7 +262,7 @@ class MembershipDesk:
         elif isinstance(request, e.Store):  # what it has to know before it enrols; beats tell it that it must again
             self._store.handle(peer, request, self._outbox, now)
         elif not (isinstance(request, e.Beat) and not request.enrolled):  # else the process has yet to enrol
-            self._outbox.say(peer, e.Stranger())
+            self._outbox.say(peer, e.Stranger(life=self._levels.life))
 
     def _from_one_of_us(self, peer: bytes, request: e.Request, now: float) -> None:
         worker, incarnation, say, core = request.worker, request.incarnation, self._outbox.say, self.membership

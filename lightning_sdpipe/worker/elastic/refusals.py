@@ -78,7 +78,7 @@ def check_trainer(trainer: Trainer, options: Options) -> None:
     """Raise ConfigurationError for what a Trainer is asked for and an elastic job cannot do."""
     if trainer.state.fn == TrainerFn.FITTING:
         each = trainer.accumulate_grad_batches
-        check(options.method, Combination(options.sync, elastic=True, accumulate_grad_batches=each))
+        check(options.method, Combination(options.sync, options.exchange, elastic=True, accumulate_grad_batches=each))
     if trainer.state.fn == TrainerFn.PREDICTING:
         raise ConfigurationError(
             f"predict does not work {_HOW}: no process collects the predictions of pipelines that come and go. Load "

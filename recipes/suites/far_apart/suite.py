@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdpipe import Exchange, SDPipeStrategy
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
+from recipes.suites.far_apart.samples import PacedBert, Text, loader, losses, over_calm, rows_of
 from recipes.suites.faults.diary import Fault
 from recipes.suites.faults.elastic_world import Record, World, note_transfers
 from recipes.suites.late_messages import arrive_late
@@ -38,9 +39,9 @@ from recipes.suites.ratios import Ratios, Row, ratio
 from recipes.suites.soak.suite import Noted
 from recipes.suites.trainings import BACKWARD_SHARE, quiet
 
-LOWER_IS_BETTER = frozenset[str]()
+LOWER_IS_BETTER = frozenset({"samples"})
 
-UTILISATION_GOAL, QUORUM_GOAL, BYTES_GOAL = 0.83, 1.3, 70.0
+UTILISATION_GOAL, QUORUM_GOAL, BYTES_GOAL, SAMPLES_GOAL = 0.83, 1.3, 70.0, 1.05
 FEATURES, BATCH = 8, 4
 KILLED, CALM, WAITS = "killed", "calm", "waits for all"
 PATIENCE = 900.0
@@ -59,6 +60,9 @@ class Islands:
         num_parameters: of the model.
         batches: of all pipelines together in the only epoch.
         latency: seconds that a message takes besides, between workers or between one and the scheduler.
+        text: what a BERT learns in the place of the emulated model, if any.
+        rows: of it.
+        seed: of the model.
     """
 
     num_pipelines: int
@@ -69,6 +73,9 @@ class Islands:
     batches: int
     latency: float
     num_stages: int = 1
+    text: Text | None = None
+    rows: Sequence[Tensor] = ()
+    seed: int = 1
 
     def seconds(self, pipeline: int) -> float:
         """Return the length of a mini-batch on that island."""
@@ -115,9 +122,10 @@ def run(
     rate_mbit: float,
     kill_every: float,
     repeats: int,
+    samples: Mapping[str, Any],
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Train with kills, without, and without where each round waits for all.
+    """Train with kills, without, and without where each round waits for all; and a BERT with kills and without.
 
     Args:
         method: specification of DiLoCo for Hydra, with a quorum.
@@ -126,6 +134,8 @@ def run(
         rate_mbit: of every link, in either direction.
         kill_every: seconds.
         repeats: of each run.
+        samples: ``text``, options of :class:`~recipes.suites.far_apart.samples.Text`; ``work``, those of
+            :class:`Islands` that differ; and the number of ``seeds``, which may be 0.
         seed: of the victims.
 
     Raises:
@@ -133,15 +143,31 @@ def run(
     """
     quiet()
     rows: list[Row] = []
+
+    def train(islands: Islands, draws: random.Random | None) -> tuple[list[Record], int]:
+        with hosts(islands.num_pipelines + 1, rate_mbit) as names, inside(names[-1]):
+            return _one(islands, names, draws, kill_every, hydra.utils.instantiate(exchange))
+
     for repeat in range(repeats):
         for name, options in ((KILLED, {}), (CALM, {}), (WAITS, {"quorum": None, "grace": "auto", "delay": 0})):
             islands = Islands(sync=hydra.utils.instantiate({**method, **options}), **work)
-            draws = random.Random(seed + repeat) if name == KILLED else None
-            with hosts(islands.num_pipelines + 1, rate_mbit) as names, inside(names[-1]):
-                records, kills = _one(islands, names, draws, kill_every, hydra.utils.instantiate(exchange))
+            records, kills = train(islands, random.Random(seed + repeat) if name == KILLED else None)
             rows.append({"run": name, "repeat": repeat, "kills": kills, **measured(records, islands)})
             print(rows[-1], flush=True)
-    return rows, ratios(rows)
+    found = ratios(rows)
+    if samples["seeds"]:
+        text = Text(**samples["text"])
+        options = {**work, **samples["work"], "text": text, "rows": rows_of(text)}
+        quotients = []
+        for number in range(seed, seed + samples["seeds"]):
+            islands = Islands(sync=hydra.utils.instantiate(method), seed=number, **options)
+            (killed, kills), (calm, _) = train(islands, random.Random(number)), train(islands, None)
+            quotients.append(over_calm(losses(killed), losses(calm)))
+            rows.append({"run": "bert", "repeat": number, "kills": kills, "samples": quotients[-1]})
+            print(rows[-1], flush=True)
+        what = "mini-batches of a small BERT in the model at a loss, with kills over without; one value per seed"
+        found["samples/far_apart"] = ratio(quotients, SAMPLES_GOAL, what)
+    return rows, found
 
 
 def measured(records: Sequence[Record], islands: Islands) -> Row:
@@ -268,8 +294,7 @@ def learn(
     arrive_late(work.latency)
     diary = Counted(directory / f"{name}.diary")
     note_transfers(diary)
-    torch.manual_seed(1)
-    count = work.batches * BATCH
+    torch.manual_seed(work.seed)
     trainer = L.Trainer(
         accelerator="cpu",
         strategy=SDPipeStrategy(
@@ -285,5 +310,10 @@ def learn(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Learner(work.seconds(int(environment["SDPIPE_PIPELINE"])), work.num_parameters)
-    trainer.fit(module, DataLoader(TensorDataset(torch.arange(count), torch.randn(count, FEATURES)), BATCH))
+    seconds = work.seconds(int(environment["SDPIPE_PIPELINE"]))
+    if work.text is None:
+        count = work.batches * BATCH
+        data = DataLoader(TensorDataset(torch.arange(count), torch.randn(count, FEATURES)), BATCH)
+        trainer.fit(Learner(seconds, work.num_parameters), data)
+    else:
+        trainer.fit(PacedBert(work.text, seconds), loader(work.text, work.rows, work.batches))

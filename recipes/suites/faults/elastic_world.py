@@ -36,6 +36,7 @@ from lightning_sdpipe.scheduler.server.process import SchedulerProcess, Schedule
 from lightning_sdpipe.scheduler.server.server import USUAL_LIMITS, Endpoint, Files, Limits
 from lightning_sdpipe.sync import AllReduce
 from lightning_sdpipe.worker.elastic import state_transfer
+from lightning_sdpipe.worker.options import Schedule
 from recipes.suites import namespaces
 from recipes.suites.delayed_lines import DelayedLines
 from recipes.suites.emulated import EmulatedChain
@@ -61,6 +62,7 @@ class Work:
         validation_batches: after each epoch.
         checkpoint_every: so many updates; 0 for never.
         schedule: of the pipelines.
+        cuts: the blocks of each stage of each pipeline, if these are cut unlike; each stage has one block otherwise.
     """
 
     num_stages: int
@@ -72,8 +74,20 @@ class Work:
     epochs: int = 1
     validation_batches: int = 0
     checkpoint_every: int = 0
-    schedule: str = "1f1b"
+    schedule: Schedule = "1f1b"
     seed: int = 1
+    cuts: Sequence[Sequence[int]] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the whole chain."""
+        return sum(self.cuts[0]) if self.cuts else self.num_stages
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """``num_stages`` and ``partition``, as a user gives them, if pipelines are cut unlike."""
+        cuts = [list(cut) for cut in self.cuts]
+        return {"num_stages": [len(cut) for cut in cuts], "partition": cuts} if cuts else {}
 
 
 @dataclass
@@ -108,6 +122,7 @@ class World:
         hosts: namespaces of the network, one of each pipeline, and at the end that of the scheduler, in which the
             calling thread is; none if all are on this machine.
         late: seconds by which what hosts and the scheduler say to each other arrives late, emulated by a proxy.
+        depths: stages of each pipeline, if they differ.
     """
 
     def __init__(
@@ -119,7 +134,9 @@ class World:
         target: Callable[..., None] | None = None,
         hosts: Sequence[str] = (),
         late: float = 0.0,
+        depths: Sequence[int] = (),
     ) -> None:
+        self._depths = [*depths] or [work.num_stages] * work.num_pipelines
         self.directory, self.work, self._target, self._hosts = directory, work, target or train, hosts
         self.logs = directory / "logs"
         self.logs.mkdir(exist_ok=True)
@@ -135,7 +152,7 @@ class World:
             endpoint=Endpoint(bind, read_scheduler_keys(key_file), lifeline_port),
             limits=limits,
             files=Files(journal=self.logs / "journal"),
-            elastic=ElasticConfig(start_pipelines=work.num_pipelines, resume=resumes),
+            elastic=ElasticConfig(start_pipelines=work.num_pipelines, resume=resumes, depths=tuple(depths)),
         )
         self.scheduler = SchedulerProcess(settings, self.logs / "scheduler.log", keeps_port=True)
         port = int(self.scheduler.address.rpartition(":")[2])
@@ -152,8 +169,8 @@ class World:
         self.end(pipeline)
         port = self._ports[pipeline] = reserve_port()
         environment = {
-            "WORLD_SIZE": str(self.work.num_stages),
-            "LOCAL_WORLD_SIZE": str(self.work.num_stages),
+            "WORLD_SIZE": str(self._depths[pipeline]),
+            "LOCAL_WORLD_SIZE": str(self._depths[pipeline]),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port.getsockname()[1]),
             "SDPIPE_PIPELINE": str(pipeline),
@@ -167,7 +184,7 @@ class World:
         self._processes[pipeline] = []
         self._launches += 1
         self._newest[pipeline] = self._launches
-        for each in range(self.work.num_stages):
+        for each in range(self._depths[pipeline]):
             own = environment | {"RANK": str(each), "LOCAL_RANK": str(each)}
             name = f"{self._launches:04d}-{pipeline}-{each}"
             arguments = (self.work, self.directory, name, own, fault if each == rank else None)
@@ -296,7 +313,7 @@ def read_records(directory: Path) -> list[Record]:
 @contextmanager
 def world(directory: Path, work: Work, limits: Limits = USUAL_LIMITS) -> Iterator[World]:
     """All pipelines of ``work`` started; they are not waited for."""
-    made = World(directory, work, limits)
+    made = World(directory, work, limits, depths=[len(cut) for cut in work.cuts])
     try:
         yield made
     finally:
@@ -313,12 +330,13 @@ def train(work: Work, directory: Path, name: str, environment: Mapping[str, str]
     torch.set_num_threads(1)
     quiet()
     logging.getLogger("lightning_sdpipe").setLevel(logging.INFO)
-    compute = work.batch_seconds / work.num_stages
+    compute = work.batch_seconds / work.num_blocks
     torch.manual_seed(work.seed)
-    module = Validated(work.num_stages, (1 - BACKWARD_SHARE) * compute, BACKWARD_SHARE * compute, work.num_parameters)
+    module = Validated(work.num_blocks, (1 - BACKWARD_SHARE) * compute, BACKWARD_SHARE * compute, work.num_parameters)
     elastic = "SDPIPE_PIPELINE" in environment
+    shape: dict[str, Any] = work.options or {"num_stages": 1 if elastic else work.num_stages}
     strategy = SDPipeStrategy(
-        1 if elastic else work.num_stages,
+        **shape,
         sync=work.sync,
         num_micro_batches=1,
         schedule=work.schedule,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from recipes.suites.far_apart.samples import WINDOW, losses, over_calm, reached
 from recipes.suites.far_apart.suite import CALM, KILLED, WAITS, Islands, measured, ratios
 from recipes.suites.faults.elastic_world import Record
 
@@ -41,3 +42,23 @@ def test_the_quorum_is_measured_against_waiting_for_all() -> None:
     assert found["far_apart/quorum"]["value"] == 1.5
     assert found["far_apart/bytes"]["value"] == 100
     assert "newcomers, 2 MB, are not counted" in found["far_apart/bytes"]["meaning"]
+
+
+def test_samples_count_in_the_order_of_time_where_they_were_trained_at_last() -> None:
+    def update(at: float, loss: float | None) -> dict[str, Any]:
+        return {"what": "update", "at": at, "loss": loss}
+
+    dead = Record(0, 0, [trained(1.0, 0), update(1.1, 5.0), trained(2.0, 1), update(2.1, 4.0), trained(3.0, 2)])
+    lives = Record(1, 0, [trained(1.0, 3), update(1.5, 3.0), trained(4.0, 1), update(4.1, 2.0), update(4.2, None)])
+    assert losses([dead, lives]) == [5.0, 3.0, 2.0]
+
+
+def test_samples_to_a_loss_are_those_until_the_mean_of_the_last_ones_is_as_low() -> None:
+    calm = [10 * 0.999**k for k in range(10 * WINDOW)]
+    slower = [10 * 0.9995**k for k in range(40 * WINDOW)]
+    assert over_calm(calm, calm) == 1
+    assert over_calm(slower, calm) == pytest.approx(2, abs=0.1)
+    assert over_calm(slower[: 2 * WINDOW], calm) == float("inf")
+    assert reached(calm, 0.0) == float("inf")
+    with pytest.raises(ValueError, match="too few"):
+        over_calm(calm, calm[:WINDOW])

@@ -95,6 +95,18 @@ def test_a_scheduler_that_is_away_is_looked_for_and_hears_first_who_this_is() ->
     assert talk.held_up == "too few"
 
 
+def test_a_strangers_word_that_comes_after_it_was_let_in_is_over() -> None:
+    """Else it would drop what that scheduler has asked it for since."""
+    talk = enrolled()
+    talk.hear(e.Now(5 << e.LIFE, LINE, donate=("state-2-1",)))
+    talk.hear(e.Stranger(life=5))
+    assert "Enrol" not in kinds(talk.due(1.0))
+    assert talk.donations == ("state-2-1",)
+    talk.hear(e.Stranger(life=6))
+    assert "Enrol" in kinds(talk.due(1.1)), "another scheduler does not know it"
+    assert talk.donations == ()
+
+
 def test_a_process_that_was_let_in_meanwhile_does_not_come_back() -> None:
     """Its beat was there before its enrolment, and so is the answer."""
     talk = c.Conversation(ME, 7)

@@ -69,7 +69,7 @@ def test_who_was_dealt_something_that_is_not_known_here_brings_its_book() -> Non
     d = Dialogue(NoSync())
     d.join(A)
     assert d.beat(A, True, None, (S, Done(4))) == []
-    assert d.say(m.AskLease, A, S, 1, Done(4)) == [(beats(A), e.Stranger())]
+    assert d.say(m.AskLease, A, S, 1, Done(4)) == [(beats(A), e.Stranger(known=True))]
     book = e.Book(S, (Lease(S, 0, 0, 0, 0, 4, 0.0, 2.0),), False, Done(4))
     d.say(e.Enrol, A, FIXED, e.Resumes(Epoch(0, (), ""), (), book=book))
     assert d.say(m.AskLease, A, S, 1, Done(4)) == []

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from lightning_sdpipe import ADPSGD, EightBit, Exchange, SemiDecentralized
+from lightning_sdpipe import ADPSGD, EightBit, Exchange, LocalSGD, NoSync, PartialReduce, SemiDecentralized
 from lightning_sdpipe.worker.elastic import joining
 from tests.worker.elastic.jobs import ElasticRun, Model, Slow, elastic_run, fit
 from tests.worker.elastic.test_runs import SAMPLES, check_that_nothing_is_lost
@@ -127,8 +127,16 @@ def check_that_it_began_with_what_was_given(run: ElasticRun, pipeline: int, tran
             assert torch.equal(value, given[name]), name
 
 
-def test_three_stages_join_from_a_donor_of_one_and_the_reverse(tmp_path: Path) -> None:
-    work = partial(train, tmp_path, (1, 3), sync=SemiDecentralized())
+@pytest.mark.parametrize(
+    "sync",
+    [
+        SemiDecentralized(),
+        *(pytest.param(sync, marks=pytest.mark.slow) for sync in (PartialReduce(group_size=2), LocalSGD(every=2))),
+    ],
+    ids=str,
+)
+def test_three_stages_join_from_a_donor_of_one_and_the_reverse(tmp_path: Path, sync: Any) -> None:
+    work = partial(train, tmp_path, (1, 3), sync=sync)
     with elastic_run(tmp_path, (1, 3), 2, "--start-pipelines", "2") as run:
         for pipeline in range(2):
             run.start(pipeline, work)
@@ -154,6 +162,32 @@ def test_three_stages_join_from_a_donor_of_one_and_the_reverse(tmp_path: Path) -
             rows = run.rows(pipeline)[-1]
             assert rows[0]["started"] > 0
             assert any(row.get("others", 0) > 0 for row in rows), "it averaged with the other one"
+
+
+@pytest.mark.slow
+def test_the_scheduler_is_killed_and_a_pipeline_without_it(tmp_path: Path) -> None:
+    """The one that is started hears of the run, and the other one comes back to it."""
+    work = partial(train, tmp_path, (1, 2), sync=NoSync())
+    with elastic_run(tmp_path, (1, 2), 2, "--start-pipelines", "2") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 10)
+        run.scheduler.kill()
+        run.scheduler.wait()
+        run.start_scheduler()
+        run.wait_for_turns([0, 1], 15)
+        run.scheduler.kill()
+        run.scheduler.wait()
+        run.jobs[1].signal(signal.SIGKILL)
+        run.wait(run.jobs[1].ended, "the end of its other stage")
+        run.start_scheduler()
+        run.start(1, work)
+        run.wait(lambda: len(run.rows(1)) == 2, "the newcomer's first turn")
+        run.wait_for_turns([0, 1], 10)
+        codes = run.finish()
+        assert codes == {0: [0], 1: [0, 0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run)
 
 
 def test_a_newcomer_and_a_donor_are_killed_in_the_transfer(tmp_path: Path) -> None:
