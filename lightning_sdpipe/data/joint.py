@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_sdpipe import meter
 from lightning_sdpipe.data.loader import Drawn, drawing_copy
 from lightning_sdpipe.data.shards import Shards
+from lightning_sdpipe.dealing.joint_rounds import Place
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.micro_batches import Portion, part_sizes
 from lightning_sdpipe.random_streams import mix
@@ -73,10 +76,7 @@ class JointBatches:
                 self._iterator = iter(self._loader)
             data = next(self._iterator, _NOTHING)
         if data is _NOTHING:
-            raise ConfigurationError(
-                f"{type(self._loader).__name__} gave fewer batches than its sampler. With batch_by_speed=True each "
-                "must belong to one batch of indices; leave it out otherwise."
-            )
+            raise _fewer(self._loader)
         return data, self._given.popleft()
 
 
@@ -107,15 +107,92 @@ class _PortionSampler:
         if number == len(self):
             raise StopIteration
         self._round += 1
-        batches = [self._shards.batch(home, number) for home in range(self._num_pipelines)]
-        sizes = [part_sizes(len(batch), self._parts) for batch in batches]
         mine = divide(self._counts(number), self._parts)[self._pipeline]
-        places = tuple((number * self._num_pipelines + home, part) for home, part in mine)
-        samples = sum(map(len, batches)) / self._num_pipelines
-        self._given.append(Portion(places, tuple(sizes[home][part] for home, part in mine), samples))
-        drawn = []
-        for (home, part), place in zip(mine, places, strict=True):
-            start = sum(sizes[home][:part])
-            indices = batches[home][start : start + sizes[home][part]]
-            drawn.append(Drawn(mix(self._seed, self._epoch or 0, *place), indices))
+        portion, drawn = _portion(
+            self._shards,
+            [(home, number, part) for home, part in mine],
+            self._num_pipelines,
+            self._parts,
+            (self._seed, self._epoch or 0),
+        )
+        samples = sum(len(self._shards.batch(home, number)) for home in range(self._num_pipelines))
+        self._given.append(replace(portion, samples=samples / self._num_pipelines))
         return drawn
+
+
+class PlacedBatches:
+    """Batches of ``loader`` that are put together from micro-batches at given places.
+
+    Args:
+        loader: as for :class:`JointBatches`.
+        num_pipelines: N.
+        parts: P, micro-batches of a shard's batch.
+    """
+
+    def __init__(self, loader: DataLoader[Any], num_pipelines: int, parts: int) -> None:
+        self._shards, self._num_pipelines, self._parts = Shards(loader), num_pipelines, parts
+        self._epoch: int | None = None
+        self._seed = 0
+        self._turns: Iterator[Sequence[Place]] = iter(())
+        self._given: deque[tuple[Sequence[Place], Portion]] = deque()
+        self._iterator: Iterator[Any] | None = None
+        self._loader = drawing_copy(loader, self)
+
+    def begin(self, epoch: int, seed: int) -> None:
+        """Begin a part of ``epoch``; ``seed`` is the run's, equal on all workers."""
+        if epoch != self._epoch:
+            self._shards.begin(mix(seed, epoch))
+        self._epoch, self._seed, self._iterator = epoch, seed, None
+
+    def take(self, places: Sequence[Place], ahead: Iterator[Sequence[Place]]) -> tuple[Any, Portion]:
+        """Return the batch of the micro-batches at ``places``, and the portion, which is the whole of it. The loader
+        may prefetch those of ``ahead``, as long as they turn out to be the next.
+
+        Raises:
+            ConfigurationError: the loader gives fewer batches than its sampler.
+        """
+        with isolate_rng(include_cuda=False), meter.phase(meter.DATA):
+            while self._given and self._given[0][0] != places:
+                self._iterator = None
+                self._given.clear()
+            if self._iterator is None or not self._given:
+                self._given.clear()
+                self._turns = chain([places], ahead)
+                self._iterator = iter(self._loader)
+            data = next(self._iterator, _NOTHING)
+        if data is _NOTHING:
+            raise _fewer(self._loader)
+        return data, self._given.popleft()[1]
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def __iter__(self) -> Iterator[list[Drawn]]:
+        for places in self._turns:
+            portion, drawn = _portion(
+                self._shards, places, self._num_pipelines, self._parts, (self._seed, self._epoch or 0)
+            )
+            self._given.append((places, portion))
+            yield drawn
+
+
+def _portion(
+    shards: Shards, places: Sequence[Place], num_pipelines: int, parts: int, seeds: tuple[int, int]
+) -> tuple[Portion, list[Drawn]]:
+    """Return the portion of the micro-batches at ``places``, which is the whole of it, and their indices."""
+    of_portion, sizes, drawn = [], [], []
+    for home, number, part in places:
+        batch = shards.batch(home, number)
+        all_sizes = part_sizes(len(batch), parts)
+        start, place = sum(all_sizes[:part]), (number * num_pipelines + home, part)
+        drawn.append(Drawn(mix(*seeds, *place), batch[start : start + all_sizes[part]]))
+        of_portion.append(place)
+        sizes.append(all_sizes[part])
+    return Portion(tuple(of_portion), tuple(sizes), sum(sizes)), drawn
+
+
+def _fewer(loader: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"{type(loader).__name__} gave fewer batches than its sampler. With batch_by_speed=True each must belong to "
+        "one batch of indices; leave it out otherwise."
+    )

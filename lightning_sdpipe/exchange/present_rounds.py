@@ -37,9 +37,9 @@ from lightning_sdpipe.topology.groups import Replicas
 
 _SCALES = {torch.float16: 2.0**-10}
 """Factors of weighted gradients for types whose range a number of samples would leave."""
-_SAID = 5
-"""Number of values of each member in the flags: its weight, whether a gradient is not finite, its mark, and its
-batch."""
+_SAID = 6
+"""Number of values of each member in the flags: its weight, whether a gradient is not finite, its mark, its batch, and
+its speed."""
 
 Batch = tuple[int, int]
 """Home shard, and number of the batch in it."""
@@ -52,9 +52,11 @@ class Round:
     gradients: list[Tensor | None]
     weight: float  # of all members together; 0 if none had a batch
     members: tuple[int, ...]  # their pipelines
+    trained: tuple[int, ...]  # those of them that had a batch
     batches: tuple[Batch, ...]
     nonfinite: tuple[int, ...]  # pipelines whose gradients were not finite
     marks: dict[int, int]  # by pipeline
+    seconds: dict[int, float]  # of a micro-batch, by pipeline; 0 where that is not known
     seconds_averaging: float
 
 
@@ -93,6 +95,8 @@ class PresentRounds(GradientRounds):
         """Number below 2²⁴ that must be equal on all members."""
         self.batch: Batch | None = None
         """Batch of these gradients."""
+        self.seconds = 0.0
+        """Seconds that this worker computes for a micro-batch, for the others to know."""
         self._look, self._own = look, worker
         self._group: Group | None = None
         self._mover: Mover | None = None
@@ -187,7 +191,7 @@ class PresentRounds(GradientRounds):
         if len(members) > 1:
             self._keep(sums)
         said, used = sums.tensors[-1][: _SAID * len(members)], sums.tensors[-1][_SAID * len(members) :].tolist()
-        weights, broken, marks, homes, numbers = said.view(_SAID, len(members)).tolist()
+        weights, broken, marks, homes, numbers, speeds = said.view(_SAID, len(members)).tolist()
         weight = sum(weights)
         gradients: list[Tensor | None] = [None] * len(self._parameters)
         for bucket in self._buckets:
@@ -201,9 +205,11 @@ class PresentRounds(GradientRounds):
             gradients if weight else [None] * len(gradients),
             weight,
             members,
+            tuple(pipeline for pipeline, own in zip(members, weights, strict=True) if own),
             tuple((int(home), int(number) - 1) for home, number in zip(homes, numbers, strict=True) if number),
             tuple(pipeline for pipeline, flag in zip(members, broken, strict=True) if flag),
             {pipeline: int(mark) for pipeline, mark in zip(members, marks, strict=True)},
+            dict(zip(members, speeds, strict=True)),
             seconds,
         )
 
@@ -219,7 +225,7 @@ class PresentRounds(GradientRounds):
         flags = torch.zeros(_SAID * size + len(self._parameters), dtype=torch.float64)
         home, number = self.batch or (0, -1)
         totals = torch.stack(self._totals) if self._totals else torch.zeros(1)
-        said = (self.weight, float(unfinite(totals)), self.mark, home, number + 1)
+        said = (self.weight, float(unfinite(totals)), self.mark, home, number + 1, self.seconds)
         flags[: _SAID * size].view(_SAID, size)[:, place] = torch.tensor(said, dtype=torch.float64)
         for used in self._used:
             flags[_SAID * size + used] = 1

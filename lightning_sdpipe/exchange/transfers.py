@@ -8,11 +8,12 @@ process to be killed in. So where replicas say when their group is given up, a t
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -46,7 +47,7 @@ class Transfers:
                 the message names the member.
         """
         if self.given_up is None or sum(tensor.nbytes for tensor in self.kept) < LONG:
-            _wait(self.works, self.kept, self.limit)
+            _wait(self.works, self.limit)
         else:
             self._wait_in_thread(self.given_up)
         for arrived, aim in self.staged:
@@ -54,25 +55,55 @@ class Transfers:
         self.works, self.staged, self.kept = [], [], []
 
     def _wait_in_thread(self, given_up: threading.Event) -> None:
-        failures: list[BaseException] = []
-        done = threading.Event()
-
-        def work(*what: Any) -> None:
-            try:
-                _wait(*what)
-            except BaseException as error:  # raised where it is waited for
-                failures.append(error)
-            done.set()
-
-        # A thread of its own, since one whose wait goes on to the timeout is left alone, with its tensors.
-        what = self.works, self.kept, self.limit
-        threading.Thread(target=work, args=what, name="long messages", daemon=True).start()
-        while not done.wait(_GLANCE):
-            if given_up.is_set() and not done.wait(_GLANCE):
+        # In a thread that is left alone, with its tensors, if its wait goes on to the timeout.
+        wait = _LongWait(self.works, self.kept, self.limit)
+        try:
+            waiter = _idle.pop()
+        except IndexError:
+            waiter = _Waiter()
+        waiter.waits.put(wait)
+        while not wait.done.wait(_GLANCE):
+            if given_up.is_set() and not wait.done.wait(_GLANCE):
                 peers = ", ".join(sorted({peer for peer, _ in self.works}))
                 raise WorkerFailedError(f"exchanging with {peers} was broken off, since the process group is given up")
-        if failures:
-            raise failures[0]
+        if wait.failure is not None:
+            raise wait.failure
+
+
+@dataclass
+class _LongWait:
+    """A wait for messages, whose tensors it keeps alive."""
+
+    works: Sequence[tuple[str, dist.Work]]
+    kept: Sequence[Tensor]
+    limit: timedelta
+    failure: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class _Waiter:
+    """A thread that waits for long messages, again and again: where processors are busy, a new thread is longer in
+    getting one than a thread that has waited."""
+
+    def __init__(self) -> None:
+        self.waits: queue.SimpleQueue[_LongWait] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="long messages", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._do(self.waits.get())
+
+    def _do(self, wait: _LongWait) -> None:
+        try:
+            _wait(wait.works, wait.limit)
+        except BaseException as error:  # raised where it is waited for
+            wait.failure = error
+        _idle.append(self)
+        wait.done.set()
+
+
+_idle: list[_Waiter] = []
+os.register_at_fork(after_in_child=_idle.clear)  # a child has none of the threads
 
 
 def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: Replicas, tag: int) -> Transfers:
@@ -129,8 +160,7 @@ def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: 
     return transfers
 
 
-def _wait(works: Sequence[tuple[str, dist.Work]], tensors: Sequence[Tensor], limit: timedelta) -> None:
-    """Wait for ``works``, whose ``tensors`` are kept alive by being here."""
+def _wait(works: Sequence[tuple[str, dist.Work]], limit: timedelta) -> None:
     for peer, work in works:
         try:
             work.wait(limit)

@@ -84,7 +84,7 @@ class JointBatchSource:
         if reason is None and loader.batch_sampler is None:
             reason = "a loader with batch_size=None gives whole batches"
         if reason is not None:
-            raise _refuse(reason)
+            raise refuse_to_divide(reason)
         self._loader, self._split, self._at = loader, split, None
         self._batches = JointBatches(loader, self._groups.mesh.num_pipelines, self._pipeline, self._parts)
         self._ahead = int(self._largest([float(self._batches.ahead)])[0])
@@ -95,10 +95,7 @@ class JointBatchSource:
         Raises:
             ConfigurationError: the module splits or weighs its batches itself.
         """
-        module = self._trainer.lightning_module
-        for name in ("split_batch", "weigh_batch"):
-            if hasattr(module, name):
-                raise _refuse(f"{type(module).__name__} has a {name}, and here each sample counts alike")
+        refuse_own_split(self._trainer.lightning_module)
         self._delays.measures = True
         self._computed = self._seconds
 
@@ -112,7 +109,7 @@ class JointBatchSource:
         if gives(self, fetcher):
             return fetcher
         if len(fetcher.combined_loader.flattened) > 1:
-            raise _refuse("there are several train dataloaders, whose batches belong together")
+            raise refuse_to_divide("there are several train dataloaders, whose batches belong together")
         before = self._origin()
         if goes_on_in_another(self._trainer, before, self._split) and not move_place(
             self._trainer, before, self._split, self._loader
@@ -198,7 +195,15 @@ def _longest(counts: Sequence[int], seconds: Sequence[float], bubbles: Sequence[
     return max((count + idle) * each for count, each, idle in zip(counts, seconds, bubbles, strict=True))
 
 
-def _refuse(reason: str) -> ConfigurationError:
+def refuse_own_split(module: Any) -> None:
+    """Raise ConfigurationError if ``module`` splits or weighs its batches itself."""
+    for name in ("split_batch", "weigh_batch"):
+        if hasattr(module, name):
+            raise refuse_to_divide(f"{type(module).__name__} has a {name}, and here each sample counts alike")
+
+
+def refuse_to_divide(reason: str) -> ConfigurationError:
+    """Return the error for ``batch_by_speed=True`` where batches cannot be divided."""
     return ConfigurationError(
         f"batch_by_speed=True was given, but {reason}. Leave it out: each pipeline then trains its own batch."
     )

@@ -120,7 +120,7 @@ class TrainingSetup(CheckpointHooks):
         def anybody(mine: bool) -> bool:
             return self.reduce_boolean_decision(mine, all=False)
 
-        if self.options.batch_by_speed:
+        if self.options.batch_by_speed and self.options.job is None:
             return JointBatchSource(
                 trainer, self.groups, self._parts.delays, *self.options.division, self._seed, origin
             )

@@ -53,6 +53,7 @@ class Capabilities:
         divides: ``batch_by_speed=True``.
         elastic: a job in which pipelines come and go.
         elastic_payloads: demands of a payload that the method refuses in such a job.
+        elastic_divides: ``batch_by_speed=True`` in such a job.
         elastic_overlaps: values of ``Exchange(overlap=...)`` that the method refuses in such a job.
         elastic_schedules: schedules in such a job. A policy that keeps replicas equal always refuses ``"pipedream"``.
         elastic_accumulates: ``accumulate_grad_batches`` above 1 in such a job, which such a policy always refuses.
@@ -73,6 +74,7 @@ class Capabilities:
     elastic_payloads: Mapping[str, Incompatible] = field(
         default_factory=lambda: dict.fromkeys(get_args(Needs), because.NEWCOMERS)
     )
+    elastic_divides: Incompatible | None = None
     elastic_overlaps: Mapping[str, Incompatible] = field(default_factory=dict)
     elastic_schedules: Mapping[str, Incompatible] = field(default_factory=dict)
     elastic_accumulates: Incompatible | None = None
@@ -96,6 +98,7 @@ GRADIENTS = Capabilities(
     ragged_elastic=because.UNLIKE_ROUNDS,
     ragged_exchange=because.UNLIKE_GRADIENTS,
 )
+EQUALLY = replace(GRADIENTS, elastic_divides=because.BY_SHARES)
 BY_SAMPLES = replace(
     GRADIENTS,
     payloads=dict.fromkeys(get_args(Needs), because.WEIGHED),
@@ -235,7 +238,8 @@ def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompat
             said = f"accumulate_grad_batches={asked.accumulate_grad_batches} with {elastic}"
             yield said, row.elastic_accumulates
         if asked.batch_by_speed:
-            yield f"batch_by_speed=True with {elastic}", because.NAMES_ALL
+            yield f"batch_by_speed=True with {elastic}", row.elastic_divides
+            yield f"batch_by_speed=True with {elastic}", None if exchange.is_plain else because.SHARES_IN_FULL
 
 
 def _needs(payload: Payload) -> Iterator[Needs]:

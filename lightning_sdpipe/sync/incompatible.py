@@ -198,11 +198,15 @@ NO_TURN = Incompatible(
     "Use schedule='1f1b', or SemiDecentralized()",
     ({"schedule": "1f1b"}, _SEMI),
 )
-NAMES_ALL = Incompatible(
-    "each round is divided among all pipelines beforehand, so nobody would train the part of one that is gone",
-    "Leave batch_by_speed out, and where all should not wait for the slowest use SemiDecentralized() or DiLoCo(), with "
-    "which each pipeline trains as many batches as its speed allows",
-    (_EQUAL_SHARES, *({**method, **_EQUAL_SHARES} for method in (_SEMI, _DILOCO))),
+BY_SHARES = Incompatible(
+    "shares of a batch are of different sizes, and count by their samples",
+    "Leave weights out, or leave batch_by_speed out",
+    ({"sync.weights": None}, _EQUAL_SHARES),
+)
+SHARES_IN_FULL = Incompatible(
+    "shares of a batch count by their samples, and gradients that do are added up in full, among all alike",
+    "Leave exchange out, or leave batch_by_speed out",
+    (_PLAIN, _EQUAL_SHARES),
 )
 
 _ALIKE = {"unlike": ()}

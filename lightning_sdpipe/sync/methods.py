@@ -29,7 +29,7 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer, refusal
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
 from lightning_sdpipe.sync.background_averaging import BackgroundAveraging, FreeAveraging
-from lightning_sdpipe.sync.capabilities import BY_SAMPLES, GRADIENTS, Capabilities, capabilities_of, of_policy
+from lightning_sdpipe.sync.capabilities import BY_SAMPLES, EQUALLY, GRADIENTS, Capabilities, capabilities_of, of_policy
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging, PresentAveraging
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.model_averaging import LateAveraging, ModelAveraging
@@ -75,7 +75,7 @@ class AllReduce:
 
     @property
     def capabilities(self) -> Capabilities:
-        return GRADIENTS if self.weights != "samples" else BY_SAMPLES
+        return {None: GRADIENTS, "equal": EQUALLY, "samples": BY_SAMPLES}[self.weights]
 
     def build(self, replica: Replica) -> Synchronizer:
         size, rounds = int(self.bucket_mib * 2**20), replica.rounds()

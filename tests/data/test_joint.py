@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_sdpipe.data.joint import JointBatches, divide
+from lightning_sdpipe.data.joint import JointBatches, PlacedBatches, divide
+from lightning_sdpipe.dealing.joint_rounds import Place
 from lightning_sdpipe.loop.joint import divided
 
 SPEEDS = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=6)
@@ -76,3 +77,26 @@ def test_what_is_loaded_does_not_depend_on_who_loads_it(workers: int) -> None:
     assert len({tuple(sample) for samples in equal.values() for sample in samples}) == 22
     assert loaded({0: [2, 2], 1: [3, 1], 2: [1, 3]}) == equal
     assert loaded({1: [1, 3], 2: [3, 1]}, start=1) == {place: equal[place] for place in equal if place[0] >= 2}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_put_together_of_what_is_asked_for_also_if_that_was_not_foreseen(workers: int) -> None:
+    loader = DataLoader(
+        Drawing(),
+        4,
+        sampler=DistributedSampler(Drawing(), 2, 0, shuffle=False),
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
+    )
+    placed = PlacedBatches(loader, 2, 2)
+    placed.begin(0, seed=5)
+    asked: list[list[Place]] = [[(0, 0, 0), (1, 0, 1)], [(0, 1, 0)], [(1, 0, 0), (1, 1, 0)], [(0, 0, 0), (1, 0, 1)]]
+    found = [placed.take(asked[0], iter([asked[1], [(0, 2, 0)]]))]
+    found += [placed.take(places, iter(())) for places in asked[1:]]
+    for places, (data, portion) in zip(asked, found, strict=True):
+        assert portion.places == tuple((2 * number + home, part) for home, number, part in places)
+        assert portion.sizes == (2,) * len(places)
+        assert portion.share == 1
+        expected = [home + 2 * (4 * number + 2 * part + k) for home, number, part in places for k in range(2)]
+        assert data[:, 0].tolist() == expected
+    assert torch.equal(found[0][0], found[3][0]), "draws belong to micro-batches"

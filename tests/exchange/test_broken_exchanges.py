@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -216,3 +217,39 @@ def test_a_wait_ends_with_its_group_if_the_other_side_is_killed_in_the_midst_of_
     with pytest.raises(WorkerFailedError, match="exchanging with pipeline 1 of stage 0"):
         under_way.wait()
     assert time.monotonic() - start < 5
+
+
+def test_threads_that_wait_for_long_messages_wait_again_and_one_that_is_left_alone_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new one for each message would have to find a processor each time."""
+    made: list[str] = []
+    start = threading.Thread.start
+
+    def starts(thread: threading.Thread) -> None:
+        if thread.name == "long messages":
+            made.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starts)
+    crew, broken = Crew(2), Crew(2)
+
+    def replicas(crew: Crew, rank: int, given_up: threading.Event) -> Replicas:
+        return replace(crew.replicas(rank), given_up=given_up)
+
+    def work(rank: int) -> Tensor:
+        into = torch.empty(LONG)
+        for number in range(20):
+            outgoing = {1 - rank: torch.full((LONG,), float(number + rank))}
+            transfers.begin(outgoing, {1 - rank: into}, replicas(crew, rank, threading.Event()), number).wait()
+        return into
+
+    assert [into[-1] for into in together(2, work)] == [20.0, 19.0]
+    assert len(made) <= 2
+    is_given_up = threading.Event()
+    is_given_up.set()
+    for number in range(3):
+        with pytest.raises(WorkerFailedError, match="given up"):
+            transfers.begin({}, {1: torch.empty(LONG)}, replicas(broken, 0, is_given_up), number).wait()
+    together(2, work)
+    assert len(made) <= 5

@@ -46,6 +46,7 @@ from lightning_sdpipe.worker.elastic.fault_tolerant_mean import (
     Outcomes,
     PipelineOutcomes,
 )
+from lightning_sdpipe.worker.elastic.joint_batches import JointRoundSource
 from lightning_sdpipe.worker.elastic.pipeline_barriers import PipelineBarriers
 from lightning_sdpipe.worker.elastic.round_batches import RoundBatchSource
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection, SchedulerStore
@@ -300,11 +301,16 @@ class ElasticRun:
             lambda: self.fit, self.take_lead, place.commands, place.leaving, place.line, place.client
         )
         arguments = trainer, training, place.client, self.groups, checks, run, dealing, duties
-        source = (
-            ElasticBatchSource(*arguments)
-            if training.sync.gradients is None
-            else RoundBatchSource(*arguments, rounds=place.rounds)
-        )
+        source: ElasticBatchSource
+        if self.options.batch_by_speed:
+            division, delays = self.options.division, training.parts.delays
+            source = JointRoundSource(
+                *arguments, rounds=place.rounds, division=division, groups=self.groups, delays=delays
+            )
+        elif training.sync.gradients is None:
+            source = ElasticBatchSource(*arguments)
+        else:
+            source = RoundBatchSource(*arguments, rounds=place.rounds)
         place.client.meanwhile = source.serve
 
         def store(name: str, *cancelled: Callable[[], bool]) -> SchedulerStore:

@@ -108,6 +108,9 @@ class SchedulerStore(Store):
     The maker of a process group must keep a Python reference to the store while the group is being made. Every wait
     ends after ``timeout`` seconds with a SchedulerError, or with :class:`CancelledError` soon after ``cancelled``
     returns true: as when an epoch of membership is superseded while a member that is gone is waited for.
+
+    gloo waits for each key and gets it then, its own, too. What was waited for, or set here, is there for the next
+    ``get`` of it without another request: else a group of N asks a scheduler, which may be far away, 1 + 2 N times.
     """
 
     def __init__(
@@ -117,20 +120,27 @@ class SchedulerStore(Store):
         if "/" in room or not room:
             raise ValueError(f"room={room!r} is not allowed; give a name without a slash")
         self._client, self._room, self._seconds, self._cancelled = client, room, timeout, cancelled
+        self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
         self._check()
-        self._client.put(self._name(key), value.encode() if isinstance(value, str) else bytes(value), self._seconds)
+        self._known[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._client.put(self._name(key), self._known[key], self._seconds)
 
     def get(self, key: str) -> bytes:
-        return self._wait([key], self._seconds)[0]
+        known = self._known.pop(key, None)
+        return self._wait([key], self._seconds)[0] if known is None else known
 
     def add(self, key: str, amount: int) -> int:
         self._check()
         return self._client.add(self._name(key), amount, self._seconds)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._wait(keys, self._seconds if timeout is None else timeout.total_seconds())
+        self._check()
+        missing = [key for key in keys if key not in self._known]
+        if missing:
+            found = self._wait(missing, self._seconds if timeout is None else timeout.total_seconds())
+            self._known |= zip(missing, found, strict=True)
 
     def check(self, keys: Sequence[str]) -> bool:
         return None not in self._client.fetch([self._name(key) for key in keys], self._seconds)

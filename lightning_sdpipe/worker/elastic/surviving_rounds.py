@@ -79,6 +79,8 @@ class SurvivingRounds:
         self._beside = Background("averaging gradients", 2 * timeout)
         self.batch: Batch | None = None
         """Batch that the next round is trained on, if any."""
+        self.seconds = 0.0
+        """Seconds of a micro-batch, which the others learn in the next round; 0 if they are not known."""
         self.on_round: Callable[[Round], None] = lambda outcome: None
         """Called with each outcome, before the optimizer steps."""
         self.hand_overs = HandOvers(line, epochs, self._give)
@@ -114,6 +116,7 @@ class SurvivingRounds:
     def begin(self, update: int, weight: float) -> None:
         """Begin the turn of ``update``, with a batch of that ``weight``, if it is known already."""
         self.rounds.mark, self.rounds.batch, self.rounds.weight = update % _MARKS, self.batch, weight
+        self.rounds.seconds = self.seconds
         self._group, self._waits, self._thread = None, True, threading.get_ident()
         self._number += 1
         self._client.ready(self._number)

@@ -195,3 +195,15 @@ def test_what_rounds_of_gradients_cannot_do_is_refused_with_what_they_can() -> N
         refusals.check_scheduler(ring, PresentPeers(), Decentralized())
     with pytest.raises(ConfigurationError, match="decides by all_present, and this one decides by no_sync"):
         refusals.check_scheduler(options, AllPresent(), NoSync())
+
+
+def test_a_joint_batch_goes_with_samples_as_weights_in_full() -> None:
+    asked: dict[str, Any] = {"batch_by_speed": True, "num_micro_batches": 4}
+    refusals.check_options(SDPipeStrategy(sync=AllReduce(), **asked).options)
+    for sync, exchange, instead in (
+        (AllReduce(weights="equal"), Exchange(), "Leave weights out"),
+        (AllReduce(), Exchange(EightBit()), "Leave exchange out"),
+        (LocalSGD(every=2), Exchange(), r"Use sync=AllReduce\(\)"),
+    ):
+        with pytest.raises(ConfigurationError, match=instead):
+            SDPipeStrategy(sync=sync, exchange=exchange, **asked)

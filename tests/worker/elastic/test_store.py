@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +24,19 @@ SIZE = 3
 def test_replicas_find_each_other_through_the_scheduler() -> None:
     terms = ElasticConfig(start_pipelines=SIZE, settle=0.0)
     sums: list[float] = []
+    asked: dict[int, int] = {}
 
     def replica(address: str, pipeline: int) -> None:
         client = MembershipClient(address, Worker(0, pipeline), 100 + pipeline, timeout=20)
         client.enrol({})
+        line = client.thread
+        ask, asked[pipeline] = line.ask, 0
+
+        def counted(*arguments: Any, **more: Any) -> Any:
+            asked[pipeline] += 1
+            return ask(*arguments, **more)
+
+        setattr(line, "ask", counted)  # noqa: B010
         store = SchedulerStore(client.store, "epoch-1-0", 20.0)
         group = dist.ProcessGroupGloo(store, pipeline, SIZE, timedelta(seconds=20))
         tensor = torch.full((4,), float(pipeline))
@@ -41,6 +51,7 @@ def test_replicas_find_each_other_through_the_scheduler() -> None:
         for thread in threads:
             thread.join(30)
     assert sums == [12.0] * SIZE
+    assert asked == dict.fromkeys(range(SIZE), SIZE), "each sets its address, and asks once for that of each other"
 
 
 def test_waits_end_when_they_are_cancelled_or_in_vain() -> None:

@@ -1,0 +1,96 @@
+"""Joint batches that are divided by speed among the pipelines that are there, on real processes, one of which is
+killed in a round."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.dealing.joint_rounds import JointRounds
+from lightning_sdpipe.sync import AllReduce
+from tests.worker.elastic import jobs
+from tests.worker.elastic.jobs import BATCH, Diary, ElasticRun, elastic_run, fit
+from tests.worker.elastic.test_all_reduce import Fault, Rounds
+from tests.worker.elastic.test_runs import SAMPLES, check_that_replicas_were_equal
+
+pytestmark = pytest.mark.distributed
+
+PARTS, PIPELINES = 2, 3
+
+
+class Shares(Callback):
+    """Writes down how each round was divided, and who was in it."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        (diary,) = (each for each in trainer.callbacks if isinstance(each, Diary))  # type: ignore[attr-defined]
+        strategy, ended = trainer.strategy, JointRounds.ended
+        assert isinstance(strategy, SDPipeStrategy)
+        training = strategy.training
+
+        def ends(rounds: JointRounds, members: Sequence[int], trained: Sequence[int], seconds: Any) -> None:
+            shares = [[pipeline, places] for pipeline, places in rounds.turn().items()]
+            diary.note(shares=shares, there=trained, epoch=trainer.current_epoch, update=training.updates)
+            ended(rounds, members, trained, seconds)
+
+        JointRounds.ended = ends  # type: ignore[method-assign]
+
+
+def train(directory: Path, num_stages: int, fault: Fault | None = None) -> None:
+    if fault is not None and int(os.environ["RANK"]) == 0:
+        fault.inject()
+    if os.environ["SDPIPE_PIPELINE"] == "1":
+        jobs.SECONDS *= 3
+    options = {"sync": AllReduce(), "num_stages": num_stages, "batch_by_speed": True, "num_micro_batches": PARTS}
+    fit(directory, SAMPLES, options, more=[Rounds(), Shares()])
+
+
+def check(run: ElasticRun, rank: int) -> None:
+    """That all pipelines divided each round alike, and were equal after it; and that each micro-batch of an epoch was
+    in a round, once if there is one stage."""
+    made: dict[int, set[int]] = {}
+    divided: dict[tuple[int, int], list[Any]] = {}
+    for row in (row for pipeline in range(PIPELINES) for row in run.rows(pipeline, rank)[-1]):
+        if "made" in row:
+            made.setdefault(row["made"], set()).add(row["digest"])
+        elif row.get("there"):  # where all are held up, nobody has a share
+            divided.setdefault((row["epoch"], row["update"]), []).append((row["shares"], row["there"]))
+    assert made
+    assert all(len(seen) == 1 for seen in made.values()), "equal after every update"
+    trained: dict[int, Counter[tuple[int, ...]]] = {}
+    for (epoch, _), each in divided.items():
+        assert all(other == each[0] for other in each)
+        shares, there = each[0]
+        places = [tuple(place) for pipeline, mine in shares if pipeline in there for place in mine]
+        trained.setdefault(epoch, Counter()).update(places)
+    for epoch, places in trained.items():
+        assert len(places) == SAMPLES // BATCH * PARTS, (epoch, sorted(places))
+        assert run.num_stages > 1 or set(places.values()) == {1}, (epoch, places)
+
+
+@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, num_stages: int) -> None:
+    with elastic_run(tmp_path, num_stages, PIPELINES, "--start-pipelines", "3", "--policy", "all_present") as run:
+        for pipeline in range(PIPELINES):
+            run.start(pipeline, partial(train, tmp_path, num_stages, Fault("amid", 12) if pipeline == 2 else None))
+        run.wait(lambda: run.jobs[2].ended(), "the death of pipeline 2")
+        run.wait_for_turns([0, 1], 8)
+        run.start(2, partial(train, tmp_path, num_stages))
+        run.wait(lambda: len(run.rows(2)) == 2, "the newcomer's first turn")
+        run.wait_for_turns([2], 12)
+        codes = run.finish()
+        assert {code for each in codes.values() for code in each} == {0}, run.said()
+        check_that_replicas_were_equal(run, [0, 1, 2])
+        for rank in range(num_stages):
+            check(run, rank)
+        rows = [row for row in run.rows(0)[-1] if "shares" in row]
+        sizes = [{pipeline: len(places) for pipeline, places in row["shares"]} for row in rows]
+        assert any(size.get(0, 0) > size.get(1, 0) for size in sizes), "the slow one trains less"
