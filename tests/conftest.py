@@ -25,6 +25,7 @@ settings.register_profile("long", deadline=None, max_examples=10_000)  # --hypot
 settings.register_profile("quick", deadline=None, max_examples=20)
 settings.load_profile("shared host")
 torch.set_num_threads(1)  # test files run side by side, and threads of small tensors would only wait for each other
+os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning gives a job of one process all cores, where others compute, too
 
 LEAN = str(Path(__file__).parent / "lean")  # for the processes that tests start
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [LEAN, os.environ.get("PYTHONPATH")]))

@@ -76,7 +76,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "pipeline": (1826, 17),
     "placement": (3303, 27),
     "policies": (2741, 27),
-    "recipes": (8669, 123),
+    "recipes": (8670, 123),
     "scheduler": (5576, 43),
     "seeing": (2063, 18),
     "simulate": (696, 6),

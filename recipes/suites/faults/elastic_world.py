@@ -36,6 +36,7 @@ from lightning_sdpipe.scheduler.server.process import SchedulerProcess, Schedule
 from lightning_sdpipe.scheduler.server.server import USUAL_LIMITS, Endpoint, Files, Limits
 from lightning_sdpipe.sync import AllReduce
 from lightning_sdpipe.worker.elastic import state_transfer
+from lightning_sdpipe.worker.options import Schedule
 from recipes.suites import namespaces
 from recipes.suites.delayed_lines import DelayedLines
 from recipes.suites.emulated import EmulatedChain
@@ -73,7 +74,7 @@ class Work:
     epochs: int = 1
     validation_batches: int = 0
     checkpoint_every: int = 0
-    schedule: str = "1f1b"
+    schedule: Schedule = "1f1b"
     seed: int = 1
     cuts: Sequence[Sequence[int]] = ()
 

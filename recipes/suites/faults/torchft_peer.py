@@ -218,5 +218,5 @@ class _Replica(Validated):
         self.manual_backward(blocks(batch).mean())
         optimizer.step()
 
-    def configure_optimizers(self) -> None:  # type: ignore[override]
+    def configure_optimizers(self) -> None:
         """Lightning has none to step."""
