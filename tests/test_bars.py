@@ -66,7 +66,7 @@ SHAPES = {
 SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (714, 8),
     "data": (576, 5),
-    "dealing": (595, 6),
+    "dealing": (598, 6),
     "exchange": (3075, 35),
     "heterogeneity": (469, 8),
     "loop": (2594, 24),

@@ -106,6 +106,9 @@ def test_shares_follow_the_speeds_and_a_small_gain_changes_nothing() -> None:
     assert rounds.looks
     rounds.divide_by({0: 1.0, 1: 3.0})
     assert {i: len(mine) for i, mine in rounds.turn().items()} == {0: 6, 1: 2}
+    rounds.divide_by({0: 0.01, 1: 3.0})
+    assert {i: len(mine) for i, mine in rounds.turn().items()} == {0: 7, 1: 1}, "one at least, to measure it by"
+    rounds.divide_by({0: 1.0, 1: 3.0})
     before = rounds.seconds
     rounds.divide_by({0: 1.0, 1: 2.9})
     assert rounds.seconds is before

@@ -48,7 +48,7 @@ def train(directory: Path, num_stages: int, fault: Fault | None = None) -> None:
     if fault is not None and int(os.environ["RANK"]) == 0:
         fault.inject()
     if os.environ["SDPIPE_PIPELINE"] == "1":
-        jobs.SECONDS *= 3
+        jobs.SECONDS *= 8
     options = {"sync": AllReduce(), "num_stages": num_stages, "batch_by_speed": True, "num_micro_batches": PARTS}
     fit(directory, SAMPLES, options, more=[Rounds(), Shares()])
 
@@ -91,6 +91,7 @@ def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, num_stages: int
         check_that_replicas_were_equal(run, [0, 1, 2])
         for rank in range(num_stages):
             check(run, rank)
-        rows = [row for row in run.rows(0)[-1] if "shares" in row]
+        rows = [row for row in run.rows(0)[-1] if len(row.get("there", ())) == PIPELINES]
         sizes = [{pipeline: len(places) for pipeline, places in row["shares"]} for row in rows]
-        assert any(size.get(0, 0) > size.get(1, 0) for size in sizes), "the slow one trains less"
+        whole = [size for size in sizes if sum(size.values()) == PARTS * PIPELINES]
+        assert any(size[1] < max(size.values()) for size in whole), "the slow one trains less"
