@@ -90,8 +90,8 @@ def check_that_what_died_is_trained_by_others(run: ElasticRun, died: int) -> Non
     """What the first start of ``died`` trained after its last round counts as if it had not."""
     rows = run.rows(died, 0)[0]
     last = max((number for number, row in enumerate(rows) if "base" in row), default=0)
-    lost = Counter(sample for row in rows[last:] for sample in row.get("trained", ()))
-    epoch = rows[-1].get("epoch", 0)
+    epoch = rows[-1].get("epoch", 0)  # at the end of the one before, all met
+    lost = Counter(sample for row in rows[last:] if row.get("epoch") == epoch for sample in row.get("trained", ()))
     kept = run.trained()[epoch] - lost
     assert lost
     assert set(kept) == set(range(SAMPLES)), sorted(set(range(SAMPLES)) - set(kept))
