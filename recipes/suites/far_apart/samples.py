@@ -73,7 +73,7 @@ class PacedBert(LanguageModel):
         super().__init__("bert", text.network, lr=text.lr, warmup_steps=text.warmup_steps)
         self._seconds = seconds
 
-    def training_step(self, batch: Sequence[Any], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Sequence[Any], batch_idx: int) -> Tensor:  # type: ignore[override]
         time.sleep(self._seconds)
         loss: Tensor = self.network(**batch[1]).loss
         return loss

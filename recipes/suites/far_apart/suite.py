@@ -157,10 +157,10 @@ def run(
     found = ratios(rows)
     if samples["seeds"]:
         text = Text(**samples["text"])
-        options = {**work, **samples["work"], "text": text, "rows": rows_of(text)}
+        of_bert: dict[str, Any] = {**work, **samples["work"], "text": text, "rows": rows_of(text)}
         quotients = []
         for number in range(seed, seed + samples["seeds"]):
-            islands = Islands(sync=hydra.utils.instantiate(method), seed=number, **options)
+            islands = Islands(sync=hydra.utils.instantiate(method), seed=number, **of_bert)
             (killed, kills), (calm, _) = train(islands, random.Random(number)), train(islands, None)
             quotients.append(over_calm(losses(killed), losses(calm)))
             rows.append({"run": "bert", "repeat": number, "kills": kills, "samples": quotients[-1]})

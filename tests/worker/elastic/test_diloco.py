@@ -41,9 +41,12 @@ class Bases(Callback):
         adopt = OuterState.adopt
 
         def adopts(state: OuterState, new: NewBase, tensors: Sequence[Tensor], *sent: Any) -> None:
+            before = state.base
             adopt(state, new, tensors, *sent)
             digest = zlib.crc32(b"".join(tensor.numpy().tobytes() for tensor in state.tensors()))
-            diary.note(base=state.base, digest=digest, behind=bool(new.received), made=bool(new.moved))
+            in_a_round = state.base != before  # a pause changes the base and keeps its number
+            made = in_a_round and bool(new.moved) and not new.received
+            diary.note(base=state.base, digest=digest, behind=bool(new.received), made=made)
 
         OuterState.adopt = adopts  # type: ignore[method-assign]
 
@@ -83,6 +86,7 @@ def check(run: ElasticRun, pipelines: list[int]) -> int:
             for row in start:
                 if row.get("made"):
                     seen.setdefault(row["base"], set()).add(row["digest"])
+    assert {len(digests) for digests in seen.values()} == {1}, seen
     return len(seen)
 
 
