@@ -294,6 +294,10 @@ def test_the_help_of_the_strategy_has_every_option_with_its_default() -> None:
         assert f"Default: ``{default}``" in words, option.name
 
 
+def test_the_changelog_says_what_there_is_by_topic() -> None:
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 60
+
+
 def test_readme_is_short() -> None:
     assert lines_of_readme() <= LINES_OF_README
 
