@@ -199,8 +199,8 @@ NO_TURN = Incompatible(
     ({"schedule": "1f1b"}, _SEMI),
 )
 A_TURN_LATER = Incompatible(
-    "a round of bases begins when all stages of a pipeline are ready, and without a flush the first one is ready a turn "
-    "after the last, which waits for the round",
+    "a round of bases begins when all stages of a pipeline are ready, and without a flush the first one is ready a "
+    "turn after the last, which waits for the round",
     "Use schedule='1f1b', or SemiDecentralized()",
     ({"schedule": "1f1b"}, _SEMI),
 )
