@@ -105,7 +105,14 @@ BY_SAMPLES = replace(
     hierarchies={"hosts": because.WEIGHED},
     divides=because.DIVIDED,
 )
-OUTER = Capabilities(_COMMON, {"free": because.ROUNDS}, {}, elastic=None, elastic_payloads={})
+OUTER = Capabilities(
+    _COMMON,
+    {"free": because.ROUNDS},
+    {},
+    elastic=None,
+    elastic_payloads={},
+    elastic_schedules={"pipedream": because.A_TURN_LATER},
+)
 WHOLE = replace(OUTER, hierarchies={"hosts": because.HALF_A_HOST})
 _EVERYBODY = Capabilities(_COMMON, {}, {}, elastic=None, ragged=None)
 _RING = Capabilities(

@@ -198,6 +198,12 @@ NO_TURN = Incompatible(
     "Use schedule='1f1b', or SemiDecentralized()",
     ({"schedule": "1f1b"}, _SEMI),
 )
+A_TURN_LATER = Incompatible(
+    "a round of bases begins when all stages of a pipeline are ready, and without a flush the first one is ready a "
+    "turn after the last, which waits for the round",
+    "Use schedule='1f1b', or SemiDecentralized()",
+    ({"schedule": "1f1b"}, _SEMI),
+)
 BY_SHARES = Incompatible(
     "shares of a batch are of different sizes, and count by their samples",
     "Leave weights out, or leave batch_by_speed out",

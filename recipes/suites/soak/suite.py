@@ -314,6 +314,7 @@ def _one(
     losses = [
         line["loss"]
         for record in records
+        if record.rank == 0  # others do not know it without a flush
         for line in record.lines
         if line["what"] == "update" and line["epoch"] == work.epochs - 1 and line["loss"] is not None
     ]

@@ -103,6 +103,9 @@ def test_models_may_be_averaged_without_a_flush_and_gradients_may_not(sync: Any)
     SDPipeStrategy(sync=sync, schedule="pipedream")
     with pytest.raises(ConfigurationError, match=r"schedule='1f1b', or SemiDecentralized\(\)"):
         SDPipeStrategy(sync=AllReduce(), schedule="pipedream")
+    for rounds in (DiLoCo(every=4), DiLoCo(every=4, quorum=0.5)):  # waited for each other for ever in two stages
+        with pytest.raises(ConfigurationError, match=r"the first one is ready a turn after the last"):
+            SDPipeStrategy(sync=rounds, schedule="pipedream")
 
 
 def test_pairs_that_compute_meanwhile_need_a_scheduler_that_names_such_pairs() -> None:
