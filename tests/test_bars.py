@@ -85,7 +85,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "sync": (2654, 22),
     "top": (1428, 12),
     "topology": (630, 7),
-    "worker": (4211, 35),
+    "worker": (4217, 35),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 
