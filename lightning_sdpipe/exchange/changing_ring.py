@@ -18,11 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.moving import Pending, pieces_of, tag_of
 from lightning_sdpipe.exchange.payloads import ErrorFeedback, Payload
-from lightning_sdpipe.exchange.ring_mean import NeighbourCopies, average, weight_of_each
+from lightning_sdpipe.exchange.ring_mean import NeighbourCopies, average, neighbours_of, weight_of_each
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas
 
@@ -78,14 +77,7 @@ class ChangingRing:
         Raises:
             ConfigurationError: a group of several members has no neighbours.
         """
-        members = [worker.pipeline for worker in group.members]
-        if len(members) > 1 and not group.neighbours:
-            raise ConfigurationError(
-                f"group {group.sequence} names no neighbours ({group.reason}), as a ring needs them. Use a policy that "
-                "does, or leave Decentralized('ring') out."
-            )
-        beside = group.neighbours[members.index(self.replicas.pipeline)] if group.neighbours else ()
-        return _Exchange(self, tensors, [worker.pipeline for worker in beside], group)
+        return _Exchange(self, tensors, neighbours_of(group, self.replicas.pipeline), group)
 
 
 class _Exchange:

@@ -69,14 +69,7 @@ class RingMean:
         Raises:
             ConfigurationError: a group of several members has no neighbours.
         """
-        members = [worker.pipeline for worker in group.members]
-        if len(members) > 1 and not group.neighbours:
-            raise ConfigurationError(
-                f"group {group.sequence} names no neighbours ({group.reason}), as a ring needs them. Leave out "
-                "Decentralized('ring') for a policy that does not."
-            )
-        beside = group.neighbours[members.index(self.replicas.pipeline)] if group.neighbours else ()
-        return _Ring(self, tensors, [worker.pipeline for worker in beside], tag_of(group))
+        return _Ring(self, tensors, neighbours_of(group, self.replicas.pipeline), tag_of(group))
 
 
 class _Ring:
@@ -132,6 +125,21 @@ class _Ring:
         into = {neighbour: torch.empty_like(like) for neighbour in self._neighbours}
         transfers.begin(dict.fromkeys(into, mine), into, self._mover.replicas, self._tag).wait()
         return into
+
+
+def neighbours_of(group: Group, pipeline: int) -> list[int]:
+    """Return the neighbours of ``pipeline`` in ``group``; none if it is alone.
+
+    Raises:
+        ConfigurationError: a group of several members has no neighbours.
+    """
+    members = [worker.pipeline for worker in group.members]
+    if len(members) > 1 and not group.neighbours:
+        raise ConfigurationError(
+            f"group {group.sequence} names no neighbours ({group.reason}), as a ring needs them. Leave out "
+            "Decentralized('ring') for a policy that does not."
+        )
+    return [worker.pipeline for worker in group.neighbours[members.index(pipeline)]] if group.neighbours else []
 
 
 def weight_of_each(size: int) -> float:

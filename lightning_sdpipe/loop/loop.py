@@ -135,6 +135,7 @@ def change(trainer: Trainer, turns: Turns, checks: ClockChecks, source: BatchSou
     _fail_on_sigterm(trainer)
     _stop_together(trainer, turns, checks)
     _look_together(trainer, checks)
+    _begin_whole_epochs(trainer)
     if source is not None:
         _take_over(trainer, source)
         source.change()
@@ -194,6 +195,21 @@ def _take_over(trainer: Trainer, source: BatchSource) -> None:
         type(loop).advance(loop)
 
     loop.advance = advance
+
+
+def _begin_whole_epochs(trainer: Trainer) -> None:
+    """Make a run that resumes from a checkpoint of an epoch's last batch begin the next epoch as any other. Lightning
+    takes it for the middle of that epoch: ``on_train_epoch_start`` is left out, and counters of epochs stay one behind,
+    so that a checkpoint within a later epoch, and a newcomer of an elastic run, begin that epoch again."""
+    loop: Any = trainer.fit_loop
+
+    def reset() -> None:
+        type(loop).reset(loop)
+        epoch = loop.epoch_loop
+        if loop.restarted_mid_epoch and epoch.restarted_on_train_batch_end and epoch.batch_progress.is_last_batch:
+            loop.reset_restart_stage()
+
+    loop.reset = reset
 
 
 def _resume_quietly(trainer: Trainer, source: BatchSource) -> None:

@@ -210,8 +210,6 @@ class Fit:
         the newcomer, or what it needs of it to each of its stages, if pipelines are cut unlike."""
         with self.checkpoints.of_this_stage():
             state = state_transfer.snapshot(self.trainer)
-        if turns["segment"] is not None:
-            count_epoch_under_way(state["loops"]["fit_loop"]["epoch_progress"])
         state["elastic"] = {"turns": turns, "updates": self.training.updates, "names": leader.names(self.trainer)}
         state["sync"] = self.training.sync.handover()
         self.line.snapshot_taken(transfer, self.training.updates)
@@ -327,14 +325,3 @@ class StageDuties:
     def between(self) -> None:
         self._take_lead()
         self._line.has_made(self._fit().trainer.global_step)
-
-
-def count_epoch_under_way(progress: State) -> None:
-    """Make Lightning's counters of epochs say that one is under way, so that who takes them over goes on within it.
-
-    They do not where a run has resumed from a checkpoint of the last batch of an epoch: Lightning then begins the next
-    epoch without counting it, and is one behind from there on.
-    """
-    for counters in progress.values():
-        counters["started"] = max(counters["started"], counters["processed"] + 1)
-        counters["ready"] = max(counters["ready"], counters["started"])

@@ -6,14 +6,10 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count, product
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
@@ -22,7 +18,7 @@ from lightning_sdpipe.membership.members import Epoch, Member, Met
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler.client.membership_client import Receive, Start
 from lightning_sdpipe.worker.elastic.barriers import Barriers
-from lightning_sdpipe.worker.elastic.joining import begin_together, count_epoch_under_way, join
+from lightning_sdpipe.worker.elastic.joining import begin_together, join
 from tests.worker.elastic.test_barriers import Place
 
 EPOCH = Epoch(3, (Member(1, 7),), "tested")
@@ -232,39 +228,3 @@ def test_all_stages_begin_with_what_one_pipeline_has_whoever_is_lost(lost_before
     stages = Stages(before)
     stages.run()
     assert stages.outcomes == {(j, i): what_it_has(source) for j, i in product(range(2), (1, 2))}
-
-
-def test_who_gives_its_state_within_an_epoch_says_so_after_a_resume_from_the_last_batch_of_another(
-    tmp_path: Path,
-) -> None:
-    given: list[dict[str, Any]] = []
-
-    class Donor(L.Callback):
-        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-            if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 2:
-                given.append(trainer.fit_loop.state_dict())
-
-    def trainer(epochs: int, *callbacks: L.Callback) -> L.Trainer:
-        quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        return L.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=epochs,
-            limit_train_batches=4,
-            limit_val_batches=0,
-            callbacks=[*callbacks],
-            **quiet,
-        )
-
-    saves = ModelCheckpoint(tmp_path, every_n_train_steps=4, filename="last")
-    trainer(1, saves).fit(BoringModel())
-    trainer(4, Donor(), ModelCheckpoint(tmp_path / "later")).fit(BoringModel(), ckpt_path=str(saves.best_model_path))
-    assert len(given) == 3
-    for state in given:
-        count_epoch_under_way(state["epoch_progress"])
-        loop = trainer(4).fit_loop
-        loop.load_state_dict(state)
-        loop.restarting = True
-        loop.update_restart_stage()
-        assert loop.restarted_mid_epoch
-        assert loop.epoch_progress.current.processed == state["epoch_progress"]["current"]["processed"]
