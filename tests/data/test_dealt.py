@@ -68,7 +68,7 @@ class Desk:
         self.trained: Counter[Worker] = Counter()
 
     def ask(self, worker: Worker) -> Callable[[Segment, int], Lease]:
-        def ask(segment: Segment, ordinal: int) -> Lease:
+        def ask(segment: Segment, ordinal: int, *_: float) -> Lease:
             with self._changed:
                 done = Done(self.trained[worker], 1.0 * (1 + worker.pipeline) ** 2)  # a lease is short of a shard
                 for pipeline in range(self._pipelines):

@@ -394,11 +394,11 @@ def test_who_is_told_to_wait_comes_back(
     """Everybody hears once per segment that there is nothing now, while others may train."""
     lease, rejoin = SchedulerClient.lease, Rendezvous.rejoin
 
-    def with_an_empty_one(client: SchedulerClient, segment: Segment, ordinal: int) -> Lease:
+    def with_an_empty_one(client: SchedulerClient, segment: Segment, ordinal: int, *seconds: float) -> Lease | None:
         if ordinal == 1:
             mine, stop = client.worker.pipeline, segment.stop
             return Lease(segment, mine, ordinal, mine, stop, stop, 0.0, 0.0)
-        return lease(client, segment, ordinal - (ordinal > 1))
+        return lease(client, segment, ordinal - (ordinal > 1), *seconds)
 
     def counted(rendezvous: Any) -> None:
         rendezvous.rejoined = getattr(rendezvous, "rejoined", 0) + 1
