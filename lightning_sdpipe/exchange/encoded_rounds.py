@@ -183,7 +183,7 @@ class EncodedRounds(GradientRounds):
 
 
 class ReferenceOfPresent(CommonReference):
-    """A codec for gradients of members that come and go: whoever decides on them drops what was left out."""
+    """A codec for gradients of members that come and go: the code that decides on them drops what was left out."""
 
     def meets(self, team: Members) -> None:
         """No-op."""

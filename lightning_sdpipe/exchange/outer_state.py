@@ -141,7 +141,7 @@ class OuterState:
                 outer.step(mean)
             if new.made is not None:
                 self._history.add(new.made)
-            elif new.moved:  # by all that are together, who got it in another way
+            elif new.moved:  # by all that are together, which got it in another way
                 self.forget()
             self.base = new.base
         self.put(tensors, sent)

@@ -79,7 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--micro-batches", type=int, help="of a mini-batch (default: as many as stages)")
     parser.add_argument(
-        "--sync", choices=("groups", "all_reduce"), default="groups", help="who waits for whom (default: %(default)s)"
+        "--sync",
+        choices=("groups", "all_reduce"),
+        default="groups",
+        help="how pipelines wait for each other (default: %(default)s)",
     )
     parser.add_argument("--stage-bytes", type=float, help="of a stage's parameters, if the network has no model")
     parser.add_argument("--cut-bytes", type=float, help="of a mini-batch's activations between stages, likewise")

@@ -52,8 +52,8 @@ class ADPSGD(PolicyConfig, frozen=True):
         check_integer("staleness", self.staleness, 1, "steps, or null for no bound", optional=True)
         if self.asynchronous and self.staleness is not None:
             raise ConfigurationError(
-                f"staleness={self.staleness} cannot be kept with asynchronous=True, where nobody waits for another's "
-                "step; leave one of the two out"
+                f"staleness={self.staleness} cannot be kept with asynchronous=True, where no worker waits for "
+                "another's step; leave one of the two out"
             )
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> GroupPolicy:

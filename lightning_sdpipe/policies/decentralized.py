@@ -6,10 +6,10 @@ one group, in which each averages with its two neighbours only. A neighbour that
 open there, and the weights stay with its neighbours.
 
 Where pipelines come and go (:class:`PresentPeers`), neighbours and pairs are those of the pipelines that are there. A
-ring closes over the members of its group. For the pairs of an iteration, the policy notes who takes part when the first
+ring closes over the members of its group. For the pairs of an iteration, the policy notes the members when the first
 worker reports it, on any stage. Later changes do not change these pairs: a worker whose partner is lost, or that was
 not there yet, goes on alone. So all stages agree on partners, as they do where the number of pipelines is fixed, and
-nobody waits in a circle.
+no cycle of waits can form.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 
 Peers = Literal["ring", "shift_one", "random"]
 _REMEMBERED = 64
-"""Number of iterations of which it is remembered who took part."""
+"""Number of iterations whose members are remembered."""
 
 
 class Decentralized(PolicyConfig, frozen=True):

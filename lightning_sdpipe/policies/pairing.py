@@ -55,8 +55,8 @@ def similarities(times: Sequence[float], group: int, gamma: float) -> list[float
 def draw(weights: Sequence[tuple[int, float]], number: float) -> int:
     """Return the worker in ``weights`` (worker, weight) that ``number`` in [0, 1) falls on."""
     left = number * sum(weight for _, weight in weights)
-    for who, weight in weights:
+    for worker, weight in weights:
         left -= weight
         if left < 0:
-            return who
+            return worker
     return weights[-1][0]

@@ -99,8 +99,8 @@ class PHDPSGD(PolicyConfig, frozen=True):
             raise refusal("within", self.within, '"gradients", or "models", which are averaged after each step then')
         if self.asynchronous and self.within == "models":
             raise ConfigurationError(
-                'within="models" does not go with asynchronous=True: members average after their step, and who takes '
-                "part while it computes has not ended its own. Leave one of the two out."
+                'within="models" does not go with asynchronous=True: members average after their step, and one that '
+                "takes part while it computes has not ended its own. Leave one of the two out."
             )
         if self.times is not None:
             if not all(0 < seconds < math.inf for seconds in self.times):

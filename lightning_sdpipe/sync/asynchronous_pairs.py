@@ -25,7 +25,7 @@ from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
 
 MakeMover = Callable[[Replicas], Mover]
-_LOST_AFTER = 1.0  # seconds; who has sent an invitation that is lost drops the exchange later
+_LOST_AFTER = 1.0  # seconds; the sender of an invitation that is lost drops the exchange later
 
 
 class AsynchronousPairs(Synchronizer):

@@ -210,7 +210,7 @@ class FreeAveraging(Synchronizer):
             return
         self._asked = False
         self._beside.begin(tensors_of(self.replica.exchanged), group)
-        if not self._beside.is_under_way:  # nobody else was there
+        if not self._beside.is_under_way:  # no other member was there
             self._due = time.monotonic() + self.replica.exchange.interval
 
     def _end(self) -> int:

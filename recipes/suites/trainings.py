@@ -97,7 +97,7 @@ def real_training(case: RealCase) -> tuple[L.LightningModule, DataLoader[Any]]:
 
 def long_epoch(loader: DataLoader[Any], batches: int) -> DataLoader[Any]:
     """A loader of at least so many batches over all pipelines: the data set several times in one epoch, shuffled, so
-    that no end of an epoch makes everybody wait for everybody."""
+    that no end of an epoch is a barrier for all of them."""
     size = loader.batch_size or 1
     times = -(-batches * size // len(loader.dataset))  # type: ignore[arg-type]
     return DataLoader(

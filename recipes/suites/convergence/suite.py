@@ -1,6 +1,6 @@
 """Time and samples to a target, with real compute on real data: SDPipe §5.3 and §5.5.
 
-Nobody is stopped to be evaluated: workers write down their parameters as they go, and the model at each moment, the
+No worker is stopped to be evaluated: they write down their parameters as they go, and the model at each moment, the
 mean over the pipelines, is evaluated after the run.
 """
 
@@ -230,8 +230,8 @@ def to_target(curve: Curve, target: float, rising: bool) -> tuple[float, float] 
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Ours against all-reduce, seed by seed, with a flush and without. Who never reaches the target needs infinitely
-    long; seeds in which all-reduce does not are left out."""
+    """Ours against all-reduce, seed by seed, with a flush and without. A run that never reaches the target needs
+    infinitely long; seeds in which all-reduce does not are left out."""
     found: Ratios = {}
     for workload, condition in dict.fromkeys((row["workload"], row["heterogeneity"]) for row in rows):
         own = [row for row in rows if (row["workload"], row["heterogeneity"]) == (workload, condition)]

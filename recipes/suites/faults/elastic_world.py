@@ -287,7 +287,7 @@ class World:
         return found
 
     def said(self) -> str:
-        """The ends of what everybody has printed."""
+        """The ends of what all processes have printed."""
         ends = [f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(self.directory.rglob("*.log"))]
         return "\n".join(end for end in ends if not end.endswith(": "))
 

@@ -48,7 +48,7 @@ IN_STEP = frozenset({"allreduce"})
 transfer of the state."""
 SILENCE = 2.0
 CHECKPOINT_EVERY = 10  # where their disk is full
-VICTIM = 2  # neither the leader, nor who is asked first for its state
+VICTIM = 2  # neither the leader, nor the first donor of a state
 
 
 def run(
@@ -137,7 +137,7 @@ def measure_case(work: Work, role: str, phase: str, after: int, calm: float) -> 
     """One run with one fault.
 
     Raises:
-        TimeoutError: something did not happen, with what everybody said.
+        TimeoutError: something did not happen, with what all processes said.
         NotAllowed: there is no disk that may be full.
     """
     full = phase in ("full_logs", "full_checkpoints")
@@ -227,7 +227,7 @@ def _kill_in_transfer(it: World, phase: str, victims: list[int]) -> float:
         died: float = it.wait(lambda: _struck_at(it, [VICTIM], newest=True), "the newcomer to die")
         victims[:] = [VICTIM]
         return died
-    # Whoever is asked gives the state, so all of them die of it: restarted ones that may be asked do, the first does.
+    # All that may be asked for the state die of it: the first does, and so do restarted ones.
     it.end(1)
     it.wait(lambda: it.members() == [0], "one pipeline to be left")
     it.launch(1, Fault("donor", 0))

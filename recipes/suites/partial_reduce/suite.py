@@ -166,7 +166,7 @@ def learning(
         learning_rate: of SGD.
         target: a loss.
         num_pipelines: N, of one stage each.
-        iterations: of each pipeline; too few if the target is not reached before somebody has done them.
+        iterations: of each pipeline; too few if the target is not reached before one pipeline has done them.
         seconds: of a mini-batch on a device at full speed, with a jitter of a tenth.
         exchange: seconds of an exchange among a group, or with a server.
         repeats: with seeds that count up.
