@@ -151,10 +151,7 @@ def measure_case(work: Work, role: str, phase: str, after: int, calm: float) -> 
         victims = {"two_at_once": [0, VICTIM], "all_but_one": [1, VICTIM]}.get(phase, victims)
         inside = phase not in ("scheduler", "donor", "newcomer", "two_at_once", "all_but_one", "sigterm", "silent")
         inside = inside and not full
-        for pipeline in range(work.num_pipelines):
-            struck = inside and pipeline in victims
-            it.launch(pipeline, Fault(phase, after) if struck else None, rank)
-        it.serve()
+        it.start(dict.fromkeys(victims, Fault(phase, after)) if inside else {}, rank)
         it.wait(lambda: min(map(it.updates, range(work.num_pipelines))) >= after - 1, f"{after} updates of all")
         downtime = 0.0
         if phase == "scheduler":
