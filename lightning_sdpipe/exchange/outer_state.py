@@ -67,14 +67,10 @@ class OuterState:
         self._history = History(0)
         self._lock = threading.Lock()
 
-    def tensors(self) -> list[Tensor]:
-        """Return the base and its momentum, piece by piece, by reference."""
-        return [tensor for outer in self.codec.outer for tensor in outer.state_dict().values()]
-
     def copy(self) -> tuple[int, list[Tensor]]:
         """Return the number of the base, and copies of its tensors. Any thread may call it."""
         with self._lock:
-            return self.base, [tensor.detach().clone() for tensor in self.tensors()]
+            return self.base, [tensor.detach().clone() for tensor in self.codec.state()]
 
     def load(self, base: int, state: Sequence[Tensor]) -> None:
         """Take over what :meth:`copy` has returned on another worker."""
@@ -84,12 +80,12 @@ class OuterState:
     def _load(self, base: int, state: Sequence[Tensor]) -> None:
         self.base = base
         self.forget()
-        for own, given in zip(self.tensors(), state, strict=True):
+        for own, given in zip(self.codec.state(), state, strict=True):
             own.copy_(given)
 
     def forget(self) -> None:
         """Let the last rounds go, since the base has come to be in another way."""
-        self._history = History(sum(tensor.nbytes for tensor in self.tensors()) // 2)
+        self._history = History(sum(tensor.nbytes for tensor in self.codec.state()) // 2)
 
     def make(
         self,
@@ -178,7 +174,7 @@ class OuterState:
             WorkerFailedError: it is gone.
         """
         base = torch.tensor([0])
-        state = [torch.empty_like(tensor) for tensor in self.tensors()]
+        state = [torch.empty_like(tensor) for tensor in self.codec.state()]
         for each in [transfers.begin({}, {source: t}, replicas, tag_of(group)) for t in (base, *state)]:
             each.wait()
         return NewBase(int(base), received=state)
@@ -214,12 +210,12 @@ class OuterState:
             missed = sharing.arriving.wait()
             moved()
         if missed is None:
-            state = [torch.empty_like(tensor) for tensor in self.tensors()]
+            state = [torch.empty_like(tensor) for tensor in self.codec.state()]
             begun = [transfers.begin({}, {sharing.source: each}, replicas, tag_of(group)) for each in state]
         elif sharing.in_full:
             begun += [
                 transfers.begin(dict.fromkeys(sharing.in_full, each), {}, replicas, tag_of(group))
-                for each in self.tensors()
+                for each in self.codec.state()
             ]
         for each in begun:
             each.wait()
