@@ -41,9 +41,8 @@ from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Progress, Worker
 from lightning_sdpipe.policies.following_stages import FollowingStages, Part, PlannedGroup, mean_of_groups
 from lightning_sdpipe.policies.group_policy import GroupPolicy
-from lightning_sdpipe.policies.pairing import draw, similarities
+from lightning_sdpipe.policies.pairing import draw, similarities, uniform
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent, check_integer, checked_groups, refusal
-from lightning_sdpipe.policies.seeded_hash import uniform
 from lightning_sdpipe.policies.versions import Versions
 
 MEMORY = 16

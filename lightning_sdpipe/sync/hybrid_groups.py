@@ -23,7 +23,7 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.following_stages import mean_of_groups
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
-from lightning_sdpipe.sync.copy_most_advanced import copy_most_advanced
+from lightning_sdpipe.sync.equal_replicas import copy_most_advanced
 from lightning_sdpipe.sync.ordered_invitations import OrderedInvitations
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, averaged
 from lightning_sdpipe.topology.groups import Replicas
@@ -138,7 +138,7 @@ class HybridGroups(Synchronizer):
     # ------------------------------------------------------------- gradients
 
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        """See :class:`~lightning_sdpipe.exchange.gradients.GradientExchange`, as for the next two methods."""
+        """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next two methods."""
         assert self._rounds is not None
         self._rounds.gradient_ready(number, gradient)
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
 from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
-from lightning_sdpipe.exchange.gradients import GradientExchange
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.sectioned import OwnSections
+from lightning_sdpipe.pipeline.gradients import GradientExchange
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker

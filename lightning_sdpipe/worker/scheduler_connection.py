@@ -29,7 +29,7 @@ from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.launching import job
-from lightning_sdpipe.worker.launching.watchdog import Watchdog
+from lightning_sdpipe.worker.launching.job import Watchdog
 
 _BY_SIGNAL: Mapping[type[BaseException], str] = {
     KeyboardInterrupt: "ended by Ctrl-C",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import lightning_sdpipe.placement.measured_model  # noqa: F401  # before processes fork, since it takes long
+import lightning_sdpipe.placement.measure  # noqa: F401  # before processes fork, since it takes long
 from lightning_sdpipe import cli
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.placement import measure as command

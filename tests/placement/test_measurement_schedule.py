@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.placement.measurement_schedule import MOST_DEVICES, SAMPLE, circle, schedule, together
+from lightning_sdpipe.placement.links import MOST_DEVICES, SAMPLE, circle, schedule, together
 
 
 @given(st.integers(1, 17))

@@ -21,9 +21,9 @@ from lightning_sdpipe.policies.mixing import (
     mixing_radius,
     network_error,
 )
+from lightning_sdpipe.policies.pairing import uniform
 from lightning_sdpipe.policies.partial_reduce import QUEUED, PartialReduce, fewest_groups, weights
 from lightning_sdpipe.policies.registry import build
-from lightning_sdpipe.policies.seeded_hash import uniform
 from lightning_sdpipe.simulate import Work, jittered, simulate
 from tests.policies.scripted import NaiveSyncGraph, brief, join_all
 
