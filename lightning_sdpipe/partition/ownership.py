@@ -149,7 +149,4 @@ def replace_data(parameter: Tensor, value: Tensor) -> None:
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]

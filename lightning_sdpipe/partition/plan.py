@@ -207,11 +207,7 @@ def with_crossing(profile: Profile, blocks: Sequence[Block], rehearsed: Rehearsa
     ]
 
 
-def check(
-    module: nn.Module,
-    names: Sequence[str] | None,
-    cuts: Sequence[PipelineCut],
-) -> None:
+def check(module: nn.Module, names: Sequence[str] | None, cuts: Sequence[PipelineCut]) -> None:
     """Raise ConfigurationError if ``module`` cannot be cut in these ways, as far as can be seen without a batch."""
     for each in cuts:
         check_partition(each)

@@ -89,10 +89,7 @@ def to_trace(chunks: Sequence[SpanChunk], about: dict[Worker, About]) -> dict[st
     """Return the object of the trace file."""
     stories = [story for story in map(read, chunks) if story.updates]
     clocks = settle(deliveries(stories))
-    begun = min(
-        (clocks.of[story.worker].ahead + begin for story in stories for begin in _begins(story)),
-        default=0.0,
-    )
+    begun = min((clocks.of[story.worker].ahead + begin for story in stories for begin in _begins(story)), default=0.0)
     of = {worker: Clock(clock.ahead - begun, clock.error) for worker, clock in clocks.of.items()}
     events: list[Event] = []
     for story in stories:

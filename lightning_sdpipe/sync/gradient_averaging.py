@@ -99,9 +99,6 @@ class GradientAveraging(Synchronizer):
     def stop(self) -> None:
         accompany(self._buckets, len(self.replica.trained))
 
-    def resynchronise(self) -> None:
-        self.make_parameters_equal()
-
     def make_parameters_equal(self) -> None:
         copy_most_advanced_parts(self.replica, self._rounds)
 

@@ -150,9 +150,6 @@ class OuterAveraging(Synchronizer):
         for fragment in self._fragments:
             fragment.take_over()
 
-    def resynchronise(self) -> None:
-        self.make_parameters_equal()
-
     def make_parameters_equal(self) -> None:
         """Run an early round of all fragments, unless no pipeline has trained since the last one."""
         size = len(self.replica.ranks)

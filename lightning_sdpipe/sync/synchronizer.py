@@ -298,7 +298,10 @@ class Synchronizer:
         """Stop taking part, while others may train on."""
 
     def resynchronise(self) -> None:
-        """Prepare all workers, which are together, to take part again without a sync point in between."""
+        """Prepare all workers, which are together, to take part again without a sync point in between: methods that
+        go on from a common model make parameters equal."""
+        if self.equal_at_start is not None:
+            self.make_parameters_equal()
 
     def make_parameters_equal(self) -> None:
         """Give all replicas, which are together, the same parameters."""

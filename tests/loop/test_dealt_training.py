@@ -403,8 +403,7 @@ def test_without_a_flush_all_stages_of_a_pipeline_count_alike(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "sync",
-    [AllReduce(), LocalSGD(2), ADPSGD(asynchronous=False), DiLoCo(), HetPipe(), ParameterServer(staleness=None)],
+    "sync", [AllReduce(), LocalSGD(2), ADPSGD(asynchronous=False), DiLoCo(), HetPipe(), ParameterServer(staleness=None)]
 )
 def test_methods_whose_pipelines_cannot_leave_are_refused(sync: Any) -> None:
     with pytest.raises(ConfigurationError, match="data='dealt' does not go with sync="):

@@ -203,11 +203,7 @@ class Weighs(Model):
     [
         (Model(), DataLoader(Endless(), BATCH), "an IterableDataset is read in order"),
         (Model(), DataLoader(Numbered(8), None), "a loader with batch_size=None gives whole batches"),
-        (
-            Model(),
-            [DataLoader(Numbered(8)), DataLoader(Numbered(8))],
-            "there are several train dataloaders",
-        ),
+        (Model(), [DataLoader(Numbered(8)), DataLoader(Numbered(8))], "there are several train dataloaders"),
         (Weighs(), DataLoader(Numbered(8), 4), "Weighs has a weigh_batch, and here each sample counts alike"),
         (Model(), DataLoader(Numbered(6), 4), "A batch of 2 samples cannot be split into num_micro_batches=4"),
     ],

@@ -17,12 +17,7 @@ BLOCKS = {
     "vit": ["patch_embed", "blocks.0", "blocks.1", "norm head"],
     "nested": ["stages.0.0", "stages.0.1", "stages.1.0.0"],
     "bert": ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "cls"],
-    "bert_with_pooler": [
-        "bert.embeddings",
-        "bert.encoder.layer.0",
-        "bert.encoder.layer.1",
-        "bert.pooler cls",
-    ],
+    "bert_with_pooler": ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler cls"],
     "gpt2": [
         *("transformer.wte transformer.wpe transformer.h.0", "transformer.h.1", "transformer.h.2"),
         "transformer.ln_f lm_head",

@@ -195,8 +195,7 @@ def test_variance_correction_wraps_adam_and_knows_the_number_of_pipelines(tmp_pa
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("module", "note"),
-    [(AdamRegression, "has nothing to correct: AllReduce("), (Regression, "does not apply to SGD")],
+    ("module", "note"), [(AdamRegression, "has nothing to correct: AllReduce("), (Regression, "does not apply to SGD")]
 )
 def test_a_correction_that_corrects_nothing_says_so_once(
     tmp_path: Path, module: type[Regression], note: str, caplog: pytest.LogCaptureFixture

@@ -185,10 +185,7 @@ class _Fetcher(DataFetcher):
     """A fetcher of ``batches``, in the place of Lightning's ``fetcher``."""
 
     def __init__(
-        self,
-        fetcher: DataFetcher,
-        batches: Iterator[Item],
-        first_failure: AbstractContextManager[None],
+        self, fetcher: DataFetcher, batches: Iterator[Item], first_failure: AbstractContextManager[None]
     ) -> None:
         self.__dict__.update(fetcher.__dict__)
         self._batches, self._first_failure = batches, first_failure

@@ -222,13 +222,7 @@ def _ratios(names: Sequence[str], rows: Sequence[Row]) -> Ratios:
 
 
 def _train(
-    rank: int,
-    machines: Sequence[str],
-    name: str,
-    shape: tuple[int, float, int],
-    steps: int,
-    warm_up: int,
-    seed: int,
+    rank: int, machines: Sequence[str], name: str, shape: tuple[int, float, int], steps: int, warm_up: int, seed: int
 ) -> tuple[float, float]:
     """Samples per second, and bytes sent in a step, of one worker, which has a host of its own."""
     enter(machines[rank])

@@ -85,11 +85,7 @@ def run(
     matrix = {"methods": methods, "cases": cases, "after": after, "calm": calm, "repeats": repeats, "work": work}
     allreduce = {"method": methods["allreduce"]}
     compared = {name: methods[of] for name, of in (("elastic", "sdpipe"), ("allreduce", "allreduce"))}
-    arguments = {
-        "matrix": matrix,
-        "overhead": {**overhead, "methods": compared},
-        "torchft": {**torchft, **allreduce},
-    }
+    arguments = {"matrix": matrix, "overhead": {**overhead, "methods": compared}, "torchft": {**torchft, **allreduce}}
     return run_parts("faults", PARTS, only, seed, arguments)
 
 

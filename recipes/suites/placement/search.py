@@ -48,11 +48,7 @@ def measure(
         costs = weights(shuffled(cases.case(number), seed), PIPELINES, cases.traffic(), "dtfm")
         over = [_ours(f"case {number}", costs, optimum_seconds, s, rows).cost.total / optimum for s in seeds]
         ratios[f"optimum/{number}"] = ratio(over, 1.000001, f"cost of our placement over the optimum's, case {number}")
-    networks = {
-        "ten": cases.named("ten_cities"),
-        "noise5": noisy(cases.case(5)),
-        "noise4": noisy(cases.case(4)),
-    }
+    networks = {"ten": cases.named("ten_cities"), "noise5": noisy(cases.case(5)), "noise4": noisy(cases.case(4))}
     for name, network in networks.items():
         costs = weights(shuffled(network, seed), PIPELINES, cases.traffic(), "dtfm")
         gains = []

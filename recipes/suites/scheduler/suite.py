@@ -160,12 +160,7 @@ class Bursts:
     """``count`` clients in this process that send and are answered together."""
 
     def __init__(
-        self,
-        kind: str,
-        workers: list[Worker],
-        sockets: list[zmq.Socket[bytes]],
-        server: Server,
-        session: int,
+        self, kind: str, workers: list[Worker], sockets: list[zmq.Socket[bytes]], server: Server, session: int
     ) -> None:
         self._session = session
         self._kind = kind
