@@ -38,8 +38,7 @@ GOALS: dict[str, tuple[str, str, float]] = {
     "sharded/1x4/none": (OURS, SHARDED, 0.98),
     "batch_by_speed/1x4/static": (BY_SPEED, ALL_REDUCE, 1.5),
 }
-"""By the key of the ratio: whose epochs, the epochs of whom else are divided by them, and what should come out at
-least."""
+"""By the key of the ratio: the method whose epochs divide, that whose epochs are divided, and the least quotient."""
 BOUND_GOAL = 0.93
 LAYERS = 4
 """Of a stage, so that gradients come one after the other."""

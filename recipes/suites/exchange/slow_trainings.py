@@ -230,7 +230,6 @@ def _train(
     own = {"MASTER_ADDR": address(0), "MASTER_PORT": PORT, "TORCHELASTIC_RUN_ID": "slow", "SDPIPE_HOST": machines[rank]}
     own |= {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": 1}  # or Lightning gives this host all of the cores
     os.environ.update({key: str(value) for key, value in {**place, **own}.items()})
-    torch.set_num_threads(1)
     torch.manual_seed(seed)
     clock = _Clock(warm_up)
     module, batches = _Matrices(*shape), trainings.random_features((warm_up + steps) * WORKERS, 1)

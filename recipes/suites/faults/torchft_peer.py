@@ -64,11 +64,11 @@ def measure(
     )
     for repeat in range(repeats):
         figures = {}
-        for who in rotated(["torchft", "sdpipe"], repeat):
-            records, killed = _torchft(work, after, seconds) if who == "torchft" else _ours(work, after, seconds)
-            figures[who] = _figures([record for record in records if record.pipeline != VICTIM], killed)
-            print(f"{who}: {figures[who]}", flush=True)
-            rows.append({"who": who, "repeat": repeat} | figures[who])
+        for library in rotated(["torchft", "sdpipe"], repeat):
+            records, killed = _torchft(work, after, seconds) if library == "torchft" else _ours(work, after, seconds)
+            figures[library] = _figures([record for record in records if record.pipeline != VICTIM], killed)
+            print(f"{library}: {figures[library]}", flush=True)
+            rows.append({"library": library, "repeat": repeat} | figures[library])
         longest.append(figures["sdpipe"]["longest_s"] / figures["torchft"]["longest_s"])
         steady.append(figures["sdpipe"]["median_s"] / figures["torchft"]["median_s"])
     return rows, {
