@@ -77,7 +77,7 @@ class OuterAveraging(Synchronizer):
 
     def __init__(self, replica: Replica, nesterov: Nesterov, schedule: Fragments, keeps: bool) -> None:
         super().__init__(replica)
-        self._schedule = schedule
+        self._schedule, self._is_plain = schedule, nesterov == Nesterov(1.0, 0.0)
         beside = schedule.delay or replica.exchange.hierarchy == "hosts"
         channel = replica.groups.side_channel(replica.timeout) if beside else None
         self._replicas, hosts = replica.groups.replicas(channel), hosts_of(replica)
@@ -94,6 +94,11 @@ class OuterAveraging(Synchronizer):
     def codec(cls, replica: Replica, nesterov: Nesterov, mix: float) -> OuterModel:
         """Return the codec of a fragment."""
         return OuterModel(replica.exchange.payload, replica.pipeline, nesterov, mix)
+
+    @property
+    def models_averaged(self) -> float:
+        """See the base class; these are all where a round is the plain mean, as that of ``LocalSGD`` is."""
+        return self.replica.count if self._is_plain else 1
 
     def announce(self, iteration: int) -> None:
         """Tell the scheduler that this worker is ready if a round begins after this update."""
