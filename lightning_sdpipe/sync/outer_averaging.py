@@ -166,11 +166,11 @@ class OuterAveraging(Synchronizer):
         with waiting_for(self.replica.groups.stage, "averaging what models have moved by"):
             dist.all_reduce(counts, group=self.replica.groups.stage)
         bases, updates = counts[:size].tolist(), counts[size:].tolist()
-        furthest = bases.index(max(bases))
+        furthest, everybody = bases.index(max(bases)), self.replica.everybody(self._weights())
         for fragment, since in zip(self._fragments, updates, strict=True):
             pieces = list(pieces_of(fragment.tensors))
             moved = [piece - outer.base for piece, outer in zip(pieces, fragment.common.outer, strict=True)]
-            finish(FullMean(self.replica.groups.replicas()).start(moved, self.replica.everybody()))
+            finish(FullMean(self.replica.groups.replicas()).start(moved, everybody))
             if len(set(bases)) > 1:  # a pipeline that was out of data has missed rounds
                 state = [tensor for outer in fragment.common.outer for tensor in outer.state_dict().values()]
                 weights = [float(pipeline == furthest) for pipeline in range(len(bases))]
@@ -181,6 +181,10 @@ class OuterAveraging(Synchronizer):
                 piece.copy_(outer.base)
         self._base = max(bases)
         self._average_frozen()
+
+    def _weights(self) -> list[float] | None:
+        """Return the weight of each pipeline in a round of all, which are together; None if they weigh the same."""
+        return None
 
     def _average_frozen(self) -> None:
         self._average([b for b in self.replica.parameters if not b.trains and torch.is_floating_point(b.buffer)])

@@ -244,6 +244,7 @@ WALKED = [
     AllReduce(weights="samples"),
     Decentralized("ring", every=2),
     DiLoCo(quorum=0.5),
+    DiLoCo(weights="samples"),
     DiLoCo(group=PartialReduce()),
     DiLoCo(fragments=2),
     DiLoCo(delay=1, mix=0.5),
