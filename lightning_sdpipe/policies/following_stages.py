@@ -185,11 +185,11 @@ class FollowingStages:
         """Let workers go on alone for which their last stage will not decide."""
         waiting = self._participants.waiting[self._stage].items()
         unplanned = waiting - self._planned.keys()
-        decisions: list[Decision] = []
-        for pipeline, iteration in list(waiting) if unplanned else ():
-            if (pipeline, iteration) in unplanned and not self._will_be_decided(pipeline, iteration):
-                decisions.append(self._participants.group(self._stage, [pipeline], Reason.WORKER_LOST))
-        return decisions
+        if unplanned and not self._unheard:  # those that wait on the last stage are looked at there, and it is quicker
+            unplanned.difference_update(self._participants.waiting[self._last].items())
+        strays = {each for each in unplanned if not self._will_be_decided(*each)}
+        in_order = [pipeline for pipeline, iteration in waiting if (pipeline, iteration) in strays] if strays else []
+        return [self._participants.group(self._stage, [pipeline], Reason.WORKER_LOST) for pipeline in in_order]
 
     def _will_be_decided(self, pipeline: int, iteration: int) -> bool:
         participants = self._participants
