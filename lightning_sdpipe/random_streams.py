@@ -76,15 +76,12 @@ class RandomStreams:
         """Begin the stream of ``key``, from which user code draws from now on."""
         _seed(self._torch, mix(*key))
 
-    def enter(self, block: int) -> int:
-        """Begin the stream of a block; return the seed for :meth:`leave`."""
-        seed = self.current
+    def enter(self, block: int, seed: int) -> None:
+        """Begin the stream of a block: ``seed`` is the value of :attr:`current` before it, as for :meth:`leave`."""
         _seed(self._torch, mix(seed, block, 1))
-        return seed
 
     def leave(self, block: int, seed: int) -> None:
-        """End the stream of a block that has run, here or on another stage: ``seed`` is the value of :attr:`current`
-        before it."""
+        """End the stream of a block that has run, here or on another stage."""
         _seed(self._torch, mix(seed, block, 2))
 
     @property

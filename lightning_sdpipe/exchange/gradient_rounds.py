@@ -113,6 +113,8 @@ class GradientRounds:
             and last[0].dtype in (torch.float32, torch.float64)  # others could not hold a mark
             and sum(parameter.nbytes for parameter in last) <= SMALL
         )
+        self.early = range(len(self._parameters) - (len(last) if self._together else 0))
+        """Numbers of the parameters whose buckets are sent as soon as they are full."""
         self.device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._begin_round()
 
