@@ -63,8 +63,9 @@ class _Bucket:
     room: int = 0
     """Elements behind the gradients."""
     sent: Tensor | None = None
-    """The tensor ``flat`` with the room behind it."""
+    """The tensor ``flat`` with ``flags`` behind it, if there is room."""
     flat: Tensor | None = None
+    flags: Tensor | None = None
     views: dict[int, Tensor] = field(default_factory=dict)
     filled: set[int] = field(default_factory=set)
     work: UnderWay | None = None
@@ -170,7 +171,11 @@ class GradientRounds:
         for number in self._used:
             said[head + number] = 1
         flags = torch.tensor(said, dtype=torch.float32)
-        flags = flags.to(self.device) if last is None else self._behind(last).copy_(flags)
+        if last is None:
+            flags = flags.to(self.device)
+        else:
+            assert last.flags is not None
+            flags = last.flags.copy_(flags)
         if self._totals:
             totals = self._totals[0] if len(self._totals) == 1 else torch.stack(self._totals)
             flags[1 + self._place] = unfinite(totals)
@@ -228,7 +233,7 @@ class GradientRounds:
             first = self._parameters[bucket.numbers[0]]
             total = sum(bucket.sizes)
             bucket.sent = torch.empty(total + bucket.room, dtype=first.dtype, device=first.device)
-            bucket.flat = bucket.sent[:total] if bucket.room else bucket.sent
+            bucket.flat, bucket.flags = bucket.sent.split_with_sizes([total, bucket.room])
             parts = bucket.flat.split_with_sizes(bucket.sizes)
             bucket.views = {n: part.view(self._shapes[n]) for n, part in zip(bucket.numbers, parts, strict=True)}
         return bucket.views
@@ -246,10 +251,6 @@ class GradientRounds:
         assert bucket.flat is not None
         if self._watch:
             self._totals.append(as_real(bucket.flat).sum(dtype=torch.float32))
-
-    def _behind(self, bucket: _Bucket) -> Tensor:
-        assert bucket.sent is not None
-        return bucket.sent[-bucket.room :]
 
     def _send(self, bucket: _Bucket) -> UnderWay:
         assert bucket.sent is not None

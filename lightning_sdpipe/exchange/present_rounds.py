@@ -222,14 +222,13 @@ class PresentRounds(GradientRounds):
 
     def _flags_of(self, group: Group) -> Tensor:
         size, place = len(group.members), group.members.index(self._own)
-        flags = torch.zeros(_SAID * size + len(self._parameters), dtype=torch.float64)
         home, number = self.batch or (0, -1)
-        totals = torch.stack(self._totals) if self._totals else torch.zeros(1)
-        said = (self.weight, float(unfinite(totals)), self.mark, home, number + 1, self.seconds)
-        flags[: _SAID * size].view(_SAID, size)[:, place] = torch.tensor(said, dtype=torch.float64)
+        broken = float(unfinite(torch.stack(self._totals))) if self._totals else 0.0
+        flags = [0.0] * (_SAID * size + len(self._parameters))
+        flags[place : _SAID * size : size] = self.weight, broken, self.mark, home, number + 1, self.seconds
         for used in self._used:
-            flags[_SAID * size + used] = 1
-        return flags
+            flags[_SAID * size + used] = 1.0
+        return torch.tensor(flags, dtype=torch.float64)
 
     def _divisor(self, weight: float, members: int, dtype: torch.dtype) -> float:
         """Return the number by which the outcome of an exchange is divided, given the weight of all members."""
