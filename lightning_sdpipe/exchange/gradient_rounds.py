@@ -10,6 +10,7 @@ separate collective costs more than they do. Such a bucket waits for the end of 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -177,8 +178,7 @@ class GradientRounds:
             assert last.flags is not None
             flags = last.flags.copy_(flags)
         if self._totals:
-            totals = self._totals[0] if len(self._totals) == 1 else torch.stack(self._totals)
-            flags[1 + self._place] = unfinite(totals)
+            flags[1 + self._place] = self._totals[0] if len(self._totals) == 1 else torch.stack(self._totals).sum()
         self._flags = flags, self._reduce(flags) if last is None else self._send(last)
 
     def wait(self) -> Averaged:
@@ -192,7 +192,7 @@ class GradientRounds:
         flags, work = self._flags
         self._wait(work)
         weight, *values = flags.tolist()
-        broken, marks, used = values[: self._size], values[self._size : 2 * self._size], values[2 * self._size :]
+        totals, marks, used = values[: self._size], values[self._size : 2 * self._size], values[2 * self._size :]
         all_there = time.perf_counter()
         gradients: list[Tensor | None] = [None] * len(self._parameters)
         for bucket in self._buckets:
@@ -207,7 +207,7 @@ class GradientRounds:
                     gradients[number] = bucket.views[number]
         self._begin_round()
         averaging = time.perf_counter() - all_there
-        nonfinite = [pipeline for pipeline, flag in zip(self._pipelines, broken, strict=True) if flag]
+        nonfinite = [p for p, total in zip(self._pipelines, totals, strict=True) if not math.isfinite(total)]
         seen = {p: int(mark) for p, mark in zip(self._pipelines, marks, strict=True) if mark >= 0}
         return Averaged(gradients, len(seen), nonfinite, all_there - start, averaging, seen)
 
@@ -268,11 +268,6 @@ class GradientRounds:
     def _wait(self, work: UnderWay) -> None:
         with waiting_for(self._replicas.group, "averaging gradients"):
             work.wait()
-
-
-def unfinite(totals: Tensor) -> Tensor:
-    """Return whether any of ``totals`` is not a finite number."""
-    return (totals - totals).any()  # of what is not finite, that is nan
 
 
 def _layout(parameters: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
