@@ -233,7 +233,9 @@ class GradientRounds:
             first = self._parameters[bucket.numbers[0]]
             total = sum(bucket.sizes)
             bucket.sent = torch.empty(total + bucket.room, dtype=first.dtype, device=first.device)
-            bucket.flat, bucket.flags = bucket.sent.split_with_sizes([total, bucket.room])
+            bucket.flat = bucket.sent
+            if bucket.room:
+                bucket.flat, bucket.flags = bucket.sent.split_with_sizes([total, bucket.room])
             parts = bucket.flat.split_with_sizes(bucket.sizes)
             bucket.views = {n: part.view(self._shapes[n]) for n, part in zip(bucket.numbers, parts, strict=True)}
         return bucket.views
