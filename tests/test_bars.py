@@ -387,8 +387,8 @@ def _calls_of_this_rank(directory: Path, ddp: bool) -> float:
 def calls_of_a_step() -> int:
     """Those of a step beyond one of Lightning's DDP, in the middle of an epoch."""
     with tempfile.TemporaryDirectory() as directory:
-        ours, ddp = (on_four_ranks(_calls_of_this_rank, Path(directory), ddp, count=1)[0] for ddp in (False, True))
-    return round(ours - ddp)
+        ours, theirs = (on_four_ranks(_calls_of_this_rank, Path(directory), ddp, count=1) for ddp in (False, True))
+    return int(ours[0] - theirs[0])
 
 
 SHAPES_OF = {

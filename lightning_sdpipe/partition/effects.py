@@ -144,10 +144,10 @@ class EffectRecorder:
             self._in_hooks(True)
 
     def _containers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Place, _Container]]:
-        for which, given in enumerate((dict(enumerate(args)), kwargs)):
-            for name, value in given.items():
-                if type(value) in (list, tuple, dict):
-                    yield from _nested(("argument", which, name), value)
+        given = [*((0, place, value) for place, value in enumerate(args)), *((1, *item) for item in kwargs.items())]
+        for which, name, value in given:
+            if type(value) in (list, tuple, dict):
+                yield from _nested(("argument", which, name), value)
         if self._looked != _assignments.of_containers:
             self._looked = _assignments.of_containers
             self._kept = [
