@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.balance import balance
-from lightning_sdpipe.partition.chain import Block, described, find_chains, join_ends, refuse_compiled
+from lightning_sdpipe.partition.chain import Block, described, ends, find_chains, join_ends, refuse_compiled
 from lightning_sdpipe.partition.memory import Memory
 from lightning_sdpipe.partition.pipeline_cut import (
     Balanced,
@@ -168,7 +168,8 @@ def _cut_into(
     rehearsed: RehearsalResult | None,
     in_flight: InFlight | None,
 ) -> Plan:
-    cut(len(blocks), num_stages, "uniform" if isinstance(partition, (str, Balanced)) else partition)
+    named = ends(blocks)
+    cut(len(blocks), num_stages, "uniform" if isinstance(partition, (str, Balanced)) else partition, named)
     if partition == "parameters":
         sizes = [float(num_parameters(module, block)) for block in blocks]
         spans, _ = balance(sizes, [0.0] * (len(blocks) - 1), [1.0] * num_stages)
@@ -182,7 +183,7 @@ def _cut_into(
         memory = None if options.memory is None else _memory(options, measured, in_flight)
         spans, _ = balance(seconds, crossing, _each(options.speeds) or [1.0] * num_stages, memory)
     else:
-        spans = cut(len(blocks), num_stages, partition)  # type: ignore[arg-type]  # names are dealt with above
+        spans = cut(len(blocks), num_stages, partition, named)  # type: ignore[arg-type]  # names are dealt with above
     made = Plan(blocks, spans)
     if rehearsed is None or num_stages == 1:
         return made
@@ -214,13 +215,14 @@ def check(module: nn.Module, names: Sequence[str] | None, cuts: Sequence[Pipelin
     same_memory(module)
     refused: ConfigurationError | None = None
     for chain in find_chains(module, names):
-        num_blocks = len(join_ends(module, chain)) if names is None else len(chain)
+        blocks = join_ends(module, chain) if names is None else tuple((path,) for path in chain)
         known: list[tuple[range, ...]] = []
         try:
             for each in cuts:
                 with each.named():
                     given = each.partition
-                    spans = cut(num_blocks, each.num_stages, "uniform" if isinstance(given, (str, Balanced)) else given)
+                    counts = "uniform" if isinstance(given, (str, Balanced)) else given
+                    spans = cut(len(blocks), each.num_stages, counts, ends(blocks))
                 if given == "uniform" or not isinstance(given, (str, Balanced)):
                     known.append(spans)
                 _check_weights(module, chain, each)
@@ -315,7 +317,7 @@ def _each(values: Any) -> list[float]:
 
 
 def cut(
-    num_blocks: int, num_stages: int, partition: Literal["uniform"] | Sequence[int] = "uniform"
+    num_blocks: int, num_stages: int, partition: Literal["uniform"] | Sequence[int] = "uniform", named: str = ""
 ) -> tuple[range, ...]:
     """Return the blocks of each stage, as consecutive ranges that cover the chain.
 
@@ -324,14 +326,17 @@ def cut(
         num_stages: M.
         partition: ``"uniform"`` gives every stage the same number of blocks, the first ones one more where the division
             leaves a rest; a list gives the number of blocks of each stage.
+        named: the names of the blocks, for messages.
 
     Raises:
         ConfigurationError: more stages than blocks, or a list that does not add up.
     """
     if num_stages > num_blocks:
+        blocks = f"{num_blocks} blocks" if num_blocks > 1 else "only block"
         raise ConfigurationError(
-            f"num_stages={num_stages} is more than the model's {num_blocks} blocks. "
-            f"Use at most {num_blocks} stages, or name finer blocks with SDPipeStrategy(blocks=[...])."
+            f"num_stages={num_stages} is more than the model's {blocks}{named and f', {named}'}. Use at most "
+            f"{num_blocks}, or name smaller modules in the order in which they run, as in "
+            'SDPipeStrategy(blocks=["model.embeddings", "model.layers.*", "model.head"]).'
         )
     if isinstance(partition, str):
         if partition != "uniform":
@@ -342,8 +347,8 @@ def cut(
         sizes = list(partition)
         if len(sizes) != num_stages or sum(sizes) != num_blocks or min(sizes) < 1:
             raise ConfigurationError(
-                f"partition={sizes} does not cut {num_blocks} blocks into {num_stages} stages. "
-                f"Give {num_stages} positive numbers that add up to {num_blocks}."
+                f"partition={sizes} does not cut {num_blocks} blocks into {num_stages} stages. Give {num_stages} "
+                f"positive numbers that add up to {num_blocks}{named and f'; the blocks are {named}'}."
             )
-    ends = [sum(sizes[: stage + 1]) for stage in range(num_stages)]
-    return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
+    stops = [sum(sizes[: stage + 1]) for stage in range(num_stages)]
+    return tuple(range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -79,13 +79,18 @@ def loss_with_gradients(
         accumulated: whether earlier mini-batches have left gradients for the same update. Then ``gradients`` are added
             first, and the exchange replaces the sums.
     """
-    anchor = torch.zeros((), device=loss.device, requires_grad=True)
     deposit: Any = _Deposit.apply  # untyped in torch
     loss = loss.detach() if scale is None else loss.detach() / scale
     if exchange is not None and not accumulated:
         exchange.complete(gradients)
     left = _Left(list(parameters), list(gradients), scale, exchange, accumulated, meter.current())
-    return deposit(anchor, loss, left)  # type: ignore[no-any-return]
+    return deposit(_anchor(loss.device), loss, left)  # type: ignore[no-any-return]
+
+
+@cache
+def _anchor(device: torch.device) -> Tensor:
+    """Return a tensor that asks for a gradient and never gets one."""
+    return torch.zeros((), device=device, requires_grad=True)
 
 
 @dataclass
@@ -141,9 +146,13 @@ class GradientExchange(Protocol):
     Parameters have numbers: their position in the sequence that the pipeline and the exchange were both made with.
     """
 
+    @property
+    def early(self) -> Collection[int]:
+        """Numbers of the parameters whose gradients are of use before the backward ends."""
+
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        """Take the final gradient of parameter ``number`` while the backward goes on. The gradient may change
-        afterwards."""
+        """Take the final gradient of parameter ``number``, one of :attr:`early`, while the backward goes on. The
+        gradient may change afterwards."""
 
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
         """End the backward: take all gradients, with those that :meth:`gradient_ready` had. Do not wait."""
