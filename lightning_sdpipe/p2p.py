@@ -16,6 +16,8 @@ from torch import Tensor
 from lightning_sdpipe import meter
 from lightning_sdpipe.errors import WorkerFailedError
 
+_ASKED = 2**31 - 1  # a tag of no message
+
 
 @dataclass
 class Transfer:
@@ -91,6 +93,20 @@ class waiting_for:
             ranks = sorted(dist.get_process_group_ranks(self._group))
             reason = str(error).splitlines()[0]
             raise WorkerFailedError(f"{self._purpose} among ranks {ranks} failed: {reason}") from error
+
+
+def lost_connection(group: Any, rank: int) -> str:
+    """Return why ``group``, of gloo, has no connection to its member ``rank`` any more; empty if it has one.
+
+    gloo notes at once that a connection has ended, and tells all that wait for a message over it, but for the one that
+    was under way: that wait goes on to its timeout. A receive that begins now fails. Any thread may ask.
+    """
+    try:
+        with unrecorded():
+            group.recv([torch.empty(1)], rank, _ASKED)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def labelled(what: str, micro_batch: int | None = None) -> AbstractContextManager[object]:

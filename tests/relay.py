@@ -1,0 +1,90 @@
+"""A connection between two process groups of gloo that is lost when so many bytes have passed: amid a message."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from tests.exchange.threads import together
+
+TIMEOUT = timedelta(seconds=20)
+_CONNECTS, _RELAYS, _LISTENS = "127.0.0.9", "127.0.0.2", "127.0.0.1"  # gloo connects from the greater address
+
+
+@contextmanager
+def lost_after(count: int, sender: int) -> Iterator[list[Any]]:
+    """The groups of ranks 0 and 1, for two threads; their connection ends when ``sender`` has sent so many bytes."""
+    with socket.create_server((_RELAYS, 0)) as listener:
+        store = dist.HashStore()
+        relayed = _Relayed(store, listener.getsockname()[1])
+        hosts, stores = (_LISTENS, _CONNECTS), (store, relayed)
+
+        def make(rank: int) -> Any:
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = TIMEOUT
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=hosts[rank])]
+            return dist.ProcessGroupGloo(stores[rank], rank, 2, options)
+
+        def relay() -> None:
+            connecting, _ = listener.accept()
+            with connecting, socket.create_connection((_LISTENS, relayed.port)) as listening:
+                ends = (listening, connecting)
+                back = threading.Thread(target=_pump, args=(ends[1 - sender], ends[sender], None))
+                back.start()
+                _pump(ends[sender], ends[1 - sender], count)
+                for end in ends:
+                    with suppress(OSError):  # it has closed the connection
+                        end.shutdown(socket.SHUT_RDWR)
+                back.join()
+
+        thread = threading.Thread(target=relay, daemon=True)
+        thread.start()
+        groups = together(2, make)
+        yield groups
+        groups.clear()
+
+
+def _pump(source: socket.socket, target: socket.socket, most: int | None) -> None:
+    passed = 0
+    with suppress(OSError):
+        while (most is None or passed < most) and (data := source.recv(2**16 if most is None else most - passed)):
+            target.sendall(data)
+            passed += len(data)
+
+
+class _Relayed(Store):
+    """A store whose values name the ``relay``'s port for the one at which rank 0 listens."""
+
+    def __init__(self, store: Store, relay: int) -> None:
+        super().__init__()
+        self._store, self._relay = store, relay
+        self.port = 0
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value = self._store.get(key)
+        before, address, _ = value.partition(socket.inet_aton(_LISTENS))
+        if not address:
+            return value
+        (self.port,) = struct.unpack(">H", before[-2:])
+        where = before[-2:] + address
+        return value.replace(where, struct.pack(">H", self._relay) + socket.inet_aton(_RELAYS))
+
+    def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:
+        self._store.wait(keys, timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
