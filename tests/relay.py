@@ -20,7 +20,7 @@ _CONNECTS, _RELAYS, _LISTENS = "127.0.0.9", "127.0.0.2", "127.0.0.1"  # gloo con
 
 
 @contextmanager
-def lost_after(count: int, sender: int) -> Iterator[list[Any]]:
+def lost_after(count: int, sender: int, timeout: timedelta = TIMEOUT) -> Iterator[list[Any]]:
     """The groups of ranks 0 and 1, for two threads; their connection ends when ``sender`` has sent so many bytes."""
     with socket.create_server((_RELAYS, 0)) as listener:
         store = dist.HashStore()
@@ -29,7 +29,7 @@ def lost_after(count: int, sender: int) -> Iterator[list[Any]]:
 
         def make(rank: int) -> Any:
             options = dist.ProcessGroupGloo._Options()
-            options._timeout = TIMEOUT
+            options._timeout = timeout
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=hosts[rank])]
             return dist.ProcessGroupGloo(stores[rank], rank, 2, options)
 
