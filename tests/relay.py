@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import struct
 import threading
@@ -73,12 +74,11 @@ class _Relayed(Store):
 
     def get(self, key: str) -> bytes:
         value = self._store.get(key)
-        before, address, _ = value.partition(socket.inet_aton(_LISTENS))
-        if not address:
-            return value
-        (self.port,) = struct.unpack(">H", before[-2:])
-        where = before[-2:] + address
-        return value.replace(where, struct.pack(">H", self._relay) + socket.inet_aton(_RELAYS))
+        if where := re.search(rb"\x02\0(..)" + re.escape(socket.inet_aton(_LISTENS)) + rb"\0{8}", value, re.DOTALL):
+            (self.port,) = struct.unpack(">H", where[1])
+            mine = struct.pack("=H", socket.AF_INET) + struct.pack(">H", self._relay) + socket.inet_aton(_RELAYS)
+            value = value.replace(where[0], mine + bytes(8))
+        return value
 
     def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:
         self._store.wait(keys, timeout)
