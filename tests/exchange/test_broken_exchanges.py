@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import LOST_CONNECTION, WorkerFailedError
 from lightning_sdpipe.exchange import moving, transfers
+from lightning_sdpipe.exchange.collectives import SumInPlace
 from lightning_sdpipe.exchange.common_reference import CommonModel, CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import Mover, finish
@@ -212,6 +214,26 @@ def test_a_wait_ends_on_both_sides_if_the_connection_is_lost_in_the_midst_of_a_m
         start = time.monotonic()
         together(2, move)
         assert time.monotonic() - start < relay.TIMEOUT.total_seconds() / 2
+
+
+def test_a_sum_ends_and_holds_nobody_up_if_the_connection_is_lost_in_the_midst_of_its_last_message() -> None:
+    """gloo itself would go on waiting until the timeout, and so would the destructor of the group."""
+    given_up, start = threading.Event(), time.monotonic()
+    with relay.lost_after(3_900_000, sender=1) as groups:
+
+        def add_up(rank: int) -> None:
+            mover = SumInPlace(Replicas(groups[rank], range(2), 0, rank, given_up=given_up))
+            pending = mover.start([torch.ones(10**6)], group(range(2), (1.0, 1.0)))
+            if rank:
+                with suppress(WorkerFailedError):  # all that it waits for may have come
+                    pending.wait()
+                given_up.set()
+                return
+            with pytest.raises(WorkerFailedError, match=r"adding up with .* failed: the process group is given up"):
+                pending.wait()
+
+        together(2, add_up)
+    assert time.monotonic() - start < relay.TIMEOUT.total_seconds() / 2
 
 
 def test_threads_that_wait_for_long_messages_wait_again_and_one_that_is_left_alone_does_not(
