@@ -6,6 +6,7 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -24,19 +25,19 @@ _CONNECTS, _RELAYS, _LISTENS = "127.0.0.9", "127.0.0.2", "127.0.0.1"  # gloo con
 def lost_after(count: int, sender: int, timeout: timedelta = TIMEOUT) -> Iterator[list[Any]]:
     """The groups of ranks 0 and 1, for two threads; their connection ends when ``sender`` has sent so many bytes."""
     with socket.create_server((_RELAYS, 0)) as listener:
-        store = dist.HashStore()
+        store = dist.HashStore()  # type: ignore[attr-defined]
         relayed = _Relayed(store, listener.getsockname()[1])
         hosts, stores = (_LISTENS, _CONNECTS), (store, relayed)
 
         def make(rank: int) -> Any:
-            options = dist.ProcessGroupGloo._Options()
+            options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timeout
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=hosts[rank])]
             return dist.ProcessGroupGloo(stores[rank], rank, 2, options)
 
         def relay() -> None:
             connecting, _ = listener.accept()
-            with connecting, socket.create_connection((_LISTENS, relayed.port)) as listening:
+            with connecting, _connected(relayed.port) as listening:
                 ends = (listening, connecting)
                 back = threading.Thread(target=_pump, args=(ends[1 - sender], ends[sender], None))
                 back.start()
@@ -51,6 +52,18 @@ def lost_after(count: int, sender: int, timeout: timedelta = TIMEOUT) -> Iterato
         groups = together(2, make)
         yield groups
         groups.clear()
+
+
+def _connected(port: int) -> socket.socket:
+    """A connection to the rank that listens, or is about to."""
+    until = time.monotonic() + TIMEOUT.total_seconds()
+    while True:
+        try:
+            return socket.create_connection((_LISTENS, port))
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)
 
 
 def _pump(source: socket.socket, target: socket.socket, most: int | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe import p2p
@@ -44,7 +45,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.SimpleQueue[str]]:
     """What a watchdog says."""
     monkeypatch.setattr(watchdog, "_LOOK", 0.1)
     monkeypatch.setattr(p2p, "_waited_for", set())  # a thread of another test may be left in a wait
-    monkeypatch.setattr(p2p.dist, "get_group_rank", lambda _, rank: rank)
+    monkeypatch.setattr(dist, "get_group_rank", lambda _, rank: rank)
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     dog = Watchdog(str, lambda: None, said.put)
     dog.watch()
