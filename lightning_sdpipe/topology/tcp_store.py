@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import Store, default_pg_timeout
 log = logging.getLogger(__name__)
 
 _ANSWERS = 5.0  # seconds within which TCPStore itself gives up, after its timeout
+_PATIENCE = 60.0  # seconds after which rank 0 tells whom it waits for
 _OF_THE_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun, whose agent listens at MASTER_PORT then
 
 
@@ -53,7 +54,14 @@ def open_store(
         options["master_listen_fd"] = listener.detach()
     else:
         log.info(f"MASTER_ADDR={host} is no address of this machine, so the store listens on all of its interfaces")
-    return TCPStore(host, port, world_size, True, timeout, **options)
+    waits = f"{host}:{port} waits for the other processes of {world_size}, for {timeout.total_seconds():g} s at most"
+    told = threading.Timer(_PATIENCE, log.warning, [f"Rank 0 at {waits}. Has every machine been started?"])
+    told.daemon = True
+    told.start()
+    try:
+        return TCPStore(host, port, world_size, True, timeout, **options)
+    finally:
+        told.cancel()
 
 
 def _connected(host: str, port: int, world_size: int, timeout: timedelta) -> Store:

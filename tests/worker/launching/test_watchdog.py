@@ -33,7 +33,7 @@ def receiving(group: Any) -> Iterator[tuple[Tensor, threading.Thread]]:
         with suppress(WorkerFailedError):
             transfer.wait()
 
-    transfer.start(lambda tensor, rank, group, tag: group.recv([tensor], rank, tag), arriving, 1, group, 0)
+    transfer.start(lambda tensor, rank, group, tag: group.recv([tensor], rank, tag), [arriving], 1, group, 0)
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     yield arriving, thread
