@@ -346,8 +346,7 @@ def serve(
     form = "scheduler: %(message)s" if of_a_run else "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(level=settings.level, format=form, stream=sys.stderr)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # usually 1024: a worker takes three, and each stranger takes one
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # not 1024: a worker takes three, and each stranger one
     server = settings.server()
     with stop_signals(*signals) as stopped, server, run_file.published(settings.run_file(server.address)):
         say(SAYS + server.address)
