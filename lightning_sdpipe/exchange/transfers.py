@@ -34,7 +34,7 @@ _LOOKS = 20
 """Number of these looks, of which the last is also at the connection."""
 
 
-class Message(NamedTuple):
+class PendingMessage(NamedTuple):
     """A message under way to or from the member ``rank`` of a process group, whom errors call ``peer``; or, with NCCL,
     all messages of a transfer, and the names of all members."""
 
@@ -49,7 +49,7 @@ class Transfers:
     """Messages under way; keeps their tensors alive."""
 
     replicas: Replicas
-    messages: list[Message] = field(default_factory=list)
+    messages: list[PendingMessage] = field(default_factory=list)
     staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # where a message arrives, and where it is to go
 
     def wait(self) -> None:
@@ -61,7 +61,7 @@ class Transfers:
 
 
 def complete(
-    messages: Sequence[Message], group: Any, limit: timedelta, given_up: threading.Event | None = None
+    messages: Sequence[PendingMessage], group: Any, limit: timedelta, given_up: threading.Event | None = None
 ) -> None:
     """Wait until ``messages`` over ``group`` have arrived and left.
 
@@ -104,7 +104,7 @@ def complete(
 class _LongWait:
     """A wait for messages, whose tensors it keeps alive."""
 
-    messages: Sequence[Message]
+    messages: Sequence[PendingMessage]
     limit: timedelta
     at: int = 0  # which of them is waited for
     failure: BaseException | None = None
@@ -181,19 +181,19 @@ def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: 
         with unrecorded():
             works = dist.batch_isend_irecv(batch)
         tensors = [tensor for _, _, tensor in operations]
-        transfers.messages = [Message(several, 0, work, tensors) for work in works]
+        transfers.messages = [PendingMessage(several, 0, work, tensors) for work in works]
         return transfers
     for (sends, pipeline, tensor), name in zip(operations, names, strict=True):
         rank, start = replicas.ranks[pipeline], replicas.group.send if sends else replicas.group.recv
         try:
             with unrecorded():
-                transfers.messages.append(Message(name, rank, start([tensor], rank, tag), [tensor]))
+                transfers.messages.append(PendingMessage(name, rank, start([tensor], rank, tag), [tensor]))
         except RuntimeError as error:
             raise _failed(name, error) from error
     return transfers
 
 
-def _wait(message: Message, limit: timedelta) -> None:
+def _wait(message: PendingMessage, limit: timedelta) -> None:
     try:
         message.work.wait(limit)
     except RuntimeError as error:

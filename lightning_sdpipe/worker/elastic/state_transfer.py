@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import Store
 from torch.utils._pytree import tree_map_only
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
-from lightning_sdpipe.exchange.transfers import Message, complete
+from lightning_sdpipe.exchange.transfers import PendingMessage, complete
 from lightning_sdpipe.lightning_internals import checkpoint_of
 from lightning_sdpipe.scheduler.client.membership_client import CancelledError
 
@@ -164,7 +164,7 @@ class _Peer:
 
     def move(self, begin: Callable[..., dist.Work], part: Tensor) -> Tensor:
         """Send or receive ``part``, and return it."""
-        message = Message(self.name, self.rank, begin([part], self.rank, 0), [part])
+        message = PendingMessage(self.name, self.rank, begin([part], self.rank, 0), [part])
         complete([message], self.group, self.timeout, self.in_vain)
         return part
 
