@@ -149,7 +149,7 @@ def value_of_batch(metric: Metric) -> Any:
 
 def set_value_of_batch(metric: Metric, value: Tensor) -> None:
     """Set what ``self.log`` shows of a step."""
-    metric._forward_cache = value
+    metric._forward_cache = value  # type: ignore[assignment]
 
 
 def metric_counts(module: LightningModule) -> dict[str, int]:

@@ -159,7 +159,7 @@ class TrainingSetup(CheckpointHooks):
         with refuse_several_optimizers():
             super().setup_optimizers(trainer)
         (optimizer,) = self.optimizers
-        agree_on_groups(optimizer, self.lightning_module, self.groups)
+        agree_on_groups(optimizer, self.module, self.groups)
         refuse_unfit(optimizer, self.precision_plugin, self.options.num_stages)
         refuse_unfit_momentum(optimizer, self.options.exchange.payload)
         if self.options.variance_correction:
