@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="sdpipe", description="lightning_sdpipe: elastic runs, the scheduler, models, placement."
+        prog="sdpipe",
+        description="Tools for training on devices that are not alike: try it, cut and place a model, run, look.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

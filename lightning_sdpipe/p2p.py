@@ -27,13 +27,13 @@ class Transfer:
     staged: list[Tensor] = field(default_factory=list)
     receiving: bool = False
 
-    def wait(self) -> list[Tensor]:
-        """Block until the peer has taken (or delivered) everything.
+    def wait(self, phase: int = meter.WAIT_STAGE) -> list[Tensor]:
+        """Block until the peer has taken (or delivered) everything; the meter counts that as ``phase``.
 
         Raises:
             WorkerFailedError: the peer closed the connection or the group's timeout passed; the message names the peer.
         """
-        with meter.current().waiting():
+        with meter.current().waiting(phase):
             try:
                 for work in self.works:
                     work.wait()
@@ -51,11 +51,15 @@ class Transfer:
         verb = "receiving from" if self.receiving else "sending to"
         return WorkerFailedError(f"{verb} {self.peer} failed: {str(error).splitlines()[0]}")
 
-    def start(self, begin: Callable[..., dist.Work | None], tensor: Tensor, rank: int, group: Any, tag: int) -> None:
-        """Start sending or receiving one tensor by ``begin``."""
+    def start(
+        self, begin: Callable[..., dist.Work | None], tensors: Sequence[Tensor], rank: int, group: Any, tag: int
+    ) -> None:
+        """Start sending or receiving ``tensors``, in their order, by ``begin``."""
         try:
             with unrecorded():
-                self.works.append(_started(begin(tensor, rank, group=group, tag=tag)))
+                for tensor in tensors:
+                    if tensor.numel():
+                        self.works.append(_started(begin(tensor, rank, group=group, tag=tag)))
         except RuntimeError as error:
             raise self.failed(error) from error
 
@@ -129,28 +133,26 @@ def _landing(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return pinned_like(tensor) if through_host(tensor, group) else tensor
 
 
+def _departing(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensor of which the network reads a message with the values of ``tensor``."""
+    payload = tensor.detach().contiguous()
+    if through_host(payload, group):
+        payload = pinned_like(payload).copy_(payload)  # waits for the computation of its values
+    return payload
+
+
 def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup, tag: int, peer: str) -> Transfer:
     """Start sending ``tensors`` to global rank ``to``; they must not change before the transfer is waited for."""
-    transfer = Transfer(peer)
-    for tensor in tensors:
-        payload = tensor.detach().contiguous()
-        if through_host(payload, group):
-            payload = pinned_like(payload).copy_(payload)  # waits for the computation of its values
-        transfer.tensors.append(payload)
-        if payload.numel():
-            transfer.start(dist.isend, payload, to, group, tag)
+    transfer = Transfer(peer, tensors=[_departing(tensor, group) for tensor in tensors])
+    transfer.start(dist.isend, transfer.tensors, to, group, tag)
     return transfer
 
 
 def receive(into: Sequence[Tensor], source: int, group: dist.ProcessGroup, tag: int, peer: str) -> Transfer:
     """Start receiving from global rank ``source`` into contiguous tensors, in the order in which they were sent."""
-    transfer = Transfer(peer, receiving=True)
-    for tensor in into:
-        staged = _landing(tensor, group)
-        transfer.tensors.append(tensor)
-        transfer.staged.append(staged)
-        if staged.numel():
-            transfer.start(dist.irecv, staged, source, group, tag)
+    staged = [_landing(tensor, group) for tensor in into]
+    transfer = Transfer(peer, tensors=[*into], staged=staged, receiving=True)
+    transfer.start(dist.irecv, staged, source, group, tag)
     return transfer
 
 

@@ -134,12 +134,33 @@ def _first(values: re.Match[str]) -> str:
 
 
 def test_every_question_has_its_answer() -> None:
-    assert answered() == list(range(1, QUESTIONS + 1))
+    assert len(answered()) == QUESTIONS
 
 
-def answered() -> list[int]:
-    page = PAGES["docs/answers.md"].read_text()
-    return [int(number) for number in re.findall(r"^## (\d+)\. .+\?\n\n\S", page, re.MULTILINE)]
+def answered() -> list[str]:
+    return re.findall(r"^## (.+\?)\n\n\S", PAGES["docs/answers.md"].read_text(), re.MULTILINE)
+
+
+def test_links_lead_to_headings() -> None:
+    """By the anchors of GitHub, which are those of the site."""
+    without_code = {
+        path: re.sub(r"^ *```.*?^ *```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for path in PAGES.values()
+    }
+    anchors = {path: anchors_of(text) for path, text in without_code.items()}
+    wrong = []
+    for path, text in without_code.items():
+        for link in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", text):
+            page, _, anchor = link.partition("#")
+            target = (path.parent / page).resolve() if page else path
+            if not target.exists() or (anchor and anchor not in anchors.get(target, ())):
+                wrong.append(f"{path.name}: {link}")
+    assert wrong == []
+
+
+def anchors_of(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 SYMPTOMS = {

@@ -212,9 +212,9 @@ class _Positions:
     def __iter__(self) -> Iterator[Drawn]:
         with self._stream.drawn():
             batches = iter(self._batches)
-        begun, nothing = False, nullcontext()
+        begun, at_once, nothing = False, _draws_at_once(self._batches), nullcontext()
         for number in self._numbers:
-            with nothing if begun and _draws_at_once(self._batches) else self._stream.drawn():
+            with nothing if begun and at_once else self._stream.drawn():
                 try:
                     indices = next(batches)
                 except StopIteration:

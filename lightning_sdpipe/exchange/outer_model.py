@@ -173,6 +173,10 @@ class OuterModel(CommonReference):
         """Replace a piece of the model by the base, but for the share that is kept."""
         piece.lerp_(self.outer[number].base, 1 - self.mix)
 
+    def copied_base(self) -> list[Tensor]:
+        """Return copies of the base on the CPU, by piece; none before :meth:`begin`."""
+        return [outer.base.detach().cpu().clone() for outer in self.outer]
+
     @property
     def momentum(self) -> list[Tensor]:
         """Momentum of the outer optimizer, by piece; none without one."""

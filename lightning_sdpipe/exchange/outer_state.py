@@ -76,16 +76,13 @@ class OuterState:
         with self._lock:
             return self.base, [tensor.detach().clone() for tensor in self.tensors()]
 
-    def load(self, base: int, state: Sequence[Tensor]) -> None:
-        """Take over what :meth:`copy` has returned on another worker."""
+    def load(self, base: int, pieces: Sequence[Tensor]) -> None:
+        """Take over the number and the pieces of another worker's base, and leave the momentum as it is."""
         with self._lock:
-            self._load(base, state)
-
-    def _load(self, base: int, state: Sequence[Tensor]) -> None:
-        self.base = base
-        self.forget()
-        for own, given in zip(self.tensors(), state, strict=True):
-            own.copy_(given)
+            self.base = base
+            self.forget()
+            for outer, piece in zip(self.codec.outer, pieces, strict=True):
+                outer.base.copy_(piece)
 
     def forget(self) -> None:
         """Let the last rounds go, since the base has come to be in another way."""
@@ -132,7 +129,9 @@ class OuterState:
         it keeps these changes."""
         with self._lock, torch.no_grad():
             if new.received:
-                self._load(new.base, new.received)
+                self.forget()
+                for own, given in zip(self.tensors(), new.received, strict=True):
+                    own.copy_(given)
             for missed in new.missed:
                 for piece, outer in enumerate(self.codec.outer):
                     outer.step(missed.mean(piece, outer.base, self.codec))

@@ -30,7 +30,7 @@ def find_blocks(module: nn.Module, names: Sequence[str] | None = None) -> tuple[
 
     Several modules before the first container (word and position embeddings, say) may each feed the sum that enters it,
     so they form one block with its first element. All modules after the last container (norm, pooler, head) is one
-    block for the same reason.
+    block for the same reason. Without any container, the children are the blocks, or those of an only child.
 
     With ``names``, each of those modules is a block, ``*`` standing for one part of a path
     (``"encoder.layer.*"``).
@@ -50,7 +50,9 @@ def find_chain(module: nn.Module, names: Sequence[str] | None = None) -> tuple[s
 
 def find_chains(module: nn.Module, names: Sequence[str] | None = None) -> Iterator[tuple[str, ...]]:
     """Yield the chain of :func:`find_chain`. Unless blocks are named, also yields the other chain, if there is one, in
-    which a module is opened if it holds one of the longest ModuleLists, instead of most of the parameters.
+    which a module is opened if it holds one of the longest ModuleLists, instead of most of the parameters. In a model
+    without containers, whose modules are blocks, the largest one is opened in the other chain, and in the first if that
+    would have a single block.
 
     Raises:
         ConfigurationError: as for :func:`find_blocks`.
@@ -62,22 +64,31 @@ def find_chains(module: nn.Module, names: Sequence[str] | None = None) -> Iterat
     first = tuple(_open(module, "", lambda child: 2 * sum(_in_containers(child)) > most))
     if not first:
         raise ConfigurationError(
-            f"No chain of blocks was found in {type(module).__name__}: it holds no nn.Sequential or "
-            "nn.ModuleList and "
-            f"no submodule with parameters. {_HOW_TO_NAME}"
+            f"No blocks were found in {type(module).__name__}, since it has no submodule with parameters. Put its "
+            "parameters, and the code that computes with them, into modules that are attributes of it; of an "
+            "nn.Sequential or nn.ModuleList each element is a block."
         )
+    finer = () if most else tuple(_open_largest(module))
+    if len(first) == 1 and finer:
+        first = finer
     yield first
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
     longest = {m for m in lists if len(m) == max(map(len, lists)) > 1}
     second = tuple(_open(module, "", lambda child: not longest.isdisjoint(child.modules()), longest))
     if longest and second != first:
         yield second
+    if finer not in ((), first):
+        yield finer
 
 
 def described(blocks: Sequence[Block]) -> str:
     """Return the names of the first and the last of consecutive blocks, and their number."""
-    first, last = " + ".join(blocks[0]), " + ".join(blocks[-1])
-    return first if len(blocks) == 1 else f"{first} … {last} ({len(blocks)})"
+    return ends(blocks) + (f" ({len(blocks)})" if len(blocks) > 1 else "")
+
+
+def ends(blocks: Sequence[Block]) -> str:
+    """Return the names of the first and the last of consecutive blocks."""
+    return " … ".join(dict.fromkeys(" + ".join(block) for block in (blocks[0], blocks[-1])))
 
 
 def refuse_compiled(module: nn.Module, chain: Sequence[str]) -> None:
@@ -98,12 +109,6 @@ def compiled_as_one(what: str) -> str:
     )
 
 
-_HOW_TO_NAME = (
-    "Name the blocks in the order in which they run, for example "
-    'SDPipeStrategy(blocks=["model.embeddings", "model.layers.*", "model.head"]).'
-)
-
-
 def _open(
     module: nn.Module, path: str, opened: Callable[[nn.Module], bool], lists: Collection[nn.Module] | None = None
 ) -> Iterator[str]:
@@ -122,6 +127,17 @@ def _open(
                 yield from _open(child, child_path, opened, lists)
             else:
                 yield child_path
+
+
+def _open_largest(module: nn.Module) -> Iterator[str]:
+    """Yield the chain of a model without containers, in which a module of several parts that has most of the parameters
+    is opened."""
+    half = sum(p.numel() for p in module.parameters()) / 2
+
+    def opened(child: nn.Module) -> bool:
+        return any(map(_has_state, child.children())) and sum(p.numel() for p in child.parameters()) > half
+
+    return _open(module, "", opened)
 
 
 def _in_containers(module: nn.Module) -> Iterator[int]:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor, nn
 
@@ -85,8 +84,7 @@ Kind: TypeAlias = Literal["output", "hook", "attribute", "extend", "update", "re
 Place: TypeAlias = tuple[str | int, ...]
 
 
-@dataclass(frozen=True)
-class Effect:
+class Effect(NamedTuple):
     """One of the things that a call did.
 
     ======================  ====================  ==============================================
@@ -167,10 +165,10 @@ class EffectRecorder:
             self._in_hooks(True)
 
     def _containers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Place, _Container]]:
-        for place, value in enumerate(args):
-            yield from _nested(("argument", 0, place), value)
-        for name, value in kwargs.items():
-            yield from _nested(("argument", 1, name), value)
+        given = [*((0, place, value) for place, value in enumerate(args)), *((1, *item) for item in kwargs.items())]
+        for which, name, value in given:
+            if type(value) in (list, tuple, dict):
+                yield from _nested(("argument", which, name), value)
         if self._looked != _assignments.of_containers:
             self._looked = _assignments.of_containers
             self._kept = [

@@ -213,7 +213,7 @@ class SkippedCutError(ConfigurationError):
 
 def refuse_placeholders(value: Any, where: str) -> None:
     """Raise :class:`SkippedCutError` if a placeholder is in ``value``, which ``where`` is about to compute with."""
-    for leaf in tree_leaves(value):
+    for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
         if isinstance(leaf, Placeholder):
             raise SkippedCutError(leaf, f"is used by {where}")
         if isinstance(leaf, Absent):

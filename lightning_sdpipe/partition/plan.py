@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.balance import balance
-from lightning_sdpipe.partition.chain import Block, described, find_chains, join_ends, refuse_compiled
+from lightning_sdpipe.partition.chain import Block, described, ends, find_chains, join_ends, refuse_compiled
 from lightning_sdpipe.partition.cut import cut
 from lightning_sdpipe.partition.memory import Memory
 from lightning_sdpipe.partition.pipeline_cut import (
@@ -170,7 +170,8 @@ def _cut_into(
     rehearsed: RehearsalResult | None,
     in_flight: InFlight | None,
 ) -> Plan:
-    cut(len(blocks), num_stages, "uniform" if isinstance(partition, (str, Balanced)) else partition)
+    named = ends(blocks)
+    cut(len(blocks), num_stages, "uniform" if isinstance(partition, (str, Balanced)) else partition, named)
     if partition == "parameters":
         sizes = [float(num_parameters(module, block)) for block in blocks]
         spans, _ = balance(sizes, [0.0] * (len(blocks) - 1), [1.0] * num_stages)
@@ -184,7 +185,7 @@ def _cut_into(
         memory = None if options.memory is None else _memory(options, measured, in_flight)
         spans, _ = balance(seconds, crossing, _each(options.speeds) or [1.0] * num_stages, memory)
     else:
-        spans = cut(len(blocks), num_stages, partition)  # type: ignore[arg-type]  # names are dealt with above
+        spans = cut(len(blocks), num_stages, partition, named)  # type: ignore[arg-type]  # names are dealt with above
     made = Plan(blocks, spans)
     if rehearsed is None or num_stages == 1:
         return made
@@ -220,13 +221,14 @@ def check(
     same_memory(module)
     refused: ConfigurationError | None = None
     for chain in find_chains(module, names):
-        num_blocks = len(join_ends(module, chain)) if names is None else len(chain)
+        blocks = join_ends(module, chain) if names is None else tuple((path,) for path in chain)
         known: list[tuple[range, ...]] = []
         try:
             for each in cuts:
                 with each.named():
                     given = each.partition
-                    spans = cut(num_blocks, each.num_stages, "uniform" if isinstance(given, (str, Balanced)) else given)
+                    counts = "uniform" if isinstance(given, (str, Balanced)) else given
+                    spans = cut(len(blocks), each.num_stages, counts, ends(blocks))
                 if given == "uniform" or not isinstance(given, (str, Balanced)):
                     known.append(spans)
                 _check_weights(module, chain, each)

@@ -4,7 +4,7 @@ stage repeats them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -153,7 +153,7 @@ class Sending:
     def _instead_of(self, key: LeafKey) -> LeafKey | None:
         """Return the leaf that is used in the place of a skipped block's output."""
         before = [block for block in self._ran if block < key.block]
-        return replace(key, block=before[-1]) if before and key.kind == "output" else None
+        return key._replace(block=before[-1]) if before and key.kind == "output" else None
 
     def _keep_for_skipped(self, until: int) -> None:
         """Keep the output of the last block that ran, if a wanted output would have come since, before block

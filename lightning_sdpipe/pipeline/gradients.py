@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -80,13 +80,18 @@ def loss_with_gradients(
         accumulated: whether earlier mini-batches have left gradients for the same update. Then ``gradients`` are added
             first, and the exchange replaces the sums.
     """
-    anchor = torch.zeros((), device=loss.device, requires_grad=True)
     deposit: Any = _Deposit.apply  # untyped in torch
     loss = loss.detach() if scale is None else loss.detach() / scale
     if exchange is not None and not accumulated:
         exchange.complete(gradients)
     left = _Left(list(parameters), list(gradients), scale, exchange, accumulated, meter.current())
-    return deposit(anchor, loss, left)  # type: ignore[no-any-return]
+    return deposit(_anchor(loss.device), loss, left)  # type: ignore[no-any-return]
+
+
+@cache
+def _anchor(device: torch.device) -> Tensor:
+    """Return a tensor that asks for a gradient and never gets one."""
+    return torch.zeros((), device=device, requires_grad=True)
 
 
 @dataclass

@@ -67,6 +67,10 @@ class OuterRounds(PolicyConfig, frozen=True):
                 "grace", grace, '"auto" where quorum is None, since all are waited for; or a quorum, such as 0.5'
             )
 
+    @property
+    def rounds_are_apart(self) -> bool:
+        return True
+
     def make_policy(self, num_stages: int, num_pipelines: int) -> OuterRoundsPolicy:
         if isinstance(self.quorum, int) and self.quorum > num_pipelines:
             allowed = f"1 to {num_pipelines}, a share such as 0.5, or null for all of them"

@@ -69,6 +69,12 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return False
 
     @property
+    def rounds_are_apart(self) -> bool:
+        """True if workers make many updates between two rounds. Then a newcomer begins to train before it shares a
+        process group with the others."""
+        return False
+
+    @property
     def announces(self) -> When:
         """Time at which a worker announces that it is ready: before its last backward (SDPipe §4) or within it, or
         after the optimizer's step."""

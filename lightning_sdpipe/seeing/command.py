@@ -103,6 +103,10 @@ def _show(look: Look, options: argparse.Namespace) -> int:
 def _look(options: argparse.Namespace) -> Look:
     if options.run is not None and Path(options.run).is_file():
         return lambda: (of_log(Path(options.run)), None)
+    if options.run is not None and "://" not in options.run:
+        raise ConfigurationError(
+            f"there is no file {options.run}; give the log of a run, or a scheduler, as in tcp://10.0.0.1:5555"
+        )
     address, keys = scheduler_of(options.run, options.key_file)
     return lambda: of_scheduler(address, keys, options.timeout)
 
@@ -130,8 +134,10 @@ def scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, Worke
     """Return the scheduler's address, and the keys that open it.
 
     Raises:
-        ConfigurationError: no address is given, and there is not exactly one scheduler.
+        ConfigurationError: ``address`` is none, or none is given, and there is not exactly one scheduler.
     """
+    if address is not None and "://" not in address:
+        raise ConfigurationError(f"{address} is no address of a scheduler, as in tcp://10.0.0.1:5555")
     runs = [run for run in running(_answers) if address in (None, run.address)]
     if address is None and len(runs) != 1:
         listed = "".join(f"\n  {run}" for run in runs)

@@ -18,6 +18,8 @@ from lightning_sdpipe.simulate.pipelines import Slowness, Work
 from lightning_sdpipe.simulate.run import Run, dealt_epoch, jittered, simulate
 from lightning_sdpipe.topology.mesh import depths_of, shape_of, speeds_of
 
+_FACTORS = (1, 1, 1, 2)
+
 NOMINAL_ITERATION_SECONDS = 0.1
 """Length of a mini-batch that the delays of conditions A and B are meant for: our choice, the paper has none."""
 
@@ -29,14 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = registry.from_text(options.policy, options.set)
         given, listed = options.num_pipelines, len(options.num_stages) > 1
         num_stages, num_pipelines, depths = shape_of(options.num_stages, 4 if given is None and not listed else given)
+        of_each = depths or [num_stages] * num_pipelines
         work = Work(
             num_stages,
             num_pipelines,
             options.iterations,
-            _seconds(options, depths or [num_stages] * num_pipelines),
+            _seconds(options, of_each),
             options.schedule,
             options.num_micro_batches,
-            _slowness(options),
+            _slowness(options, sum(of_each)),
             lambda group: options.exchange if len(group.members) > 1 else 0.0,
             options.announce,
             depths,
@@ -95,13 +98,25 @@ def _seconds(options: argparse.Namespace, depths: Sequence[int]) -> Callable[[Wo
     return lambda worker, iteration: of_deepest(worker, iteration) * max(depths) / sum(speeds[worker.pipeline])
 
 
-def _slowness(options: argparse.Namespace) -> Slowness | None:
-    match options.heterogeneity:
-        case "a" | "b":
+def _slowness(options: argparse.Namespace, devices: int) -> Slowness | None:
+    """Return what slows the devices down.
+
+    Raises:
+        ConfigurationError: factors are given that are not used, or do not fit so many devices.
+    """
+    kind, factors = options.heterogeneity, options.factors
+    if factors and kind not in (None, "static"):
+        raise ConfigurationError(f"--factors go with --heterogeneity static, not with {kind}; leave one of the two out")
+    if factors and devices % len(factors):
+        raise ConfigurationError(
+            f"--factors are {len(factors)}, and there are {devices} devices: give one for each, by global rank"
+        )
+    match kind or ("static" if factors else "b"):
+        case "a" | "b" as letter:
             scale = options.seconds / NOMINAL_ITERATION_SECONDS
-            return condition("A" if options.heterogeneity == "a" else "B", "resnet", scale=scale, seed=options.seed)
+            return condition("A" if letter == "a" else "B", "resnet", scale=scale, seed=options.seed)
         case "static":
-            return Static(options.factors)
+            return Static(factors or _FACTORS)
         case "trace":
             return Trace(seed=options.seed)
         case _:
@@ -144,9 +159,16 @@ def _parser() -> argparse.ArgumentParser:
         help="early: before the last backward or within it; late: after the step; as the policy does by default",
     )
     parser.add_argument(
-        "--heterogeneity", default="b", choices=["none", "a", "b", "static", "trace"], help="stragglers"
+        "--heterogeneity",
+        choices=["none", "a", "b", "static", "trace"],
+        help="stragglers (default: static with --factors, else b)",
     )
-    parser.add_argument("--factors", type=float, nargs="+", default=[1, 1, 1, 2], help="of static, by global rank")
+    parser.add_argument(
+        "--factors",
+        type=float,
+        nargs="+",
+        help=f"how many times as slow each device is, by global rank (default of static: {_FACTORS})",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     return parser
 

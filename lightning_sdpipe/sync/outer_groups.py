@@ -89,8 +89,8 @@ class OuterGroups(OuterAveraging):
         super().start()
         given, self._given = self._given, []
         if given:  # a donor that has not begun has no base besides its model
-            for own, tensor in zip(self._state(), given, strict=True):
-                own.copy_(tensor)
+            for outer, base in zip(self._whole.common.outer, given, strict=True):
+                outer.base.copy_(base)
             for number, piece in enumerate(pieces_of(self._whole.tensors)):
                 self._whole.common.take_over(piece, number)  # the donor brings what it has trained since
 
@@ -108,18 +108,15 @@ class OuterGroups(OuterAveraging):
         self._average_frozen()
 
     def handover(self) -> dict[str, Any]:
-        """See the base class: the base, and its momentum."""
-        return {"state": [tensor.detach().cpu().clone() for tensor in self._state()]}
+        """See the base class: the base."""
+        return {"pieces": self._whole.common.copied_base()}
 
     def take(self, state: Mapping[str, Any]) -> None:
-        self._given = state["state"]
+        self._given = state["pieces"]
 
     def _ready(self) -> None:
         self.replica.client.ready(self._update - 1)
         self.announced = True
-
-    def _state(self) -> list[Tensor]:
-        return [tensor for outer in self._whole.common.outer for tensor in outer.state_dict().values()]
 
     def _make_round(self, group: Group) -> float:
         """Return the seconds waited for other members."""

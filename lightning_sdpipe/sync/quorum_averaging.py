@@ -163,12 +163,11 @@ class QuorumAveraging(OuterAveraging):
         self._average_frozen()
 
     def handover(self) -> dict[str, Any]:
-        """See the base class: the base, and its momentum."""
-        base, tensors = self._state.copy()
-        return {"base": base, "state": [tensor.cpu() for tensor in tensors]}
+        """See the base class: the base."""
+        return {"base": self._state.base, "pieces": self._whole.common.copied_base()}
 
     def take(self, state: Mapping[str, Any]) -> None:
-        self._given = state["base"], state["state"]
+        self._given = state["base"], state["pieces"]
 
     def _begin_round(self, group: Group) -> None:
         """Run the round of ``group``, or begin it beside training."""

@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import os
 import socket
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.distributed_c10d import Store, default_pg_timeout
 
 log = logging.getLogger(__name__)
 
+_PATIENCE = 60.0  # seconds after which rank 0 tells whom it waits for
 _OF_THE_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun, whose agent listens at MASTER_PORT then
 
 
@@ -50,7 +52,14 @@ def open_store(
         options["master_listen_fd"] = listener.detach()
     else:
         log.info(f"MASTER_ADDR={host} is no address of this machine, so the store listens on all of its interfaces")
-    return TCPStore(host, port, world_size, True, timeout, **options)
+    waits = f"{host}:{port} waits for the other processes of {world_size}, for {timeout.total_seconds():g} s at most"
+    told = threading.Timer(_PATIENCE, log.warning, [f"Rank 0 at {waits}. Has every machine been started?"])
+    told.daemon = True
+    told.start()
+    try:
+        return TCPStore(host, port, world_size, True, timeout, **options)
+    finally:
+        told.cancel()
 
 
 def listen(host: str, port: int, one_machine: bool) -> socket.socket | None:

@@ -52,11 +52,13 @@ def standing_scheduler(address: str | None, key_file: str | Path | None) -> Sche
     """Return the scheduler that another program runs: as given, or as SDPIPE_SCHEDULER and SDPIPE_KEY_FILE name it.
 
     Raises:
-        ConfigurationError: the key file cannot be read, or others can read it.
+        ConfigurationError: the address is none, or the key file cannot be read, or others can read it.
     """
-    address = address or os.environ.get("SDPIPE_SCHEDULER")
+    name, address = ("scheduler", address) if address else ("SDPIPE_SCHEDULER", os.environ.get("SDPIPE_SCHEDULER"))
     if address is None:
         return None
+    if "://" not in address:
+        raise ConfigurationError(f"{name}={address!r} is no address, as in tcp://10.0.0.1:5555.")
     key_file = key_file or os.environ.get("SDPIPE_KEY_FILE")
     return SchedulerAddress(address, worker_keys(address, key_file or None))
 

@@ -96,6 +96,26 @@ class Nested(nn.Module):
         return x
 
 
+class Plain(nn.Module):
+    """A module without containers, as its only child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _Autoencoder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class _Autoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.norm, self.up = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(torch.relu(self.norm(self.down(x))))
+
+
 def _classifies(*shape: int) -> Callable[[nn.Module], Tensor]:
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(*shape, generator=generator), torch.randint(0, 5, shape[:1], generator=generator)
@@ -173,6 +193,7 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "resnet": lambda: (ResNet(), _classifies(3, 3, 16, 16)),
     "vit": lambda: (ViT(), _classifies(3, 3, 8, 8)),
     "nested": lambda: (Nested(), _classifies(3, 4)),
+    "plain": lambda: (Plain(), _classifies(3, 4)),
     "bert": bert,
     "bert_with_pooler": bert_with_pooler,
     "gpt2": gpt2,

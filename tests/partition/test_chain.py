@@ -2,7 +2,9 @@ import pytest
 from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.chain import find_chain
+from lightning_sdpipe.partition.chain import find_chain, find_chains
+from lightning_sdpipe.partition.pipeline_cut import PipelineCut
+from lightning_sdpipe.partition.plan import check
 
 
 class Residual(nn.Module):
@@ -67,6 +69,39 @@ def test_wrong_names_are_refused(names: list[str], message: str) -> None:
         find_chain(Model(), names)
 
 
+class Plain(nn.Module):
+    """Neither it nor a part of it has a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(4, 8)
+        self.middle = Parts()
+        self.exit = nn.Linear(8, 2)
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(8, 8)
+        self.activation = nn.ReLU()
+        self.up = nn.Linear(8, 8)
+
+
+def test_without_containers_modules_are_blocks_and_the_largest_one_can_be_opened() -> None:
+    finer = ("entry", "middle.down", "middle.up", "exit")
+    assert list(find_chains(Plain())) == [("entry", "middle", "exit"), finer]
+    check(Plain(), None, [PipelineCut(4)])
+
+
+def test_a_model_that_is_one_module_is_opened() -> None:
+    model = nn.Module()
+    model.net = Plain()
+    finer = ("net.entry", "net.middle.down", "net.middle.up", "net.exit")
+    assert list(find_chains(model)) == [finer]
+    with pytest.raises(ConfigurationError, match=r"the model's 4 blocks, net\.entry … net\.exit\. Use at most 4"):
+        check(model, None, [PipelineCut(5)])
+
+
 def test_a_module_without_blocks_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="No chain of blocks was found in Module"):
+    with pytest.raises(ConfigurationError, match="No blocks were found in Module"):
         find_chain(nn.Module())

@@ -16,6 +16,7 @@ BLOCKS = {
     "resnet": ["conv1 bn1 layer1.0", "layer1.1", "layer2.0", "layer2.1", "fc"],
     "vit": ["patch_embed", "blocks.0", "blocks.1", "norm head"],
     "nested": ["stages.0.0", "stages.0.1", "stages.1.0.0"],
+    "plain": ["net.down", "net.norm", "net.up"],
     "bert": ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "cls"],
     "bert_with_pooler": [
         "bert.embeddings",

@@ -153,7 +153,7 @@ def test_a_cut_that_is_none_is_refused_with_its_pipeline() -> None:
     cuts = [PipelineCut(1, pipeline=0), PipelineCut(7, pipeline=1)]
     for refuses in (lambda: check(chain(*[1] * 7), None, cuts), lambda: plans(chain(*[1] * 7), cuts)):
         with pytest.raises(
-            ConfigurationError, match=r"pipeline 1: num_stages=7 is more than .* 6 blocks. Use at most 6"
+            ConfigurationError, match=r"pipeline 1: num_stages=7 is more than .* 6 blocks, 0 … 5. Use at most 6"
         ):
             refuses()
     with pytest.raises(ConfigurationError, match=r"pipeline 2: partition=\[2, 3\] does not cut 6 blocks"):

@@ -82,7 +82,7 @@ def test_each_pipeline_may_have_its_own_cut(capsys: pytest.CaptureFixture[str]) 
         (["no.such:thing"], "cannot be imported"),
         (["builtins:dict"], "returned a dict"),
         ([f"{__name__}:Model", "--partition", "balanced"], "returned no batch"),
-        ([f"{__name__}:Model", "--stages", "9"], "at most 3 stages"),
+        ([f"{__name__}:Model", "--stages", "9"], "Use at most 3, or name smaller modules"),
         ([f"{__name__}:Model", "--stages", "1,9"], "pipeline 1: num_stages=9 is more than the model's 3 blocks"),
         ([f"{__name__}:Model", "--stages", "1,2", "--partition", "1,2"], "give one list per pipeline"),
         ([f"{__name__}:Model", "--stages", "2", "--partition", "3/1,2"], "has a list for each pipeline"),

@@ -23,7 +23,7 @@ def test_it_shows_what_a_policy_costs_and_how_its_groups_were(capsys: pytest.Cap
 
 def test_unequal_devices_gain_what_dealing_can_give(capsys: pytest.CaptureFixture[str]) -> None:
     """Six devices of three generations: while the slowest trains one batch, all of them could train eleven."""
-    six = ["--num-stages", "1", "--num-pipelines", "6", "--heterogeneity", "static", "--jitter", "0"]
+    six = ["--num-stages", "1", "--num-pipelines", "6", "--jitter", "0"]
     assert main(["simulate", *six, "--factors", "1", "1", "2", "2", "3", "3"]) == 0
     (gain,) = re.findall(r"([\d.]+) times as long", capsys.readouterr().out)
     assert 1.69 <= float(gain) <= 11 / 6
@@ -58,6 +58,8 @@ def test_it_knows_the_conditions(heterogeneity: str, capsys: pytest.CaptureFixtu
         (["--speeds", "1,1,1"], "one for each stage of each pipeline: like 1,1/1,1/1,1 here"),
         (["--speeds", "1,1/1,1/1,0"], "--speeds are above 0"),
         (["--num-stages", "1,2", "--num-pipelines", "2", "--speeds", "1/1"], "like 1/1,1 here"),
+        (["--factors", "1", "1", "1", "2"], "--factors are 4, and there are 6 devices: give one for each"),
+        (["--heterogeneity", "b", "--factors", "1", "2"], "--factors go with --heterogeneity static, not with b"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(

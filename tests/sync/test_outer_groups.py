@@ -17,7 +17,7 @@ from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.policies import Group
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.sync import DiLoCo, outer_groups
+from lightning_sdpipe.sync import DiLoCo, outer_averaging, outer_groups
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from tests.exchange.test_group_mean import values
@@ -166,9 +166,13 @@ def test_a_newcomer_begins_with_the_base_of_its_donor(stage: Stage) -> None:
 
     def work(pipeline: int, parameter: nn.Parameter, sync: Any, rendezvous: Rendezvous) -> Tensor:
         if pipeline == 1:
-            sync.take({"state": given})
+            sync.take({"pieces": given[:1]})
+            sync.load_parameter_states({parameter: {outer_averaging.MOMENTUM: given[1]}})
         rendezvous.join()
-        state = torch.stack([parameter.detach(), *sync.handover()["state"]])
+        momentum = sync.parameter_states().get(parameter, {outer_averaging.MOMENTUM: torch.zeros(SIZE)})[
+            outer_averaging.MOMENTUM
+        ]
+        state = torch.stack([parameter.detach(), *sync.handover()["pieces"], momentum])
         rendezvous.pause(position=0)
         return state
 

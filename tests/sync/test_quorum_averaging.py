@@ -15,7 +15,7 @@ from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import EightBit, Full
 from lightning_sdpipe.exchange.payloads.payload import Payload
 from lightning_sdpipe.policies import Group
-from lightning_sdpipe.sync import DiLoCo
+from lightning_sdpipe.sync import DiLoCo, outer_averaging
 from lightning_sdpipe.sync.capabilities import Combination, check
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
@@ -160,17 +160,23 @@ def test_a_newcomer_begins_with_the_base_of_its_donor(stage: Stage) -> None:
         early = sync.handover()
         rendezvous.join()
         Work().update(pipeline, parameter, sync, range(EVERY + 1))
-        given = sync.handover()
+        given, momentum = sync.handover(), sync.parameter_states()
+        assert momentum[parameter][outer_averaging.MOMENTUM].any()
         assert sync.loose == 1
         before = parameter.detach().clone()
         newcomer = method.build(sync.replica)
         newcomer.take(given)
+        newcomer.load_parameter_states(momentum)
         newcomer.start()
         assert not torch.equal(parameter, before)
-        torch.testing.assert_close(parameter.detach(), given["state"][0], rtol=0, atol=0)
+        torch.testing.assert_close(parameter.detach(), given["pieces"][0], rtol=0, atol=0)
         found = newcomer.handover()
         assert found["base"] == given["base"] == 0
-        assert all(torch.equal(a, b) for a, b in zip(found["state"], given["state"], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(found["pieces"], given["pieces"], strict=True))
+        assert torch.equal(
+            newcomer.parameter_states()[parameter][outer_averaging.MOMENTUM],
+            momentum[parameter][outer_averaging.MOMENTUM],
+        )
         other = method.build(sync.replica)
         other.take(early)
         other.start()

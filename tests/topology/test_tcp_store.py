@@ -43,6 +43,14 @@ def test_a_name_that_is_loopback_here_only_is_no_address_for_other_machines(monk
     listener.close()
 
 
+def test_rank_zero_tells_that_it_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(tcp_store, "_PATIENCE", 0.01)
+    port = free_port()
+    with pytest.raises(RuntimeError, match="1/2 clients joined"):
+        open_store("127.0.0.1", port, 0, 2, False, timedelta(seconds=1))
+    assert f"127.0.0.1:{port} waits for the other processes of 2, for 1 s at most" in caplog.text
+
+
 @pytest.mark.parametrize("libuv", ["0", "1"])
 @pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", {"127.0.0.1"}), (ELSEWHERE, {"::", "0.0.0.0"})])
 def test_where_the_store_listens(

@@ -48,7 +48,7 @@ def processes_of(marker: str) -> dict[int, str]:
         ("stages", "4 workers cannot form pipelines of num_stages=3 stages.*Use num_stages from"),
         ("too_many_stages", "num_stages=4 is more than the model's 3 blocks"),
         ("partition", r"partition=\[3, 2\] does not cut 3 blocks into 2 stages"),
-        ("no_chain", "No chain of blocks was found in Model"),
+        ("no_chain", "No blocks were found in Model"),
         ("small_batch", "A batch of 8 samples cannot be split into num_micro_batches=9"),
         ("manual", "Model uses manual optimization"),
         ("compiled", "Model is compiled as one.*for layer in model.layers: layer.compile()"),

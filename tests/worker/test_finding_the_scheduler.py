@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys, write_keys
@@ -52,3 +53,14 @@ def test_the_key_file_may_come_from_the_environment(tmp_path: Path, monkeypatch:
     assert where is not None
     assert where.keys is not None
     assert where.keys.scheduler_public == read_scheduler_keys(scheduler_file).public
+
+
+@pytest.mark.parametrize(
+    ("given", "named"), [("10.0.0.1:5555", "scheduler='10"), (None, "SDPIPE_SCHEDULER='localhost'")]
+)
+def test_an_address_without_its_kind_is_refused_before_any_process_starts(
+    given: str | None, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SDPIPE_SCHEDULER", "localhost")
+    with pytest.raises(ConfigurationError, match=f"{named}.* is no address, as in tcp://10.0.0.1:5555"):
+        standing_scheduler(given, None)

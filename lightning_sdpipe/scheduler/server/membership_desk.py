@@ -15,6 +15,7 @@ from lightning_sdpipe.membership import members as w
 from lightning_sdpipe.membership.elastic_config import MOST_PIPELINES
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.status import MembersStatus
@@ -49,7 +50,7 @@ class MembershipDesk:
         presence: the processes that are there.
         outbox: takes the answers.
         limit: seconds of silence after which a process is taken for dead.
-        together: True if replicas are equal in every round.
+        policy: values of the policy, which say how newcomers set out.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class MembershipDesk:
         presence: Liveness,
         outbox: Outbox,
         limit: float,
-        together: bool = False,
+        policy: PolicyConfig,
     ) -> None:
         self.membership = membership
         self.on_decided: Callable[[float, w.MemberEvent, list[w.MemberDecision]], None] = lambda *_: None
@@ -69,7 +70,7 @@ class MembershipDesk:
         self._process_groups, self._presence = process_groups, presence
         self._beat, self._limit = min(LONGEST_BEAT, limit / BEATS_PER_LIMIT), limit
         self._store, self._early = KeyValueStore(), DeferredRequests()
-        self._setting_out = SettingOut(membership, groups, process_groups, presence, self._early, together)
+        self._setting_out = SettingOut(membership, groups, process_groups, presence, self._early, policy)
         self.spans = SpanDesk(presence.incarnations, groups.rows.about, outbox)
         self._levels, here = Levels(membership, outbox), presence.incarnations
         self._answers = GroupDelivery(groups, process_groups, here, self._unreachable, self._levels, outbox, limit)

@@ -107,7 +107,7 @@ class SchedulerService:
             presence,
             self._outbox,
             worker_timeout,
-            config.keeps_equal,
+            config,
         )
         self.members.on_decided = self.log.record_members
 

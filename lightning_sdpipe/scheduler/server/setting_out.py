@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
@@ -27,7 +28,7 @@ class SettingOut:
         process_groups: those of each worker.
         presence: the processes that are there.
         early: joins that wait.
-        together: True if replicas are equal in every round; else no join waits for another.
+        policy: says whether replicas are equal in every round, and whether rounds are far apart.
     """
 
     def __init__(
@@ -37,11 +38,11 @@ class SettingOut:
         process_groups: ProcessGroupRegistry,
         presence: Liveness,
         early: DeferredRequests,
-        together: bool,
+        policy: PolicyConfig,
     ) -> None:
         self._membership, self._groups, self._presence = membership, groups, presence
         self._process_groups = process_groups
-        self._early, self._together = early, together
+        self._early, self._policy = early, policy
         self._expected: set[int] = set()
         self._new: dict[Worker, int] = {}
         """Starts of members that came back to this scheduler and were in no round yet."""
@@ -49,7 +50,7 @@ class SettingOut:
     @property
     def together(self) -> bool:
         """True if workers that join set out together."""
-        return self._together and not self._membership.terms.fixed
+        return self._policy.keeps_equal and not self._membership.terms.fixed
 
     def may_begin(self, request: m.Request | e.Enrol, now: float) -> bool:
         """Return whether the worker may take part now. After a restart of the scheduler, a worker goes on in the round
@@ -62,7 +63,7 @@ class SettingOut:
         # If it first had to share a process group with the others of its round, they would make the next group without
         # it; a group waits for that by itself.
         goes_on = self.together and isinstance(request, e.Enrol)
-        return goes_on or self._shares_a_group(worker, now)
+        return goes_on or self._policy.rounds_are_apart or self._shares_a_group(worker, now)
 
     def _shares_a_group(self, worker: Worker, now: float) -> bool:
         """Return whether ``worker`` shares a process group with the active workers of its stage, or has waited for

@@ -148,8 +148,6 @@ def from_environment(environment: Mapping[str, str]) -> ElasticJob | None:
     pipeline = _number(environment, PIPELINE, "the number of this pipeline, from 0")
     if KEY_FILE in environment and not environment[KEY_FILE]:
         raise ConfigurationError(f"{KEY_FILE} is empty; give the path of worker.key, or unset it.")
-    if SCHEDULER in environment and "://" not in environment[SCHEDULER]:
-        raise ConfigurationError(f"{SCHEDULER}={environment[SCHEDULER]!r} is no address, as in tcp://10.0.0.1:5555.")
     given = [name for name in _BY_LAUNCHER if name in environment]
     key_file = Path(environment[KEY_FILE]) if KEY_FILE in environment else None
     scheduler = environment.get(SCHEDULER)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -84,6 +85,27 @@ def where_to_listen(environment: ClusterEnvironment, num_nodes: int) -> str:
         return "tcp://127.0.0.1:*"
     host = socket.gethostbyname(environment.main_address)  # ZeroMQ binds to addresses only
     return f"tcp://{host}:*"
+
+
+def refuse_strangers(environment: ClusterEnvironment, num_nodes: int) -> None:
+    """Raise ConfigurationError if several machines start their processes by themselves, and this one was not told where
+    the others meet or which of them it is: it would wait for processes that look for it elsewhere."""
+    if num_nodes == 1 or not isinstance(environment, LightningEnvironment):
+        return
+    needed = {"MASTER_ADDR": ["MASTER_ADDR"], "MASTER_PORT": ["MASTER_PORT"], "NODE_RANK": ["NODE_RANK", "GROUP_RANK"]}
+    missing = [name for name, names in needed.items() if not any(each in os.environ for each in names)]
+    if missing:
+        raise ConfigurationError(
+            f"num_nodes={num_nodes}, and neither torchrun nor srun has started this process, nor is "
+            f"{', '.join(missing)} set: the machines would not find each other. Start the script with torchrun or srun "
+            "on each of them; or set there MASTER_ADDR and MASTER_PORT of the first one, and NODE_RANK, from 0 to "
+            f"{num_nodes - 1}."
+        )
+    if not 0 <= environment.node_rank() < num_nodes:
+        raise ConfigurationError(
+            f"NODE_RANK={environment.node_rank()} is not allowed with num_nodes={num_nodes}: number the machines from "
+            f"0 to {num_nodes - 1}."
+        )
 
 
 class ElasticEnvironment(ClusterEnvironment):

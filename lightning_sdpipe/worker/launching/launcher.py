@@ -34,7 +34,7 @@ from lightning_sdpipe.lightning_internals import (
     strategy_of,
 )
 from lightning_sdpipe.worker.launching import hydra_job, job
-from lightning_sdpipe.worker.launching.environment import choose_port
+from lightning_sdpipe.worker.launching.environment import choose_port, refuse_strangers
 
 _log = logging.getLogger(__name__)
 
@@ -58,13 +58,15 @@ def launcher_for(strategy: Any, start_method: str, check: Check, timeout: float)
     """Return a launcher that starts the processes of ``strategy``; see the classes below.
 
     Raises:
-        ConfigurationError: other processes cannot run code that is typed into this one.
+        ConfigurationError: other processes cannot run code that is typed into this one, or other machines cannot be
+            found.
     """
     if hasattr(sys, "ps1") and start_method != "fork":
         raise ConfigurationError(
             f"In a notebook or an interactive session, there is no script that other processes could run "
             f"(start_method={start_method!r}). {_FORK_INSTEAD}"
         )
+    refuse_strangers(strategy.cluster_environment, strategy.num_nodes)
     job.begin()
     if start_method != "popen":
         return WholeModelLauncher(strategy, start_method, check, _GRACE)

@@ -15,6 +15,7 @@ from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.events import Widened
 from lightning_sdpipe.policies.local_sgd import LocalSGD
+from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
@@ -183,6 +184,23 @@ def test_a_leave_outdates_a_join_that_waits_for_a_process_group() -> None:
         d.say(e.Beat, Worker(0, member.pipeline), member.incarnation, (5,), 5, True)
     replies = d.say(m.Ready, Worker(0, 0), A.incarnation, 4) + d.service.tick(0.0)
     assert [reply.group.members for _, reply in replies if isinstance(reply, m.Answer)] == [(Worker(0, 0),)]
+
+
+@pytest.mark.parametrize(("config", "at_once"), [(OuterRounds(quorum=0.5), True), (LocalSGD(every=1), False)])
+def test_a_join_waits_for_a_process_group_unless_rounds_are_apart(config: PolicyConfig, at_once: bool) -> None:
+    d, third = ElasticDialogue(config), Member(2, 303)
+    epoch = Epoch(4, (A, B, third), "pipeline 2 has come")
+    for member in (A, B):
+        resumes = e.Resumes(epoch, (4,), heard=3, joined=True, answered=3)
+        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
+    d.say(e.Enrol, Worker(0, 2), third.incarnation, SAME, e.Resumes(epoch, (), heard=3))
+    for member in (A, B):
+        d.holds(Worker(0, member.pipeline), member, 4)
+    trains = m.routing_id(Worker(0, 2), third.incarnation)
+    replies = d.say(m.Join, Worker(0, 2), third.incarnation, None)
+    assert [isinstance(reply, e.Noted) for peer, reply in replies if peer == trains] == [True] * at_once
+    replies = d.holds(Worker(0, 2), third, 4)
+    assert [isinstance(reply, e.Noted) for peer, reply in replies if peer == trains] == [True] * (not at_once)
 
 
 def test_a_new_start_of_a_pipeline_is_not_asked_about_groups_of_the_start_before() -> None:

@@ -45,7 +45,6 @@ def test_without_a_launcher_a_pipeline_is_one_process() -> None:
         ({"SDPIPE_PIPELINE": "-1"}, "SDPIPE_PIPELINE='-1' is not allowed"),
         ({"SDPIPE_PIPELINE": ""}, "SDPIPE_PIPELINE='' is not allowed"),
         ({"SDPIPE_PIPELINE": "²"}, "SDPIPE_PIPELINE='²' is not allowed"),
-        ({"SDPIPE_SCHEDULER": "localhost"}, "no address"),
         ({"SDPIPE_KEY_FILE": ""}, "SDPIPE_KEY_FILE is empty"),
         ({"RANK": "2"}, "RANK=2 of WORLD_SIZE=2"),
         ({"RANK": "x"}, "RANK='x' is not allowed"),

@@ -6,10 +6,11 @@ import os
 import socket
 
 import pytest
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.worker.launching.environment import choose_port, environment_for, free_port
+from lightning_sdpipe.worker.launching.environment import choose_port, environment_for, free_port, refuse_strangers
 
 
 def test_the_port_is_none_that_connections_get() -> None:
@@ -33,6 +34,29 @@ def test_a_port_that_is_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_port()
     if (chosen := os.environ.get("MASTER_PORT")) is not None:  # else this system hands out nearly all
         assert int(chosen) >= 10_000
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, "num_nodes=2, .* nor is MASTER_ADDR, MASTER_PORT, NODE_RANK set.* torchrun or srun .* from 0 to 1"),
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, "nor is NODE_RANK set"),
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "2"}, "NODE_RANK=2 .* from 0 to 1"),
+    ],
+)
+def test_machines_that_would_not_find_each_other(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    refuse_strangers(LightningEnvironment(), 1)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=message):
+        refuse_strangers(LightningEnvironment(), 2)
+    monkeypatch.setenv("NODE_RANK", "1")
+    if len(variables) > 1:
+        refuse_strangers(LightningEnvironment(), 2)
 
 
 def test_torchrun_and_the_trainer_must_agree_unless_machines_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
