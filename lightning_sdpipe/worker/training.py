@@ -157,7 +157,7 @@ class Training:
             training = freezing.generation, source.portion, options
             step = Step("training_step", arguments, context, stream, scale, closes, *training)
             exchange = self.sync.gradients if self.updating else None
-            if exchange is not None and self.sync.by_samples:
+            if self.sync.by_samples and (exchange is not None or self.sync.gradients is None):
                 self.sync.weigh(weight_of(batch, self.trainer.lightning_module))
             accumulated = self._accumulated and not source.zeroes_gradients
             loss = self.parts.pipeline.train(batch, step, self.mini_batches, exchange, accumulated, self.ready)
