@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
-from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE
-
 _EXACT = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
 """Reductions of a metric's states that give the same whatever each pipeline has evaluated."""
 
@@ -106,8 +104,7 @@ def metrics_of(module: LightningModule, callbacks: Sequence[object]) -> dict[str
     owners = [*module.named_modules(), *((f"callback {number}", each) for number, each in enumerate(callbacks))]
     for path, owner in owners:
         attributes = {} if is_metric(owner) else getattr(owner, "__dict__", {})
-        own = {name: value for name, value in attributes.items() if name not in OF_EVERY_MODULE}
-        for place, part in _nested(path, own):
+        for place, part in _nested(path, attributes):
             add(f"{place} ", part.named_modules())
     return found
 
