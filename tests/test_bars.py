@@ -85,7 +85,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "strategy": (994, 7),
     "supervision": (1348, 14),
     "sync": (2727, 22),
-    "top": (1502, 12),
+    "top": (1500, 12),
     "topology": (639, 7),
     "worker": (4235, 35),
 }
