@@ -23,6 +23,7 @@ from lightning_sdpipe.exchange.buckets import FlatBucket
 from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.loop.loss_scale import refuse_own_unscaling
 from lightning_sdpipe.optim import FrozenVariance, VarianceCorrection, is_adam_family
+from lightning_sdpipe.pipeline.digest import options_of
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 
@@ -103,20 +104,6 @@ def refuse_unlike_options(optimizers: Sequence[Optimizer], groups: ProcessGroups
             "batches gave: change them in on_validation_end or on_train_epoch_end by trainer.callback_metrics, which "
             "are the same on all workers, or average models (sync='semi_decentralized') instead of gradients."
         )
-
-
-def options_of(optimizers: Sequence[Optimizer]) -> list[dict[str, object]]:
-    """Return, for each parameter group, the options that the optimizer was made with, without those that are no plain
-    values."""
-    return [
-        {name: group[name] for name in optimizer.defaults if name in group and _is_plain(group[name])}
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-    ]
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, (bool, int, float, str)) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def corrected(optimizer: Optimizer, models: float, sync: object) -> Optimizer:

@@ -16,6 +16,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.samples import tensors_in
@@ -109,6 +110,20 @@ class BatchDigest:
             )
         for place, there in enumerate(theirs):
             mine[place] = mine[place] or there
+
+
+def options_of(optimizers: Sequence[Optimizer]) -> list[dict[str, object]]:
+    """Return, for each parameter group, the options that the optimizer was made with, without those that are no plain
+    values."""
+    return [
+        {name: group[name] for name in optimizer.defaults if name in group and _is_plain(group[name])}
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (bool, int, float, str)) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def _different(what: str, stage: int) -> ConfigurationError:

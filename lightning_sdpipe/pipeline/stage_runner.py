@@ -17,13 +17,13 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.lightning_internals import type_of_logged_values
+from lightning_sdpipe.lightning_internals import trainer_of, type_of_logged_values
 from lightning_sdpipe.lightning_results import set_value_of_batch, value_of_batch
 from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.travel import Travel
-from lightning_sdpipe.pipeline.digest import BatchDigest
+from lightning_sdpipe.pipeline.digest import BatchDigest, options_of
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, Portion, whole
 
@@ -122,7 +122,6 @@ class Step:
     closes: bool = True  # whether the optimizer steps after it
     generation: int = 0  # of the choice of layers that train, which decides what needs a gradient
     portion: Portion | None = None  # if the batch is a portion of the batch that all pipelines train together
-    options: Sequence[Mapping[str, object]] = ()  # of the optimizer's groups
 
     def key(self, micro_batch: MicroBatch) -> Hashable:
         """Return the key that identifies, on both ends, the shapes of the messages that this step sends for a
@@ -195,7 +194,7 @@ def begin_batch(
     runners: Sequence[StageRunner],
     batch: Any,
     parts: Sequence[MicroBatch] = (),
-    options: Sequence[Mapping[str, object]] = (),
+    trains: bool = False,
 ) -> None:
     """Begin a mini-batch on the stages of ``runners``; their neighbours must have been given the same one.
 
@@ -203,12 +202,13 @@ def begin_batch(
         runners: those of one worker.
         batch: the mini-batch.
         parts: its micro-batches.
-        options: those of the optimizer's groups, which must be the same.
+        trains: whether the optimizer steps with it; its options must be the same then.
     """
     if len(runners[0].link.ranks) > 1:
         splits = hasattr(runners[0].module, "split_batch")
         signatures = [part.signature for part in parts] if splits else []
-        digest = BatchDigest(batch, signatures, options)
+        trainer = trainer_of(runners[0].module) if trains else None
+        digest = BatchDigest(batch, signatures, options_of(trainer.optimizers) if trainer else ())
         for runner in runners:
             runner.link.begin(digest)
 

@@ -24,7 +24,6 @@ from lightning_sdpipe.loop.batch_source import BatchSource
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.loop.loss_scale import loss_scale
 from lightning_sdpipe.loop.nonfinite import NonfiniteWatch
-from lightning_sdpipe.loop.optimizers import options_of
 from lightning_sdpipe.loop.python_state import PythonState
 from lightning_sdpipe.loop.stream_switches import Point, StreamSwitches
 from lightning_sdpipe.pipeline.gradients import loss_with_gradients
@@ -153,9 +152,7 @@ class Training:
         with self.whereabouts.running("training_step"), self.first_failure, freezing:
             context, stream, closes = precision.train_step_context, self.draws.stream, self._closes
             scale = loss_scale(precision, self._device) if self._scales else None
-            options = options_of(self.trainer.optimizers) if self.groups.mesh.num_stages > 1 else ()
-            training = freezing.generation, source.portion, options
-            step = Step("training_step", arguments, context, stream, scale, closes, *training)
+            step = Step("training_step", arguments, context, stream, scale, closes, freezing.generation, source.portion)
             exchange = self.sync.gradients if self.updating else None
             if self.sync.by_samples and (exchange is not None or self.sync.gradients is None):
                 self.sync.weigh(weight_of(batch, self.trainer.lightning_module))

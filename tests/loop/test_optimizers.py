@@ -11,8 +11,9 @@ from torch import nn
 from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints.whole import OptimizerParts
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.loop.optimizers import agree_on_groups, options_of
+from lightning_sdpipe.loop.optimizers import agree_on_groups
 from lightning_sdpipe.partition.ownership import assign_owners
+from lightning_sdpipe.pipeline.digest import options_of
 
 RANK_ZERO = [["0.weight", "1.bias"], ["1.weight", "0.bias"]]
 
