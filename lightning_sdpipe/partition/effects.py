@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor, nn
@@ -22,41 +23,61 @@ Original = Callable[..., Any]
 Call = Callable[[Original, tuple[Any, ...], dict[str, Any]], Any]
 
 INTERCEPTED = "_intercepted_call"
+_OWN_CALL = "_call_impl"
+"""torch's name of what calling a module runs: its forward, within its hooks."""
 
 
 class _Intercepted(nn.Module):
-    """Mixed into a module's class, so that its calls go through the function given to :func:`intercept`.
-
-    The class is changed rather than ``forward``, so that hooks, in-place ``compile()`` and classes that
-    override ``__call__`` (Hugging Face's checkpointing layers) keep their place inside the call.
-    """
+    """Mixed into a class that overrides ``__call__`` (Hugging Face's checkpointing layers, torch's compiled modules),
+    so that calls go through the function given to :func:`intercept` before they come there."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[INTERCEPTED](super().__call__, args, kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ConfigurationError(
-            f"A {type(self).__name__} of the model was copied or pickled during a run, in which most of the model is "
-            "on other workers. Make a second one (a teacher, a moving average) in __init__, configure_model or setup, "
-            "and give it the values of the first one there; steps and hooks may change it then, weight by weight."
-        )
 
 
 def intercept(module: nn.Module, call: Call) -> Callable[[], None]:
     """Make ``module(*args, **kwargs)`` return ``call(original, args, kwargs)``.
 
+    User code may ask for the class of a module (``type(layer) is nn.Linear``), so it stays the same, except where it
+    has a ``__call__`` of its own. Hooks, and what ``compile()`` has made of the module, keep their place inside the
+    call. Copies of the module are refused meanwhile.
+
     Returns:
-        A function that gives the module its own class back.
+        A function that undoes it.
     """
-    own = type(module)
-    module.__class__ = type(own.__name__, (_Intercepted, own), {"__module__": own.__module__})
-    module.__dict__[INTERCEPTED] = call
+    own, attributes = type(module), vars(module)
+    before = dict(attributes)
+    if own.__call__ is nn.Module.__call__:
+        compiled = module._compiled_call_impl is not None
+        name = "_compiled_call_impl" if compiled else _OWN_CALL
+        original = getattr(module, name)
+        attributes[name] = MethodType(lambda _, *args, **kwargs: call(original, args, kwargs), module)
+    else:
+        name = INTERCEPTED
+        module.__class__ = type(own.__name__, (_Intercepted, own), {"__module__": own.__module__})
+        attributes[name] = call
+    attributes[_REDUCE] = partial(_refuse_copies, own.__name__)
 
     def restore() -> None:
-        module.__class__ = own
-        del module.__dict__[INTERCEPTED]
+        if type(module) is not own:
+            module.__class__ = own
+        for each in (name, _REDUCE):
+            del attributes[each]
+            if each in before:
+                attributes[each] = before[each]
 
     return restore
+
+
+_REDUCE = "__reduce_ex__"
+
+
+def _refuse_copies(name: str, protocol: Any) -> NoReturn:
+    raise ConfigurationError(
+        f"A {name} of the model was copied or pickled during a run, in which most of the model is "
+        "on other workers. Make a second one (a teacher, a moving average) in __init__, configure_model or setup, "
+        "and give it the values of the first one there; steps and hooks may change it then, weight by weight."
+    )
 
 
 Kind: TypeAlias = Literal["output", "hook", "attribute", "extend", "update", "replace"]
@@ -88,7 +109,7 @@ class Effect(NamedTuple):
 
 _Container: TypeAlias = list[Any] | dict[Any, Any]
 
-_OF_EVERY_MODULE = {*vars(nn.Module()), INTERCEPTED}
+_OF_EVERY_MODULE = {*vars(nn.Module()), INTERCEPTED, _OWN_CALL, _REDUCE}
 
 
 class EffectRecorder:
