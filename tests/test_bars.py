@@ -79,7 +79,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "placement": (3303, 27),
     "policies": (2764, 27),
     "recipes": (8677, 123),
-    "scheduler": (5581, 43),
+    "scheduler": (5583, 43),
     "seeing": (2069, 18),
     "simulate": (712, 6),
     "strategy": (994, 7),
