@@ -149,7 +149,7 @@ class SchedulerConnection:
         self._mesh = mesh
         self._worker = Worker(*mesh.locate(dist.get_rank()))
         self._scheduler, where = (None, standing) if standing else start_scheduler(policy, mesh, bind(), log)
-        self._watchdog = Watchdog(self._describe, give_up)
+        self._watchdog = Watchdog(self._describe, give_up, self._lose)
         self._finishes = True
         self._line = MembershipClient(
             where.address,
@@ -165,6 +165,7 @@ class SchedulerConnection:
             self.client = SchedulerClient(self._line, timeout)
             self.client.greet()
             self._line.enrol(FIXED)
+            self._watchdog.watch()
         except BaseException:
             self._line.close()
             raise
@@ -210,6 +211,10 @@ class SchedulerConnection:
         self._line.close()
         if self._scheduler is not None:
             self._scheduler.close()
+
+    def _lose(self, reason: str) -> None:
+        self._line.failed(reason)
+        self._watchdog.arm(Failure(self._worker, reason))
 
     def _must_end(self, reason: str) -> None:
         self._watchdog.arm(Failure(self._worker, f"it must end: {reason}"))
