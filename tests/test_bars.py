@@ -74,12 +74,12 @@ SIZES: dict[str, tuple[int, int]] = {
     "loop": (2789, 25),
     "membership": (1320, 14),
     "optim": (342, 5),
-    "partition": (3981, 32),
-    "pipeline": (1861, 17),
+    "partition": (3994, 32),
+    "pipeline": (1874, 17),
     "placement": (3303, 27),
     "policies": (2764, 27),
     "recipes": (8677, 123),
-    "scheduler": (5581, 43),
+    "scheduler": (5583, 43),
     "seeing": (2069, 18),
     "simulate": (712, 6),
     "strategy": (994, 7),
@@ -87,7 +87,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "sync": (2727, 22),
     "top": (1523, 12),
     "topology": (660, 7),
-    "worker": (4289, 35),
+    "worker": (4292, 35),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 

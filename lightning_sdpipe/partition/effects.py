@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.placeholder import Placeholder
 
 Original = Callable[..., Any]
 Call = Callable[[Original, tuple[Any, ...], dict[str, Any]], Any]
@@ -80,7 +81,7 @@ def _refuse_copies(name: str, protocol: Any) -> NoReturn:
     )
 
 
-Kind: TypeAlias = Literal["output", "hook", "attribute", "extend", "update", "replace"]
+Kind: TypeAlias = Literal["output", "hook", "attribute", "extend", "update", "replace", "write"]
 Place: TypeAlias = tuple[str | int, ...]
 
 
@@ -96,6 +97,7 @@ class Effect(NamedTuple):
     attribute               (module, name)        what an attribute of a module was set to
     extend, update,         where the list or     what was appended to the list, the entries of the dict that are new,
     replace                 dict is               all that it holds now
+    write                   where the tensor is   the output, if that is one of the arguments, written to
     ======================  ====================  ==============================================
 
     A list or dict is either an attribute, ``("attribute", module, name, ...)``, or in the arguments,
@@ -134,6 +136,8 @@ class EffectRecorder:
         hooked: list[Effect] = []
         attributes: dict[tuple[nn.Module, str], None] = {}
         containers = [(place, c, c.copy()) for place, c in self._containers(args, kwargs)]
+        given = [*((0, place, each) for place, each in enumerate(args)), *((1, *item) for item in kwargs.items())]
+        tensors = [(("argument", w, n), each, version_of(each)) for w, n, each in given if isinstance(each, Tensor)]
         handles = [handle for m in self._modules if m._forward_hooks for handle in self._listen(m, hooked)]
         _assignments.listeners.append(lambda module, name: attributes.setdefault((module, name)))
         try:
@@ -143,6 +147,9 @@ class EffectRecorder:
             for handle in handles:
                 handle.remove()
         effects = [Effect("output", (), output), *hooked]
+        effects += (
+            Effect("write", p, output) for p, each, before in tensors if each is output and _written(each, before)
+        )
         effects += (
             Effect("attribute", (self._modules[m], name), getattr(m, name))
             for m, name in attributes
@@ -181,6 +188,16 @@ class EffectRecorder:
         yield from self._kept
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often ``tensor`` was written to; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _written(tensor: Tensor, before: int) -> bool:
+    """Return whether ``tensor`` may have been written to since :func:`version_of` it was ``before``."""
+    return tensor.is_inference() or version_of(tensor) != before
+
+
 def _nested(place: Place, value: Any) -> Iterator[tuple[Place, _Container]]:
     if type(value) in (list, dict):
         yield place, value
@@ -211,8 +228,14 @@ def replay(effects: Sequence[Effect], root: nn.Module, args: tuple[Any, ...], kw
         The output.
     """
     output, *others = effects
+    result = output.value
     for effect in others:
         match effect:
+            case Effect("write", (_, *inside), value):
+                argument = _reach((args, kwargs), inside)
+                if not isinstance(argument, Placeholder) and not isinstance(value, Placeholder):
+                    # who holds the argument sees what the block has made of it
+                    result = argument if argument is value else argument.copy_(value)
             case Effect("hook", (path,), (arguments, returned)):
                 module = root.get_submodule(str(path))
                 given, named = (args, kwargs) if arguments is None else arguments
@@ -224,7 +247,7 @@ def replay(effects: Sequence[Effect], root: nn.Module, args: tuple[Any, ...], kw
                 _change(_reach(getattr(module, str(name)), inside), kind, value)
             case Effect(kind, (_, *inside), value):
                 _change(_reach((args, kwargs), inside), kind, value)
-    return output.value
+    return result
 
 
 def _run_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

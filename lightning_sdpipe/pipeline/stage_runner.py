@@ -119,6 +119,7 @@ class Step:
     context: StepContext  # the precision plugin's
     stream: tuple[int, ...] = ()  # the seed of its random numbers, together with the micro-batch
     loss_scale: Tensor | None = None  # of training in 16-bit mixed precision
+    share: float = 1.0  # of the mini-batch in its update, by which its loss is multiplied before the backward
     closes: bool = True  # whether the optimizer steps after it
     generation: int = 0  # of the choice of layers that train, which decides what needs a gradient
     portion: Portion | None = None  # if the batch is a portion of the batch that all pipelines train together
@@ -160,7 +161,7 @@ class StageRunner:
             outcome = self._run(micro_batch, number, step, received)
         if isinstance(outcome, Message):
             return outcome
-        loss, weight = _loss(outcome), micro_batch.weight
+        loss, weight = _loss(outcome), micro_batch.weight * step.share
         loss = loss if weight == 1.0 else loss * weight
         return loss if step.loss_scale is None else loss * step.loss_scale
 

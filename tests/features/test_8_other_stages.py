@@ -19,6 +19,7 @@ from tests.features.running import (
     Regression,
     assert_same,
     on_four_ranks,
+    on_pipelines,
     samples,
     train_loader,
     trainer_of_this_process,
@@ -251,3 +252,33 @@ def test_learning_rates_that_come_apart_are_refused(
     tmp_path: Path, num_stages: int, callback: Callback, message: str
 ) -> None:
     on_four_ranks(_lower, tmp_path, num_stages, callback, message, count=2)
+
+
+class Clamping(Regression):
+    """Bounds gradients by hooks on weights, which see those of a mini-batch of an update as in one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+
+
+class Doubling(Clamping):
+    def backward(self, loss: Tensor) -> None:  # type: ignore[override]
+        (2 * loss).backward()  # type: ignore[no-untyped-call]
+
+
+def _clamp(directory: Path) -> dict[str, Tensor]:
+    options: dict[str, Any] = {"use_distributed_sampler": False, "accumulate_grad_batches": 3}
+    if on_pipelines():
+        options["strategy"] = SDPipeStrategy(2, AllReduce(), num_micro_batches=1)
+    model = Clamping()
+    trainer_of_this_process(directory, **options).fit(model, DataLoader(samples(), 4))
+    if on_pipelines():
+        with pytest.raises((ConfigurationError, WorkerFailedError), match="The loss was multiplied by 2 after"):
+            trainer_of_this_process(directory).fit(Doubling(), train_loader())
+    return weights(model)
+
+
+def test_hooks_on_gradients_see_the_share_of_an_accumulation(tmp_path: Path) -> None:
+    assert_same(on_four_ranks(_clamp, tmp_path, count=2), _clamp(tmp_path))
