@@ -136,8 +136,11 @@ class EffectRecorder:
         hooked: list[Effect] = []
         attributes: dict[tuple[nn.Module, str], None] = {}
         containers = [(place, c, c.copy()) for place, c in self._containers(args, kwargs)]
-        given = [*((0, place, each) for place, each in enumerate(args)), *((1, *item) for item in kwargs.items())]
-        tensors = [(("argument", w, n), each, version_of(each)) for w, n, each in given if isinstance(each, Tensor)]
+        tensors = [
+            (("argument", w, n), each, version_of(each))
+            for w, n, each in _given(args, kwargs)
+            if isinstance(each, Tensor)
+        ]
         handles = [handle for m in self._modules if m._forward_hooks for handle in self._listen(m, hooked)]
         _assignments.listeners.append(lambda module, name: attributes.setdefault((module, name)))
         try:
@@ -172,8 +175,7 @@ class EffectRecorder:
             self._in_hooks(True)
 
     def _containers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Place, _Container]]:
-        given = [*((0, place, value) for place, value in enumerate(args)), *((1, *item) for item in kwargs.items())]
-        for which, name, value in given:
+        for which, name, value in _given(args, kwargs):
             if type(value) in (list, tuple, dict):
                 yield from _nested(("argument", which, name), value)
         if self._looked != _assignments.of_containers:
@@ -186,6 +188,12 @@ class EffectRecorder:
                 for found in _nested(("attribute", path, name), value)
             ]
         yield from self._kept
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, str | int, Any]]:
+    """Return the arguments of a call with their places: 0 and a number, or 1 and a name."""
+    positional = ((0, place, value) for place, value in enumerate(args))
+    return [*positional, *((1, name, value) for name, value in kwargs.items())]
 
 
 def version_of(tensor: Tensor) -> int:

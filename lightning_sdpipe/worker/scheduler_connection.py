@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_sdpipe import p2p
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.errors import LOST_CONNECTION, ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.partition.pipeline_cut import PipelineCut
 from lightning_sdpipe.partition.plan import Plan
@@ -189,10 +189,11 @@ class SchedulerConnection:
         return make(cuts)
 
     def fail(self, exception: BaseException) -> None:
-        """Tell the other workers of ``exception``, unless it came from one of them."""
+        """Tell the other workers of ``exception``, unless it came from one of them. A connection that is lost, or a
+        message that does not come, is told: the scheduler knows best who failed first."""
         self._watchdog.disarm()
         self._finishes = False
-        if not isinstance(exception, WorkerFailedError):
+        if not isinstance(exception, WorkerFailedError) or LOST_CONNECTION in str(exception):
             by_signal = _BY_SIGNAL.get(type(exception))
             self._line.failed(by_signal or f"{type(exception).__name__}: {exception}")
             if by_signal:  # a signal ends a process without a message
