@@ -76,7 +76,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "partition": (3999, 32),
     "pipeline": (1874, 17),
     "placement": (3303, 27),
-    "policies": (2764, 27),
+    "policies": (2765, 27),
     "recipes": (8677, 123),
     "scheduler": (5583, 43),
     "seeing": (2069, 18),
