@@ -110,10 +110,10 @@ class Meter:
         self._descriptor: int | None = None
         self._closer: weakref.finalize[..., Meter] | None = None
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """Return a context for a wait for another worker: ``wait_stage``, unless a phase of waiting has been entered
+    def waiting(self, phase: int = WAIT_STAGE) -> AbstractContextManager[None]:
+        """Return a context for a wait for another worker in that ``phase``, unless a phase of waiting has been entered
         already."""
-        return self.spans[WAIT_STAGE] if self._stack[-1] < OWN else _NO_SPAN
+        return self.spans[phase] if self._stack[-1] < OWN else _NO_SPAN
 
     def seconds(self, *phases: int) -> float:
         """Return the seconds in all of these phases since this thread began."""

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
@@ -27,11 +27,12 @@ import lightning.fabric
 import lightning.pytorch as pl
 import lightning_utilities
 import pytest
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_sdpipe import SDPipeStrategy, SemiDecentralized
-from tests.features.running import Regression, on_four_ranks, pipelines, train_loader
+from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
+from tests.features.running import Regression, on_four_ranks, one_process, pipelines, train_loader
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "lightning_sdpipe"
@@ -64,34 +65,38 @@ SHAPES = {
 """How many there may be. These numbers are only ever made smaller."""
 
 SIZES: dict[str, tuple[int, int]] = {
-    "checkpoints": (714, 8),
-    "data": (576, 5),
+    "checkpoints": (722, 8),
+    "data": (597, 5),
     "dealing": (598, 6),
-    "exchange": (3070, 35),
+    "exchange": (3135, 35),
     "heterogeneity": (469, 8),
-    "loop": (2603, 24),
-    "membership": (1313, 14),
+    "loop": (2789, 25),
+    "membership": (1320, 14),
     "optim": (342, 5),
-    "partition": (3932, 32),
-    "pipeline": (1826, 17),
+    "partition": (3999, 32),
+    "pipeline": (1874, 17),
     "placement": (3303, 27),
-    "policies": (2747, 27),
-    "recipes": (8671, 123),
-    "scheduler": (5578, 43),
+    "policies": (2765, 27),
+    "recipes": (8677, 123),
+    "scheduler": (5583, 43),
     "seeing": (2069, 18),
     "simulate": (712, 6),
-    "strategy": (970, 7),
+    "strategy": (994, 7),
     "supervision": (1348, 14),
-    "sync": (2651, 22),
-    "top": (1429, 12),
-    "topology": (639, 7),
-    "worker": (4230, 35),
+    "sync": (2727, 22),
+    "top": (1523, 12),
+    "topology": (660, 7),
+    "worker": (4292, 35),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 
 WAY = 42
 """Modules of the package in which code runs between two mini-batches of SemiDecentralized under 1F1B, on two pipelines
 of two stages. The aim is 30; the number is only ever made smaller."""
+
+CALLS = 256
+"""Python functions that a step of one pipeline of one stage calls beyond a step of Lightning's DDP, which calls about
+1,850; the number is only ever made smaller."""
 
 FOREIGN = {"_apply", "_buffers", "_device", "_modules", "_parameters", "_values", "_version"}
 """Private names of torch that the package has, too."""
@@ -332,13 +337,12 @@ def moods() -> list[str]:
 
 
 class Way:
-    """Notes which modules run code, in any thread, from the start of each mini-batch to that of the next one. It is no
+    """Counts the calls of each module's functions, in any thread, from one call of ``start`` to the next. It is no
     callback, since what the package does around users' hooks would be a part of the way."""
 
-    _start = SDPipeStrategy.on_train_batch_start.__code__
-
-    def __init__(self) -> None:
-        self.seen: list[set[str]] = [set()]
+    def __init__(self, start: Callable[..., object]) -> None:
+        self._start = start.__code__
+        self.seen: list[Counter[str]] = [Counter()]
 
     def watch(self) -> None:
         """Begin, in this thread and those that it starts."""
@@ -348,12 +352,12 @@ class Way:
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         if event == "call":
             if frame.f_code is self._start:
-                self.seen.append(set())
-            self.seen[-1].add(frame.f_globals.get("__name__", ""))
+                self.seen.append(Counter())
+            self.seen[-1][frame.f_globals.get("__name__", "")] += 1
 
 
-def _way_of_this_rank(directory: Path) -> list[set[str]]:
-    way = Way()
+def _way_of_this_rank(directory: Path) -> list[Counter[str]]:
+    way = Way(SDPipeStrategy.on_train_batch_start)
     way.watch()
     strategy = SDPipeStrategy(num_stages=2, sync=SemiDecentralized(window=math.inf), schedule="1f1b")
     trainer = pipelines(directory, strategy, max_epochs=1, enable_checkpointing=False)
@@ -368,6 +372,22 @@ def way_of_a_step() -> list[str]:
         ranks = on_four_ranks(_way_of_this_rank, Path(directory))
     steps = [set().union(*step) for step in zip(*ranks, strict=True)]
     return sorted(name for name in set.intersection(*steps) if name.partition(".")[0] == PACKAGE)
+
+
+def _calls_of_this_rank(directory: Path, ddp: bool) -> int:
+    way = Way(Regression.training_step)
+    way.watch()
+    strategy = DDPStrategy(process_group_backend="gloo") if ddp else SDPipeStrategy(sync=AllReduce())
+    trainer = one_process(directory, strategy=strategy, max_epochs=1, enable_checkpointing=False)
+    trainer.fit(Regression(), train_loader(64))
+    return min(step.total() for step in way.seen[2:-1])  # in some steps garbage is collected
+
+
+def calls_of_a_step() -> int:
+    """Those of a step beyond one of Lightning's DDP, in the middle of an epoch."""
+    with tempfile.TemporaryDirectory() as directory:
+        ours, theirs = (on_four_ranks(_calls_of_this_rank, Path(directory), ddp, count=1) for ddp in (False, True))
+    return ours[0] - theirs[0]  # type: ignore[no-any-return]
 
 
 SHAPES_OF = {
@@ -431,6 +451,11 @@ def test_the_way_of_a_step_only_gets_shorter() -> None:
     assert len(found) <= WAY, found
 
 
+@pytest.mark.distributed
+def test_a_step_only_calls_less() -> None:
+    assert calls_of_a_step() <= CALLS
+
+
 def test_rooms_grow_only_where_the_table_says_so() -> None:
     found = sizes()
     assert found.keys() == SIZES.keys()
@@ -445,6 +470,7 @@ if __name__ == "__main__":
             print("       #", line)
     for name, size in sizes().items():
         print(f'    "{name}": {size},')
+    print("CALLS =", calls_of_a_step())
     print("WAY =", len(found := way_of_a_step()))
     for name in found:
         print("       #", name)

@@ -26,7 +26,7 @@ def test_what_a_block_draws_does_not_matter_to_what_follows() -> None:
         seed = streams.current
         within = []
         if runs:
-            streams.enter(5)
+            streams.enter(5, seed)
             within = [drawn() for _ in range(draws_in_block)]
         streams.leave(5, seed)
         return [before, drawn(), *within]
@@ -41,11 +41,11 @@ def test_restoring_the_state_of_torch_brings_back_the_stream() -> None:
     streams = RandomStreams(torch.device("cpu"))
     streams.begin(1)
     state, seed = torch.get_rng_state(), streams.current
-    streams.enter(2)
+    streams.enter(2, seed)
     first = drawn()
     streams.leave(2, seed)
     torch.set_rng_state(state)
-    streams.enter(2)
+    streams.enter(2, streams.current)
     assert drawn() == first
 
 

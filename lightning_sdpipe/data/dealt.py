@@ -24,7 +24,7 @@ from lightning_sdpipe.data.loader import Drawn, drawing_copy
 from lightning_sdpipe.data.shards import Shards
 from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.random_streams import mix
+from lightning_sdpipe.random_streams import beginning_again, mix
 
 Ask = Callable[..., Lease | None]
 """Function that gets the lease of that segment and ordinal, perhaps within a number of seconds, as
@@ -84,7 +84,7 @@ class DealtBatches:
         Raises:
             ConfigurationError: the loader gives more or fewer batches than its sampler.
         """
-        with isolate_rng(include_cuda=False), meter.phase(meter.DATA):
+        with beginning_again(), meter.phase(meter.DATA):
             if self._iterator is None:
                 if self._sampler.stands_still:
                     return None

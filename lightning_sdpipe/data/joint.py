@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import meter
@@ -22,7 +21,7 @@ from lightning_sdpipe.data.shards import Shards
 from lightning_sdpipe.dealing.joint_rounds import Place
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.micro_batches import Portion, part_sizes
-from lightning_sdpipe.random_streams import mix
+from lightning_sdpipe.random_streams import beginning_again, mix
 
 Counts = Callable[[int], Sequence[int]]
 """Function that gives the number of micro-batches of a round that each pipeline trains."""
@@ -71,7 +70,7 @@ class JointBatches:
         Raises:
             ConfigurationError: the loader gives fewer batches than its sampler.
         """
-        with isolate_rng(include_cuda=False), meter.phase(meter.DATA):
+        with beginning_again(), meter.phase(meter.DATA):
             if self._iterator is None:
                 self._iterator = iter(self._loader)
             data = next(self._iterator, _NOTHING)
@@ -151,7 +150,7 @@ class PlacedBatches:
         Raises:
             ConfigurationError: the loader gives fewer batches than its sampler.
         """
-        with isolate_rng(include_cuda=False), meter.phase(meter.DATA):
+        with beginning_again(), meter.phase(meter.DATA):
             while self._given and self._given[0][0] != places:
                 self._iterator = None
                 self._given.clear()

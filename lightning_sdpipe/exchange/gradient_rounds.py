@@ -10,6 +10,7 @@ separate collective costs more than they do. Such a bucket waits for the end of 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,8 +64,9 @@ class _Bucket:
     room: int = 0
     """Elements behind the gradients."""
     sent: Tensor | None = None
-    """The tensor ``flat`` with the room behind it."""
+    """The tensor ``flat`` with ``flags`` behind it, if there is room."""
     flat: Tensor | None = None
+    flags: Tensor | None = None
     views: dict[int, Tensor] = field(default_factory=dict)
     filled: set[int] = field(default_factory=set)
     work: UnderWay | None = None
@@ -113,6 +115,8 @@ class GradientRounds:
             and last[0].dtype in (torch.float32, torch.float64)  # others could not hold a mark
             and sum(parameter.nbytes for parameter in last) <= SMALL
         )
+        self.early = range(len(self._parameters) - (len(last) if self._together else 0))
+        """Numbers of the parameters whose buckets are sent as soon as they are full."""
         self.device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._begin_round()
 
@@ -168,10 +172,13 @@ class GradientRounds:
         for number in self._used:
             said[head + number] = 1
         flags = torch.tensor(said, dtype=torch.float32)
-        flags = flags.to(self.device) if last is None else self._behind(last).copy_(flags)
+        if last is None:
+            flags = flags.to(self.device)
+        else:
+            assert last.flags is not None
+            flags = last.flags.copy_(flags)
         if self._totals:
-            totals = self._totals[0] if len(self._totals) == 1 else torch.stack(self._totals)
-            flags[1 + self._place] = unfinite(totals)
+            flags[1 + self._place] = self._totals[0] if len(self._totals) == 1 else torch.stack(self._totals).sum()
         self._flags = flags, self._reduce(flags) if last is None else self._send(last)
 
     def wait(self) -> Averaged:
@@ -185,7 +192,7 @@ class GradientRounds:
         flags, work = self._flags
         self._wait(work)
         weight, *values = flags.tolist()
-        broken, marks, used = values[: self._size], values[self._size : 2 * self._size], values[2 * self._size :]
+        totals, marks, used = values[: self._size], values[self._size : 2 * self._size], values[2 * self._size :]
         all_there = time.perf_counter()
         gradients: list[Tensor | None] = [None] * len(self._parameters)
         for bucket in self._buckets:
@@ -200,7 +207,7 @@ class GradientRounds:
                     gradients[number] = bucket.views[number]
         self._begin_round()
         averaging = time.perf_counter() - all_there
-        nonfinite = [pipeline for pipeline, flag in zip(self._pipelines, broken, strict=True) if flag]
+        nonfinite = [p for p, total in zip(self._pipelines, totals, strict=True) if not math.isfinite(total)]
         seen = {p: int(mark) for p, mark in zip(self._pipelines, marks, strict=True) if mark >= 0}
         return Averaged(gradients, len(seen), nonfinite, all_there - start, averaging, seen)
 
@@ -226,7 +233,9 @@ class GradientRounds:
             first = self._parameters[bucket.numbers[0]]
             total = sum(bucket.sizes)
             bucket.sent = torch.empty(total + bucket.room, dtype=first.dtype, device=first.device)
-            bucket.flat = bucket.sent[:total] if bucket.room else bucket.sent
+            bucket.flat = bucket.sent
+            if bucket.room:
+                bucket.flat, bucket.flags = bucket.sent.split_with_sizes([total, bucket.room])
             parts = bucket.flat.split_with_sizes(bucket.sizes)
             bucket.views = {n: part.view(self._shapes[n]) for n, part in zip(bucket.numbers, parts, strict=True)}
         return bucket.views
@@ -245,10 +254,6 @@ class GradientRounds:
         if self._watch:
             self._totals.append(as_real(bucket.flat).sum(dtype=torch.float32))
 
-    def _behind(self, bucket: _Bucket) -> Tensor:
-        assert bucket.sent is not None
-        return bucket.sent[-bucket.room :]
-
     def _send(self, bucket: _Bucket) -> UnderWay:
         assert bucket.sent is not None
         bucket.work = self._reduce(bucket.sent)
@@ -265,11 +270,6 @@ class GradientRounds:
     def _wait(self, work: UnderWay) -> None:
         with waiting_for(self._replicas.group, "averaging gradients"):
             work.wait()
-
-
-def unfinite(totals: Tensor) -> Tensor:
-    """Return whether any of ``totals`` is not a finite number."""
-    return (totals - totals).any()  # of what is not finite, that is nan
 
 
 def _layout(parameters: Sequence[nn.Parameter], cap: int) -> list[list[int]]:

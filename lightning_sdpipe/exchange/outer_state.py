@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -64,6 +65,9 @@ class OuterState:
     def __init__(self, codec: OuterModel) -> None:
         self.codec = codec
         self.base = -1
+        self.samples: float | None = None
+        """Samples of which this worker brings the change to its next round, by which its members weigh; None if they
+        weigh as their group says."""
         self._history = History(0)
         self._lock = threading.Lock()
 
@@ -107,10 +111,11 @@ class OuterState:
         Raises:
             WorkerFailedError: a member is gone, or a transfer has timed out; nothing has changed.
         """
-        team, tag = Members.of(group), tag_of(group)
+        tag = tag_of(group)
         means: list[Tensor] = []
         sent: list[list[SentMean]] = []
         try:
+            team = Members.of(self._weighed(group, replicas, tensors))
             sharing = self._begin_to_share(group, replicas)
             for number, piece in enumerate(pieces_of(tensors)):
                 sent.append([])
@@ -181,6 +186,21 @@ class OuterState:
         for each in [transfers.begin({}, {source: t}, replicas, tag_of(group)) for t in (base, *state)]:
             each.wait()
         return NewBase(int(base), received=state)
+
+    def _weighed(self, group: Group, replicas: Replicas, tensors: Sequence[Tensor]) -> Group:
+        """Return ``group`` with weights by the samples of its members, which tell each other."""
+        if self.samples is None or len(group.members) == 1:
+            return group
+        device = tensors[0].device if tensors else None  # as all that travels, since NCCL takes nothing else
+        counts = {
+            worker.pipeline: torch.tensor([self.samples], dtype=torch.float64, device=device)
+            for worker in group.members
+        }
+        into = {pipeline: count for pipeline, count in counts.items() if pipeline != replicas.pipeline}
+        transfers.begin(dict.fromkeys(into, counts[replicas.pipeline]), into, replicas, tag_of(group)).wait()
+        weights = [float(count) for count in counts.values()]
+        total = sum(weights)
+        return msgspec.structs.replace(group, weights=tuple(w / total for w in weights)) if total else group
 
     def _begin_to_share(self, group: Group, replicas: Replicas) -> _Sharing:
         """Begin to send members that lack the newest base what makes them have it, or to receive that."""

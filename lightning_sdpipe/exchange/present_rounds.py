@@ -11,6 +11,7 @@ members of the next round.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.buckets import as_real
 from lightning_sdpipe.exchange.collectives import SumInPlace
-from lightning_sdpipe.exchange.gradient_rounds import GradientRounds, UnderWay, unfinite
+from lightning_sdpipe.exchange.gradient_rounds import GradientRounds, UnderWay
 from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import Mover, Pending, finish, pieces_of, tag_of
 from lightning_sdpipe.policies.decisions import Group
@@ -38,8 +39,8 @@ from lightning_sdpipe.topology.groups import Replicas
 _SCALES = {torch.float16: 2.0**-10}
 """Factors of weighted gradients for types whose range a number of samples would leave."""
 _SAID = 6
-"""Number of values of each member in the flags: its weight, whether a gradient is not finite, its mark, its batch, and
-its speed."""
+"""Number of values of each member in the flags: its weight, the sum of its gradients, which is finite if they are, its
+mark, its batch, and its speed."""
 
 Batch = tuple[int, int]
 """Home shard, and number of the batch in it."""
@@ -191,7 +192,7 @@ class PresentRounds(GradientRounds):
         if len(members) > 1:
             self._keep(sums)
         said, used = sums.tensors[-1][: _SAID * len(members)], sums.tensors[-1][_SAID * len(members) :].tolist()
-        weights, broken, marks, homes, numbers, speeds = said.view(_SAID, len(members)).tolist()
+        weights, totals, marks, homes, numbers, speeds = said.view(_SAID, len(members)).tolist()
         weight = sum(weights)
         gradients: list[Tensor | None] = [None] * len(self._parameters)
         for bucket in self._buckets:
@@ -207,7 +208,7 @@ class PresentRounds(GradientRounds):
             members,
             tuple(pipeline for pipeline, own in zip(members, weights, strict=True) if own),
             tuple((int(home), int(number) - 1) for home, number in zip(homes, numbers, strict=True) if number),
-            tuple(pipeline for pipeline, flag in zip(members, broken, strict=True) if flag),
+            tuple(pipeline for pipeline, total in zip(members, totals, strict=True) if not math.isfinite(total)),
             {pipeline: int(mark) for pipeline, mark in zip(members, marks, strict=True)},
             dict(zip(members, speeds, strict=True)),
             seconds,
@@ -222,14 +223,13 @@ class PresentRounds(GradientRounds):
 
     def _flags_of(self, group: Group) -> Tensor:
         size, place = len(group.members), group.members.index(self._own)
-        flags = torch.zeros(_SAID * size + len(self._parameters), dtype=torch.float64)
         home, number = self.batch or (0, -1)
-        totals = torch.stack(self._totals) if self._totals else torch.zeros(1)
-        said = (self.weight, float(unfinite(totals)), self.mark, home, number + 1, self.seconds)
-        flags[: _SAID * size].view(_SAID, size)[:, place] = torch.tensor(said, dtype=torch.float64)
+        total = float(torch.stack(self._totals).sum()) if self._totals else 0.0
+        flags = [0.0] * (_SAID * size + len(self._parameters))
+        flags[place : _SAID * size : size] = self.weight, total, self.mark, home, number + 1, self.seconds
         for used in self._used:
-            flags[_SAID * size + used] = 1
-        return flags
+            flags[_SAID * size + used] = 1.0
+        return torch.tensor(flags, dtype=torch.float64)
 
     def _divisor(self, weight: float, members: int, dtype: torch.dtype) -> float:
         """Return the number by which the outcome of an exchange is divided, given the weight of all members."""

@@ -137,6 +137,8 @@ class SectionedRounds:
         for section, rounds in self._rounds.items():
             self._members[section][:] = [self._parameters[number] for number in self._numbers[section]]
             rounds.arrange()
+        self.early = [n for n, (section, place) in self._places.items() if place in self._rounds[section].early]
+        """See the rounds of a section."""
         self.nbytes = sum(rounds.nbytes for rounds in self._rounds.values())
         self._given: Sequence[Tensor | None] = ()
 

@@ -133,11 +133,11 @@ class DelayInjector:
 class Computing:
     """A context that :meth:`DelayInjector.computing` returns."""
 
-    __slots__ = ("_injector", "_share", "_span", "_start", "_tell", "_waited")
+    __slots__ = ("_injector", "_meter", "_phase", "_share", "_start", "_tell", "_waited")
 
     def __init__(self, injector: DelayInjector, share: float, tell: Callable[[], None] | None, phase: int) -> None:
         self._injector, self._share, self._tell = injector, share, tell
-        self._span = meter.phase(phase)
+        self._meter, self._phase = meter.current(), phase
 
     def __enter__(self) -> None:
         injector = self._injector
@@ -145,7 +145,7 @@ class Computing:
         if injector._start is None:
             injector._start = self._start
         self._waited = injector._core_wait() if injector._track is not None else 0.0
-        self._span.__enter__()
+        self._meter.change().append(self._phase)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         injector = self._injector
@@ -153,6 +153,6 @@ class Computing:
             if kind is None and injector._settle is not None and (injector.measures or injector.slows):
                 injector._settle()
         finally:
-            self._span.__exit__()
+            self._meter.change().pop()
         if kind is None:
             injector._computed(self._start, self._waited, self._share, self._tell)

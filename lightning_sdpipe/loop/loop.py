@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sdpipe import lightning_internals
@@ -32,6 +33,7 @@ from lightning_sdpipe.lightning_internals import Method
 from lightning_sdpipe.loop.batch_source import BatchSource, Turns
 
 _SOONEST, _LATEST = 1, 2**40
+_NOTHING = nullcontext()
 _ROUNDING = 1e-3
 """Seconds by which what is due is made so without a doubt."""
 
@@ -136,6 +138,7 @@ def change(trainer: Trainer, turns: Turns, checks: ClockChecks, source: BatchSou
     _stop_together(trainer, turns, checks)
     _look_together(trainer, checks)
     _begin_whole_epochs(trainer)
+    _profile_nothing(trainer)
     if source is not None:
         _take_over(trainer, source)
         source.change()
@@ -210,6 +213,14 @@ def _begin_whole_epochs(trainer: Trainer) -> None:
             loop.reset_restart_stage()
 
     loop.reset = reset
+
+
+def _profile_nothing(trainer: Trainer) -> None:
+    """Make a profiler that measures nothing, the default, take no time: Lightning begins and ends two dozen generators
+    of it in each step."""
+    profiler: Any = trainer.profiler
+    if type(profiler) is PassThroughProfiler:
+        profiler.profile = lambda action_name: _NOTHING
 
 
 def _resume_quietly(trainer: Trainer, source: BatchSource) -> None:

@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.lightning_internals import Method, current, evaluation_loop, replace, restore
 from lightning_sdpipe.partition.ownership import Ownership
-from lightning_sdpipe.random_streams import RandomStreams
+from lightning_sdpipe.random_streams import RandomStreams, mixed
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _BEFORE_THE_STEP = -2  # in the place of a micro-batch's number
@@ -66,7 +66,7 @@ class StreamSwitches:
         self._alike = groups.mesh.alike
         self.stream: tuple[int, ...] = ()
         """Names of the streams of the batch that is with its step now."""
-        self._common: tuple[int, ...] = ()  # those between steps, around that batch
+        self._common = mixed(_BETWEEN_STEPS)  # state of the seeds of those between steps, around that batch
         self._updates = 0  # since that batch came
         self._module = trainer.lightning_module
         self._shared = [name for owners, name in ownership.shared_parameters(self._module) if self._stage in owners]
@@ -84,7 +84,7 @@ class StreamSwitches:
     def between_steps(self, point: Point) -> None:
         """Begin a stream that is the same on all workers that are at this batch."""
         updates = self._updates if point is Point.UPDATED else 0  # stages may have made other ones
-        self._streams.begin(*self._common, _BETWEEN_STEPS, point, updates)
+        self._streams.begin(point, updates, state=self._common)
 
     def between_batches(self, hook: str) -> None:
         """Begin the stream of ``hook``, which runs on all workers, at the same number of batches."""
@@ -117,7 +117,7 @@ class StreamSwitches:
     def _end_closure(self, model: Any, optimizer: Any) -> None:
         """Begin the stream of the optimizer's step: gradients are there, and hooks and clipping have had them."""
         self._after_closure(model, optimizer)
-        self._streams.begin(*self._common, _BETWEEN_STEPS, Point.UPDATE, self._updates, self._stage)
+        self._streams.begin(Point.UPDATE, self._updates, self._stage, state=self._common)
 
     def _begin(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Begin the stream of a batch, before Lightning does anything else with it. What user code draws until the
@@ -133,7 +133,7 @@ class StreamSwitches:
         dealt = self._dealt() if training else None
         position = before * self._num_pipelines + self._pipeline if dealt is None else dealt
         self.stream = (self._seed(), trainer.current_epoch, _KINDS[stage.value], dataloader_idx, position)
-        self._common = (*self.stream[:-1], before if dealt is None else dealt)
+        self._common = mixed(*self.stream[:-1], before if dealt is None else dealt, _BETWEEN_STEPS)
         self._updates = 0
         self._streams.begin(*self.stream, _BEFORE_THE_STEP)
         return self._original(batch, dataloader_idx)

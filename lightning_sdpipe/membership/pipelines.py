@@ -161,23 +161,18 @@ class Roster:
         """Pipelines that are there, and whose number another start has claimed."""
         return self._rivals.keys()
 
-    def states(self, transfers: StateTransfers, members: Sequence[int], out: Collection[int]) -> dict[int, str]:
-        """Return the state of each pipeline, for people; ``members`` are the oldest first, and ``out`` those that
-        others cannot reach."""
-        said = {}
-        for i, here in sorted(self.here.items()):
-            donation = transfers.of(i)
-            if here.finishes:
-                said[i] = "finished"
-            elif here.member:
-                said[i] = "leader" if members[:1] == [i] else "member"
-            elif donation is not None:
-                said[i] = f"receives from {donation.donor}"
-            elif absent := self.absent(i):
-                said[i] = f"waits for its stages {absent}"
-            else:
-                said[i] = "waits, since others could not reach it" if i in out and members else "waits"
-        return said
+    def state(self, pipeline: int, transfers: StateTransfers, leads: bool, out: bool) -> str:
+        """Return the state of ``pipeline``, which is there, for people; ``out`` says that others cannot reach it."""
+        here, donation = self.here[pipeline], transfers.of(pipeline)
+        if here.finishes:
+            return "finished"
+        if here.member:
+            return "leader" if leads else "member"
+        if donation is not None:
+            return f"receives from {donation.donor}"
+        if absent := self.absent(pipeline):
+            return f"waits for its stages {absent}"
+        return "waits, since others could not reach it" if out else "waits"
 
     # ----------------------------------------------------------- coming and going
 

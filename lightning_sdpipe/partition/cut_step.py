@@ -172,11 +172,10 @@ class CutModel:
         sending = None if last else Sending(received, span, known)
         self._run = run = _Run(span, receiving, sending, rehearsed=travel is not None)
         try:
-            if run.whole:
+            if run.whole:  # nothing of it is elsewhere
+                return step()
+            with _no_gradients_in_glue(run):
                 outcome = step()
-            else:
-                with _no_gradients_in_glue(run):
-                    outcome = step()
         except _StageEnds:
             pass
         finally:
@@ -190,7 +189,7 @@ class CutModel:
         seed = self.streams.current
         run = self._run
         if run is None or run.in_block:  # outside a step, or recomputed by activation checkpointing during backward
-            output = self._recompute(index, original, args, kwargs)
+            output = self._recompute(index, seed, original, args, kwargs)
         elif index < run.next_block and not run.whole:
             raise ConfigurationError(
                 f"Block {self._chain[index]!r} ran after block {self._chain[run.next_block - 1]!r}: the blocks do not "
@@ -199,20 +198,22 @@ class CutModel:
         elif index < run.span.start:
             output = self._stand_in(run, index, args, kwargs)
         elif index < run.span.stop:
-            output = self._run_own(run, index, original, args, kwargs)
+            output = self._run_own(run, index, seed, original, args, kwargs)
         else:
             self._end(run, index)
         self.streams.leave(self._streams_of[index], seed)
         return output
 
-    def _recompute(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recompute(
+        self, index: int, seed: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if index not in self._owned:
             raise ConfigurationError(
                 f"Block {self._chain[index]!r} was called on a worker that does not hold it, outside of training_step, "
                 "validation_step, test_step and predict_step. Call the model within one of these; and let a part of it "
                 "that is recomputed by torch.utils.checkpoint be one block (blocks=[...]), since no cut may lie within."
             )
-        self.streams.enter(self._streams_of[index])
+        self.streams.enter(self._streams_of[index], seed)
         return original(*args, **kwargs)
 
     def _stand_in(self, run: _Run, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -224,7 +225,9 @@ class CutModel:
         run.next_block = index + 1
         return replay(effects, self._module, args, kwargs)
 
-    def _run_own(self, run: _Run, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_own(
+        self, run: _Run, index: int, seed: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if run.receiving is not None:
             self._check_skipped(run, run.span.start)
             if not run.rehearsed:  # else the values that it reads have travelled
@@ -232,7 +235,7 @@ class CutModel:
                 given = [value for value in (*args, *kwargs.values()) if not isinstance(value, (list, dict))]
                 refuse_placeholders(given, f"block {self._chain[index]!r}")
         run.next_block, run.in_block = index + 1, True
-        self.streams.enter(self._streams_of[index])
+        self.streams.enter(self._streams_of[index], seed)
         try:
             if run.sending is None:
                 return original(*args, **kwargs)

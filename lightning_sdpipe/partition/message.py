@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from torch.utils import _pytree as pytree
 from lightning_sdpipe.partition.effects import Kind, Place
 
 
-@dataclass(frozen=True)
-class TensorMeta:
+class TensorMeta(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
@@ -69,8 +68,7 @@ class Travels:
 Part: TypeAlias = TensorMeta | Travels | Number | Constant | Opaque
 
 
-@dataclass(frozen=True)
-class Structure:
+class Structure(NamedTuple):
     """A value without its parts: tuples, lists, dicts, named tuples and all else that is a tree for torch, such as the
     outputs of Hugging Face's models."""
 
@@ -79,7 +77,7 @@ class Structure:
 
     def rebuild(self, leaves: Iterable[Any]) -> Any:
         """Return the value with ``leaves`` in the places of its parts."""
-        return pytree.tree_unflatten(list(leaves), self.spec)
+        return next(iter(leaves)) if self.spec.is_leaf() else pytree.tree_unflatten(list(leaves), self.spec)
 
     def encode(self) -> dict[str, Any]:
         """Return the structure as values for JSON."""
@@ -199,8 +197,7 @@ def _loaded(name: str) -> Any:
     return None
 
 
-@dataclass(frozen=True)
-class LeafKey:
+class LeafKey(NamedTuple):
     """Names one part of an effect of a block: the ``part``-th leaf of the ``which``-th effect of its kind and place."""
 
     block: int
@@ -210,8 +207,7 @@ class LeafKey:
     part: int
 
 
-@dataclass(frozen=True)
-class EffectLayout:
+class EffectLayout(NamedTuple):
     """An effect without its contents; see :class:`~lightning_sdpipe.partition.effects.Effect`."""
 
     kind: Kind
@@ -308,7 +304,7 @@ def leaves_of(block: int, effects: Sequence[EffectLayout]) -> Iterator[tuple[Lea
 def with_parts(effect: EffectLayout, change: Callable[[Part], Part]) -> EffectLayout:
     """Return the effect with ``change(part)`` in the place of each part."""
     structure = effect.structure
-    return replace(effect, structure=Structure(structure.spec, tuple(map(change, structure.parts))))
+    return effect._replace(structure=Structure(structure.spec, tuple(map(change, structure.parts))))
 
 
 def _encode_effect(effect: EffectLayout) -> list[Any]:

@@ -12,7 +12,7 @@ the loss. The loss travels as a float64 with the number of its type, which only 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
@@ -37,7 +37,7 @@ from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split, take_apart
 from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
-from lightning_sdpipe.pipeline.stage import CutStage
+from lightning_sdpipe.pipeline.stage import NOTHING, CutStage
 from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, StepLog, begin_batch
 from lightning_sdpipe.policies.announcing import share_before
 
@@ -148,6 +148,7 @@ class FlushPipeline:
         self._order_of = ordered
         self._order_of(num_micro_batches)  # refuses what cannot be ordered
         self._splits_backwards = schedule == "zero_bubble"
+        self._is_cut = len(runners[0].link.ranks) > 1
         self._num_micro_batches = num_micro_batches
         self._loss = SharedLoss(runners[-1].link, num_workers)
 
@@ -177,27 +178,31 @@ class FlushPipeline:
             micro_batches = split(batch, self._num_micro_batches, self._runners[0].module)
         else:
             micro_batches = take_apart(batch, step.portion)
-        begin_batch(self._runners, batch, micro_batches)
+        begin_batch(self._runners, batch, micro_batches, trains=True)
         log = StepLog()
 
         before = set_aside(self._parameters)
         self._delays.before_forward(iteration)
-        keys = [step.key(micro_batch) for micro_batch in micro_batches]
+        keys = [step.key(micro_batch) for micro_batch in micro_batches] if self._is_cut else []
         backwards = len(self._stages) * len(micro_batches)
+        left = iter(range(backwards, 0, -1))
         waits_for_owners = self._shared.train
         ready = ready or ReadySignal()
         run, share = self._order_of(len(micro_batches))
         ready.begin(share, self._parameters)
-        before_backward = _first_and_last(
-            backwards,
-            lambda: self._delays.before_backward(iteration),
-            lambda: self._before_last_backward(ready, waits_for_owners),
-        )
+
+        def before_backward() -> None:
+            number = next(left)
+            if number == backwards:
+                self._delays.before_backward(iteration)
+            if number == 1:
+                self._before_last_backward(ready, waits_for_owners)
+
         computing = partial(ready.computing, self._delays)
         last_backward = self._reporting(exchange if not accumulated else None)
         for runner, stage in zip(self._runners, self._stages, strict=True):
             forward = partial(_forward, runner, self._delays, micro_batches, step, log, self._loss)
-            stage.begin(keys, forward, before_backward, computing, last_backward)
+            stage.begin(len(micro_batches), keys, forward, before_backward, computing, last_backward)
         run()
         if waits_for_owners:
             self._shared.sum_gradients()
@@ -205,8 +210,10 @@ class FlushPipeline:
         log.replay(self._runners[0].module.log)
         gradients = set_aside(self._parameters)
         put_back(self._parameters, before)
-        loss = self._loss.take() if step.portion is None else self._loss.take() / step.portion.share
-        return loss_with_gradients(loss, self._parameters, gradients, step.loss_scale, exchange, accumulated)
+        part = step.share if step.portion is None else step.share * step.portion.share
+        loss = self._loss.take() if part == 1.0 else self._loss.take() / part
+        given = loss, self._parameters, gradients, step.loss_scale, exchange, accumulated, step.share
+        return loss_with_gradients(*given)
 
     def drain(self, exchange: GradientExchange | None = None, ready: ReadySignal | None = None) -> Tensor:
         """Never called, since the pipeline is never ``draining``."""
@@ -251,25 +258,11 @@ class FlushPipeline:
 
     def _reporting(self, exchange: GradientExchange | None) -> AbstractContextManager[object]:
         """Return a context for a stage's last backward, which completes the gradients that no other stage adds to."""
-        if exchange is None or len(self._stages) > 1:
-            return nullcontext()
+        if exchange is None or not exchange.early or len(self._stages) > 1:
+            return NOTHING
         shared = {id(p) for p in self._shared.parameters}
-        private = [number for number, p in enumerate(self._parameters) if id(p) not in shared]
+        private = [number for number in exchange.early if id(self._parameters[number]) not in shared]
         return reported_to(exchange, self._parameters, private)
-
-
-def _first_and_last(calls: int, first: Callable[[], None], last: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that runs ``first`` at the first of ``calls`` calls, and ``last`` at the last of them."""
-    numbers = iter(range(calls))
-
-    def run() -> None:
-        number = next(numbers)
-        if number == 0:
-            first()
-        if number == calls - 1:
-            last()
-
-    return run
 
 
 def _forward(

@@ -88,8 +88,9 @@ class StageLink:
         if layouts is None or self.dynamic_shapes:
             layouts = self._outgoing[key] = [layout]
             self._send_layout(layout)
-        number = layouts.index(layout) if layout in layouts else len(layouts)
-        if _as_expected(layout, layouts[0]):
+        number = next((number for number, known in enumerate(layouts) if known == layout), len(layouts))
+        expected = number == 0 or _as_expected(layout, layouts[0])
+        if expected:
             self._send_down(p2p.send, [*self._note(number, message.numbers), *message.tensors])
         else:  # the buffers that the next stage has posted are filled up, and the message follows
             nothing = [meta.empty(self.device) for meta in layouts[0].values]
@@ -97,7 +98,7 @@ class StageLink:
         if number == len(layouts):
             layouts.append(layout)
             self._send_layout(layout)
-        if not _as_expected(layout, layouts[0]):
+        if not expected:
             self._send_down(p2p.send, [*self._note(number, message.numbers), *message.tensors])
         if self.sends_in_flight is not None:
             self._settle(self._sent_down, 2 * self.sends_in_flight)
@@ -122,7 +123,7 @@ class StageLink:
         if number == len(layouts):
             layouts.append(self._receive_layout())
         layout = layouts[number]
-        if not _as_expected(layout, layouts[0]):
+        if number > 0 and not _as_expected(layout, layouts[0]):
             _, numbers, tensors = self._receive(layout)
         self._mark(meter.RECEIVED, 2 * self.stage)
         for tensor, meta in zip(tensors, layout.values, strict=True):
@@ -183,8 +184,8 @@ class StageLink:
         meter.current().mark(what, self._counts[tag] * meter.LANES + tag)
 
     def _wait(self, transfer: p2p.Transfer, phase: int) -> list[Tensor]:
-        with meter.phase(phase), p2p.labelled("wait"):
-            return transfer.wait()
+        with p2p.labelled("wait"):
+            return transfer.wait(phase)
 
     def _post(self, layout: Layout, begun: int = 1) -> p2p.Transfer:
         """Post the receive of a message, in whose note ``begun`` numbers precede those of the blocks."""

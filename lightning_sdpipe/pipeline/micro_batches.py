@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -19,8 +20,12 @@ class MicroBatch:
 
     batch: Any
     weight: float  # the weights of a mini-batch add up to 1, or to the share of a portion
-    signature: tuple[Any, ...]  # the shapes of its tensors; equal signatures give messages of equal shape
     place: tuple[int, int] | None = None  # for a portion: which micro-batch of the epoch it is
+
+    @cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """Shapes of its tensors, read before a step may change them; equal signatures give messages of equal shape."""
+        return shapes(self.batch)
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None) -
         parts = _cut(samples, sizes)
         weights = _weights(parts, module) if hasattr(module, "weigh_batch") else sizes
     total = sum(weights)
-    return [MicroBatch(part, weight / total, shapes(part)) for part, weight in zip(parts, weights, strict=True)]
+    return [MicroBatch(part, weight / total) for part, weight in zip(parts, weights, strict=True)]
 
 
 def refuse_time_first(batch: Any, asked: int | None, module: nn.Module | None = None) -> None:
@@ -119,7 +124,7 @@ def take_apart(batch: Any, portion: Portion) -> list[MicroBatch]:
             "a batch must have one sample for each index: let collate_fn and on_after_batch_transfer keep their number."
         )
     return [
-        MicroBatch(part, size / portion.samples, shapes(part), place)
+        MicroBatch(part, size / portion.samples, place)
         for part, size, place in zip(_cut(samples, portion.sizes), portion.sizes, portion.places, strict=True)
     ]
 
@@ -137,7 +142,7 @@ def weight_of(batch: Any, module: nn.Module | None) -> float:
 
 def whole(batch: Any) -> MicroBatch:
     """Return the mini-batch as one micro-batch."""
-    return MicroBatch(batch, 1.0, shapes(batch))
+    return MicroBatch(batch, 1.0)
 
 
 _ADVICE = (

@@ -264,7 +264,7 @@ class PipeDreamPipeline:
         runner, log = self._runner, StepLog()
         micro_batch = whole(batch)
         key = step.key(micro_batch)
-        begin_batch([runner], batch)
+        begin_batch([runner], batch, trains=True)
         received = None
         if not runner.is_first:
             received = runner.link.receive_activations(key)
@@ -317,7 +317,7 @@ class PipeDreamPipeline:
             hooks = [
                 leaf.register_hook(partial(exchange.gradient_ready, number))  # type: ignore[no-untyped-call]
                 for number, (leaf, p) in enumerate(zip(oldest.weights, self._parameters, strict=True))
-                if id(p) not in late
+                if number in exchange.early and id(p) not in late
             ]
         results: Sequence[Tensor | None] = [None] * len(leaves)
         if leaves and outputs:  # else this stage, or it and all earlier ones, is frozen

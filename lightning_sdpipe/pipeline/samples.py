@@ -213,7 +213,7 @@ def _described(part: Any) -> str:
 
 
 def _is_constant(value: Any) -> bool:
-    return isinstance(value, _CONSTANTS) or (isinstance(value, Tensor | np.ndarray) and value.ndim == 0)
+    return value.ndim == 0 if isinstance(value, Tensor | np.ndarray) else isinstance(value, _CONSTANTS)
 
 
 def _is_array(value: Any) -> bool:

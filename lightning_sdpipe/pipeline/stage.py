@@ -23,7 +23,7 @@ from lightning_sdpipe.pipeline.link import StageLink
 
 Forward = Callable[[int, Message | None], Message | Tensor]
 
-_NOTHING = nullcontext()
+NOTHING = nullcontext()
 
 
 class CutStage:
@@ -51,6 +51,7 @@ class CutStage:
 
     def begin(
         self,
+        count: int,
         keys: Sequence[Hashable],
         forward: Forward,
         before_backward: Callable[[], None],
@@ -60,7 +61,8 @@ class CutStage:
         """Prepare for a mini-batch.
 
         Args:
-            keys: the key of each micro-batch, which identifies the shapes of its messages.
+            count: number of its micro-batches.
+            keys: the key of each micro-batch, which identifies the shapes of its messages, if there are any.
             forward: runs this stage's part of the step on micro-batch ``i``, given what was received; returns the
                 message to send, or on the last stage the loss.
             before_backward: called before each backward, when the gradients that it starts from have come.
@@ -69,7 +71,7 @@ class CutStage:
         """
         self._computing = computing
         self._last_backward = last_backward
-        self._backwards_left = len(keys)
+        self._backwards_left = count
         self._before_backward = before_backward
         self._keys = keys
         self._forward = forward
@@ -104,7 +106,7 @@ class CutStage:
         inputs = self._received.pop(index, ())
         self._backwards_left -= 1
         if full_backward:
-            last = _NOTHING if self._backwards_left else self._last_backward
+            last = NOTHING if self._backwards_left else self._last_backward
             with labelled("backward", index), self._computing(), last:
                 if outputs:  # else all that was sent is frozen
                     torch.autograd.backward(outputs, gradients)

@@ -16,6 +16,7 @@ never come to the boundary on the last stage.) A worker whose pipeline no longer
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,6 +53,8 @@ class _Due:
 
     planned: PlannedGroup
     stepped: set[int] = field(default_factory=set)
+    missing: tuple[int, int] | None = None
+    """A pipeline that had not come when this was looked at, and its iteration."""
 
 
 class FollowingStages:
@@ -62,12 +65,15 @@ class FollowingStages:
         self._participants = participants
         self._versions = versions
         self._due: list[_Due] = []
+        self._planned: Counter[tuple[int, int]] = Counter()
+        """Pipelines, with their iterations, of which a meeting is due; counted, since some have several."""
         self._unheard: set[int] = set()
         """Pipelines whose last stage has not reported since the scheduler was restarted."""
 
     def plan(self, meeting: PlannedGroup) -> None:
         """Add a meeting that the last stage has decided."""
         self._due.append(_Due(meeting))
+        self._planned.update(_iterations(meeting))
 
     def heard_of(self, pipeline: int) -> None:
         """Note that the last stage of ``pipeline`` has reported."""
@@ -76,6 +82,7 @@ class FollowingStages:
     def forget(self) -> None:
         """Forget all earlier decisions, which are not known any more."""
         self._due.clear()
+        self._planned.clear()
         self._unheard = set(range(self._participants.num_pipelines))
 
     def expects(self, group: int) -> bool:
@@ -97,13 +104,16 @@ class FollowingStages:
 
     def _next(self) -> Decision | None:
         """Return the first meeting that can go out."""
+        if len(self._due) == 1 and (missing := self._due[0].missing) is not None and self._comes(*missing):
+            return None  # which is the usual case: so a meeting is looked through about log N times, not N
         waiting = self._participants.waiting[self._stage]
         busy: set[int] = set()
         """Pipelines with a meeting that cannot go out yet."""
         groups: set[int] = set()
         for due in list(self._due):
             planned = due.planned
-            coming = {p for part in planned.parts for p, k in part.iterations.items() if self._comes(p, k)}
+            coming = {p: k for p, k in _iterations(planned) if self._comes(p, k)}
+            due.missing = next(reversed(coming.items()), None)
             here = [
                 (part, [p for p, iteration in part.iterations.items() if waiting.get(p) == iteration])
                 for part in planned.parts
@@ -113,16 +123,23 @@ class FollowingStages:
             if self._versions.bound is not None:  # these keep their place too: they contain it from that step on
                 everybody.update(*planned.computing.values())
             if not coming and not any(not part.stays for part, _ in present):
-                self._due.remove(due)  # the worker that it would have answered has gone
+                self._is_over(due)  # the worker that it would have answered has gone
                 self._step(due, present)
                 continue
             if coming or everybody & busy or not self._fresh(due, present, groups):
-                busy |= coming | everybody
+                busy |= coming.keys() | everybody
                 groups |= {part.group for part in planned.parts} | set(planned.computing)
                 continue
-            self._due.remove(due)
+            self._is_over(due)
             return self._goes_out(planned, present)
         return None
+
+    def _is_over(self, due: _Due) -> None:
+        self._due.remove(due)
+        self._planned.subtract(_iterations(due.planned))
+        for each in _iterations(due.planned):
+            if not self._planned[each]:
+                del self._planned[each]
 
     def _comes(self, pipeline: int, iteration: int) -> bool:
         """Return whether ``pipeline`` takes part and has not come to ``iteration`` yet."""
@@ -166,12 +183,13 @@ class FollowingStages:
 
     def _strays(self) -> list[Decision]:
         """Let workers go on alone for which their last stage will not decide."""
-        planned = {(p, k) for due in self._due for part in due.planned.parts for p, k in part.iterations.items()}
-        decisions: list[Decision] = []
-        for pipeline, iteration in list(self._participants.waiting[self._stage].items()):
-            if (pipeline, iteration) not in planned and not self._will_be_decided(pipeline, iteration):
-                decisions.append(self._participants.group(self._stage, [pipeline], Reason.WORKER_LOST))
-        return decisions
+        waiting = self._participants.waiting[self._stage].items()
+        unplanned = waiting - self._planned.keys()
+        if unplanned and not self._unheard:  # those that wait on the last stage are looked at there, and it is quicker
+            unplanned.difference_update(self._participants.waiting[self._last].items())
+        strays = {each for each in unplanned if not self._will_be_decided(*each)}
+        in_order = [pipeline for pipeline, iteration in waiting if (pipeline, iteration) in strays] if strays else []
+        return [self._participants.group(self._stage, [pipeline], Reason.WORKER_LOST) for pipeline in in_order]
 
     def _will_be_decided(self, pipeline: int, iteration: int) -> bool:
         participants = self._participants
@@ -181,6 +199,11 @@ class FollowingStages:
         if reported == iteration:
             return pipeline in participants.waiting[self._last]
         return reported is None or reported < iteration
+
+
+def _iterations(meeting: PlannedGroup) -> list[tuple[int, int]]:
+    """Return the pipelines that are to come to ``meeting``, each with its iteration."""
+    return [each for part in meeting.parts for each in part.iterations.items()]
 
 
 def mean_of_groups(groups: Sequence[Sequence[int]]) -> list[float]:

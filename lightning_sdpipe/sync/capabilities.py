@@ -161,7 +161,8 @@ def of_policy(policy: PolicyConfig) -> Capabilities:
         case ADPSGD():
             return replace(_GROUPS, hierarchies={"hosts": because.PAIRS}, deals=because.STAYS)
         case PHDPSGD(within="models"):
-            return replace(_GROUPS, deals=because.STAYS, ragged=because.ONE_CUT)
+            by_machine = because.BY_MACHINE if policy.groups == "auto" and policy.group_size is None else None
+            return replace(_GROUPS, deals=because.STAYS, ragged=because.ONE_CUT, elastic=by_machine)
         case PHDPSGD():
             return _MEETINGS if policy.sharded else _WHOLE_GROUPS
         case _:
@@ -172,7 +173,7 @@ def of_policy(policy: PolicyConfig) -> Capabilities:
 class Combination:
     """The options of a run that not every method goes with, and ``sync`` as it was given."""
 
-    sync: object
+    sync: SyncMethod | PolicyConfig | str
     exchange: Exchange = field(default_factory=Exchange)
     schedule: str = "1f1b"
     num_stages: int = 1

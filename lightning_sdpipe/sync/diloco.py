@@ -11,7 +11,7 @@ from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
-from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.policies.policy import PolicyConfig, refusal
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.sync.capabilities import OUTER, WHOLE, Capabilities, Needs, of_policy
 from lightning_sdpipe.sync.incompatible import ONE_CUT, Incompatible
@@ -68,6 +68,10 @@ class DiLoCo:
     then trains on until others are ready, for ``every`` more updates at most, and for ``delay`` until the new base has
     come.
 
+    ``weights`` gives the weight of each pipeline in a round: ``"equal"`` for all, or the ``"samples"`` that it has
+    trained since its last one (or the sum of what the module's ``weigh_batch`` counts), which members tell each other
+    as a round begins. That goes with ``fragments=1``, and with ``delay`` as a quorum does.
+
     With ``group``, a round is of a group that this policy forms, so that no pipeline waits for a slow one: the members
     average their bases and momenta with their models, in full, which is up to three times the bytes. It is
     ``SemiDecentralized(...)`` or ``PartialReduce(...)``, and goes with ``fragments=1`` and ``delay=0``.
@@ -82,6 +86,7 @@ class DiLoCo:
     quorum: int | float | None = None
     grace: float | Literal["auto"] = "auto"
     group: SemiDecentralized | PartialReduce | None = None
+    weights: Literal["equal", "samples"] = "equal"
 
     def __post_init__(self) -> None:
         Nesterov(self.lr, self.momentum)  # each refuses its values
@@ -97,20 +102,33 @@ class DiLoCo:
                 f"quorum={self.quorum} does not go with group=: the policy of the groups says when a round begins. Use "
                 "one of them."
             )
-        by = f"quorum={self.quorum}" if self.quorum is not None else "group="
-        hide = ", with exchange=Exchange(overlap='step') and delay= to hide it" if self.quorum is not None else ""
-        delay = 0 if self.quorum is not None else self.delay
+        if self.weights not in ("equal", "samples"):
+            raise refusal("weights", self.weights, '"equal" or "samples"')
+        if self.group is not None and self.weights != "equal":
+            raise ConfigurationError(
+                "weights='samples' does not go with group=: the policy of the groups says what members weigh. Use "
+                "weights='equal'; or leave group= out."
+            )
+        by = "group=" if self.group is not None else "weights='samples'"
+        by = by if self.quorum is None else f"quorum={self.quorum}"
+        hide = ", with exchange=Exchange(overlap='step') and delay= to hide it" if self.group is None else ""
+        delay = 0 if self.group is None else self.delay
         for name, value, instead in (("fragments", self.fragments, 1), ("delay", delay, 0), ("mix", self.mix, 0)):
-            if (self.quorum is not None or self.group is not None) and value != instead:
+            if (self._of_bases or self.group is not None) and value != instead:
                 raise ConfigurationError(
                     f"{name}={value} does not go with {by}: the members of such a round have one base each, for the "
                     f"whole model. Use {name}={instead}{hide}; or leave {by.partition('=')[0]}= out."
                 )
 
     @property
+    def _of_bases(self) -> bool:
+        """True if the members of a round tell each other of their bases or samples, also where none comes or goes."""
+        return self.quorum is not None or self.weights == "samples"
+
+    @property
     def policy(self) -> PolicyConfig:
         """Policy of an ordinary run; workers ask when a round is due."""
-        return LocalSGD(every=1) if self.quorum is None and self.group is None else self.elastic_policy
+        return self.elastic_policy if self._of_bases or self.group is not None else LocalSGD(every=1)
 
     @property
     def elastic_policy(self) -> PolicyConfig:
@@ -122,9 +140,9 @@ class DiLoCo:
         if self.group is not None:
             return replace(of_policy(self.group), **_IN_GROUPS)
         row = OUTER if self.quorum is None else WHOLE
-        if (self.fragments, self.delay, self.mix) != (1, 0, 0) and self.quorum is None:
+        if (self.fragments, self.delay, self.mix) != (1, 0, 0) and not self._of_bases:
             row = replace(row, elastic=_STREAMS)
-        if self.delay and self.quorum is not None:
+        if self.delay and self._of_bases:
             row = replace(row, overlaps={"none": _BESIDE, **row.overlaps})
         if self.mix or self.every == 1:
             row = replace(row, overlaps={"step": _MIXES if self.mix else _EACH_UPDATE, **row.overlaps})
@@ -134,9 +152,10 @@ class DiLoCo:
         nesterov, bases = Nesterov(self.lr, self.momentum), replica.bases()
         if self.group is not None:
             return OuterGroups(replica, nesterov, self.every, self.group.announces == "late")
-        if bases is not None or self.quorum is not None:
+        if bases is not None or self._of_bases:
             delay = max(self.delay, 1) if replica.exchange.overlap == "step" else 0
-            return QuorumAveraging(replica, nesterov, Fragments(self.every, delay=delay), bases)
+            by_samples = self.weights == "samples"
+            return QuorumAveraging(replica, nesterov, Fragments(self.every, delay=delay), bases, by_samples)
         keeps = replica.exchange.overlap == "step"
         delay = max(self.delay, 1) if keeps else self.delay
         return OuterAveraging(replica, nesterov, Fragments(self.every, self.fragments, delay, self.mix), keeps)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -62,8 +62,12 @@ class GradientAveraging(Synchronizer):
         """See the base class."""
         self._buckets.weight = samples
 
+    @property
+    def early(self) -> Collection[int]:
+        """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next three methods."""
+        return self._buckets.early
+
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next two methods."""
         self._buckets.gradient_ready(number, gradient)
 
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
@@ -148,8 +152,12 @@ class PresentAveraging(Synchronizer):
     def weigh(self, samples: float) -> None:
         self._rounds.rounds.weight = samples
 
+    @property
+    def early(self) -> Collection[int]:
+        """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next three methods."""
+        return self._rounds.rounds.early
+
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next two methods."""
         self._rounds.rounds.gradient_ready(number, gradient)
 
     def complete(self, gradients: Sequence[Tensor | None]) -> None:

@@ -6,7 +6,7 @@ Other workers average with a worker's model itself, or with a copy that it has p
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -137,8 +137,13 @@ class HybridGroups(Synchronizer):
 
     # ------------------------------------------------------------- gradients
 
+    @property
+    def early(self) -> Collection[int]:
+        """See :class:`~lightning_sdpipe.exchange.gradients.GradientExchange`, as for the next three methods."""
+        assert self._rounds is not None
+        return self._rounds.early
+
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        """See :class:`~lightning_sdpipe.exchange.gradients.GradientExchange`, as for the next two methods."""
         assert self._rounds is not None
         self._rounds.gradient_ready(number, gradient)
 

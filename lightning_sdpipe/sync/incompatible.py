@@ -164,8 +164,13 @@ WAITS = Incompatible(
 )
 HELD_UP = Incompatible(
     "the pipelines of a group average gradients, and none could take a step without one that may be gone",
-    "Use PHDPSGD(within='models'), which averages their models after each step instead",
-    ({"sync.within": "models"},),
+    "Use PHDPSGD(within='models', group_size=2), or list groups: models are averaged after each step then",
+    ({"sync.within": "models"}, {"sync.within": "models", "sync.group_size": 2}),
+)
+BY_MACHINE = Incompatible(
+    "its groups are the pipelines of each machine, and nobody knows beforehand on which machine a pipeline will come",
+    "Give group_size=2 for pairs of consecutive pipelines, or list groups; group_size=1 makes each a group by itself",
+    ({"sync.group_size": 2}, {"sync.group_size": 1}),
 )
 MEAN_MOMENTUM = Incompatible(
     "messages add to the mean momentum of all rounds before, which newcomers lack",

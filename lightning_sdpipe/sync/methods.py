@@ -29,7 +29,16 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer, refusal
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
 from lightning_sdpipe.sync.background_averaging import BackgroundAveraging, FreeAveraging
-from lightning_sdpipe.sync.capabilities import BY_SAMPLES, EQUALLY, GRADIENTS, Capabilities, capabilities_of, of_policy
+from lightning_sdpipe.sync.capabilities import (
+    BY_SAMPLES,
+    EQUALLY,
+    GRADIENTS,
+    Capabilities,
+    Combination,
+    capabilities_of,
+    of_policy,
+)
+from lightning_sdpipe.sync.diloco import DiLoCo
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging, PresentAveraging
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.model_averaging import LateAveraging, ModelAveraging
@@ -260,3 +269,22 @@ def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:
             'sync="my_package.policies:RoundRobin".'
         )
     return sync
+
+
+def method_for(asked: Combination) -> SyncMethod:
+    """Return the method that carries ``asked.sync`` out with the other options.
+
+    In an elastic job ``LocalSGD`` with a payload is carried out as ``DiLoCo`` with ``lr=1, momentum=0``, which computes
+    the same: its base is the common model that messages are differences from, and newcomers get it.
+
+    Raises:
+        ConfigurationError: as :func:`method_of` does.
+    """
+    method, exchange = method_of(asked.sync), asked.exchange
+    match method:
+        case ByPolicy(LocalSGD(every)) if asked.elastic and not (
+            exchange.is_full or exchange.overlap == "free" or asked.unlike
+        ):
+            return DiLoCo(every, lr=1.0, momentum=0.0)
+        case _:
+            return method

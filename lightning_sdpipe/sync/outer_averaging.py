@@ -77,7 +77,7 @@ class OuterAveraging(Synchronizer):
 
     def __init__(self, replica: Replica, nesterov: Nesterov, schedule: Fragments, keeps: bool) -> None:
         super().__init__(replica)
-        self._schedule = schedule
+        self._schedule, self._is_plain = schedule, nesterov == Nesterov(1.0, 0.0)
         beside = schedule.delay or replica.exchange.hierarchy == "hosts"
         channel = replica.groups.side_channel(replica.timeout) if beside else None
         self._replicas, hosts = replica.groups.replicas(channel), hosts_of(replica)
@@ -94,6 +94,11 @@ class OuterAveraging(Synchronizer):
     def codec(cls, replica: Replica, nesterov: Nesterov, mix: float) -> OuterModel:
         """Return the codec of a fragment."""
         return OuterModel(replica.exchange.payload, replica.pipeline, nesterov, mix)
+
+    @property
+    def models_averaged(self) -> float:
+        """See the base class; these are all where a round is the plain mean, as that of ``LocalSGD`` is."""
+        return self.replica.count if self._is_plain else 1
 
     def announce(self, iteration: int) -> None:
         """Tell the scheduler that this worker is ready if a round begins after this update."""
@@ -161,11 +166,11 @@ class OuterAveraging(Synchronizer):
         with waiting_for(self.replica.groups.stage, "averaging what models have moved by"):
             dist.all_reduce(counts, group=self.replica.groups.stage)
         bases, updates = counts[:size].tolist(), counts[size:].tolist()
-        furthest = bases.index(max(bases))
+        furthest, everybody = bases.index(max(bases)), self.replica.everybody(self._weights())
         for fragment, since in zip(self._fragments, updates, strict=True):
             pieces = list(pieces_of(fragment.tensors))
             moved = [piece - outer.base for piece, outer in zip(pieces, fragment.common.outer, strict=True)]
-            finish(FullMean(self.replica.groups.replicas()).start(moved, self.replica.everybody()))
+            finish(FullMean(self.replica.groups.replicas()).start(moved, everybody))
             if len(set(bases)) > 1:  # a pipeline that was out of data has missed rounds
                 state = [tensor for outer in fragment.common.outer for tensor in outer.state_dict().values()]
                 weights = [float(pipeline == furthest) for pipeline in range(len(bases))]
@@ -176,6 +181,10 @@ class OuterAveraging(Synchronizer):
                 piece.copy_(outer.base)
         self._base = max(bases)
         self._average_frozen()
+
+    def _weights(self) -> list[float] | None:
+        """Return the weight of each pipeline in a round of all, which are together; None if they weigh the same."""
+        return None
 
     def _average_frozen(self) -> None:
         self._average([b for b in self.replica.parameters if not b.trains and torch.is_floating_point(b.buffer)])

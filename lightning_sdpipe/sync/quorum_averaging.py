@@ -19,13 +19,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.background import Background, Job
 from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov, OuterModel
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState, OwnBase
-from lightning_sdpipe.p2p import labelled
+from lightning_sdpipe.p2p import labelled, waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.among_present import RoundsOfBases
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
@@ -41,9 +42,17 @@ class QuorumAveraging(OuterAveraging):
         nesterov: options of the outer optimizer.
         schedule: of the rounds, with one fragment.
         bases: rounds where pipelines come and go; else None.
+        by_samples: whether members of a round weigh as much as they have trained samples; else all weigh the same.
     """
 
-    def __init__(self, replica: Replica, nesterov: Nesterov, schedule: Fragments, bases: RoundsOfBases | None) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        nesterov: Nesterov,
+        schedule: Fragments,
+        bases: RoundsOfBases | None,
+        by_samples: bool = False,
+    ) -> None:
         self._late = schedule.delay > 0
         super().__init__(replica, nesterov, schedule, keeps=False)
         self._roams = schedule.delay > 1 and replica.groups.mesh.num_stages == 1
@@ -54,6 +63,9 @@ class QuorumAveraging(OuterAveraging):
         """The update after which it waits for what has still to come."""
         self._apart = 0
         """Number of updates since its last round began."""
+        self.by_samples = by_samples
+        self._samples = self._samples_sent = 0.0
+        """Samples since the last round, and those that are in the round under way."""
         (self._whole,) = self._fragments
         self._state, self._bases = OuterState(self._whole.common), bases
         if bases is not None:
@@ -77,6 +89,9 @@ class QuorumAveraging(OuterAveraging):
     def loose(self) -> int:  # type: ignore[override]
         """See the base class: the updates since the last round that is whole."""
         return self._whole.since + (self._before if self._underway else 0)
+
+    def weigh(self, samples: float) -> None:
+        self._samples += samples
 
     def announce(self, iteration: int) -> None:
         """Tell the scheduler that this worker is ready, and what its base is, if a round begins after this update."""
@@ -140,7 +155,7 @@ class QuorumAveraging(OuterAveraging):
         if not self._begins_anew:
             return
         self._begins_anew = False
-        self._apart = 0
+        self._apart, self._samples = 0, 0.0
         super().start()
         self._state.forget()
         given, self._given = self._given, None
@@ -159,8 +174,18 @@ class QuorumAveraging(OuterAveraging):
             super().make_parameters_equal()
             self._state.base = self._base
             return
+        self._state.samples = self._samples if self.by_samples else None
         self._bases.meet(self._whole.tensors, self._whole.since)
         self._average_frozen()
+
+    def _weights(self) -> list[float] | None:
+        if not self.by_samples:
+            return None
+        counts = torch.zeros(self.replica.count, dtype=torch.float64, device=self.replica.device)
+        counts[self.replica.pipeline] = self._samples
+        with waiting_for(self.replica.groups.stage, "the samples that models have moved by"):
+            dist.all_reduce(counts, group=self.replica.groups.stage)
+        return (counts / counts.sum()).tolist() if counts.any() else None
 
     def handover(self) -> dict[str, Any]:
         """See the base class: the base."""
@@ -173,6 +198,8 @@ class QuorumAveraging(OuterAveraging):
         """Run the round of ``group``, or begin it beside training."""
         tensors, self._before, self._whole.since = self._whole.tensors, self._whole.since, 0
         self._underway, self._apart, self._until = True, 0, self._update + self._schedule.delay
+        self._samples, self._samples_sent = 0.0, self._samples
+        self._state.samples = self._samples_sent if self.by_samples else None
         if self._late:
             if [copy.shape for copy in self._sent] != [tensor.shape for tensor in tensors]:
                 self._sent = [torch.empty_like(tensor) for tensor in tensors]
@@ -206,6 +233,7 @@ class QuorumAveraging(OuterAveraging):
         new, self._came = self._came, None
         if new is None:  # what was brought is brought again
             self._whole.since += self._before
+            self._samples += self._samples_sent
             return waited
         adopt = partial(self._state.adopt, new, self._whole.tensors, self._sent if self._late else None)
         adopt() if self._bases is None else self._bases.accept(new, adopt)

@@ -17,13 +17,13 @@ worker drains before it leaves and before it is absent, and does not drain withi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
+from enum import StrEnum
 from typing import Self
 
 from lightning_sdpipe.errors import ConfigurationError
 
 
-class Phase(Enum):
+class Phase(StrEnum):
     """Phases of the worker."""
 
     STEPPING = "goes from mini-batch to mini-batch"
@@ -35,7 +35,7 @@ class Phase(Enum):
     FINISHING = "has no batch, and updates with gradients that earlier ones have left"
 
 
-class Event(Enum):
+class Event(StrEnum):
     """Events that change the phase."""
 
     BATCH = "begin a turn with a batch"

@@ -57,12 +57,15 @@ def rounds(rank: int, dtype: torch.dtype) -> list[Any]:
     return [(outcome.gradients, outcome.members) for outcome in outcomes]
 
 
-@pytest.mark.parametrize(("sizes", "expected"), [([1] * 12, [3, 3, 3, 3]), ([1, 1], [1, 1]), ([40, 20, 40], [1, 2])])
-def test_the_backward_hides_some_of_a_small_model_too(sizes: list[int], expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "expected", "early"), [([1] * 12, [3, 3, 3, 3], 12), ([1, 1], [1, 1], 1), ([40, 20, 40], [1, 2], 3)]
+)
+def test_the_backward_hides_some_of_a_small_model_too(sizes: list[int], expected: list[int], early: int) -> None:
     parameters = [nn.Parameter(torch.empty(mib * 2**18)) for mib in sizes]
     group: Any = None
     means = GradientRounds(parameters, Replicas(group, range(2), 0, 0), 25 * 2**20)
     assert [len(bucket.numbers) for bucket in means._buckets] == expected
+    assert means.early == range(early), "the last bucket, if it is small, is sent at the end with the flags"
 
 
 @pytest.mark.distributed

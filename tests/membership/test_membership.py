@@ -92,6 +92,16 @@ def test_those_who_are_there_start_without_the_others_after_a_while() -> None:
     assert kinds(run.on(w.Passed(), 65.0)) == ["Epoch", "Started"]
 
 
+def test_who_waits_for_the_start_of_many_is_told_of_some() -> None:
+    run = Run(start_pipelines=20)
+    for pipeline in range(12):
+        assert run.enrol(pipeline) == []
+    said = run.core.missing()
+    assert said.startswith("training starts when 20 pipelines are there; pipeline 0 waits, pipeline 1 waits, ")
+    assert said.endswith("pipeline 7 waits, and 4 more")
+    assert run.core.states() == dict.fromkeys(range(12), "waits")
+
+
 def test_fewer_than_the_least_never_start() -> None:
     run = Run(min_pipelines=2, hold_limit=100.0)
     assert run.enrol(0) == []

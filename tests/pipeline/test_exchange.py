@@ -27,15 +27,17 @@ TIMEOUT = timedelta(seconds=20)
 
 
 class Recorder:
-    """Notes what it is told, and halves every gradient."""
+    """Notes what it is told, and halves every gradient; of so many it can make use before the backward ends."""
 
-    def __init__(self) -> None:
-        self.early: dict[int, Tensor] = {}
+    def __init__(self, early: int = 2) -> None:
+        self.early = range(early)
+        self.told: dict[int, Tensor] = {}
         self.events: list[str] = []
 
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        assert number not in self.early
-        self.early[number] = gradient.clone()
+        assert number in self.early
+        assert number not in self.told
+        self.told[number] = gradient.clone()
         self.events.append("ready")
 
     @property
@@ -56,11 +58,11 @@ class Recorder:
 
 def test_parameters_are_reported_as_the_backward_reaches_them() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
-    parameters, recorder = list(net.parameters()), Recorder()
+    parameters, recorder = list(net.parameters()), Recorder(early=6)
     with reported_to(recorder, parameters, [0, 2, 4]):
         net(torch.ones(1, 2)).sum().backward()
-    assert list(recorder.early) == [4, 2, 0]
-    assert all(torch.equal(recorder.early[n], parameters[n].grad) for n in (0, 2, 4))
+    assert list(recorder.told) == [4, 2, 0]
+    assert all(torch.equal(recorder.told[n], parameters[n].grad) for n in (0, 2, 4))
     net(torch.ones(1, 2)).sum().backward()
     assert len(recorder.events) == 3  # no longer
 
@@ -92,7 +94,7 @@ def assembled(module: L.LightningModule, schedule: str) -> Assembled:
     return assemble(module, [stages], groups, options, Initialisation(), CPU)
 
 
-def train(rank: int, schedule: str, tied: bool, accumulated: bool) -> tuple[list[str], int]:
+def train(rank: int, schedule: str, tied: bool, accumulated: bool, early: int = 2) -> tuple[list[str], int]:
     """What the exchange was told about the second mini-batch; the first has filled PipeDream's pipeline."""
     parts = assembled(Tied() if tied else Chain(), schedule)
     batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
@@ -104,7 +106,7 @@ def train(rank: int, schedule: str, tied: bool, accumulated: bool) -> tuple[list
     if not accumulated:
         for p in parts.freezing.trained:
             p.grad = None
-    recorder = Recorder()
+    recorder = Recorder(early)
     loss = parts.pipeline.train(batch, TRAIN, 1, recorder, accumulated, recorder.signal)
     told_in_training_step = len(recorder.events)
     loss.backward()
@@ -112,8 +114,8 @@ def train(rank: int, schedule: str, tied: bool, accumulated: bool) -> tuple[list
         assert p.grad is not None
         assert told is not None
         torch.testing.assert_close(p.grad, told / 2)
-        if n in recorder.early:
-            torch.testing.assert_close(recorder.early[n], told)
+        if n in recorder.told:
+            torch.testing.assert_close(recorder.told[n], told)
         if accumulated:
             torch.testing.assert_close(told, before[n] * 2)
     last = Recorder()
@@ -150,6 +152,14 @@ def test_a_tied_weight_is_summed_over_its_stages_first() -> None:
 def test_without_a_flush_only_gradients_that_are_a_stages_own_are_reported_early() -> None:
     expected = ["ready", "announced", "complete", "finish"]
     assert run_workers(2, train, "pipedream", True, False) == [(expected, 3)] * 2
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_gradients_that_are_of_no_use_early_are_not_reported(schedule: str) -> None:
+    expected = ["ready", "announced"] if schedule == "pipedream" else ["announced", "ready"]
+    told = ([*expected, "complete", "finish"], 3)
+    assert run_workers(2, train, schedule, False, False, 1) == [told] * 2
 
 
 @pytest.mark.distributed

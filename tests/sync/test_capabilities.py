@@ -41,7 +41,7 @@ from lightning_sdpipe.sync import (
 )
 from lightning_sdpipe.sync.capabilities import Capabilities, Combination, capabilities_of, cells, check
 from lightning_sdpipe.sync.incompatible import Incompatible
-from lightning_sdpipe.sync.methods import deals, method_of
+from lightning_sdpipe.sync.methods import deals, method_for, method_of
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -88,7 +88,7 @@ METHODS: dict[str, Any] = {
     '`Decentralized("random")`': Decentralized("random"),
     "`PHDPSGD`": PHDPSGD(),
     "`PHDPSGD(sharded=False)`": PHDPSGD(sharded=False),
-    '`PHDPSGD(within="models")`': PHDPSGD(within="models"),
+    '`PHDPSGD(within="models")`': PHDPSGD(within="models", group_size=2),
     "`NoSync`": NoSync(),
     "`ParameterServer`": ParameterServer(),
     "`HetPipe`": HetPipe(),
@@ -107,9 +107,9 @@ PAYLOADS = {
 
 
 def goes(given: Any, **asked: Any) -> bool:
-    method = method_of(given)
+    combination = Combination(given, **asked)
     try:
-        check(method, Combination(given, **asked))
+        check(method_for(combination), combination)
     except ConfigurationError:
         return False
     return True
@@ -244,10 +244,13 @@ WALKED = [
     AllReduce(weights="samples"),
     Decentralized("ring", every=2),
     DiLoCo(quorum=0.5),
+    DiLoCo(weights="samples"),
     DiLoCo(group=PartialReduce()),
     DiLoCo(fragments=2),
     DiLoCo(delay=1, mix=0.5),
     DiLoCo(every=1),
+    PHDPSGD(within="models"),
+    PHDPSGD(groups=((0, 1), (2, 3))),
 ]
 
 
@@ -267,7 +270,7 @@ def made(name: str, new: Any) -> Any:
 
 
 def refusal_of(asked: Combination) -> Incompatible | None:
-    return next((cell for _, cell in cells(capabilities_of(method_of(asked.sync)), asked) if cell), None)  # type: ignore[arg-type]
+    return next((cell for _, cell in cells(capabilities_of(method_for(asked)), asked) if cell), None)
 
 
 def ways(asked: Combination, reason: Incompatible) -> list[Combination]:

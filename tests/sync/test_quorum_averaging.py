@@ -15,7 +15,7 @@ from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import EightBit, Full
 from lightning_sdpipe.exchange.payloads.payload import Payload
 from lightning_sdpipe.policies import Group
-from lightning_sdpipe.sync import DiLoCo, outer_averaging
+from lightning_sdpipe.sync import DiLoCo, PartialReduce, outer_averaging
 from lightning_sdpipe.sync.capabilities import Combination, check
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
@@ -152,6 +152,33 @@ def test_with_a_delay_nobody_waits_for_the_others(stage: Stage, payload: Payload
     assert [len(group.members) for group in groups][:1] == [N]
 
 
+@pytest.mark.parametrize("exchange", [Exchange(), Exchange(overlap="step")], ids=str)
+def test_members_weigh_as_much_as_they_have_trained(stage: Stage, exchange: Exchange) -> None:
+    """In a round after two updates, and in that of a pause after a third, in which one pipeline trains nothing."""
+    samples = [[1.0, 2.0, 1.0], [4.0, 4.0, 3.0], [0.5, 0.5, 0.0]]
+
+    def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> Tensor:
+        rendezvous.join()
+        for number, trained in enumerate(samples[pipeline]):
+            sync.weigh(trained)
+            Work().update(pipeline, parameter, sync, range(number, number + 1))
+        rendezvous.pause(position=3)
+        return parameter.detach().clone()
+
+    base, momentum = equal(0), torch.zeros(SIZE)
+    for numbers in (range(2), range(2, 3)):
+        counts = torch.tensor([sum(samples[i][number] for number in numbers) for i in range(N)])
+        changes = torch.stack([sum(change(i, number) for number in numbers) for i in range(N)])  # type: ignore[misc]
+        moved = (counts / counts.sum()) @ changes
+        momentum = MOMENTUM * momentum + moved
+        base = base + LR * (moved + MOMENTUM * momentum)
+    assert EVERY == 2
+    found = stage.run(DiLoCo(EVERY, LR, MOMENTUM, weights="samples"), exchange, equal, train)
+    for outcome in found:
+        assert torch.equal(outcome, found[0])
+        torch.testing.assert_close(outcome, base, rtol=1e-5, atol=1e-6)
+
+
 def test_a_newcomer_begins_with_the_base_of_its_donor(stage: Stage) -> None:
     """What the donor has moved by since then is not the newcomer's; a donor that has not begun gives its model only."""
     method = DiLoCo(EVERY, LR, MOMENTUM, quorum=1.0)
@@ -193,6 +220,9 @@ def test_a_newcomer_begins_with_the_base_of_its_donor(stage: Stage) -> None:
         ({"quorum": 2, "fragments": 2}, "Use fragments=1"),
         ({"quorum": 0.5, "mix": 0.5}, "Use mix=0"),
         ({"grace": 2.0}, "or a quorum, such as 0.5"),
+        ({"weights": "samples", "fragments": 2}, "fragments=2 does not go with weights='samples'.* Use fragments=1"),
+        ({"weights": "samples", "group": PartialReduce()}, "Use weights='equal'; or leave group= out"),
+        ({"weights": "losses"}, 'weights=\'losses\' is not allowed; give "equal" or "samples"'),
     ],
 )
 def test_what_a_quorum_does_not_go_with_is_refused_with_what_does(values: dict[str, Any], instead: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange, Overlap
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Payload
-from lightning_sdpipe.sync import ADPSGD, DiLoCo, SemiDecentralized
+from lightning_sdpipe.sync import ADPSGD, DiLoCo, LocalSGD, SemiDecentralized
 from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
@@ -81,3 +81,17 @@ def test_layers_that_are_frozen_in_one_pipeline_only(stage: Stage) -> None:
 
     for pipeline, message in enumerate(stage.run(method_of(DiLoCo(every=4)), Exchange(), start, train)):
         assert f"it has {'' if pipeline == 1 else 'not '}in pipeline {pipeline} of stage 0" in message
+
+
+@pytest.mark.parametrize(
+    ("sync", "models"),
+    [(LocalSGD(every=4), N), (DiLoCo(every=4, lr=1.0, momentum=0.0), N), (DiLoCo(every=4), 1)],
+    ids=str,
+)
+def test_a_plain_mean_of_models_is_one_whichever_method_makes_it(stage: Stage, sync: Any, models: int) -> None:
+    """By that number variances are corrected."""
+
+    def count(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> float:
+        return sync.models_averaged
+
+    assert stage.run(method_of(sync), Exchange(), start, count) == [models] * N

@@ -49,7 +49,7 @@ class ElasticConnection:
         give_up: Callable[[], None],
     ) -> None:
         self._worker = worker
-        self._watchdog = Watchdog(lambda failure: failure.reason, give_up)
+        self._watchdog = Watchdog(lambda failure: failure.reason, give_up, self._must_end)
         self._departed = False
         told = replace(told, ended=self._must_end, over=self._over)
         self.line = MembershipClient(
@@ -58,6 +58,7 @@ class ElasticConnection:
         try:
             self.client = SchedulerClient(self.line, timeout)
             self.client.greet()
+            self._watchdog.watch()
         except BaseException:
             self.line.close()
             raise

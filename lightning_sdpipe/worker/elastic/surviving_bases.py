@@ -100,7 +100,7 @@ class SurvivingBases:
                 self._epochs.use(None)
                 broken = group.sequence
                 new, group = self.hand_overs.ask(group, self._take)
-                if new is None and group.lineage is not None and group.lineage.newest > broken:
+                if new is None and group.lineage is not None and group.lineage.newest >= broken:
                     log.warning("what this worker brought to round %d is lost: later rounds may have it", broken)
                     new = NewBase(self.state.base)
         self._epochs.use(None)
@@ -116,20 +116,21 @@ class SurvivingBases:
     def meet(self, tensors: Sequence[Tensor], since: int) -> None:
         state, barriers = self.state, self._barriers()
         while True:
-            met = barriers.meet(json.dumps([state.base, since]).encode())
+            met = barriers.meet(json.dumps([state.base, since, 1 if state.samples is None else state.samples]).encode())
             said = dict(zip(met.pipelines, map(json.loads, met.values), strict=True))
-            bases = {pipeline: base for pipeline, (base, _) in said.items()}
+            bases = {pipeline: base for pipeline, (base, *_) in said.items()}
+            total = sum(samples for *_, samples in said.values()) or 1  # of nobody, who has moved by nothing
             newest = max(bases.values())
             source = min(pipeline for pipeline, base in bases.items() if base == newest)
             moved = [piece - outer.base for piece, outer in zip(pieces_of(tensors), state.codec.outer, strict=True)]
             given = state.copy()[1] if min(bases.values()) < newest else []
-            whole = barriers.weighted_sum([moved], met, dict.fromkeys(bases, 1 / len(bases)))
+            whole = barriers.weighted_sum([moved], met, {p: samples / total for p, (*_, samples) in said.items()})
             if whole and given:
                 whole = barriers.weighted_sum([given], met, {p: float(p == source) for p in bases})
             done = barriers.meet(_DONE if whole else _NOT)
             if done.pipelines == met.pipelines and all(value == _DONE for value in done.values):
                 break
-        trained = any(updates for _, updates in said.values())
+        trained = any(updates for _, updates, _ in said.values())
         state.adopt(NewBase(newest, moved if trained else [], given), tensors)
 
     def hand_over(self, sequence: int, group: Group) -> None:

@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe import Exchange, SDPipeStrategy
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import read_scheduler_keys, read_worker_keys, write_keys
@@ -62,6 +62,7 @@ class Work:
         validation_batches: after each epoch.
         checkpoint_every: so many updates; 0 for never.
         schedule: of the pipelines.
+        exchange: of the method; with ``hierarchy="hosts"`` two consecutive pipelines share a machine by name.
         cuts: the blocks of each stage of each pipeline, if these are cut unlike; each stage has one block otherwise.
     """
 
@@ -75,6 +76,7 @@ class Work:
     validation_batches: int = 0
     checkpoint_every: int = 0
     schedule: Schedule = "1f1b"
+    exchange: Exchange = field(default_factory=Exchange)
     seed: int = 1
     cuts: Sequence[Sequence[int]] = ()
 
@@ -334,10 +336,13 @@ def train(work: Work, directory: Path, name: str, environment: Mapping[str, str]
     torch.manual_seed(work.seed)
     module = Validated(work.num_blocks, (1 - BACKWARD_SHARE) * compute, BACKWARD_SHARE * compute, work.num_parameters)
     elastic = "SDPIPE_PIPELINE" in environment
+    if work.exchange.hierarchy == "hosts":
+        os.environ["SDPIPE_HOST"] = f"machine-{int(environment['SDPIPE_PIPELINE']) // 2}"
     shape: dict[str, Any] = work.options or {"num_stages": 1 if elastic else work.num_stages}
     strategy = SDPipeStrategy(
         **shape,
         sync=work.sync,
+        exchange=work.exchange,
         num_micro_batches=1,
         schedule=work.schedule,
         data="dealt" if elastic or not isinstance(work.sync, AllReduce) else "sharded",

@@ -20,6 +20,7 @@ from typing import Any
 
 import hydra
 
+from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.scheduler.server.server import Limits
 from recipes.suites.faults import elastic_overhead, small_disks, torchft_peer
 from recipes.suites.faults.diary import Fault
@@ -69,7 +70,7 @@ def run(
     Args:
         methods: specifications for Hydra, by name.
         cases: what is killed, or full: ``method``, ``role``, ``phase``, ``num_stages`` if not 1, ``schedule`` if not
-            1F1B, and ``cuts`` of pipelines of unlike depths.
+            1F1B, ``exchange`` if not ``Exchange()``, and ``cuts`` of pipelines of unlike depths.
         only: parts.
         after: updates that all make before the death.
         calm: seconds after it until a newcomer takes the place.
@@ -117,6 +118,7 @@ def _survived(
         validation_batches=2 if ends else 0,
         checkpoint_every=CHECKPOINT_EVERY if case["phase"] == "full_checkpoints" else 0,
         schedule=case.get("schedule", "1f1b"),
+        exchange=Exchange(**case.get("exchange", {})),
         cuts=cuts,
     )
     print(f"{case['method']}: {case['role']} in {case['phase']}", end=": ", flush=True)

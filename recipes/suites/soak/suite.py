@@ -39,7 +39,7 @@ from lightning_sdpipe.exchange.options import Overlap
 from lightning_sdpipe.exchange.payloads import NAMES
 from lightning_sdpipe.scheduler.server.server import Limits
 from lightning_sdpipe.sync import capabilities
-from lightning_sdpipe.sync.methods import method_of
+from lightning_sdpipe.sync.methods import method_for
 from lightning_sdpipe.worker.options import Schedule
 from lightning_sdpipe.worker.phases import Phase
 from recipes.suites.faults.diary import Diary, Fault
@@ -212,13 +212,13 @@ def _going_with(
     sync: Any, num_stages: int, overlap: Overlap, payload: str, schedule: Schedule
 ) -> tuple[Overlap, str, Schedule]:
     """Return as much of an overlap, a payload and a schedule as goes with a method in an elastic run."""
-    method, plain = method_of(sync), ("1f1b", "full", "none")
+    plain = "1f1b", "full", "none"
     chosen: Any
     for chosen in product(*zip((schedule, payload, overlap), plain, strict=True)):
         exchange = Exchange(NAMES[chosen[1]](), chosen[2])
         asked = capabilities.Combination(sync, exchange, chosen[0], num_stages, elastic=True)
         with suppress(ConfigurationError):
-            capabilities.check(method, asked)
+            capabilities.check(method_for(asked), asked)
             return chosen[2], chosen[1], chosen[0]
     raise ConfigurationError(f"sync={sync!r} does not go with elastic runs")
 

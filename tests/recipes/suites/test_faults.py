@@ -6,9 +6,12 @@ from collections import Counter
 from inspect import signature
 from typing import Any
 
+import hydra
 import pytest
 
 from lightning_sdpipe import Exchange
+from lightning_sdpipe.sync.capabilities import Combination, check
+from lightning_sdpipe.sync.methods import method_for
 from recipes.suites.faults import suite as faults
 from recipes.suites.faults.elastic_world import Record
 from recipes.suites.faults.injected_faults import PHASES
@@ -56,6 +59,10 @@ def test_every_case_of_the_configuration_can_be_made() -> None:
         assert case["method"] in suite["methods"]
         assert case["phase"] in {*PHASES, *outside}
         assert case["phase"] in faults.LIMITS
+        method = hydra.utils.instantiate(suite["methods"][case["method"]])
+        stages, schedule = case.get("num_stages", 1), case.get("schedule", "1f1b")
+        asked = Combination(method, Exchange(**case.get("exchange", {})), schedule, stages, elastic=True)
+        check(method_for(asked), asked)
 
 
 def test_parameters_are_those_of_the_suites() -> None:

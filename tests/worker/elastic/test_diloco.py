@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import zlib
@@ -13,17 +14,23 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.exchange.options import Exchange
-from lightning_sdpipe.exchange.outer_state import NewBase, OuterState
-from lightning_sdpipe.exchange.payloads import EightBit
+from lightning_sdpipe.exchange.outer_model import Nesterov
+from lightning_sdpipe.exchange.outer_state import NewBase, OuterState, OwnBase
+from lightning_sdpipe.exchange.payloads import EightBit, Full, OneBit
+from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
-from lightning_sdpipe.sync import DiLoCo
+from lightning_sdpipe.sync import DiLoCo, LocalSGD
 from lightning_sdpipe.sync.outer_groups import OuterGroups
+from lightning_sdpipe.topology.groups import Traffic
+from lightning_sdpipe.worker.elastic.surviving_bases import SurvivingBases
 from tests.worker.elastic.jobs import Diary, ElasticRun, elastic_run, fit
 from tests.worker.elastic.test_runs import SAMPLES, check_that_replicas_were_equal
 
@@ -71,7 +78,7 @@ def kill_in_round(phase: str, rounds: int) -> None:
     OuterState.adopt = adopts  # type: ignore[method-assign]
 
 
-def train(directory: Path, sync: DiLoCo, exchange: Exchange, phase: str = "", rank: int = 0) -> None:
+def train(directory: Path, sync: Any, exchange: Exchange, phase: str = "", rank: int = 0) -> None:
     if phase and int(os.environ["RANK"]) == rank:
         kill_in_round(phase, 4)
     os.environ["SDPIPE_HOST"] = "aab"[int(os.environ["SDPIPE_PIPELINE"])]
@@ -104,12 +111,13 @@ def check_that_what_died_is_trained_by_others(run: ElasticRun, died: int) -> Non
 @pytest.mark.parametrize(
     ("sync", "exchange", "phase"),
     [
-        (DiLoCo(every=4), Exchange(hierarchy="hosts"), "made"),
+        (DiLoCo(every=4, weights="samples"), Exchange(hierarchy="hosts"), "made"),
         (DiLoCo(every=4, quorum=0.5, delay=3), Exchange(EightBit(), overlap="step"), "adopted"),
+        (LocalSGD(every=4), Exchange(OneBit()), "made"),
     ],
-    ids=["all by machines", "quorum in eight bits beside the next steps"],
+    ids=["all by machines and samples", "quorum in eight bits beside the next steps", "plain means in one bit"],
 )
-def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, sync: DiLoCo, exchange: Exchange, phase: str) -> None:
+def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, sync: Any, exchange: Exchange, phase: str) -> None:
     with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3", "--policy", "outer_rounds") as run:
         for pipeline in range(3):
             run.start(pipeline, partial(train, tmp_path, sync, exchange, phase if pipeline == 2 else ""))
@@ -125,6 +133,36 @@ def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, sync: DiLoCo, e
         if phase == "made":
             check_that_what_died_is_trained_by_others(run, 2)
         check_that_replicas_were_equal(run, [0, 1, 2])
+
+
+class MetBarriers:
+    """Barriers at which two pipelines are, the other with a base of its own and what it says of itself."""
+
+    def __init__(self, of_other: list[float]) -> None:
+        self.of_other, self.weights = of_other, dict[int, float]()
+
+    def meet(self, says: bytes) -> Met:
+        other = json.dumps(self.of_other).encode() if says[:1] == b"[" else says
+        return Met(0, "pause", (3, 5), (says, other), 0)
+
+    def weighted_sum(self, parts: Any, met: Met, weights: dict[int, float]) -> bool:
+        self.weights = weights
+        return True
+
+
+@pytest.mark.parametrize(
+    ("samples", "weights"), [(None, {3: 0.5, 5: 0.5}), (6.0, {3: 0.75, 5: 0.25}), (0.0, {3: 0.0, 5: 1.0})]
+)
+def test_all_that_meet_weigh_as_their_method_says(samples: float | None, weights: dict[int, float]) -> None:
+    barriers: Any = MetBarriers([-1, 4, 1 if samples is None else 2.0])
+    nobody: Any = None
+    bases = SurvivingBases(Worker(0, 3), nobody, nobody, nobody, lambda: barriers, Traffic())
+    codec, model = OwnBase(Full(), 3, Nesterov(), 0.0), [torch.arange(4.0)]
+    codec.begin(model)
+    bases.arrange(OuterState(codec))
+    bases.state.samples = samples
+    bases.meet(model, 4)
+    assert barriers.weights == weights
 
 
 def train_in_groups(directory: Path, sync: DiLoCo, dies: bool = False) -> None:

@@ -30,6 +30,7 @@ from lightning_sdpipe.sync import (
     PartialReduce,
     SemiDecentralized,
 )
+from lightning_sdpipe.sync.methods import ByPolicy
 from lightning_sdpipe.worker.elastic import refusals
 from lightning_sdpipe.worker.elastic.run import ElasticRun
 
@@ -63,7 +64,7 @@ def test_these_methods_work(sync: Any) -> None:
     [HetPipe(), ParameterServer(), PHDPSGD(), DiLoCo(every=2, fragments=2)],
 )
 def test_other_methods_are_refused(sync: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"SemiDecentralized|PHDPSGD\(within='models'\)|fragments=1"):
+    with pytest.raises(ConfigurationError, match=r"SemiDecentralized|PHDPSGD\(within='models'|fragments=1"):
         SDPipeStrategy(sync=sync)
 
 
@@ -92,10 +93,22 @@ def test_groups_may_send_eight_bits_and_average_beside_the_next_step(sync: Any) 
     SDPipeStrategy(sync=sync, exchange=Exchange(EightBit(), overlap="step"))
 
 
-def test_what_everybody_must_share_is_refused() -> None:
+def test_rounds_of_all_send_payloads_as_diloco_does() -> None:
+    for payload in (EightBit(), OneBit()):
+        options = SDPipeStrategy(sync=LocalSGD(every=2), exchange=Exchange(payload, overlap="step")).options
+        assert options.method == DiLoCo(every=2, lr=1.0, momentum=0.0)
+        refusals.check_scheduler(options, OuterRounds(), OuterRounds())
+    assert SDPipeStrategy(sync=LocalSGD(every=2)).options.method == ByPolicy(LocalSGD(every=2))
     SDPipeStrategy(sync=LocalSGD(every=1), exchange=Exchange(overlap="free"))
-    with pytest.raises(ConfigurationError, match="does not work in an elastic job"):
-        SDPipeStrategy(sync=LocalSGD(every=1), exchange=Exchange(EightBit()))
+    with pytest.raises(ConfigurationError, match=r"with sync=LocalSGD\(every=1\) does not work in an .* send in full"):
+        SDPipeStrategy(sync=LocalSGD(every=1), exchange=Exchange(EightBit(), overlap="free"))
+
+
+def test_groups_by_machine_are_refused_since_machines_come_later() -> None:
+    for machines in (PHDPSGD(within="models"), PHDPSGD()):
+        with pytest.raises(ConfigurationError, match=r"group_size=2.* list groups"):
+            SDPipeStrategy(sync=machines)
+    SDPipeStrategy(sync=PHDPSGD(within="models", group_size=1))
 
 
 @pytest.mark.parametrize("sync", [SemiDecentralized(), LocalSGD(every=2), ADPSGD()])
