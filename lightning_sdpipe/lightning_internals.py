@@ -77,6 +77,7 @@ class Method(StrEnum):
     BROADCAST_SIGTERM = "_broadcast_sigterm_tensor"  # of an epoch's loop, before every batch
     BEFORE_TRANSFER = "_on_before_batch_transfer"  # of a module: the first that is done with a batch
     AFTER_CLOSURE = "_after_closure"  # of a precision plugin: gradients are there, and the optimizer steps next
+    STORE_RESULTS = "_store_dataloader_outputs"  # of an evaluation's loop: where a dataloader ends, values are reduced
     STORE_GROUPS = "_store"  # of a finetuning callback: keeps the groups of the optimizer
 
 

@@ -8,18 +8,23 @@ all of it: logged values as ``self.log(reduce_fx=...)`` says, and the states of 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, reduce
 from typing import Any, TypeGuard
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
-from torchmetrics import Metric
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 _EXACT = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
 """Reductions of a metric's states that give the same whatever each pipeline has evaluated."""
+
+
+_MANY = 1000  # values of a container beyond which no metrics are looked for in it
 
 
 def is_metric(value: object) -> TypeGuard[Metric]:
@@ -39,11 +44,109 @@ def adopt_metrics(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
     trainer.callback_metrics.update(values)
 
 
+def values_to_reduce(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """Return how each value was logged for whose reduction a worker will wait for others next, by its key, and in the
+    order of the reductions."""
+    results = trainer._results
+    return {
+        key: _options(result.meta)
+        for key, result in (results.valid_items() if results else ())
+        if result.meta.on_epoch and (result.meta.sync.should or not result.is_tensor)
+    }
+
+
+def expect_values(trainer: Trainer, each: Mapping[str, Mapping[str, Any]]) -> None:
+    """Make ``trainer`` reduce these values next, in this order, also those that it has not logged itself: its share of
+    them is nothing.
+
+    Args:
+        trainer: about to reduce what it has logged.
+        each: how a value was logged, by its key, as :func:`values_to_reduce` returns it.
+    """
+    results: Any = trainer._results
+    for key, options in each.items():
+        name = options["metric_attribute"]
+        if key in results and results[key].has_reset:  # logged in an earlier epoch
+            del results[key]
+        if key not in results:
+            none = torch.zeros((), device=trainer.strategy.root_device)
+            value = none if name is None else trainer.lightning_module.get_submodule(name)
+            results.log(value=value, batch_size=0, sync_dist_fn=trainer.strategy.reduce, **options)
+            if name is None:
+                results[key].meta.sync.should = True
+                least = {"max": -math.inf, "min": math.inf}.get(options["reduce_fx"], 0.0)
+                results[key].value = torch.full_like(results[key].value, least)
+    results.update({key: results.pop(key) for key in each})
+
+
 def names_logged_by_step(trainer: Trainer) -> set[str]:
     """Return the names of the values that the training step of this batch has logged."""
     results = trainer.fit_loop.epoch_loop._results
     logged = [result for _, result in results.valid_items() if result.meta.on_step]
     return {name for result in logged for name in (result.meta.name, results._forked_name(result, True)[1])}
+
+
+def metrics_of(module: LightningModule, callbacks: Sequence[object]) -> dict[str, Metric]:
+    """Return the torchmetrics objects of ``module`` and of the user's callbacks, also those in containers, by a name
+    that is the same in all processes. Each of a collection has its state then, also where several share one."""
+    found: dict[str, Metric] = {}
+    known: set[int] = set()
+
+    def add(place: str, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        for name, part in modules:
+            if isinstance(part, MetricCollection):
+                part.items(copy_state=False)
+            if is_metric(part) and id(part) not in known:
+                known.add(id(part))
+                found[f"{place}{name}"] = part
+
+    add("", module.named_modules())
+    owners = [*module.named_modules(), *((f"callback {number}", each) for number, each in enumerate(callbacks))]
+    for path, owner in owners:
+        attributes = {} if is_metric(owner) else getattr(owner, "__dict__", {})
+        for place, part in _nested(path, attributes):
+            add(f"{place} ", part.named_modules())
+    return found
+
+
+def _nested(place: str, value: Any, depth: int = 3) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules in a container, and in those in it."""
+    if isinstance(value, nn.Module):
+        yield place, value
+    elif isinstance(value, (dict, list, tuple)) and depth and len(value) <= _MANY:
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _nested(f"{place}.{name}", item, depth - 1)
+
+
+def pack_metrics(metrics: Mapping[str, Metric]) -> bytes:
+    """Pack the states of torchmetrics objects."""
+    data = io.BytesIO()
+    torch.save({name: metric.metric_state for name, metric in metrics.items()}, data)
+    return data.getvalue()
+
+
+def unpack_metrics(metrics: Mapping[str, Metric], packed: bytes) -> None:
+    """Give torchmetrics objects the states that :func:`pack_metrics` has packed of another worker's. How often they
+    were updated here stays as it is."""
+    states = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+    for name, metric in metrics.items():
+        for key, value in states.get(name, {}).items():
+            setattr(metric, key, tree_map(partial(_moved, metric.device), value))
+        metric._computed = None
+
+
+def _moved(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device)
+
+
+def value_of_batch(metric: Metric) -> Any:
+    """Return what ``metric`` has computed of the last batch alone, and what ``self.log`` shows of a step; or None."""
+    return metric._forward_cache
+
+
+def set_value_of_batch(metric: Metric, value: Tensor) -> None:
+    """Set what ``self.log`` shows of a step."""
+    metric._forward_cache = value  # type: ignore[assignment]
 
 
 def metric_counts(module: LightningModule) -> dict[str, int]:
@@ -119,16 +222,19 @@ def _metrics(module: LightningModule) -> dict[str, Metric]:
 
 def _packed(result: Any) -> dict[str, Any]:
     """Return how a value was logged, and its states: none for a torchmetrics object, which has its own."""
-    meta = result.meta
-    suffix = f".{meta.dataloader_idx}" if meta.add_dataloader_idx and meta.dataloader_idx is not None else ""
-    options = {"fx": meta.fx.removesuffix(suffix), "reduce_fx": _reduction(meta)}
-    same = ("name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
-    options |= {name: getattr(meta, name) for name in (*same, "metric_attribute")}
-    kept = ("value", "cumulated_batch_size") if meta.is_mean_reduction else ("value",)
+    kept = ("value", "cumulated_batch_size") if result.meta.is_mean_reduction else ("value",)
     return {
-        "options": options,
+        "options": _options(result.meta),
         "states": {name: getattr(result, name).detach().cpu() for name in kept} if result.is_tensor else {},
     }
+
+
+def _options(meta: Any) -> dict[str, Any]:
+    """Return how a value was logged."""
+    suffix = f".{meta.dataloader_idx}" if meta.add_dataloader_idx and meta.dataloader_idx is not None else ""
+    same = ("name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+    options = {name: getattr(meta, name) for name in (*same, "metric_attribute")}
+    return {"fx": meta.fx.removesuffix(suffix), "reduce_fx": _reduction(meta), **options}
 
 
 def _reduction(meta: Any) -> str:

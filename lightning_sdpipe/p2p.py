@@ -14,10 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.errors import LOST_CONNECTION, WorkerFailedError
+
+_ASKED = 2**31 - 1  # a tag of no message
 
 
-@dataclass
+_waited_for: set[Transfer] = set()
+
+
+@dataclass(eq=False)
 class Transfer:
     """Sends or receives in flight. It keeps the tensors alive until :meth:`wait` returns them."""
 
@@ -26,6 +31,7 @@ class Transfer:
     tensors: list[Tensor] = field(default_factory=list)
     staged: list[Tensor] = field(default_factory=list)
     receiving: bool = False
+    where: tuple[Any, int] | None = None  # the process group, and the peer's rank in the world
 
     def wait(self, phase: int = meter.WAIT_STAGE) -> list[Tensor]:
         """Block until the peer has taken (or delivered) everything; the meter counts that as ``phase``.
@@ -34,11 +40,14 @@ class Transfer:
             WorkerFailedError: the peer closed the connection or the group's timeout passed; the message names the peer.
         """
         with meter.current().waiting(phase):
+            _waited_for.add(self)
             try:
                 for work in self.works:
                     work.wait()
             except RuntimeError as error:
                 raise self.failed(error) from error
+            finally:
+                _waited_for.discard(self)
         self.works.clear()
         if self.receiving:
             for tensor, copy in zip(self.tensors, self.staged, strict=True):
@@ -51,10 +60,19 @@ class Transfer:
         verb = "receiving from" if self.receiving else "sending to"
         return WorkerFailedError(f"{verb} {self.peer} failed: {str(error).splitlines()[0]}")
 
+    def lost(self) -> WorkerFailedError | None:
+        """Return the error of this transfer if there is no connection to the peer any more; any thread may ask."""
+        if self.where is None:
+            return None
+        group, rank = self.where
+        reason = lost_connection(group, dist.get_group_rank(group, rank))
+        return self.failed(RuntimeError(reason)) if reason else None
+
     def start(
         self, begin: Callable[..., dist.Work | None], tensors: Sequence[Tensor], rank: int, group: Any, tag: int
     ) -> None:
         """Start sending or receiving ``tensors``, in their order, by ``begin``."""
+        self.where = group, rank
         try:
             with unrecorded():
                 for tensor in tensors:
@@ -95,6 +113,26 @@ class waiting_for:
             ranks = sorted(dist.get_process_group_ranks(self._group))
             reason = str(error).splitlines()[0]
             raise WorkerFailedError(f"{self._purpose} among ranks {ranks} failed: {reason}") from error
+
+
+def lost_connection(group: Any, rank: int) -> str:
+    """Return why ``group``, of gloo, has no connection to its member ``rank`` any more; empty if it has one.
+
+    gloo notes at once that a connection has ended, and tells all that wait for a message over it, but for the one that
+    was under way: that wait goes on to its timeout. A receive that begins now fails. Any thread may ask.
+    """
+    try:
+        with unrecorded():
+            group.recv([torch.empty(1)], rank, _ASKED)
+    except RuntimeError as error:
+        if LOST_CONNECTION in str(error):
+            return str(error).splitlines()[0]
+    return ""
+
+
+def waited_for() -> set[Transfer]:
+    """Return the transfers that threads of this process wait for at this moment."""
+    return set(_waited_for)
 
 
 def labelled(what: str, micro_batch: int | None = None) -> AbstractContextManager[object]:

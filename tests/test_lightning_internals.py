@@ -193,11 +193,16 @@ SYMBOLS = [
     ),
     Symbol(
         *(_TRAINER, "_results", "gives all workers the same metrics"),
-        "lightning_results.adopt_metrics, lightning_results.pack_results, lightning_results.merge_results",
+        "lightning_results.adopt_metrics, lightning_results.values_to_reduce, lightning_results.expect_values, "
+        "lightning_results.pack_results, lightning_results.merge_results",
     ),
     Symbol(
         *(f"{_RESULTS}._ResultMetric", "_reductions", "knows which of torchmetrics' states can be merged"),
         "lightning_results.why_not_merged",
+    ),
+    Symbol(
+        *("pytorch.loops.evaluation_loop._EvaluationLoop", "_store_dataloader_outputs"),
+        *("lets all pipelines reduce the same values", "Method", ""),
     ),
     Symbol(_EPOCH, "_results", "knows what a step has logged", "lightning_results.names_logged_by_step"),
     Symbol(
@@ -207,12 +212,12 @@ SYMBOLS = [
     Symbol(
         f"{_RESULTS}._ResultMetric",
         "_forward_cache",
-        "gives all workers the same metrics",
-        "lightning_results.adopt_metrics",
+        "gives all workers the same metrics, and logs those of a step",
+        "lightning_results.adopt_metrics, lightning_results.value_of_batch, lightning_results.set_value_of_batch",
     ),
     Symbol(
         *(_RESULTS, "_computed", "gives all workers the same metrics"),
-        "lightning_results.adopt_metrics, lightning_results.merge_results",
+        "lightning_results.adopt_metrics, lightning_results.merge_results, lightning_results.unpack_metrics",
     ),
     Symbol("fabric.loggers.csv_logs.CSVLogger", "_version", "goes on with the leader's", "known_version, set_version"),
     Symbol("fabric.loggers.tensorboard.TensorBoardLogger", "_version", "goes on with the leader's", "known_version"),

@@ -24,6 +24,7 @@ from lightning_sdpipe.partition.placeholder import Placeholder
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _EXTRA = "_extra_state"  # torch's name of it
+_NAMES = "names"
 _TAG = 2**31 - 1  # apart from the tags of the stages' messages
 
 
@@ -294,9 +295,10 @@ class OptimizerParts:
         return {"state": state, "param_groups": self._packed(optimizer)}
 
     def held(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the ``state_dict`` of the whole optimizer with all states that this stage has."""
+        """Return the ``state_dict`` of the whole optimizer with all states that this stage has, and the names of its
+        parameters, since another pipeline may number them in another order."""
         state = {i: optimizer.state[p] for i, p in self._local.items() if p in optimizer.state}
-        return {"state": state, "param_groups": self._packed(optimizer)}
+        return {"state": state, "param_groups": self._packed(optimizer), _NAMES: self._name_of}
 
     def given(self, held: Mapping[str, Any], theirs: Ownership, to: int) -> dict[str, Any]:
         """Return the part of :meth:`held` that this stage, as the last owner of parameters, gives to the stage ``to``
@@ -331,9 +333,13 @@ class OptimizerParts:
     def load(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
         """Load this stage's part of a whole ``state_dict``."""
         numbers = {place: number for number, place in enumerate(self._local)}  # in the order of the groups
+        if _NAMES in whole:
+            by_name = {self._name_of[place] or place: number for place, number in numbers.items()}
+            places = ((place, by_name.get(name or place)) for place, name in whole[_NAMES].items())
+            numbers = {place: number for place, number in places if number is not None}
         state = {numbers[place]: value for place, value in whole["state"].items() if place in numbers}
         packed = [
-            {**group, "params": [numbers[place] for place in group["params"] if place in numbers]}
+            {**group, "params": sorted(numbers[place] for place in group["params"] if place in numbers)}
             for group in whole["param_groups"]
         ]
         optimizer.load_state_dict({"state": state, "param_groups": packed})

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe.p2p import waiting_for
-from lightning_sdpipe.partition.ownership import Ownership, replace_data
+from lightning_sdpipe.partition.ownership import Ownership, become, replace_data
+from lightning_sdpipe.partition.placeholder import attributes_of
 from lightning_sdpipe.partition.same_memory import held_together
 from lightning_sdpipe.topology.groups import ProcessGroups
 
@@ -63,9 +64,11 @@ def make_whole(module: nn.Module, ownership: Ownership, groups: ProcessGroups, k
                 dist.broadcast(value, mesh.rank(owners[-1], pipeline), group=groups.pipeline)
         if not keep:
             continue
-        if stage in owners and isinstance(tensor, nn.Parameter):
+        if stage in owners:
             tensor.data = value  # the same object: users may hold it in their own lists
             continue
         new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        vars(new).update(attributes_of(tensor))
+        new = become(tensor, new)
         for slot, name, _ in places:
             slot[name] = new

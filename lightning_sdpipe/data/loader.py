@@ -13,7 +13,7 @@ pipeline would take its part of a different permutation.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
@@ -45,6 +45,7 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 _STREAMS = RandomStreams(torch.device("cpu"))
 _FETCHING = -1  # in the place of a block's number
 _END = object()
+_OF_PIPELINES = ("even", "state_dict", "load_state_dict")
 
 
 class PipelineLoader:
@@ -78,13 +79,18 @@ class PipelineLoader:
             loader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore[attr-defined]
         self._draws: _Positions | DrawingCollate | None = None
         self._source = loader
+        self._replaced: Set[str] = frozenset()
         if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
             self._draws = DrawingCollate(loader.collate_fn, pipeline)
             self._source = with_collate(loader, self._draws)
+            self._replaced = {"collate_fn", "_iterator"}
         elif isinstance(loader, DataLoader):
             batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
             self._draws = _Positions(batches, pipeline, num_pipelines)
             self._source = drawing_copy(loader, self._draws)
+            self._replaced = {name for name, value in vars(self._source).items() if value is not vars(loader).get(name)}
+            self._replaced |= {"worker_init_fn", "generator", "_iterator"}
+        self._shared = dict(getattr(loader, "__dict__", {}))
         if isinstance(self._source, Stateful):
             self.state_dict, self.load_state_dict = self._source.state_dict, self._source.load_state_dict
         # Draws of a plain loader are its sampler's or its data set's. Those of any other loader are unknown.
@@ -92,6 +98,22 @@ class PipelineLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name in _OF_PIPELINES:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
+
+    def _share_attributes(self) -> None:
+        """Give the copy what hooks have set on the loader since, and the loader what the copy has: a subclass may keep
+        state there."""
+        loader, copied = vars(self._loader), vars(self._source)
+        for name in (loader.keys() | copied.keys()) - self._replaced:
+            mine, theirs = loader.get(name), copied.get(name)
+            if mine is not theirs:
+                loader[name] = copied[name] = theirs if mine is self._shared.get(name) else mine
+            self._shared[name] = loader.get(name)
 
     @property
     def given(self) -> Iterable[Any]:
@@ -135,6 +157,8 @@ class PipelineLoader:
         if self._draws is not None:
             self._draws.begin(*key)
         stream = Stream(mix(*key))
+        if self._source is not self._loader:
+            self._share_attributes()
         with _seeding_what_follows(), stream.drawn():
             batches = iter(self._source)
         nothing = nullcontext()
@@ -146,6 +170,8 @@ class PipelineLoader:
             finally:
                 _STREAMS.leave(_FETCHING, before)
             if batch is _END:
+                if self._source is not self._loader:
+                    self._share_attributes()
                 return
             yield batch
 

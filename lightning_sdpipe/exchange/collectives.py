@@ -3,9 +3,12 @@ our own messages when all take part."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,9 @@ from lightning_sdpipe.exchange.moving import Pending, PieceByPiece, Scratch
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas
+
+_LOOK = timedelta(seconds=0.25)
+"""Time between two looks at whether a group was given up."""
 
 Collect = Callable[[Tensor, Tensor], None]
 
@@ -57,31 +63,66 @@ class SumInPlace:
     def __init__(self, replicas: Replicas) -> None:
         self.replicas = replicas
         self._among_some = GroupMean(replicas)
+        self._under_way: list[dist.Work] = []
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
         """See :class:`~lightning_sdpipe.exchange.moving.Mover`."""
-        if len(group.members) < len(self.replicas.pipelines) or any(map(self.replicas.stages, tensors)):
+        members, replicas = len(self.replicas.pipelines), self.replicas
+        if len(group.members) < members or any(map(replicas.stages, tensors)):
             return self._among_some.start(tensors, group)
-        return _Sum(tensors, self.replicas)
+        replicas.traffic.add(2 * (members - 1) * sum(tensor.nbytes for tensor in tensors) // members)
+        works = [replicas.group.allreduce([tensor]) for tensor in tensors]
+        self._under_way = [*(work for work in self._under_way if not work.is_completed()), *works]
+        return _Sum(works, self)
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait until ``work`` is done, or soon after the replicas have given their group up: when a connection is lost,
+        gloo fails only those collectives of which it does not await the message that was under way.
+
+        Raises:
+            WorkerFailedError: a member is gone, or the group is given up.
+        """
+        given_up = self.replicas.given_up
+        try:
+            while not _is_done(work, None if given_up is None else _LOOK):
+                if given_up is not None and given_up.is_set():
+                    raise RuntimeError("the process group is given up")
+        except RuntimeError as error:
+            left = [each for each in self._under_way if not each.is_completed()]
+            if left:  # which the destructor of their group would wait for; it is not called while a thread runs
+                threading.Thread(target=_outlast, args=[left, self.replicas.group], daemon=True).start()
+            names = [self.replicas.name(pipeline) for pipeline in self.replicas.pipelines]
+            raise WorkerFailedError(f"adding up with {names} failed: {str(error).splitlines()[0]}") from error
+
+
+def _is_done(work: dist.Work, within: timedelta | None) -> bool:
+    """Wait for ``work``; return False if that takes longer."""
+    try:
+        work.wait(within or timedelta(0))
+    except RuntimeError:
+        if within is None or work.is_completed():
+            raise
+        return False
+    return True
+
+
+def _outlast(works: Sequence[dist.Work], group: dist.ProcessGroup) -> None:
+    for work in works:
+        with suppress(RuntimeError):
+            work.wait()
+    del group
 
 
 class _Sum:
-    def __init__(self, tensors: Sequence[Tensor], replicas: Replicas) -> None:
+    def __init__(self, works: Sequence[dist.Work], mover: SumInPlace) -> None:
         self.seconds_waiting = 0.0
-        size = len(replicas.pipelines)
-        replicas.traffic.add(2 * (size - 1) * sum(tensor.nbytes for tensor in tensors) // size)
-        self._replicas = replicas
-        self._works = deque(replicas.group.allreduce([tensor]) for tensor in tensors)
+        self._works, self._mover = deque(works), mover
 
     def wait(self) -> bool:
         if not self._works:
             return False
         start = time.perf_counter()
-        try:
-            self._works[0].wait()
-        except RuntimeError as error:
-            names = [self._replicas.name(pipeline) for pipeline in self._replicas.pipelines]
-            raise WorkerFailedError(f"adding up with {names} failed: {str(error).splitlines()[0]}") from error
+        self._mover.wait(self._works[0])
         self.seconds_waiting += time.perf_counter() - start
         return True
 

@@ -3,17 +3,20 @@ group, which ``torch.distributed`` need not know by name.
 
 If a connection ends in the middle of a message, gloo's wait for that message, on either side, goes on until its
 timeout: neither the end nor a timeout of another message ends it. Over a slow link that is the usual moment for a
-process to be killed in. So where replicas say when their group is given up, a thread waits for long messages.
+process to be killed in. So where a wait may be given up, a thread waits for long messages, and the connection is looked
+at meanwhile (:func:`complete`).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,57 +29,84 @@ from lightning_sdpipe.topology.groups import Replicas
 LONG = 2**16
 """Bytes of messages from which on a thread waits for them. Shorter ones are on their way for a moment only."""
 _GLANCE = 0.05
-"""Seconds between two looks at whether the group was given up."""
+"""Seconds between two looks at whether the wait was given up."""
+_LOOKS = 20
+"""Number of these looks, of which the last is also at the connection."""
+
+
+class PendingMessage(NamedTuple):
+    """A message under way to or from the member ``rank`` of a process group, whom errors call ``peer``; or, with NCCL,
+    all messages of a transfer, and the names of all members."""
+
+    peer: str
+    rank: int
+    work: dist.Work
+    tensors: Sequence[Tensor]
 
 
 @dataclass
 class Transfers:
     """Messages under way; keeps their tensors alive."""
 
-    works: list[tuple[str, dist.Work]]  # the other side of each, and the work
-    staged: list[tuple[Tensor, Tensor]]  # where a message arrives, and where it is to go
-    kept: list[Tensor]
-    limit: timedelta = timedelta(0)  # zero: that of the process group
-    given_up: threading.Event | None = None  # see Replicas
+    replicas: Replicas
+    messages: list[PendingMessage] = field(default_factory=list)
+    staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # where a message arrives, and where it is to go
 
     def wait(self) -> None:
-        """Wait until all messages have arrived and left.
-
-        Raises:
-            WorkerFailedError: a member closed the connection, the group's timeout passed, or the group was given up;
-                the message names the member.
-        """
-        if self.given_up is None or sum(tensor.nbytes for tensor in self.kept) < LONG:
-            _wait(self.works, self.limit)
-        else:
-            self._wait_in_thread(self.given_up)
+        """Wait until all messages have arrived and left; raises as :func:`complete` does."""
+        complete(self.messages, self.replicas.group, self.replicas.limit, self.replicas.given_up)
         for arrived, aim in self.staged:
             aim.copy_(arrived)
-        self.works, self.staged, self.kept = [], [], []
+        self.messages, self.staged = [], []
 
-    def _wait_in_thread(self, given_up: threading.Event) -> None:
-        # In a thread that is left alone, with its tensors, if its wait goes on to the timeout.
-        wait = _LongWait(self.works, self.kept, self.limit)
-        try:
-            waiter = _idle.pop()
-        except IndexError:
-            waiter = _Waiter()
-        waiter.waits.put(wait)
-        while not wait.done.wait(_GLANCE):
-            if given_up.is_set() and not wait.done.wait(_GLANCE):
-                peers = ", ".join(sorted({peer for peer, _ in self.works}))
-                raise WorkerFailedError(f"exchanging with {peers} was broken off, since the process group is given up")
-        if wait.failure is not None:
-            raise wait.failure
+
+def complete(
+    messages: Sequence[PendingMessage], group: Any, limit: timedelta, given_up: threading.Event | None = None
+) -> None:
+    """Wait until ``messages`` over ``group`` have arrived and left.
+
+    With ``given_up``, which takes a group of gloo, the wait for long messages also ends when the connection to the one
+    that is waited for has ended, or soon after that event is set.
+
+    Args:
+        messages: all that are waited for, in this order.
+        group: the process group.
+        limit: timeout of each; zero for that of the group.
+        given_up: set when the wait is in vain; None if only the timeout ends it.
+
+    Raises:
+        WorkerFailedError: one of these; the message names the member.
+    """
+    if given_up is None or sum(tensor.nbytes for each in messages for tensor in each.tensors) < LONG:
+        for message in messages:
+            _wait(message, limit)
+        return
+    wait = _LongWait(messages, limit)
+    try:
+        waiter = _idle.pop()
+    except IndexError:
+        waiter = _Waiter()
+    waiter.waits.put(wait)  # a thread that is left alone, with the tensors, if its wait goes on to the timeout
+    for look in itertools.count(1):
+        if wait.done.wait(_GLANCE):
+            break
+        message = messages[wait.at]
+        reason = "the process group is given up" if given_up.is_set() else ""
+        if not reason and look % _LOOKS == 0:
+            reason = p2p.lost_connection(group, message.rank)
+        if reason and not wait.done.wait(_GLANCE):
+            raise WorkerFailedError(f"exchanging with {message.peer} was broken off: {reason}")
+    if wait.failure is not None:
+        raise wait.failure
 
 
 @dataclass
 class _LongWait:
     """A wait for messages, whose tensors it keeps alive."""
 
-    works: Sequence[tuple[str, dist.Work]]
-    kept: Sequence[Tensor]
+    messages: Sequence[PendingMessage]
     limit: timedelta
+    at: int = 0  # which of them is waited for
     failure: BaseException | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -95,7 +125,9 @@ class _Waiter:
 
     def _do(self, wait: _LongWait) -> None:
         try:
-            _wait(wait.works, wait.limit)
+            for at, message in enumerate(wait.messages):
+                wait.at = at
+                _wait(message, wait.limit)
         except BaseException as error:  # raised where it is waited for
             wait.failure = error
         _idle.append(self)
@@ -119,7 +151,7 @@ def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: 
     Raises:
         WorkerFailedError: a member is gone already.
     """
-    transfers = Transfers([], [], [], replicas.limit, replicas.given_up)
+    transfers = Transfers(replicas)
     replicas.traffic.add(sum(tensor.nbytes for tensor in outgoing.values()))
     operations = []
     for pipeline, aim in into.items():
@@ -133,7 +165,6 @@ def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: 
         if tensor.numel():
             staged = p2p.pinned_like(tensor).copy_(tensor) if replicas.stages(tensor) else tensor
             operations.append((True, pipeline, staged))
-    transfers.kept += [tensor for _, _, tensor in operations]
     names = [replicas.name(pipeline) for _, pipeline, _ in operations]
     if operations and replicas.coalesces(operations[0][2].device):
         batch = [
@@ -148,24 +179,25 @@ def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: 
         ]
         several = ", ".join(sorted({*names}))
         with unrecorded():
-            transfers.works = [(several, work) for work in dist.batch_isend_irecv(batch)]
+            works = dist.batch_isend_irecv(batch)
+        tensors = [tensor for _, _, tensor in operations]
+        transfers.messages = [PendingMessage(several, 0, work, tensors) for work in works]
         return transfers
     for (sends, pipeline, tensor), name in zip(operations, names, strict=True):
-        start = replicas.group.send if sends else replicas.group.recv
+        rank, start = replicas.ranks[pipeline], replicas.group.send if sends else replicas.group.recv
         try:
             with unrecorded():
-                transfers.works.append((name, start([tensor], replicas.ranks[pipeline], tag)))
+                transfers.messages.append(PendingMessage(name, rank, start([tensor], rank, tag), [tensor]))
         except RuntimeError as error:
             raise _failed(name, error) from error
     return transfers
 
 
-def _wait(works: Sequence[tuple[str, dist.Work]], limit: timedelta) -> None:
-    for peer, work in works:
-        try:
-            work.wait(limit)
-        except RuntimeError as error:
-            raise _failed(peer, error) from error
+def _wait(message: PendingMessage, limit: timedelta) -> None:
+    try:
+        message.work.wait(limit)
+    except RuntimeError as error:
+        raise _failed(message.peer, error) from error
 
 
 def _failed(peer: str, error: RuntimeError) -> WorkerFailedError:

@@ -82,7 +82,7 @@ def adapt(
     return [
         leave_results_to_the_last_stage(module, callbacks, is_last, result_hook, hand_on),
         leave_out_example(module) if is_cut else lambda: None,
-        gather_metrics_over(module, groups.stage, lambda: not is_last and whereabouts.in_step),
+        gather_metrics_over(module, callbacks, groups.stage, lambda: not is_last and whereabouts.in_step),
         adapt_finetuning(callbacks, whole_groups),
         show_whole_groups(module, callbacks, whole_groups_shown) if is_cut else lambda: None,
         refuse_metrics_elsewhere(module, callbacks, logged_late) if not is_last else lambda: None,

@@ -30,6 +30,7 @@ class EpochCallback(Callback):
         random_states: returns those of all workers, for a checkpoint.
         checks: says when all look at the clock.
         draws: begin the streams that hooks draw from.
+        meet: makes workers agree on what the hook of this name, which ends an epoch, finds on all of them.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class EpochCallback(Callback):
         random_states: Callable[[], dict[str, Any]],
         checks: ClockChecks,
         draws: StreamSwitches,
+        meet: Callable[[str], None],
     ) -> None:
         self._groups = groups
         self._turns = turns
@@ -47,6 +49,7 @@ class EpochCallback(Callback):
         self._random_states = random_states
         self._checks = checks
         self._draws = draws
+        self._meet = meet
         self._to_load: Mapping[str, Any] | None = None
         self._saving: list[Callback] = []
         """Callbacks that save after so many steps."""
@@ -110,8 +113,15 @@ class EpochCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._turns.pause()
+        self._meet("on_train_epoch_end")
         self._share_metrics(trainer)
         self._draws.between_batches("on_train_epoch_end")
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._meet("on_validation_epoch_end")
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._meet("on_test_epoch_end")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._share_metrics(trainer)

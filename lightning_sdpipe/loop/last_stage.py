@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, SchedulerError, WorkerFailedError
-from lightning_sdpipe.lightning_results import is_metric
+from lightning_sdpipe.lightning_results import metrics_of
 from lightning_sdpipe.loop.epoch_callback import EpochCallback
 
 # These work on what the evaluation steps returned or collected. The end of a *training* epoch is also where modules
@@ -148,12 +148,12 @@ class _GatherOverStage:
 
 
 def gather_metrics_over(
-    module: LightningModule, group: ProcessGroup, ends_early: Callable[[], bool]
+    module: LightningModule, callbacks: Sequence[Callback], group: ProcessGroup, ends_early: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Make torchmetrics objects of ``module`` compute over ``group``, unless they have a rule of their own. Return a
-    function that undoes it. ``ends_early`` returns whether a step runs that ends before this worker can update what the
-    step updates."""
-    metrics = {n: m for n, m in module.named_modules() if is_metric(m) and m.dist_sync_fn is None}
+    """Make torchmetrics objects of ``module`` and of ``callbacks`` compute over ``group``, unless they have a rule of
+    their own. Return a function that undoes it. ``ends_early`` returns whether a step runs that ends before this worker
+    can update what the step updates."""
+    metrics = {name: metric for name, metric in metrics_of(module, callbacks).items() if metric.dist_sync_fn is None}
 
     def check(name: str) -> None:
         if ends_early() and not metrics[name].update_called:
@@ -173,6 +173,11 @@ def gather_metrics_over(
     return undo
 
 
+def is_gathered(metric: Metric) -> bool:
+    """Return whether ``metric`` is gathered from the pipelines' workers of one stage."""
+    return isinstance(metric.dist_sync_fn, _GatherOverStage)
+
+
 def has_own_rule(metric: Metric) -> bool:
     """Return whether the user has said how ``metric`` is gathered from processes."""
-    return not (metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, _GatherOverStage))
+    return not (metric.dist_sync_fn is None or is_gathered(metric))

@@ -215,12 +215,12 @@ def _begin_whole_epochs(trainer: Trainer) -> None:
     loop.reset = reset
 
 
-def _profile_nothing(trainer: Trainer) -> None:
+def _profile_nothing(trainer: Any) -> None:
     """Make a profiler that measures nothing, the default, take no time: Lightning begins and ends two dozen generators
     of it in each step."""
-    profiler: Any = trainer.profiler
-    if type(profiler) is PassThroughProfiler:
-        profiler.profile = lambda action_name: _NOTHING
+    if type(trainer.profiler) is PassThroughProfiler:
+        plain: Any = trainer.profiler
+        plain.profile = lambda action_name: _NOTHING
 
 
 def _resume_quietly(trainer: Trainer, source: BatchSource) -> None:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
+from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import FlatBucket
 from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.loop.loss_scale import refuse_own_unscaling
 from lightning_sdpipe.optim import FrozenVariance, VarianceCorrection, is_adam_family
+from lightning_sdpipe.pipeline.digest import options_of
+from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 def refuse_unfit(optimizer: Optimizer, precision: Precision, num_stages: int) -> None:
@@ -47,6 +54,55 @@ def refuse_unfit_momentum(optimizer: Optimizer, payload: Payload) -> None:
         raise ConfigurationError(
             f"{payload} sends momenta of {payload.momentum}, and the optimizer's first beta is "
             f"{', '.join(map(str, sorted(betas)))}: give both the same."
+        )
+
+
+def agree_on_groups(optimizer: Optimizer, module: nn.Module, groups: ProcessGroups) -> None:
+    """Put the parameters of ``optimizer`` into rank 0's order: the state of the whole optimizer numbers them by it, and
+    sets of parameters have an order of their own in each process. Every rank must call it.
+
+    Raises:
+        ConfigurationError: another parameter is in a group here than on rank 0.
+        WorkerFailedError: another rank is gone.
+    """
+    name_of = {id(p): name for name, p in module.named_parameters()}
+    mine = [[name_of.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+    first: list[list[str]] = p2p.broadcast_value(mine, 0, groups.everybody)
+    nothing: list[str] = []
+    for number, (here, there) in enumerate(zip_longest(mine, first, fillvalue=nothing)):
+        only_here, only_there = Counter(here) - Counter(there), Counter(there) - Counter(here)
+        if only_here or only_there:
+            name = next(iter(only_here + only_there)) or "a parameter that the module does not have"
+            raise ConfigurationError(
+                f"configure_optimizers makes other parameter groups on rank {groups.rank} than on rank 0: group "
+                f"{number} has {name!r} {'here' if only_here else 'there'} only. Every rank has every parameter, those "
+                "of other stages without values: sort them by what is the same on all ranks, such as their names, "
+                "shapes, modules and attributes, and leave none out."
+            )
+    for group, here, there in zip(optimizer.param_groups, mine, first, strict=True):
+        if here != there:
+            held: dict[str, list[nn.Parameter]] = {}
+            for name, parameter in zip(here, group["params"], strict=True):
+                held.setdefault(name, []).append(parameter)
+            group["params"] = [held[name].pop(0) for name in there]
+
+
+def refuse_unlike_options(optimizers: Sequence[Optimizer], groups: ProcessGroups) -> None:
+    """Raise ConfigurationError where replicas of this stage, which apply the same gradients, have other options of the
+    optimizer than another. All of them must call it."""
+    if dist.get_world_size(groups.stage) == 1:
+        return
+    options = options_of(optimizers)
+    digest = crc32(repr(options).encode())
+    extremes = torch.tensor([digest, -digest])
+    with p2p.waiting_for(groups.stage, "comparing the options of the optimizer"):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=groups.stage)
+    if extremes.sum() != 0:
+        raise ConfigurationError(
+            "The options of the optimizer are not the same in all pipelines, whose models would come apart under one "
+            f"gradient; on rank {groups.rank} they are {options}. A hook has changed them by what a pipeline's own "
+            "batches gave: change them in on_validation_end or on_train_epoch_end by trainer.callback_metrics, which "
+            "are the same on all workers, or average models (sync='semi_decentralized') instead of gradients."
         )
 
 
@@ -83,7 +139,7 @@ class OptimizerProgress:
         optimizers: Callable[[], Sequence[Optimizer]],
         precision: Precision,
         buckets: Sequence[FlatBucket],
-        only: Sequence[torch.nn.Parameter] | None = None,
+        only: Sequence[nn.Parameter] | None = None,
     ) -> None:
         self._optimizers = optimizers
         self._precision = precision
@@ -124,11 +180,11 @@ class OptimizerProgress:
         if scaler is not None:
             scaler.load_state_dict(scale)
 
-    def of(self, parameters: Sequence[torch.nn.Parameter]) -> OptimizerProgress:
+    def of(self, parameters: Sequence[nn.Parameter]) -> OptimizerProgress:
         """Return the part for ``parameters``; see :class:`~lightning_sdpipe.sync.synchronizer.TrainingState`."""
         return OptimizerProgress(self._optimizers, self._precision, self._buckets, parameters)
 
-    def _parameters(self) -> Sequence[torch.nn.Parameter]:
+    def _parameters(self) -> Sequence[nn.Parameter]:
         if self._only is not None:
             return self._only
         return [p for bucket in self._buckets for p in bucket.all_parameters]

@@ -12,24 +12,40 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from weakref import WeakSet
+from zlib import crc32
 
+import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe import p2p
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE
-from lightning_sdpipe.lightning_results import is_metric
-from lightning_sdpipe.loop.last_stage import NoResultError
+from lightning_sdpipe.lightning_results import is_metric, metrics_of, pack_metrics, unpack_metrics
+from lightning_sdpipe.loop.last_stage import NoResultError, is_gathered
 from lightning_sdpipe.partition.ownership import Ownership
-from lightning_sdpipe.partition.python_values import NotPackedError, is_of_the_user, pack, unpack
+from lightning_sdpipe.partition.python_values import (
+    GENERATORS,
+    LARGEST,
+    NotPackedError,
+    is_of_the_user,
+    pack,
+    unpack,
+)
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _TAG = 2**31 - 8  # that no link uses
 _DEPTH = 4  # levels of objects in objects
 _MANY = 10_000  # values in a container beyond which only their number is compared
+
+_made_alike: WeakSet[nn.Module] = WeakSet()
+"""Modules whose stages have made their Python state alike in this process."""
 
 Address = tuple[str | int, ...]
 _Change = tuple[Address, str, Any]
@@ -91,7 +107,61 @@ class PythonState:
         self._is_last = groups.mesh.is_last(groups.rank)
         module = trainer.lightning_module
         self._buffers = [name for name, _ in module.named_buffers() if len(ownership.stages[name]) > 1]
+        self._over_parameters = {id(tensor) for tensor, _ in ownership.memory.attributes}
         self._before: dict[Address, Any] | None = None
+
+    def make_alike(self) -> None:
+        """Give the other stages the last one's generators, tensors and arrays where theirs are others: each process has
+        made them for itself, perhaps without a seed. All stages must call it before a run. Later runs of the module in
+        this process go on with what each stage has.
+
+        Raises:
+            ConfigurationError: a tensor or an array that is too large to be handed on is not the same.
+        """
+        module = self._trainer.lightning_module
+        if len(self._ranks) == 1 or module in _made_alike:
+            return
+        _made_alike.add(module)
+        *others, last = self._ranks
+        mine = {json.dumps(address): place for address, place in self._made_by_the_user()}
+        digests = {address: _digest(place.value) for address, place in mine.items()}
+        with self._first_failure:
+            if not self._is_last:
+                theirs = json.loads(self._receive(last))
+                known = {address: digest for address, digest in digests.items() if digest is not None}
+                self._send([each for each, digest in known.items() if theirs.get(each) not in (None, digest)], last)
+                given = json.loads(self._receive(last))
+                for address in (address for address, what, _ in given if what == "elsewhere"):
+                    raise ConfigurationError(
+                        f"{'.'.join(map(str, address[1:]))!r} is not the same on the stages of a pipeline, whose "
+                        f"processes have made it each for itself, and it is larger than the {LARGEST} bytes that are "
+                        "handed on. Seed the script, as by L.seed_everything(1), or make it a buffer."
+                    )
+                self._apply(given, "the setup of the run")
+                return
+            for rank in others:
+                self._send(digests, rank)
+            for rank in others:
+                wanted = json.loads(self._receive(rank))
+                self._send([_packed(json.loads(each), mine[each]) for each in wanted], rank)
+
+    def _made_by_the_user(self) -> Iterator[tuple[Address, _Place]]:
+        """Yield the values in modules and callbacks, without tensors over the memory of parameters."""
+        roots: dict[Address, Any] = {("callback", n): c for n, c in enumerate(self._trainer.callbacks)}
+        roots = {address: callback for address, callback in roots.items() if is_of_the_user(callback)}
+        roots |= {address: root for address, root in self._roots().items() if address[0] == "module"}
+        seen: set[int] = set()
+        for address, root in roots.items():
+            for where, place in _attributes(address, root, seen, _DEPTH):
+                if not any(id(leaf) in self._over_parameters for leaf in tree_leaves(place.value)):
+                    yield where, place
+
+    def _send(self, value: Any, rank: int) -> None:
+        data = json.dumps(value).encode()
+        p2p.send_bytes(data, rank, self._groups.everybody, _TAG, f"rank {rank}").wait()
+
+    def _receive(self, rank: int) -> bytes:
+        return p2p.receive_bytes(rank, self._groups.everybody, _TAG, f"rank {rank}")
 
     def begin(self) -> None:
         """Record the state, so that changes from now on are handed on."""
@@ -113,6 +183,17 @@ class PythonState:
         """Give the other stages what has changed on the last one since :meth:`begin`; all stages must call it, when
         ``hook`` has run."""
         self._exchange(hook, self._changes)
+        self.hand_on_metrics(hook)
+
+    def hand_on_metrics(self, hook: str) -> None:
+        """Give the other stages the states of torchmetrics objects as the last one has them, where steps come to their
+        end; all stages must call it, before or after ``hook`` has run."""
+        found = metrics_of(self._trainer.lightning_module, self._trainer.callbacks).items()
+        metrics = {name: metric for name, metric in found if is_gathered(metric)}
+        if metrics:
+            packed = self._from_last(hook, partial(pack_metrics, metrics))
+            if packed is not None:
+                unpack_metrics(metrics, packed)
 
     def hand_on_late(self) -> None:
         """Give the other stages the attributes that training steps change late as the last one has them; all stages
@@ -121,20 +202,25 @@ class PythonState:
             self._exchange("training_step", self._values)
 
     def _exchange(self, hook: str, changes: Callable[[], list[_Change]]) -> None:
+        sent = self._from_last(hook, lambda: json.dumps(changes()).encode())
+        if sent is not None:
+            self._apply(json.loads(sent), hook)
+
+    def _from_last(self, hook: str, made: Callable[[], bytes]) -> bytes | None:
+        """Send ``made()`` from the last stage to the others, and return it there."""
         if len(self._ranks) == 1:
-            return
+            return None
         last = self._ranks[-1]
         group = self._groups.everybody  # a process that fails closes it at once, and ends with its other groups
         with self._first_failure:
             if self._is_last:
-                data = json.dumps(changes()).encode()
+                data = made()
                 others = self._ranks[:-1]
                 sent = [p2p.send_bytes(data, r, group, _TAG, f"rank {r}") for r in others]
                 for transfer in sent:
                     transfer.wait()
-                return
-            name = f"the last stage (rank {last}), which runs {hook}"
-            self._apply(json.loads(p2p.receive_bytes(last, group, _TAG, name)), hook)
+                return None
+            return p2p.receive_bytes(last, group, _TAG, f"the last stage (rank {last}), which runs {hook}")
 
     def _changes(self) -> list[_Change]:
         before, self._before = self._before or {}, None
@@ -182,6 +268,8 @@ class PythonState:
     def _root(self, kind: str, place: Any) -> Any:
         if kind == "module":
             return self._trainer.lightning_module.get_submodule(place)
+        if kind == "callback":
+            return self._trainer.callbacks[place]
         if kind == "schedule":
             return self._trainer.lr_scheduler_configs[place].scheduler
         return self._trainer.optimizers[int(kind.removeprefix("optimizer "))].param_groups[place]
@@ -244,11 +332,36 @@ def _is_entered(value: Any) -> bool:
     return isinstance(value, LRScheduler) or (is_of_the_user(value) and not isinstance(value, NotHere))
 
 
+def _is_data(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_data(each) for name, each in value.items()) and bool(value)
+    if isinstance(value, (list, tuple, deque)):
+        return all(map(_is_data, value)) and bool(value)
+    return isinstance(value, (Tensor, np.ndarray, *GENERATORS))
+
+
+def _digest(value: Any) -> int | None:
+    """Return a digest of tensors, arrays and generators, also in containers; None of other values, since numbers may be
+    a process's own (``id(parameter)``)."""
+    if not _is_data(value):
+        return None
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
+        value = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return crc32(np.ascontiguousarray(value).tobytes())
+    try:
+        return crc32(json.dumps(pack(value)).encode())
+    except NotPackedError:
+        return None
+
+
 def _print(value: Any) -> Any:
     """Return a print of the value, which differs when the value has changed."""
     if isinstance(value, Tensor):
         plain = value.layout is torch.strided and not value.is_meta
         return id(value), value._version, str(value.detach().sum().item()) if plain else ""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return str(value.dtype), value.shape, crc32(np.ascontiguousarray(value).tobytes())
     if isinstance(value, (list, tuple, deque, dict, set)) and len(value) > _MANY:
         return id(value), len(value)
     if isinstance(value, (list, tuple, deque)):

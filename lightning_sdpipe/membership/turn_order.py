@@ -19,6 +19,8 @@ class CommandKind(IntEnum):
     """End, since the pipeline was told to."""
     AGREE = 3
     """Report which batches of lost pipelines are in the model of each stage, then listen again."""
+    HOLD = 4
+    """Listen again: no turn may begin yet."""
 
 
 class Command(NamedTuple):

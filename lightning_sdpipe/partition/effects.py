@@ -12,54 +12,76 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.placeholder import Placeholder
 
 Original = Callable[..., Any]
 Call = Callable[[Original, tuple[Any, ...], dict[str, Any]], Any]
 
 INTERCEPTED = "_intercepted_call"
+_OWN_CALL = "_call_impl"
+"""torch's name of what calling a module runs: its forward, within its hooks."""
 
 
 class _Intercepted(nn.Module):
-    """Mixed into a module's class, so that its calls go through the function given to :func:`intercept`.
-
-    The class is changed rather than ``forward``, so that hooks, in-place ``compile()`` and classes that
-    override ``__call__`` (Hugging Face's checkpointing layers) keep their place inside the call.
-    """
+    """Mixed into a class that overrides ``__call__`` (Hugging Face's checkpointing layers, torch's compiled modules),
+    so that calls go through the function given to :func:`intercept` before they come there."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[INTERCEPTED](super().__call__, args, kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ConfigurationError(
-            f"A {type(self).__name__} of the model was copied or pickled during a run, in which most of the model is "
-            "on other workers. Make a second one (a teacher, a moving average) in __init__, configure_model or setup, "
-            "and give it the values of the first one there; steps and hooks may change it then, weight by weight."
-        )
 
 
 def intercept(module: nn.Module, call: Call) -> Callable[[], None]:
     """Make ``module(*args, **kwargs)`` return ``call(original, args, kwargs)``.
 
+    User code may ask for the class of a module (``type(layer) is nn.Linear``), so it stays the same, except where it
+    has a ``__call__`` of its own. Hooks, and what ``compile()`` has made of the module, keep their place inside the
+    call. Copies of the module are refused meanwhile.
+
     Returns:
-        A function that gives the module its own class back.
+        A function that undoes it.
     """
-    own = type(module)
-    module.__class__ = type(own.__name__, (_Intercepted, own), {"__module__": own.__module__})
-    module.__dict__[INTERCEPTED] = call
+    own, attributes = type(module), vars(module)
+    before = dict(attributes)
+    if own.__call__ is nn.Module.__call__:
+        compiled = module._compiled_call_impl is not None
+        name = "_compiled_call_impl" if compiled else _OWN_CALL
+        original = getattr(module, name)
+        attributes[name] = MethodType(lambda _, *args, **kwargs: call(original, args, kwargs), module)
+    else:
+        name = INTERCEPTED
+        module.__class__ = type(own.__name__, (_Intercepted, own), {"__module__": own.__module__})
+        attributes[name] = call
+    attributes[_REDUCE] = partial(_refuse_copies, own.__name__)
 
     def restore() -> None:
-        module.__class__ = own
-        del module.__dict__[INTERCEPTED]
+        if type(module) is not own:
+            module.__class__ = own
+        for each in (name, _REDUCE):
+            del attributes[each]
+            if each in before:
+                attributes[each] = before[each]
 
     return restore
 
 
-Kind: TypeAlias = Literal["output", "hook", "attribute", "extend", "update", "replace"]
+_REDUCE = "__reduce_ex__"
+
+
+def _refuse_copies(name: str, protocol: Any) -> NoReturn:
+    raise ConfigurationError(
+        f"A {name} of the model was copied or pickled during a run, in which most of the model is "
+        "on other workers. Make a second one (a teacher, a moving average) in __init__, configure_model or setup, "
+        "and give it the values of the first one there; steps and hooks may change it then, weight by weight."
+    )
+
+
+Kind: TypeAlias = Literal["output", "hook", "attribute", "extend", "update", "replace", "write"]
 Place: TypeAlias = tuple[str | int, ...]
 
 
@@ -75,6 +97,7 @@ class Effect(NamedTuple):
     attribute               (module, name)        what an attribute of a module was set to
     extend, update,         where the list or     what was appended to the list, the entries of the dict that are new,
     replace                 dict is               all that it holds now
+    write                   where the tensor is   the output, if that is one of the arguments, written to
     ======================  ====================  ==============================================
 
     A list or dict is either an attribute, ``("attribute", module, name, ...)``, or in the arguments,
@@ -88,7 +111,7 @@ class Effect(NamedTuple):
 
 _Container: TypeAlias = list[Any] | dict[Any, Any]
 
-_OF_EVERY_MODULE = {*vars(nn.Module()), INTERCEPTED}
+_OF_EVERY_MODULE = {*vars(nn.Module()), INTERCEPTED, _OWN_CALL, _REDUCE}
 
 
 class EffectRecorder:
@@ -113,6 +136,11 @@ class EffectRecorder:
         hooked: list[Effect] = []
         attributes: dict[tuple[nn.Module, str], None] = {}
         containers = [(place, c, c.copy()) for place, c in self._containers(args, kwargs)]
+        tensors = [
+            (("argument", w, n), each, version_of(each))
+            for w, n, each in _given(args, kwargs)
+            if isinstance(each, Tensor)
+        ]
         handles = [handle for m in self._modules if m._forward_hooks for handle in self._listen(m, hooked)]
         _assignments.listeners.append(lambda module, name: attributes.setdefault((module, name)))
         try:
@@ -122,6 +150,9 @@ class EffectRecorder:
             for handle in handles:
                 handle.remove()
         effects = [Effect("output", (), output), *hooked]
+        effects += (
+            Effect("write", p, output) for p, each, before in tensors if each is output and _written(each, before)
+        )
         effects += (
             Effect("attribute", (self._modules[m], name), getattr(m, name))
             for m, name in attributes
@@ -144,8 +175,7 @@ class EffectRecorder:
             self._in_hooks(True)
 
     def _containers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Place, _Container]]:
-        given = [*((0, place, value) for place, value in enumerate(args)), *((1, *item) for item in kwargs.items())]
-        for which, name, value in given:
+        for which, name, value in _given(args, kwargs):
             if type(value) in (list, tuple, dict):
                 yield from _nested(("argument", which, name), value)
         if self._looked != _assignments.of_containers:
@@ -158,6 +188,22 @@ class EffectRecorder:
                 for found in _nested(("attribute", path, name), value)
             ]
         yield from self._kept
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, str | int, Any]]:
+    """Return the arguments of a call with their places: 0 and a number, or 1 and a name."""
+    positional = ((0, place, value) for place, value in enumerate(args))
+    return [*positional, *((1, name, value) for name, value in kwargs.items())]
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often ``tensor`` was written to; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _written(tensor: Tensor, before: int) -> bool:
+    """Return whether ``tensor`` may have been written to since :func:`version_of` it was ``before``."""
+    return tensor.is_inference() or version_of(tensor) != before
 
 
 def _nested(place: Place, value: Any) -> Iterator[tuple[Place, _Container]]:
@@ -190,8 +236,14 @@ def replay(effects: Sequence[Effect], root: nn.Module, args: tuple[Any, ...], kw
         The output.
     """
     output, *others = effects
+    result = output.value
     for effect in others:
         match effect:
+            case Effect("write", (_, *inside), value):
+                argument = _reach((args, kwargs), inside)
+                if not isinstance(argument, Placeholder) and not isinstance(value, Placeholder):
+                    # who holds the argument sees what the block has made of it
+                    result = argument if argument is value else argument.copy_(value)
             case Effect("hook", (path,), (arguments, returned)):
                 module = root.get_submodule(str(path))
                 given, named = (args, kwargs) if arguments is None else arguments
@@ -203,7 +255,7 @@ def replay(effects: Sequence[Effect], root: nn.Module, args: tuple[Any, ...], kw
                 _change(_reach(getattr(module, str(name)), inside), kind, value)
             case Effect(kind, (_, *inside), value):
                 _change(_reach((args, kwargs), inside), kind, value)
-    return output.value
+    return result
 
 
 def _run_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.partition.ownership import Ownership, become
 
 # Functions of torch.nn.init that return at once on meta. The first samples until all values are accepted.
 _DO_NOTHING_ON_META = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "dirac_")
@@ -167,7 +167,8 @@ class Initialisation:
 def materialise(module: nn.Module, ownership: Ownership, stage: int, initialisation: Initialisation) -> None:
     """Give the tensors of ``module`` that ``stage`` holds and that lie on ``meta`` their initial values, on the CPU.
 
-    The parameters are new objects; ties between names are kept. All other tensors stay on ``meta``.
+    They stay the same objects where :func:`~lightning_sdpipe.partition.ownership.become` can make them so; ties between
+    names are kept. All other tensors stay on ``meta``.
 
     Raises:
         ConfigurationError: a parameter was put on ``meta`` outside of the recording.
@@ -189,7 +190,7 @@ def materialise(module: nn.Module, ownership: Ownership, stage: int, initialisat
         )
     tensors = {id(tensor): tensor for _, _, tensor in slots}
     values = initialisation.replay(list(tensors.values()))
-    real = {key: _like(old, value) for (key, old), value in zip(tensors.items(), values, strict=True)}
+    real = {key: become(old, _like(old, value)) for (key, old), value in zip(tensors.items(), values, strict=True)}
     for slot, name, tensor in slots:
         slot[name] = real[id(tensor)]
     initialisation.forget()

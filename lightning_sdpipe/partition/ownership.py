@@ -92,7 +92,8 @@ def assign_owners(
 def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch.device) -> None:
     """Move the tensors that ``stage`` holds to ``device`` and all others to ``meta``; ties between names are kept.
 
-    A tensor on ``meta`` is a :class:`~lightning_sdpipe.partition.placeholder.WeightElsewhere`.
+    A tensor on ``meta`` is a :class:`~lightning_sdpipe.partition.placeholder.WeightElsewhere`, and the same object as
+    before where :func:`become` can make it so.
     """
     moved: dict[int, Tensor] = {}
     kept = {id(t) for name, t in _named_tensors(module) if stage in ownership.stages[name]}
@@ -106,7 +107,7 @@ def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch
                     moved[id(tensor)] = (
                         _move(tensor, device)
                         if id(tensor) in kept
-                        else WeightElsewhere(tensor, device, f"{path}.{name}" if path else name)
+                        else become(tensor, WeightElsewhere(tensor, device, f"{path}.{name}" if path else name))
                     )
                 slots[name] = moved[id(tensor)]
     for first, *others in ownership.memory.parameters:
@@ -146,6 +147,17 @@ def replace_data(parameter: Tensor, value: Tensor) -> None:
         parameter.data = value
     else:  # between the CPU and most accelerators but CUDA
         torch.utils.swap_tensors(parameter, nn.Parameter(value, parameter.requires_grad))  # type: ignore[no-untyped-call]
+
+
+def become(tensor: Tensor, other: Tensor) -> Tensor:
+    """Make ``tensor`` what ``other`` is, its class and attributes included, and return it: whoever holds it, such as a
+    list of parameters or a callback, has the other then. If torch cannot do so, because there are weak references to it
+    or a graph has it, return ``other``."""
+    try:
+        torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    except (RuntimeError, TypeError):
+        return other
+    return tensor
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

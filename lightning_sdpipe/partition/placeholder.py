@@ -26,6 +26,13 @@ FROM_METADATA = {
     _aten.new_full.default,
     _aten.new_empty_strided.default,
 }
+# These draw until they accept a number. After them the generators of stages with other values would be apart.
+_DRAW_BY_VALUE = {
+    _aten._standard_gamma.default,
+    _aten._sample_dirichlet.default,
+    _aten.poisson.default,
+    _aten.binomial.default,
+}
 # These read a tensor's values without an operation that is dispatched.
 READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
 # These do so where torch calls them, as torch.tensor([...]) does for each element.
@@ -90,6 +97,10 @@ class Placeholder(Tensor):
             raise SkippedCutError(placeholders[0], "is read as a Python number")
         if torch.Tag.dynamic_output_shape in func.tags:
             raise SkippedCutError(placeholders[0], f"decides on the shape of what {func} returns")
+        if func in _DRAW_BY_VALUE:
+            raise SkippedCutError(
+                placeholders[0], f"decides how many random numbers {func} draws, and so on later ones"
+            )
         if torch.Tag.nondeterministic_seeded in func.tags:  # so that later draws equal those of the other stages
             func(*tree_map_only(Placeholder, _any_values, args), **tree_map_only(Placeholder, _any_values, kwargs))
         if _writes_to_real(func, args, kwargs):
@@ -146,13 +157,15 @@ class Absent:
 
 class WeightElsewhere(Placeholder):
     """A parameter or buffer that another stage holds, and that is on ``meta`` here. Operations on it alone are done
-    where it is. It reports this stage's device, since user code asks any parameter of a module for its device."""
+    where it is. It reports this stage's device, since user code asks any parameter of a module for its device, and it
+    has the attributes that the user has set on the weight, by which parameters may be sorted into groups."""
 
     @staticmethod
     def __new__(cls, weight: Tensor, device: torch.device, name: str) -> WeightElsewhere:
         meta = weight.detach().to("meta")
         placeholder = Placeholder.__new__(cls, meta, device, OtherStages(repr(name)), weight.requires_grad)
         assert isinstance(placeholder, WeightElsewhere)
+        vars(placeholder).update(attributes_of(weight))
         placeholder._is_param = isinstance(weight, nn.Parameter)  # the result of isinstance(placeholder, nn.Parameter)
         return placeholder
 
@@ -172,6 +185,14 @@ class WeightElsewhere(Placeholder):
         copied.origin, copied._is_param = self.origin, self._is_param
         memo[id(self)] = copied
         return copied
+
+
+_OWN = ("meta", "origin", "_is_param")
+
+
+def attributes_of(weight: Tensor) -> dict[str, Any]:
+    """Return the attributes that the user has set on a parameter or buffer, which may be elsewhere."""
+    return {name: value for name, value in vars(weight).items() if name not in _OWN}
 
 
 class SkippedCutError(ConfigurationError):

@@ -221,8 +221,12 @@ def check(module: nn.Module, names: Sequence[str] | None, cuts: Sequence[Pipelin
             for each in cuts:
                 with each.named():
                     given = each.partition
-                    counts = "uniform" if isinstance(given, (str, Balanced)) else given
-                    spans = cut(len(blocks), each.num_stages, counts, ends(blocks))
+                    spans = cut(
+                        len(blocks),
+                        each.num_stages,
+                        "uniform" if isinstance(given, (str, Balanced)) else given,
+                        ends(blocks),
+                    )
                 if given == "uniform" or not isinstance(given, (str, Balanced)):
                     known.append(spans)
                 _check_weights(module, chain, each)

@@ -64,8 +64,8 @@ def _pack(value: Any, left: list[int]) -> Packed:
 
 
 def unpack(packed: Packed, now: Any, device: torch.device) -> Any:
-    """Return the packed value. ``now``, the present value in its place, is changed where it is a container, a tensor
-    or a generator of that kind, so that all holders see the change; new tensors are put on ``device``.
+    """Return the packed value. ``now``, the present value in its place, is changed where it is a container, a tensor,
+    an array or a generator of that kind, so that all holders see the change; new tensors are put on ``device``.
 
     Raises:
         NotPackedError: ``now`` does not tell the kind of an enumeration's member or of a generator.
@@ -76,8 +76,11 @@ def unpack(packed: Packed, now: Any, device: torch.device) -> Any:
     if kind == "tensor":
         return _tensor(packed, now, device)
     if kind in ("array", "scalar"):
-        array = np.frombuffer(base64.b64decode(data), dtype=packed["dtype"]).reshape(packed["shape"]).copy()
-        return array if kind == "array" else array[()]
+        array = np.frombuffer(base64.b64decode(data), dtype=packed["dtype"]).reshape(packed["shape"])
+        if isinstance(now, np.ndarray) and (now.dtype, now.shape) == (array.dtype, array.shape) and now.flags.writeable:
+            now[...] = array
+            return now
+        return array.copy() if kind == "array" else array[()]
     if kind == "member":
         if not isinstance(now, Enum):
             raise NotPackedError(f"a member of an enumeration, in the place of a {type(now).__name__}")

@@ -12,7 +12,7 @@ from itertools import pairwise
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.backward_slice import Leaves, Needs, Refusal, backward_slice
 from lightning_sdpipe.partition.provenance import OUTSIDE, StepTrace
-from lightning_sdpipe.partition.touches import counted, late, logged_late
+from lightning_sdpipe.partition.touches import METRIC, Touch, counted, late, logged_late
 from lightning_sdpipe.partition.travel import Travel
 
 
@@ -104,6 +104,8 @@ class RehearsalResult:
         Raises:
             ConfigurationError: a stage needs a value that it cannot get.
         """
+        touches = [trace.touches for trace in self.traces[step]]
+        self._refuse_logging(step, touches, spans[-1].start)
         by_stage = [self._needs(step, span) for span in spans]
         for refusal in (refusal for found in by_stage for refusal in found.refusals):
             raise ConfigurationError(self._explain(refusal, step))
@@ -120,11 +122,21 @@ class RehearsalResult:
             if stage
         }
         changed = frozenset(key for trace in self.traces[step] for key in trace.changed)
-        touches = [trace.touches for trace in self.traces[step]]
         all_late = {name for each in touches for name in late(each, spans[0].stop)}
         all_counted = {name for each in touches for name in counted(each)}
         logged = {name for each in touches for name in logged_late(each, spans[0].stop)}
         return Travel(crossing, changed, tuple(sorted(all_late)), tuple(sorted(all_counted)), tuple(sorted(logged)))
+
+    def _refuse_logging(self, step: str, touches: Sequence[Sequence[Touch]], last: int) -> None:
+        """Refuse that a block logs before block ``last``, with which the last stage begins: no stage but its own would
+        know of it, and rank 0 has the last one."""
+        for touch in (touch for each in touches for touch in each):
+            if touch.writes and touch.what.startswith(METRIC) and 0 <= touch.block < last:
+                raise ConfigurationError(
+                    f"In {step}, block {self.chain[touch.block]!r} logs {touch.what}, and rank 0, which has the last "
+                    "stage, would not know of it. Let the block return the value, or keep it in an attribute of its "
+                    "own, and log it in the step after the block."
+                )
 
     def readers(self, spans: Sequence[range]) -> dict[str, set[int]]:
         """Return the stages that read a parameter or buffer of another stage's block."""

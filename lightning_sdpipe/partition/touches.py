@@ -36,6 +36,7 @@ from lightning_sdpipe.partition.python_values import GENERATORS, is_of_the_user,
 _CODE = (nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 METRIC = "the metric "
+_HELD = ("callbacks", "datamodule")
 _MANY = 10_000  # values that are looked at in one
 _DEPTH = 4  # of containers and objects in each other
 
@@ -212,24 +213,27 @@ class Touches:
     def _metrics_of(self, original: Any, trainer: Trainer) -> _Metrics:
         return _Metrics(original.__get__(trainer), self._note)
 
-    def _callbacks(self, trainer: Trainer) -> Any:
-        for callback in vars(trainer)["callbacks"] if not self._looking else ():
-            if is_of_the_user(callback):
-                self._named(f"the callback {type(callback).__name__}", callback, False)
-        return vars(trainer)["callbacks"]
+    def _held_by_trainer(self, name: str, trainer: Trainer) -> Any:
+        held = vars(trainer).get(name)
+        for each in (held if isinstance(held, list) else [held]) if not self._looking else ():
+            if is_of_the_user(each):
+                self._named(f"the {name.removesuffix('s')} {type(each).__name__}", each, False)
+        return held
 
     @contextmanager
     def _metrics(self) -> Iterator[None]:
         """Note metrics of the Trainer that a step asks for as reads; a step that asks for callbacks reads all of
-        them."""
+        them, and one that asks for the data module reads all of it."""
         originals = {name: vars(Trainer)[name] for name in METRICS}
         for name, original in originals.items():
             setattr(Trainer, name, property(partial(self._metrics_of, original)))
-        Trainer.callbacks = property(self._callbacks)  # type: ignore[attr-defined]
+        for name in _HELD:
+            setattr(Trainer, name, property(partial(self._held_by_trainer, name)))
         try:
             yield
         finally:
-            del Trainer.callbacks  # type: ignore[attr-defined]
+            for name in _HELD:
+                delattr(Trainer, name)
             for name, original in originals.items():
                 setattr(Trainer, name, original)
 

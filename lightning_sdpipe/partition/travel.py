@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.effects import Effect
+from lightning_sdpipe.partition.effects import Effect, version_of
 from lightning_sdpipe.partition.message import (
     BlockLayout,
     Constant,
@@ -96,8 +96,8 @@ class Sending:
         if block in self._with_wanted:
             for key in self._wanted & self._last.keys():
                 self._kept[key] = self._last[key].clone() if key in self._changed else self._last[key]
-                self._versions[key] = _version(self._kept[key])
-        self._versions |= {key: _version(tensor) for key, tensor in self._last.items() if key.kind == "output"}
+                self._versions[key] = version_of(self._kept[key])
+        self._versions |= {key: version_of(tensor) for key, tensor in self._last.items() if key.kind == "output"}
 
     def message(self) -> Message:
         """Return the message: what was added, and the received values that go on."""
@@ -175,7 +175,7 @@ class Sending:
         return None
 
     def _unchanged(self, key: LeafKey, tensor: Tensor) -> Tensor:
-        if self._versions.get(key, _version(tensor)) != _version(tensor):
+        if self._versions.get(key, version_of(tensor)) != version_of(tensor):
             raise ConfigurationError(
                 f"A tensor of shape {tuple(tensor.shape)} that block number {key.block} of the chain made, and that a "
                 "later stage needs as it was, is written to in place before the stage ends. Write to a copy, or cut "
@@ -196,11 +196,6 @@ def _located(number: int, block: BlockLayout, at: Mapping[LeafKey, int]) -> Bloc
         return EffectLayout(effect.kind, effect.place, Structure(effect.structure.spec, parts))
 
     return tuple(located(effect) for effect in block) if any(key.block == number for key in at) else block
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how often ``tensor`` was written to; inference tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class Receiving:

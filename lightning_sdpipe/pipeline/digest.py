@@ -10,12 +10,13 @@ A digest has the same length for any batch, whatever its shapes, and is read bef
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.samples import tensors_in
@@ -26,7 +27,7 @@ LIMIT = 2**20
 SLOTS = 12
 """Tensors with a slot of their own; further ones share the slots."""
 
-LENGTH = 2 + 2 * SLOTS
+LENGTH = 3 + 2 * SLOTS
 
 _STAND_IN = 0
 
@@ -37,12 +38,14 @@ class BatchDigest:
     Args:
         batch: as the user's step gets it.
         parts: the shapes of the micro-batches, where the module splits the batch itself.
+        options: those of the optimizer's groups, if it steps with this batch.
     """
 
-    def __init__(self, batch: Any, parts: Sequence[object] = ()) -> None:
+    def __init__(self, batch: Any, parts: Sequence[object] = (), options: Sequence[Mapping[str, object]] = ()) -> None:
         found = [(name, _strided(tensor.detach())) for name, tensor in tensors_in(batch)]
         self.names = [name for name, _ in found]
         self._parts = parts
+        self._options = options
         self._shapes = [[tuple(tensor.shape) for tensor in tensors] for _, tensors in found]
         self._samples = [[_sample(tensor) for tensor in tensors] for _, tensors in found]
         self._copied = None
@@ -70,7 +73,9 @@ class BatchDigest:
                 if values[slot] != _STAND_IN:
                     values[slot] = _STAND_IN if _is_stand_in(sample) else crc32(_bytes(sample), values[slot]) or 1
         self._samples = []
-        return [crc32(repr(self.names).encode()), crc32(repr(self._parts).encode()), *shapes, *values]
+        described = (crc32(repr(what).encode()) for what in (self.names, self._parts, self._options))
+        names, parts, options = described
+        return [names, parts, *shapes, *values, options]
 
     def compare(self, theirs: Sequence[int], stage: int) -> None:
         """Compare this digest with that of an earlier ``stage``, which must be of the same batch. Values that are
@@ -95,8 +100,30 @@ class BatchDigest:
                 f"split_batch returned batches of other shapes on some stages (stage {stage}) than here. Let it depend "
                 "on nothing but the batch and n: every stage splits the same batch for itself."
             )
+        if mine[-1] != theirs[-1]:
+            raise ConfigurationError(
+                f"The optimizer's options are not on stage {stage} what they are here, in the same mini-batch: "
+                f"{self._options}. A hook has changed them on some stages only, by what exists on last stages only "
+                "(what steps return or collect), or the optimizer computes them from the weights of one stage. Change "
+                "them by what all stages have: outputs['loss'] in on_train_batch_end, and trainer.callback_metrics in "
+                "on_validation_end and on_train_epoch_end."
+            )
         for place, there in enumerate(theirs):
             mine[place] = mine[place] or there
+
+
+def options_of(optimizers: Sequence[Optimizer]) -> list[dict[str, object]]:
+    """Return, for each parameter group, the options that the optimizer was made with, without those that are no plain
+    values."""
+    return [
+        {name: group[name] for name in optimizer.defaults if name in group and _is_plain(group[name])}
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (bool, int, float, str)) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def _different(what: str, stage: int) -> ConfigurationError:

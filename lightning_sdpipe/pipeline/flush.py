@@ -178,7 +178,7 @@ class FlushPipeline:
             micro_batches = split(batch, self._num_micro_batches, self._runners[0].module)
         else:
             micro_batches = take_apart(batch, step.portion)
-        begin_batch(self._runners, batch, micro_batches)
+        begin_batch(self._runners, batch, micro_batches, trains=True)
         log = StepLog()
 
         before = set_aside(self._parameters)
@@ -210,8 +210,10 @@ class FlushPipeline:
         log.replay(self._runners[0].module.log)
         gradients = set_aside(self._parameters)
         put_back(self._parameters, before)
-        loss = self._loss.take() if step.portion is None else self._loss.take() / step.portion.share
-        return loss_with_gradients(loss, self._parameters, gradients, step.loss_scale, exchange, accumulated)
+        part = step.share if step.portion is None else step.share * step.portion.share
+        loss = self._loss.take() if part == 1.0 else self._loss.take() / part
+        given = loss, self._parameters, gradients, step.loss_scale, exchange, accumulated, step.share
+        return loss_with_gradients(*given)
 
     def drain(self, exchange: GradientExchange | None = None, ready: ReadySignal | None = None) -> Tensor:
         """Never called, since the pipeline is never ``draining``."""

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from lightning_sdpipe import meter
 from lightning_sdpipe.errors import ConfigurationError
 
+_ROUNDING = 1e-5  # of a factor
+
 
 def set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
     """Take the gradients off the parameters and return them."""
@@ -63,6 +65,7 @@ def loss_with_gradients(
     scale: Tensor | None = None,
     exchange: GradientExchange | None = None,
     accumulated: bool = False,
+    share: float = 1.0,
 ) -> Tensor:
     """Return the loss as a tensor whose ``backward`` adds ``gradients``, times the gradient it is given, to
     ``parameters``.
@@ -78,12 +81,14 @@ def loss_with_gradients(
         exchange: the exchange that replaces ``gradients``, of which it may have some already, before they are added.
         accumulated: whether earlier mini-batches have left gradients for the same update. Then ``gradients`` are added
             first, and the exchange replaces the sums.
+        share: of the mini-batch in its update, by which ``gradients`` are multiplied, and not ``loss``. It is divided
+            out again in the backward.
     """
     deposit: Any = _Deposit.apply  # untyped in torch
     loss = loss.detach() if scale is None else loss.detach() / scale
     if exchange is not None and not accumulated:
         exchange.complete(gradients)
-    left = _Left(list(parameters), list(gradients), scale, exchange, accumulated, meter.current())
+    left = _Left(list(parameters), list(gradients), scale, exchange, accumulated, share, meter.current())
     return deposit(_anchor(loss.device), loss, left)  # type: ignore[no-any-return]
 
 
@@ -102,6 +107,7 @@ class _Left:
     scale: Tensor | None
     exchange: GradientExchange | None
     accumulated: bool
+    share: float
     meter: meter.Meter
     """Meter of the thread that waits for the backward, which may run in another one."""
 
@@ -127,8 +133,15 @@ class _Deposit(torch.autograd.Function):
                 gradients = exchange.finish()
         present = [grad for grad in gradients if grad is not None]
         factor = grad_output if left.scale is None else grad_output / left.scale
+        factor = factor if left.share == 1.0 else factor / left.share
         # reading the factor would wait for a GPU; on a CPU it saves a pass over the gradients
         if present and (factor.device.type != "cpu" or factor.item() != 1.0):
+            if hooked(left.parameters) and abs(float(factor) - 1) > _ROUNDING:
+                raise ConfigurationError(
+                    f"The loss was multiplied by {float(factor):g} after training_step had returned it, when hooks on "
+                    "gradients had already seen those of the loss itself. Multiply it in training_step, or change the "
+                    "gradient in on_before_optimizer_step."
+                )
             torch._foreach_mul_(present, factor)
         for p, grad in zip(left.parameters, gradients, strict=True):
             if grad is not None:

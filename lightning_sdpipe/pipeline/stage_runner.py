@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.lightning_internals import type_of_logged_values
+from lightning_sdpipe.lightning_internals import trainer_of, type_of_logged_values
+from lightning_sdpipe.lightning_results import set_value_of_batch, value_of_batch
 from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.travel import Travel
-from lightning_sdpipe.pipeline.digest import BatchDigest
+from lightning_sdpipe.pipeline.digest import BatchDigest, options_of
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, Portion, whole
 
@@ -31,13 +33,15 @@ Log = Callable[..., None]
 
 class StepLog:
     """Collects what each micro-batch logs and logs it once: means weighted as the losses are, or the sum, minimum or
-    maximum that ``reduce_fx`` asks for. A torchmetrics object accumulates by itself and is logged as it is. A name that
-    a step logs several times is logged as often: first values are combined with first ones."""
+    maximum that ``reduce_fx`` asks for. A torchmetrics object accumulates by itself and is logged as it is, with the
+    mean over the micro-batches as its value of the step. A name that a step logs several times is logged as often:
+    first values are combined with first ones."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, int], list[tuple[Any, float]]] = {}
         self._batch_sizes: dict[tuple[str, int], int] = {}
         self._options: dict[tuple[str, int], dict[str, Any]] = {}
+        self._of_metrics: dict[tuple[str, int], list[tuple[Any, float]]] = {}
 
     def record(self, weight: float) -> Log:
         """Return a replacement for ``LightningModule.log`` while a micro-batch of this weight runs. A ``batch_size``
@@ -51,6 +55,8 @@ class StepLog:
                 value = value.detach()
             calls[name] = calls.get(name, 0) + 1
             key = name, calls[name]
+            if isinstance(value, Metric):
+                self._of_metrics.setdefault(key, []).append((value_of_batch(value), batch_size or weight))
             self._values.setdefault(key, []).append((value, batch_size or weight))
             if batch_size:
                 self._batch_sizes[key] = self._batch_sizes.get(key, 0) + batch_size
@@ -64,12 +70,15 @@ class StepLog:
         for key, entries in self._values.items():
             options = {**self._options[key], "sync_dist": True}
             value = _combine(entries, options.get("reduce_fx", "mean"))
+            of_batch = self._of_metrics.get(key, ())
+            if of_batch and all(isinstance(v, Tensor) for v, _ in of_batch):
+                set_value_of_batch(value, _combine([*of_batch], "mean"))
             log(key[0], value, batch_size=self._batch_sizes.get(key), **options)  # else Lightning counts the mini-batch
 
 
 def _combine(entries: list[tuple[Any, float]], reduce_fx: Any) -> Any:
     value = entries[-1][0]
-    if isinstance(value, Metric) or not isinstance(value, (Tensor, float, int)) or len(entries) == 1:
+    if isinstance(value, Metric) or not isinstance(value, (Tensor, Number)) or len(entries) == 1:
         return value
     name = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
     values = torch.stack([_as_logged(v) for v, _ in entries])
@@ -110,6 +119,7 @@ class Step:
     context: StepContext  # the precision plugin's
     stream: tuple[int, ...] = ()  # the seed of its random numbers, together with the micro-batch
     loss_scale: Tensor | None = None  # of training in 16-bit mixed precision
+    share: float = 1.0  # of the mini-batch in its update, by which its loss is multiplied before the backward
     closes: bool = True  # whether the optimizer steps after it
     generation: int = 0  # of the choice of layers that train, which decides what needs a gradient
     portion: Portion | None = None  # if the batch is a portion of the batch that all pipelines train together
@@ -151,7 +161,7 @@ class StageRunner:
             outcome = self._run(micro_batch, number, step, received)
         if isinstance(outcome, Message):
             return outcome
-        loss, weight = _loss(outcome), micro_batch.weight
+        loss, weight = _loss(outcome), micro_batch.weight * step.share
         loss = loss if weight == 1.0 else loss * weight
         return loss if step.loss_scale is None else loss * step.loss_scale
 
@@ -181,18 +191,25 @@ class StageRunner:
             return self.cut_model.run(self.span, lambda: method(micro_batch.batch, *step.arguments), received, travel)
 
 
-def begin_batch(runners: Sequence[StageRunner], batch: Any, parts: Sequence[MicroBatch] = ()) -> None:
+def begin_batch(
+    runners: Sequence[StageRunner],
+    batch: Any,
+    parts: Sequence[MicroBatch] = (),
+    trains: bool = False,
+) -> None:
     """Begin a mini-batch on the stages of ``runners``; their neighbours must have been given the same one.
 
     Args:
         runners: those of one worker.
         batch: the mini-batch.
         parts: its micro-batches.
+        trains: whether the optimizer steps with it; its options must be the same then.
     """
     if len(runners[0].link.ranks) > 1:
         splits = hasattr(runners[0].module, "split_batch")
         signatures = [part.signature for part in parts] if splits else []
-        digest = BatchDigest(batch, signatures)
+        trainer = trainer_of(runners[0].module) if trains else None
+        digest = BatchDigest(batch, signatures, options_of(trainer.optimizers) if trainer else ())
         for runner in runners:
             runner.link.begin(digest)
 

@@ -21,7 +21,7 @@ import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import pairing as places
-from lightning_sdpipe.policies.ad_psgd import ADPSGDPolicy, matching
+from lightning_sdpipe.policies.ad_psgd import ADPSGDPolicy
 from lightning_sdpipe.policies.decisions import Decision, Group, Reason
 from lightning_sdpipe.policies.events import Regrouped, Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
@@ -116,7 +116,7 @@ class PresentPairsPolicy(ADPSGDPolicy):
         if self._config.peers == "shift_one":
             partner = places.shift_one(place, size, iteration // self._config.every)
         else:
-            partner = matching(size, self._config.seed, iteration)[place]
+            partner = places.matching(size, self._config.seed, iteration)[place]
         return pipeline if partner is None else there[partner]
 
 

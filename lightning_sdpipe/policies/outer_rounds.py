@@ -9,7 +9,9 @@ base of the newest one. Three rules keep all bases of a stage in one line, thoug
 2. *Handed over.* A member that did not get the result of a round gets the new base from one that has it, since what it
    brought is in there.
 3. *Made again, or dropped.* If none of the members that are left has the result, they make the round again if one of
-   them has the newest base. Otherwise no base is made, and each keeps what it brought for its next round.
+   them has the newest base. Otherwise no base is made, and each keeps what it brought for its next round. Unless
+   one that was in no round meanwhile may have it: it was handed over to it by a member that is gone. What they brought
+   is in there then, and they drop it.
 
 What a worker may have is known from above: the base that it named when it was ready, until a round of it goes out,
 which it may or may not get. A worker that joins may have the newest of all. If it turns out to have the base of a round
@@ -163,9 +165,10 @@ class OuterRoundsPolicy(GroupPolicy):
         group = super().group_retries(event)
         pipelines = [worker.pipeline for worker in group.members]
         bases = self._bases[group.stage]
-        bases.is_given_up(event.sequence)
         if event.bases:
             bases.at_most |= dict(zip(pipelines, event.bases, strict=True))
+        if not event.bases or bases.newest < event.sequence:  # else one that was not in that round may have its base
+            bases.is_given_up(event.sequence)
         return self._with_lineage(group)
 
     def scheduler_restarted(self, now: float) -> list[Decision]:

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from lightning_sdpipe import lightning_internals, meter
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
-from lightning_sdpipe.lightning_results import is_metric
+from lightning_sdpipe.lightning_results import metrics_of
 from lightning_sdpipe.loop.batch_source import BatchSource
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.p2p import backend_for, waiting_for
@@ -188,7 +188,7 @@ class Collectives(DDPStrategy):
         return CollectiveGuard(self.options.num_stages, self._metrics)
 
     def _metrics(self) -> list[Metric]:
-        return [part for part in self.module.modules() if is_metric(part)]
+        return [*metrics_of(self.module, self._trainer.callbacks).values()]  # type: ignore[attr-defined]
 
     # ------------------------------------------------ what it does with others
 
@@ -204,7 +204,10 @@ class Collectives(DDPStrategy):
         with self._together("reducing", group):
             total: Tensor = super().reduce(mine, group, "sum" if means else reduce_op)
         if means:  # Lightning lets gloo divide, which has no mean of integers where it is a part of a group
-            total.copy_(total / dist.get_world_size(group))
+            mean = total / dist.get_world_size(group)
+            whole = mean.dtype == total.dtype or total.dtype is torch.bool or torch.equal(mean, mean.round())
+            # Lightning divides logged sums by the mean of the numbers of samples, which it cuts off
+            total = total.copy_(mean) if whole else mean
         return total.to(tensor.dtype) if number else total
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -15,10 +15,18 @@ from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource
 from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.loop.epoch_callback import EpochCallback
 from lightning_sdpipe.loop.joint import JointBatchSource
+from lightning_sdpipe.loop.logged_values import agree, agree_in_evaluations
 from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.loop.loss_scale import current_scale
 from lightning_sdpipe.loop.nonfinite import NonfiniteWatch
-from lightning_sdpipe.loop.optimizers import OptimizerProgress, corrected, refuse_unfit, refuse_unfit_momentum
+from lightning_sdpipe.loop.optimizers import (
+    OptimizerProgress,
+    agree_on_groups,
+    corrected,
+    refuse_unfit,
+    refuse_unfit_momentum,
+    refuse_unlike_options,
+)
 from lightning_sdpipe.loop.python_state import PythonState
 from lightning_sdpipe.loop.refusals import refuse_own_values, refuse_several_optimizers
 from lightning_sdpipe.loop.resume_position import Split
@@ -88,14 +96,29 @@ class TrainingSetup(CheckpointHooks):
                 parts.sections,
             ),
         ]
-        self._undo = [*self._undo, refuse_own_values(trainer, self._why_alike)]
+        self._undo = [
+            *self._undo,
+            refuse_own_values(trainer, self._why_alike),
+            agree_in_evaluations(trainer, self.groups, self._first_failure),
+        ]
         checks = ClockChecks(loop.clocks(trainer), self._from_leader)
         self._source = self._make_source(trainer, checks) if trainer.state.fn == TrainerFn.FITTING else None
         if self._source is not None:
             self._undo = [*self._undo, self._source.close]
         loop.change(trainer, self._training, checks, self._source)
-        shared = EpochCallback(self.groups, self._training, self._run.share, self._random_states, checks, draws)
+        turns, meet = self._training, self._meet_at_the_end
+        shared = EpochCallback(self.groups, turns, self._run.share, self._random_states, checks, draws, meet)
+        self._state.make_alike()
         shared.put_first(trainer)
+
+    def _meet_at_the_end(self, hook: str) -> None:
+        """Agree with other workers on what ``hook`` finds, which ends an epoch."""
+        if hook == "on_train_epoch_end":
+            with self._first_failure:
+                agree(self._trainer, self.groups)
+                if self.training.sync.gradients is not None:
+                    refuse_unlike_options(self.optimizers, self.groups)
+        self._state.hand_on_metrics(hook)
 
     @property
     def _why_alike(self) -> str | None:
@@ -136,6 +159,7 @@ class TrainingSetup(CheckpointHooks):
         with refuse_several_optimizers():
             super().setup_optimizers(trainer)
         (optimizer,) = self.optimizers
+        agree_on_groups(optimizer, self.module, self.groups)
         refuse_unfit(optimizer, self.precision_plugin, self.options.num_stages)
         refuse_unfit_momentum(optimizer, self.options.exchange.payload)
         if self.options.variance_correction:

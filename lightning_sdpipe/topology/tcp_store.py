@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
@@ -21,6 +22,7 @@ from torch.distributed.distributed_c10d import Store, default_pg_timeout
 
 log = logging.getLogger(__name__)
 
+_ANSWERS = 5.0  # seconds within which TCPStore itself gives up, after its timeout
 _PATIENCE = 60.0  # seconds after which rank 0 tells whom it waits for
 _OF_THE_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun, whose agent listens at MASTER_PORT then
 
@@ -40,12 +42,12 @@ def open_store(
 
     Raises:
         OSError: the port is in use.
-        RuntimeError: the store of rank 0 cannot be reached.
+        RuntimeError: the store of rank 0 cannot be reached, or does not answer.
     """
     if world_size == 1:
         return HashStore()
     if rank > 0 or os.environ.get(_OF_THE_AGENT) == str(True):
-        return TCPStore(host, port, world_size, False, timeout)
+        return _connected(host, port, world_size, timeout)
     options: dict[str, Any] = {"use_libuv": os.environ.get("USE_LIBUV", "1") == "1"}
     listener = listen(host, port, one_machine)
     if listener is not None:
@@ -60,6 +62,34 @@ def open_store(
         return TCPStore(host, port, world_size, True, timeout, **options)
     finally:
         told.cancel()
+
+
+def _connected(host: str, port: int, world_size: int, timeout: timedelta) -> Store:
+    """Return a client of the store of rank 0.
+
+    A TCPStore itself would wait without a limit, and ignore Ctrl-C, if a program there accepts the connection and says
+    nothing: another one than rank 0, or a rank 0 that is stopped. So a thread makes it.
+    """
+    outcome: SimpleQueue[Store | Exception] = SimpleQueue()
+
+    def connect() -> None:
+        try:
+            outcome.put(TCPStore(host, port, world_size, False, timeout))
+        except Exception as error:
+            outcome.put(error)
+
+    threading.Thread(target=connect, name="connecting", daemon=True).start()
+    seconds = timeout.total_seconds() + _ANSWERS
+    try:
+        came = outcome.get(timeout=seconds)
+    except Empty:
+        raise RuntimeError(
+            f"The program at MASTER_ADDR={host}, MASTER_PORT={port} has accepted a connection, and not answered as the "
+            f"store of rank 0 within {seconds:g} s. Check that rank 0 runs, and that the port is no other program's."
+        ) from None
+    if isinstance(came, Exception):
+        raise came
+    return came
 
 
 def listen(host: str, port: int, one_machine: bool) -> socket.socket | None:

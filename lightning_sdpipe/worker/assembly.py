@@ -110,6 +110,7 @@ def assemble(
         shared.make_equal()
         for tensor in (*(bucket.buffer for bucket in freezing.buckets), *buffers):
             dist.broadcast(tensor, min(groups.mesh.stage_ranks(worker)), group=groups.stage)
+        shared.make_buffers_equal(device)
     else:
         own_sections = _open_sections(module, sections, groups, options)
         freezing = Freezing(module, in_order, groups, together, own_sections.parameters)

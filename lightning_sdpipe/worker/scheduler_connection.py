@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_sdpipe import p2p
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.errors import LOST_CONNECTION, ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.partition.pipeline_cut import PipelineCut
 from lightning_sdpipe.partition.plan import Plan
@@ -29,7 +29,7 @@ from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.launching import job
-from lightning_sdpipe.worker.launching.job import Watchdog
+from lightning_sdpipe.worker.launching.watchdog import Watchdog
 
 _BY_SIGNAL: Mapping[type[BaseException], str] = {
     KeyboardInterrupt: "ended by Ctrl-C",
@@ -149,7 +149,7 @@ class SchedulerConnection:
         self._mesh = mesh
         self._worker = Worker(*mesh.locate(dist.get_rank()))
         self._scheduler, where = (None, standing) if standing else start_scheduler(policy, mesh, bind(), log)
-        self._watchdog = Watchdog(self._describe, give_up)
+        self._watchdog = Watchdog(self._describe, give_up, self._lose)
         self._finishes = True
         self._line = MembershipClient(
             where.address,
@@ -165,6 +165,7 @@ class SchedulerConnection:
             self.client = SchedulerClient(self._line, timeout)
             self.client.greet()
             self._line.enrol(FIXED)
+            self._watchdog.watch()
         except BaseException:
             self._line.close()
             raise
@@ -188,10 +189,11 @@ class SchedulerConnection:
         return make(cuts)
 
     def fail(self, exception: BaseException) -> None:
-        """Tell the other workers of ``exception``, unless it came from one of them."""
+        """Tell the other workers of ``exception``, unless it came from one of them. A connection that is lost, or a
+        message that does not come, is told: the scheduler knows best who failed first."""
         self._watchdog.disarm()
         self._finishes = False
-        if not isinstance(exception, WorkerFailedError):
+        if not isinstance(exception, WorkerFailedError) or LOST_CONNECTION in str(exception):
             by_signal = _BY_SIGNAL.get(type(exception))
             self._line.failed(by_signal or f"{type(exception).__name__}: {exception}")
             if by_signal:  # a signal ends a process without a message
@@ -210,6 +212,10 @@ class SchedulerConnection:
         self._line.close()
         if self._scheduler is not None:
             self._scheduler.close()
+
+    def _lose(self, reason: str) -> None:
+        self._line.failed(reason)
+        self._watchdog.arm(Failure(self._worker, reason))
 
     def _must_end(self, reason: str) -> None:
         self._watchdog.arm(Failure(self._worker, f"it must end: {reason}"))

@@ -140,19 +140,22 @@ class Training:
 
     def step(self, batch: Any, arguments: tuple[Any, ...], source: BatchSource) -> Tensor:
         """Run the user's training step: return a loss whose ``backward`` puts the gradients in place."""
+        share = 1 / self.trainer.accumulate_grad_batches if self.parts.pipeline.flushes else 1.0
         if self._phases.among(Phase.ABSENT):  # hooks then see the loss of the batch before
             self.draws.between_steps(Point.STEP_ENDED)
             loss = self._last_loss.to(self._device, copy=True).requires_grad_()
             if self._gives_nothing and self.updating:  # with the gradients of others
                 scale = loss_scale(self.trainer.precision_plugin, self._device) if self._scales else None
                 trained = self.sync.replica.trained
-                return loss_with_gradients(loss, trained, [None] * len(trained), scale, self.sync.gradients)
+                nothing = [None] * len(trained)
+                return loss_with_gradients(loss, trained, nothing, scale, self.sync.gradients, share=share)
             return self.parts.pipeline.rest(loss) if self.updating else loss
         precision, freezing = self.trainer.precision_plugin, self.parts.freezing
         with self.whereabouts.running("training_step"), self.first_failure, freezing:
             context, stream, closes = precision.train_step_context, self.draws.stream, self._closes
             scale = loss_scale(precision, self._device) if self._scales else None
-            step = Step("training_step", arguments, context, stream, scale, closes, freezing.generation, source.portion)
+            more = closes, freezing.generation, source.portion
+            step = Step("training_step", arguments, context, stream, scale, share, *more)
             exchange = self.sync.gradients if self.updating else None
             if self.sync.by_samples and (exchange is not None or self.sync.gradients is None):
                 self.sync.weigh(weight_of(batch, self.trainer.lightning_module))

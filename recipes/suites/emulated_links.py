@@ -120,18 +120,22 @@ def emulated_links(network: Network) -> Iterator[None]:
     def begin(
         outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: Replicas, tag: int
     ) -> transfers.Transfers:
-        under_way = transfers.Transfers([], [], [*outgoing.values()])
+        under_way = transfers.Transfers(replicas)
+
+        def note(pipeline: int, work: Any, tensor: Tensor) -> None:
+            name, place = replicas.name(pipeline), replicas.ranks[pipeline]
+            under_way.messages.append(transfers.PendingMessage(name, place, cast(dist.Work, work), [tensor]))
+
         replicas.traffic.add(sum(tensor.nbytes for tensor in outgoing.values()))
         for pipeline, tensor in into.items():
             if tensor.numel():
-                work = replicas.group.recv([tensor], replicas.ranks[pipeline], tag)
-                under_way.works.append((replicas.name(pipeline), work))
+                note(pipeline, replicas.group.recv([tensor], replicas.ranks[pipeline], tag), tensor)
         for pipeline, tensor in outgoing.items():
             if tensor.numel():
                 place = replicas.ranks[pipeline]
                 start = partial(replicas.group.send, [tensor], place, tag)
                 held = card().send(dist.get_global_rank(replicas.group, place), tensor.nbytes, start)
-                under_way.works.append((replicas.name(pipeline), cast(dist.Work, held)))
+                note(pipeline, held, tensor)
         return under_way
 
     def _held(payload: Tensor, to: int, group: dist.ProcessGroup, tag: int) -> Any:

@@ -59,8 +59,9 @@ def arrive_late(seconds: float) -> None:
     ) -> transfers.Transfers:
         under_way = begin(outgoing, into, replicas, tag)
         received = sum(1 for tensor in into.values() if tensor.numel())
-        for place, (peer, work) in enumerate(under_way.works[:received]):
-            under_way.works[place] = peer, cast(dist.Work, Late(work, under_way.limit, seconds))
+        for place, message in enumerate(under_way.messages[:received]):
+            late = cast(dist.Work, Late(message.work, replicas.limit, seconds))
+            under_way.messages[place] = message._replace(work=late)
         return under_way
 
     def receive_late(*arguments: Any) -> dict[str, Any]:

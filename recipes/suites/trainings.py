@@ -155,7 +155,8 @@ def fit(
         callbacks: of the Trainer.
         options: of :func:`make_trainer`.
     """
-    make_trainer(strategy, workers, *callbacks, **options).fit(module, *loaders)
+    validation = loaders[1] if len(loaders) > 1 else None
+    make_trainer(strategy, workers, *callbacks, **options).fit(module, loaders[0], validation)
 
 
 def make_trainer(strategy: DDPStrategy | str, workers: int, *callbacks: L.Callback, **options: Any) -> L.Trainer:

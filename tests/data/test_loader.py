@@ -299,3 +299,32 @@ def test_a_loader_that_keeps_its_place_resumes_there(data: Any) -> None:
     resumed.load_state_dict(loader.state_dict())
     torch.testing.assert_close(list(resumed), list(batches))
     assert not isinstance(PipelineLoader(DataLoader(data), 1, N, lambda: SEED), Stateful)
+
+
+class Scheduled(DataLoader[Any]):
+    """Keeps state that hooks set and read."""
+
+    epoch, begun = 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        self.begun += 1
+        for batch in super().__iter__():
+            yield batch + 100 * self.epoch
+
+
+def test_hooks_and_the_loader_see_each_others_state() -> None:
+    plain = Scheduled(torch.arange(4), BATCH)
+    pipelines_loader: Any = PipelineLoader(plain, 0, 1, lambda: SEED)
+    assert next(iter(pipelines_loader))[0] == 0
+    pipelines_loader.set_epoch(2)
+    pipelines_loader.of_the_user = "kept"
+    first, *_ = pipelines_loader
+    assert first[0] == 200
+    assert (plain.begun, pipelines_loader.begun, plain.of_the_user) == (2, 2, "kept")
+    plain.collate_fn = lambda samples: torch.stack(samples) * -1
+    first, *_ = pipelines_loader
+    assert first.sum() < 200 * BATCH
+    assert plain.begun == 3

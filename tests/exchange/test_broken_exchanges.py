@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.errors import LOST_CONNECTION, WorkerFailedError
 from lightning_sdpipe.exchange import moving, transfers
+from lightning_sdpipe.exchange.collectives import SumInPlace
 from lightning_sdpipe.exchange.common_reference import CommonModel, CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import Mover, finish
@@ -30,6 +28,7 @@ from lightning_sdpipe.policies import Group
 from lightning_sdpipe.policies.decentralized import with_neighbours
 from lightning_sdpipe.policies.pairing import ring
 from lightning_sdpipe.topology.groups import Replicas
+from tests import relay
 from tests.exchange.test_group_mean import group, values
 from tests.exchange.threads import Crew, one_thread, together
 
@@ -192,31 +191,49 @@ LONG = 2**25
 """Values: a message that takes some 50 ms between two processes of one machine."""
 
 
-def send_long(path: Path) -> None:
-    torch.set_num_threads(1)
-    group: Any = dist.ProcessGroupGloo(dist.FileStore(str(path), 2), 1, 2, timedelta(seconds=20))
-    transfers.begin({0: torch.ones(LONG)}, {}, Replicas(group, range(2), 0, 1), 7).wait()
-
-
-def test_a_wait_ends_with_its_group_if_the_other_side_is_killed_in_the_midst_of_a_message(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_wait_ends_on_both_sides_if_the_connection_is_lost_in_the_midst_of_a_message(is_given_up: bool) -> None:
     """gloo itself would go on waiting until the timeout."""
-    process = multiprocessing.get_context("fork").Process(target=send_long, args=(tmp_path / "store",))
-    process.start()
-    store = dist.FileStore(str(tmp_path / "store"), 2)
-    group: Any = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=20))
-    given_up, arriving = threading.Event(), torch.zeros(LONG)
-    limit = timedelta(seconds=20)
-    under_way = transfers.begin({}, {1: arriving}, Replicas(group, range(2), 0, 0, limit=limit, given_up=given_up), 7)
-    while not arriving[0]:
-        assert process.is_alive()
-    process.kill()
-    process.join()
-    assert not arriving[-1], "the message is there, so nothing is tested"
-    threading.Timer(0.2, given_up.set).start()
-    start = time.monotonic()
-    with pytest.raises(WorkerFailedError, match="exchanging with pipeline 1 of stage 0"):
-        under_way.wait()
-    assert time.monotonic() - start < 5
+    given_up = threading.Event()
+    if is_given_up:
+        given_up.set()
+
+    with relay.lost_after(10**6, sender=1) as groups:
+
+        def move(rank: int) -> None:
+            mine = Replicas(groups[rank], range(2), 0, rank, limit=relay.TIMEOUT, given_up=given_up)
+            outgoing, into = {0: torch.ones(2**23)}, {1: torch.zeros(2**23)}
+            under_way = transfers.begin(outgoing if rank else {}, {} if rank else into, mine, 7)
+            while not rank and not into[1][0]:
+                time.sleep(0.001)
+            reason = "the process group is given up" if is_given_up else LOST_CONNECTION
+            with pytest.raises(WorkerFailedError, match=f"pipeline {1 - rank} of stage 0 was broken off: .*{reason}"):
+                under_way.wait()
+            assert not into[1][-1], "it is amid the message"
+
+        start = time.monotonic()
+        together(2, move)
+        assert time.monotonic() - start < relay.TIMEOUT.total_seconds() / 2
+
+
+def test_a_sum_ends_and_holds_nobody_up_if_the_connection_is_lost_in_the_midst_of_its_last_message() -> None:
+    """gloo itself would go on waiting until the timeout, and so would the destructor of the group."""
+    given_up, start = threading.Event(), time.monotonic()
+    with relay.lost_after(3_900_000, sender=1) as groups:
+
+        def add_up(rank: int) -> None:
+            mover = SumInPlace(Replicas(groups[rank], range(2), 0, rank, given_up=given_up))
+            pending = mover.start([torch.ones(10**6)], group(range(2), (1.0, 1.0)))
+            if rank:
+                with suppress(WorkerFailedError):  # all that it waits for may have come
+                    pending.wait()
+                given_up.set()
+                return
+            with pytest.raises(WorkerFailedError, match=r"adding up with .* failed: the process group is given up"):
+                pending.wait()
+
+        together(2, add_up)
+    assert time.monotonic() - start < relay.TIMEOUT.total_seconds() / 2
 
 
 def test_threads_that_wait_for_long_messages_wait_again_and_one_that_is_left_alone_does_not(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,20 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch import Tensor
-from torchmetrics import MeanAbsoluteError, MetricCollection, R2Score
+from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import MeanAbsoluteError, MeanMetric, MetricCollection, R2Score
 
-from lightning_sdpipe import LocalSGD, SDPipeStrategy
+from lightning_sdpipe import AllReduce, LocalSGD, SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.p2p import labelled
 from tests.features.running import (
+    BATCH,
     Regression,
     eval_loader,
     on_four_ranks,
+    on_pipelines,
     pipelines,
+    samples,
     train_loader,
     trainer_of_this_process,
 )
@@ -116,6 +121,63 @@ def test_micro_batches(tmp_path: Path) -> None:
     mean, total, batch = on_four_ranks(_steps, tmp_path)[0]
     assert mean == pytest.approx(float(batch.mean()), rel=1e-6)
     assert total == len(batch) == 4
+
+
+class ByClass(Regression):
+    """Logs what its batch has: a pipeline has other classes than the other, or comes to them in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_two = MeanMetric()
+
+    def log_classes(self, batch: tuple[Tensor, Tensor]) -> None:
+        x, y = batch
+        classes = y[:, 0].round().long()
+        for one in classes.unique().tolist():
+            of_it = x[classes == one]
+            for name, reduced in (("mean", of_it.mean()), ("max", of_it.max()), ("min", of_it.min())):
+                self.log(f"{name}_{one}", reduced, on_step=True, on_epoch=True, reduce_fx=name, batch_size=len(of_it))
+            self.log(f"sum_{one}", float(len(of_it)), on_step=False, on_epoch=True, reduce_fx="sum")
+            if one == 2:
+                self.of_two.update(of_it.mean(1))
+                self.log("of_two", self.of_two, on_step=False, on_epoch=True)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.log_classes(batch)
+        return self.loss(batch)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log_classes(batch)
+
+
+def _by_class(directory: Path) -> list[dict[str, float]]:
+    cut: Any = SDPipeStrategy(1, AllReduce(), data="sharded") if on_pipelines() else "auto"
+    trainer = trainer_of_this_process(directory, strategy=cut, num_sanity_val_steps=0)
+    size, data = BATCH if on_pipelines() else 2 * BATCH, samples(27)
+    trainer.fit(ByClass(), DataLoader(data, size, sampler=_Turns(data)))
+    trained = {name: float(value) for name, value in trainer.callback_metrics.items() if "_step" not in name}
+    trainer.validate(ByClass(), [DataLoader(samples(28), size), DataLoader(samples(14), size)], verbose=False)
+    return [trained, {name: float(value) for name, value in trainer.callback_metrics.items()}]
+
+
+class _Turns(DistributedSampler[Any]):
+    """Every other sample for each of two pipelines; all for one process."""
+
+    def __init__(self, data: Any) -> None:
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        super().__init__(data, world, int(os.environ.get("RANK", 0)), shuffle=False, drop_last=False)
+
+    def __iter__(self) -> Any:
+        return iter(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
+
+
+def test_values_that_some_pipelines_log_are_reduced_over_those(tmp_path: Path) -> None:
+    ranks, expected = on_four_ranks(_by_class, tmp_path, count=2), _by_class(tmp_path)
+    for rank in ranks:
+        assert rank == [pytest.approx(values, rel=1e-5) for values in expected]
 
 
 @supported("Logging", "torchmetrics objects, logged or computed at the end of an epoch, and `MetricCollection`",

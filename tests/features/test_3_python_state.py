@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import deque
 from enum import Enum
@@ -175,3 +176,40 @@ def _refuse(directory: Path) -> None:
 @refused("Callbacks", "other objects that the end of an evaluation changes, where another stage uses them", _ELSEWHERE)
 def test_what_does_not_travel_is_not_used_elsewhere(tmp_path: Path) -> None:
     on_four_ranks(_refuse, tmp_path, count=2)
+
+
+class Unseeded(Regression):
+    """Made in each process with numbers of its own, which the beginning and the end of a step use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if on_pipelines():
+            seed = 10 + int(os.environ["RANK"])
+            torch.manual_seed(seed)
+            random.seed(seed)
+        self.draws, self.numbers = torch.Generator().manual_seed(torch.seed() % 100), random.Random(random.random())
+        self.turns, self.shifts = torch.randn(6), {"of": np.array([random.random()] * 6, np.float32)}
+        self.order, self.ids = torch.randperm(6), {id(parameter): "" for parameter in self.parameters()}
+        self.rank = int(os.environ.get("RANK", 0))
+        self.register_buffer("scale", torch.randn(6))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        noise = torch.rand(6, generator=self.draws) + self.numbers.random()
+        x = (batch[0] * self.turns * self.scale + torch.from_numpy(self.shifts["of"]) + noise)[:, self.order]
+        return nn.functional.mse_loss(self.net(x), x.sum(1, keepdim=True))
+
+
+def _unseeded(directory: Path) -> list[Any]:
+    model = Unseeded()
+    trainer = trainer_of_this_process(directory, max_epochs=1)
+    trainer.fit(model, DataLoader(samples(), 8))
+    values = [model.turns, torch.from_numpy(model.shifts["of"]), model.order, model.scale]
+    assert all(id(parameter) in model.ids for parameter in model.parameters())
+    return [*values, model.draws.get_state(), torch.tensor(model.numbers.random()), model.rank]
+
+
+def test_what_processes_make_without_a_seed_is_the_same_on_all_stages(tmp_path: Path) -> None:
+    last, first = on_four_ranks(_unseeded, tmp_path, count=2)
+    assert (last.pop(), first.pop()) == (0, 1)
+    for value, of_last in zip(first, last, strict=True):
+        assert torch.equal(value, of_last)

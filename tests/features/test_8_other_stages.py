@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from lightning.pytorch import Callback
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_sdpipe import ConfigurationError
+from lightning_sdpipe import AllReduce, ConfigurationError, SDPipeStrategy
 from lightning_sdpipe.errors import WorkerFailedError
 from tests.features.running import (
     Regression,
     assert_same,
     on_four_ranks,
+    on_pipelines,
     samples,
     train_loader,
     trainer_of_this_process,
@@ -151,3 +153,132 @@ def test_the_loss_is_the_same_on_all_stages_whatever_its_type(tmp_path: Path) ->
     assert [dtype for dtype, _ in first] == [torch.float64, torch.float64, torch.bfloat16, torch.float32]
     (_, single), (_, double), *_ = first
     assert single == pytest.approx(double, rel=1e-5)
+
+
+class Sorted(Regression):
+    """Sorts its weights by the classes of modules, by attributes of parameters and by sets, and holds some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [*self.net[0].parameters(), *self.net[3].parameters()]
+        self.starts = {parameter: parameter.detach().clone() for parameter in self.parameters()}
+        for parameter in self.parameters():
+            parameter.is_flat = parameter.ndim == 1  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> Any:
+        linear = {module.weight for module in self.modules() if type(module) is nn.Linear}
+        flat = {parameter for parameter in self.parameters() if getattr(parameter, "is_flat", False)}
+        self.found = len(linear), len(flat)
+        groups = [{"params": list(linear), "weight_decay": 0.3}, {"params": list(flat), "lr": 0.03}]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter, start in self.starts.items():
+                parameter.lerp_(start, 0.01)
+
+
+def _sorted(directory: Path) -> dict[str, Any]:
+    model = Sorted()
+    trainer = trainer_of_this_process(directory, use_distributed_sampler=False)
+    trainer.fit(model, DataLoader(samples(), 8))
+    path = directory / "one.ckpt"
+    trainer.save_checkpoint(path)
+    kept = [
+        held is now
+        for held, now in zip(model.held, [*model.net[0].parameters(), *model.net[3].parameters()], strict=True)
+    ]
+    saved: Any = {}
+    if trainer.global_rank == 0:
+        saved = torch.load(path, weights_only=False)["optimizer_states"][0]
+    return {"weights": weights(model), "found": model.found, "kept": kept, "held": model.held, "saved": saved}
+
+
+def test_weights_are_what_they_are_to_who_sorts_and_holds_them(tmp_path: Path) -> None:
+    ranks, one = on_four_ranks(_sorted, tmp_path, count=2), _sorted(tmp_path)
+    assert_same([rank["weights"] for rank in ranks], one["weights"])
+    for rank in ranks:
+        assert rank["found"] == (3, 3)
+        assert all(rank["kept"])
+        torch.testing.assert_close(rank["held"], one["held"], rtol=1e-5, atol=1e-6)
+    (saved, _), expected = (rank["saved"] for rank in ranks), one["saved"]
+    for group, of_one in zip(saved["param_groups"], expected["param_groups"], strict=True):
+        squares = [
+            {float(each["exp_avg_sq"].sum()) for place, each in state.items() if place in those["params"]}
+            for state, those in ((saved["state"], group), (expected["state"], of_one))
+        ]
+        assert sorted(squares[0]) == pytest.approx(sorted(squares[1]), rel=1e-4)
+
+
+class Evaluating(Regression):
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        return self.loss(batch)
+
+
+class LoweringByResults(Callback):
+    """Changes a learning rate where the results of validation are."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs))
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if sum(self.losses) > 0:
+            trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+
+class LoweringByOwnBatches(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        trainer.optimizers[0].param_groups[0]["lr"] *= 1 - 0.01 * float(outputs["loss"].tanh())
+
+
+def _lower(directory: Path, num_stages: int, callback: Callback, message: str) -> None:
+    strategy = SDPipeStrategy(num_stages, AllReduce(), data="sharded")
+    trainer = trainer_of_this_process(directory, strategy=strategy, callbacks=[callback], num_sanity_val_steps=0)
+    with pytest.raises((ConfigurationError, WorkerFailedError), match=message):
+        trainer.fit(Evaluating(), train_loader(), train_loader())
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "callback", "message"),
+    [
+        (2, LoweringByResults(), "The optimizer's options are not on stage 0 what they are here"),
+        (1, LoweringByOwnBatches(), "The options of the optimizer are not the same in all pipelines"),
+    ],
+)
+def test_learning_rates_that_come_apart_are_refused(
+    tmp_path: Path, num_stages: int, callback: Callback, message: str
+) -> None:
+    on_four_ranks(_lower, tmp_path, num_stages, callback, message, count=2)
+
+
+class Clamping(Regression):
+    """Bounds gradients by hooks on weights, which see those of a mini-batch of an update as in one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+
+
+class Doubling(Clamping):
+    def backward(self, loss: Tensor) -> None:  # type: ignore[override]
+        (2 * loss).backward()  # type: ignore[no-untyped-call]
+
+
+def _clamp(directory: Path) -> dict[str, Tensor]:
+    options: dict[str, Any] = {"use_distributed_sampler": False, "accumulate_grad_batches": 3}
+    if on_pipelines():
+        options["strategy"] = SDPipeStrategy(2, AllReduce(), num_micro_batches=1)
+    model = Clamping()
+    trainer_of_this_process(directory, **options).fit(model, DataLoader(samples(), 4))
+    if on_pipelines():
+        with pytest.raises((ConfigurationError, WorkerFailedError), match="The loss was multiplied by 2 after"):
+            trainer_of_this_process(directory).fit(Doubling(), train_loader())
+    return weights(model)
+
+
+def test_hooks_on_gradients_see_the_share_of_an_accumulation(tmp_path: Path) -> None:
+    assert_same(on_four_ranks(_clamp, tmp_path, count=2), _clamp(tmp_path))

@@ -3,10 +3,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sdpipe.partition.effects import Effect, EffectRecorder, hear_assignments, replay
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.effects import Effect, EffectRecorder, hear_assignments, intercept, replay
 
 
 class Block(nn.Module):
@@ -115,3 +117,37 @@ def test_assignments_are_as_before_when_nobody_listens() -> None:
     assert nn.Module.__setattr__ is not original
     second()
     assert nn.Module.__setattr__ is original
+
+
+class Counting(nn.Linear):
+    """Has a way of its own to be called, as Hugging Face's checkpointing layers have."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs) + 1
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Counting])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_calls_are_intercepted_with_all_that_a_call_is(kind: type[nn.Linear], compiled: bool) -> None:
+    block = kind(2, 2)
+    if compiled:
+        block.compile(backend="eager")
+    block.register_forward_hook(lambda module, args, output: output * 2)
+    expected, before, attributes = block(X), type(block).__call__, dict(vars(block))
+    calls = []
+
+    def call(original: Any, args: Any, kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    undo = intercept(block, call)
+    if kind is nn.Linear:
+        assert type(block) is nn.Linear, "by which user code sorts the weights of modules, and initialises them"
+    assert torch.equal(block(X), expected)
+    assert [args[0] is X for args in calls] == [True]
+    with pytest.raises(ConfigurationError, match=f"A {kind.__name__} of the model was copied or pickled"):
+        copy.deepcopy(block)
+    undo()
+    assert (type(block), type(block).__call__, vars(block)) == (kind, before, attributes)
+    assert torch.equal(copy.deepcopy(block)(X), expected)
+    assert len(calls) == 1

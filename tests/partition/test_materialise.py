@@ -124,3 +124,13 @@ def test_a_model_that_was_put_on_meta_elsewhere_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"1 parameters and buffers of Linear.*in configure_model"):
         materialise(model, ownership, 0, Initialisation())
     materialise(model, Ownership({"weight": (1,), "bias": (1,)}), 0, Initialisation())
+
+
+def test_who_holds_a_parameter_has_the_one_that_trains() -> None:
+    initialisation = Initialisation()
+    with initialisation.recording(), torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    held = list(model.parameters())  # as for an optimizer's groups
+    materialise(model, assign_owners(model, ["0", "1"], [range(2)]), 0, initialisation)
+    assert all(parameter is mine for parameter, mine in zip(model.parameters(), held, strict=True))
+    assert all(isinstance(parameter, nn.Parameter) and parameter.is_cpu for parameter in held)

@@ -1,7 +1,11 @@
+import weakref
+
+import pytest
 import torch
 from torch import nn
 
 from lightning_sdpipe.partition.ownership import assign_owners, keep_only
+from lightning_sdpipe.partition.placeholder import SkippedCutError
 
 
 class Tied(nn.Module):
@@ -64,3 +68,30 @@ def test_a_rank_keeps_its_own_and_ties_survive() -> None:
         *("body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias"),
         *("body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"),
     }
+
+
+def test_who_holds_a_weight_of_another_stage_has_what_is_in_its_place() -> None:
+    """A list of parameters, a callback, or the user's program, which would else look at the values of long ago."""
+    module = Tied()
+    module.body[0].weight.no_decay = True
+    held = dict([*module.named_parameters(), *module.named_buffers()])
+    keep_only(module, assign_owners(module, CHAIN, SPANS), 2, torch.device("cpu"))
+    assert all(module.state_dict(keep_vars=True)[name] is tensor for name, tensor in held.items())
+    weight = held["body.0.weight"]
+    assert weight.is_meta
+    assert isinstance(weight, nn.Parameter)
+    assert weight.no_decay, "by which configure_optimizers may sort it"
+    with pytest.raises(SkippedCutError, match=r"Another stage holds 'body\.0\.weight'"):
+        float(weight.norm())
+    with pytest.raises(SkippedCutError, match=r"Another stage holds 'body\.1\.running_mean'"):
+        float(held["body.1.running_mean"].norm())
+
+
+def test_weights_that_cannot_change_what_they_are_are_replaced() -> None:
+    module = Tied()
+    weight = module.body[0].weight
+    reference = weakref.ref(weight)
+    keep_only(module, assign_owners(module, CHAIN, SPANS), 2, torch.device("cpu"))
+    assert module.body[0].weight.is_meta
+    assert reference() is weight
+    assert not weight.is_meta

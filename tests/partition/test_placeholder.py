@@ -64,6 +64,14 @@ def test_random_operations_on_a_placeholder_draw_as_many_numbers_as_on_the_value
     assert torch.equal(torch.rand(1), after)
 
 
+@pytest.mark.parametrize(
+    "draw", [torch.poisson, lambda t: torch.distributions.Gamma(t, 1.0, validate_args=False).rsample()]
+)
+def test_operations_that_draw_by_the_value_are_refused(placeholder: Placeholder, draw: Any) -> None:
+    with pytest.raises(SkippedCutError, match="decides how many random numbers"):
+        draw(placeholder)
+
+
 def test_shapes_that_depend_on_values_are_refused(placeholder: Placeholder) -> None:
     for read in (
         placeholder.nonzero,

@@ -48,10 +48,12 @@ def test_tensors_come_back_into_those_that_are_there(dtype: torch.dtype) -> None
 
 
 def test_who_holds_a_container_sees_the_change() -> None:
-    now: dict[str, Any] = {"a": [1, 2], "gone": 1, "t": torch.zeros(2)}
-    inner, tensor = now["a"], now["t"]
-    assert there_and_back({"a": [3], "t": torch.ones(2)}, now) is now
-    assert now.keys() == {"a", "t"}
+    now: dict[str, Any] = {"a": [1, 2], "gone": 1, "t": torch.zeros(2), "n": np.zeros(2)}
+    inner, tensor, array = now["a"], now["t"], now["n"]
+    assert there_and_back({"a": [3], "t": torch.ones(2), "n": np.ones(2)}, now) is now
+    assert now.keys() == {"a", "t", "n"}
+    assert now["n"] is array
+    assert array.tolist() == [1, 1]
     assert now["a"] is inner
     assert inner == [3]
     assert now["t"] is tensor

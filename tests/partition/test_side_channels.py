@@ -460,3 +460,26 @@ def test_what_crosses_a_cut_counts_in_its_bytes() -> None:
     assert [len(crossing.extra) for crossing in crossings] == [0, 1, 2, 3, 2]
     assert [crossing.activation_bytes for crossing in crossings] == [48, 96, 144, 192, 144]
     assert [crossing.gradient_bytes for crossing in crossings] == [48, 96, 144, 192, 144]
+
+
+class Rectified(nn.Module):
+    """Looks at what a block returned before and after the next one has written into it."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.ReLU(inplace), nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        mean = first.mean()
+        second = self.layers[1](first)
+        third = self.layers[3](self.layers[2](second))
+        return third * mean + first - second.abs().sum()
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_what_a_block_writes_into_is_changed_for_all_who_hold_it(inplace: bool, num_stages: int) -> None:
+    torch.manual_seed(0)
+    step = Stepping(Rectified(inplace), lambda model, x: model(x).square().mean())
+    assert_equal_when_cut(step, batches(2), num_stages)

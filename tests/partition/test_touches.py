@@ -427,10 +427,34 @@ class Asking(L.LightningModule):
         return loss
 
 
+class Difficulty(L.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = 1.0
+
+
+class Feeding(L.LightningModule):
+    """Keeps state in the user's data module."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.model, self.late = Model(), late
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not self.late:
+            data.level *= 2.0
+        loss = squared(self.model(batch * data.level))
+        if self.late:
+            data.level = loss.item()
+        return loss
+
+
 @pytest.mark.parametrize(
     ("make", "what"),
     [
         (Logging, "the metric 'mean_epoch'"),
+        (Feeding, "the datamodule Difficulty"),
         (Decaying, "the options of the optimizer's group 0"),
         (Asking, "the callback Keeper"),
     ],
@@ -439,11 +463,29 @@ def test_what_the_trainer_keeps(make: Any, what: str) -> None:
     for late in (False, True):
         module = make(late)
         module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[Keeper()])
+        module.trainer.datamodule = Difficulty()  # type: ignore[attr-defined]
         module.trainer.strategy.optimizers = [torch.optim.SGD(module.parameters())]
         steps = [StepCalls("training_step", [(batch, ()) for batch in batches(2)], True)]
         with pytest.raises(ConfigurationError, match=f"changes {what} after") if late else nullcontext():
             cut = plan(module, 2, rehearse=partial(rehearse, module, steps=steps, device=torch.device("cpu")))
             assert cut.travel["training_step"].metrics == ()
+
+
+@pytest.mark.parametrize("block", [0, -1])
+def test_blocks_log_on_the_last_stage_only(block: int) -> None:
+    module = Logging(late=True)
+    module.training_step = lambda batch: squared(module.model(batch))  # type: ignore[method-assign,assignment]
+    steps = [StepCalls("training_step", [(batch, ()) for batch in batches(2)], True)]
+    inner: Any = module.model.layers[block]
+    forward = inner.forward
+
+    def logging(x: Tensor) -> Tensor:
+        module.log("mean", x.mean().item())
+        return forward(x)  # type: ignore[no-any-return]
+
+    inner.forward = logging
+    with pytest.raises(ConfigurationError, match="logs the metric 'mean'") if block == 0 else nullcontext():
+        plan(module, 2, rehearse=partial(rehearse, module, steps=steps, device=torch.device("cpu")))
 
 
 def test_metrics_that_only_the_end_logs_are_known() -> None:

@@ -170,3 +170,10 @@ def test_a_data_set_that_begins_to_draw_later_is_refused(tmp_path: Path, kind: s
     strategy = SDPipeStrategy(2, sync=AllReduce(), start_method="fork", **options)
     with pytest.raises(Exception, match=rf"were given different batches[\s\S]*on stage \d {name} {what}"):
         fit(tmp_path, strategy, 2, 4, module=Later(kind), max_epochs=3)
+
+
+def test_options_of_the_optimizer_that_differ_are_refused() -> None:
+    theirs = BatchDigest(batch(), options=[{"lr": 0.1, "betas": (0.9, 0.999)}]).numbers
+    BatchDigest(batch(), options=[{"lr": 0.1, "betas": (0.9, 0.999)}]).compare(theirs, 0)
+    with pytest.raises(ConfigurationError, match=r"options are not on stage 0 what they are here.*\{'lr': 0.05,"):
+        BatchDigest(batch(), options=[{"lr": 0.05, "betas": (0.9, 0.999)}]).compare(theirs, 0)

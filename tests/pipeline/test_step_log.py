@@ -1,9 +1,12 @@
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from torchmetrics import MeanMetric
 
+from lightning_sdpipe.lightning_results import value_of_batch
 from lightning_sdpipe.pipeline.stage_runner import StepLog
 
 
@@ -15,6 +18,7 @@ def test_micro_batches_are_combined_by_their_samples() -> None:
         record("largest", loss, reduce_fx="max")
         record("count", loss, reduce_fx=torch.sum)
         record("own", loss, batch_size=1)
+        record("array", np.float32(loss))
 
     def take(name: str, value: Any, **options: Any) -> None:
         logged[name] = float(value), options
@@ -23,6 +27,7 @@ def test_micro_batches_are_combined_by_their_samples() -> None:
     assert logged["loss"] == (2.0, {"batch_size": None, "prog_bar": True, "on_step": True, "sync_dist": True})
     assert logged["largest"][0] == 5.0
     assert logged["count"][0] == 6.0
+    assert logged["array"][0] == 2.0
     assert logged["own"][0] == pytest.approx(3.0)
     assert logged["own"][1]["batch_size"] == 2
 
@@ -59,3 +64,13 @@ def test_one_micro_batch_and_several_are_logged_in_the_same_type(dtype: torch.dt
     assert one.dtype == several.dtype
     if reduce_fx != "sum":
         torch.testing.assert_close(one, several, rtol=1e-6, atol=0)
+
+
+def test_metrics_show_the_mean_over_micro_batches_of_a_step() -> None:
+    log, metric, shown = StepLog(), MeanMetric(), []
+    for weight, value in ((0.75, 1.0), (0.25, 5.0)):
+        metric(value)
+        log.record(weight)("metric", metric, on_step=True)
+    log.replay(lambda name, value, **_: shown.append((value is metric, value_of_batch(value))))
+    assert shown == [(True, 2.0)]
+    assert metric.compute() == 3.0, "which counts each update"

@@ -251,7 +251,7 @@ class World:
             return
         for process in said:
             process.group = None
-            if lineage.newest > sequence:  # what it brought may be in there
+            if lineage.newest >= sequence:  # what it brought may be in there
                 self.counts["lost"] += 1
                 process.moved -= round_.brought[process.number]
             else:

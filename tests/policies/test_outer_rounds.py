@@ -75,6 +75,20 @@ def test_the_base_of_a_round_that_was_given_up_is_older_than_all_others() -> Non
     assert group.lineage.bases[0] < group.lineage.bases[1] == 1
 
 
+def test_a_base_that_one_outside_of_the_round_may_have_is_the_newest() -> None:
+    """It was handed over to one that took no part, before its maker was lost; it has joined anew to say so."""
+    rounds = policy(1, grace=0.0, pipelines=3)
+    ready(rounds, 0, 4, -1, 1.0)
+    rounds.on(Left(Worker(0, 2)), 2.0)
+    rounds.on(Joined(Worker(0, 2)), 2.0)
+    rounds.on(Lost(Worker(0, 0)), 2.0)
+    (dropped,) = rounds.on(Regrouped(0, (Worker(0, 1),), (1.0,), (-1,)), 3.0)
+    assert isinstance(dropped, Group)
+    assert dropped.lineage == Lineage((-1,), 0)
+    (group,) = ready(rounds, 2, 4, 0, 4.0)
+    assert group.lineage == Lineage((0,), 0)
+
+
 def ready(
     policy: OuterRoundsPolicy, pipeline: int, iteration: int, base: int, now: float, stage: int = 0
 ) -> list[Group]:

@@ -76,7 +76,7 @@ class Bases(Rounds):
             case f.Replied(_, e.Again(group=group, source=source)) if source < 0:
                 assert broken is not None
                 assert group.lineage is not None
-                if group.lineage.newest > broken.sequence:
+                if group.lineage.newest >= broken.sequence:
                     process.since -= self.brought[broken.sequence, process.pipeline]
                     process.group = None
                 else:

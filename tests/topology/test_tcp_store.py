@@ -80,6 +80,16 @@ def test_the_store_of_an_agent_is_only_connected_to(monkeypatch: pytest.MonkeyPa
     assert agent.get("key") == b"value"
 
 
+def test_a_program_that_accepts_connections_and_says_nothing_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tcp_store, "_ANSWERS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(RuntimeError, match=f"at MASTER_ADDR=127.0.0.1, MASTER_PORT={port} has accepted"):
+            open_store("127.0.0.1", port, 1, 2, True, timedelta(seconds=0.2))
+
+
 def test_an_address_of_another_machine_cannot_be_bound() -> None:
     assert listen(ELSEWHERE, free_port(), one_machine=False) is None
 

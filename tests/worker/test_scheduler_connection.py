@@ -5,7 +5,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.errors import LOST_CONNECTION, WorkerFailedError
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.topology.mesh import Mesh
@@ -67,6 +67,17 @@ def test_what_came_from_another_is_not_told_again(pair: tuple[SchedulerConnectio
     membership, other = pair
     membership.fail(WorkerFailedError("Stage 0 of pipeline 1 failed first"))
     assert other.first_failure(0.5) is None
+
+
+def test_a_connection_that_is_lost_while_all_live_is_told(pair: tuple[SchedulerConnection, OrdinaryClient]) -> None:
+    """The others would hear that this worker was told to end."""
+    membership, other = pair
+    membership.fail(
+        WorkerFailedError(f"receiving from rank 1 failed: [{LOST_CONNECTION}/tcp/pair.cc] Connection reset")
+    )
+    failure = other.first_failure(5.0)
+    assert failure is not None
+    assert "receiving from rank 1 failed" in failure.reason
 
 
 def test_a_standing_scheduler_serves_one_fit_after_another(monkeypatch: pytest.MonkeyPatch) -> None:

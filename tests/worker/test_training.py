@@ -87,6 +87,7 @@ class Announcing(SimpleNamespace):
     """A synchronizer that announces updates."""
 
     announce: Any = None
+    by_samples = False
 
 
 def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[int]]:

@@ -249,7 +249,7 @@ class Conversation:
                     if request.request.number == number:
                         request.waits_for = reason
             case e.Start(epoch=epoch):
-                self._member = True
+                self._member, self.offered = True, ""
                 self._stranger = self._stranger if self._stranger and self._stranger.known else None  # said before that
                 return [*self._epoch_began(epoch), *self._answered(reply, lambda of: True)]
             case e.Get(receive=receive):
@@ -357,7 +357,7 @@ class Conversation:
     def _ends(self, stop: e.End) -> list[f.Effect]:
         if self.stop is not None:
             return []
-        self.stop, self._stranger = stop, None
+        self.stop, self._stranger, self.offered = stop, None, ""
         self._open = {key: request for key, request in self._open.items() if isinstance(request.request, e.Depart)}
         return [stop]
 

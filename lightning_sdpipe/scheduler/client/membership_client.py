@@ -204,7 +204,8 @@ class MembershipClient:
 
     @property
     def offered(self) -> str:
-        """Newest transfer by which this pipeline is to get its state; earlier ones are in vain."""
+        """Newest transfer by which this pipeline is to get its state; earlier ones are in vain. Empty if it needs none
+        any more."""
         with self.thread.talking() as talk:
             return talk.offered
 

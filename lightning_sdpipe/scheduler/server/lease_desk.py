@@ -42,13 +42,15 @@ class LeaseDesk:
         self._groups.extent.check_exists(worker)
         if failure is not None:
             self._outbox.say(peer, failure.said())
-        elif (lease := self._dealer.answer(worker.pipeline, segment, request.ordinal)) is not None:
+            return
+        if self._dealer.asks_for_book(worker, segment):  # also where another stage has told what it asks for
+            if request.ordinal:
+                self._outbox.say(e.peer_of(worker, request.incarnation), e.Stranger(known=True))  # it brings its book
+                return
+            self.deal(Told(worker, segment, (), False, request.done), now)
+        if (lease := self._dealer.answer(worker.pipeline, segment, request.ordinal)) is not None:
             self._outbox.say(peer, m.Dealt(lease))
-        elif request.ordinal and self._dealer.asks_for_book(worker, segment):
-            self._outbox.say(e.peer_of(worker, request.incarnation), e.Stranger(known=True))  # it brings its book
         else:
-            if self._dealer.asks_for_book(worker, segment):
-                self.deal(Told(worker, segment, (), False, request.done), now)
             again = worker in self._asking
             self._asking[worker] = peer, segment, request.ordinal
             try:

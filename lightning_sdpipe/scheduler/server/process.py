@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -341,6 +342,8 @@ def serve(
     of_a_run = settings.level >= logging.WARNING  # says little, amid what the run's ranks print
     form = "scheduler: %(message)s" if of_a_run else "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(level=settings.level, format=form, stream=sys.stderr)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # not 1024: a worker takes three, and each stranger one
     server = settings.server()
     with stop_signals(*signals) as stopped, server, run_file.published(settings.run_file(server.address)):
         say(SAYS + server.address)

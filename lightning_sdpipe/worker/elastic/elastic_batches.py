@@ -95,6 +95,8 @@ class ElasticBatchSource(DealtBatchSource):
         while (command := self._duties.order()) is not None and command.kind is not CommandKind.GO:
             self._duties.commands.send(command)
             self._act(command)
+        if command is None:
+            self._duties.commands.hold()
         return command is not None
 
     def _act(self, command: Command) -> None:

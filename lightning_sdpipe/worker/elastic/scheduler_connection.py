@@ -19,7 +19,7 @@ from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import Callbacks, CancelledError, MembershipClient
 from lightning_sdpipe.scheduler.client.store import StoreClient
 from lightning_sdpipe.worker.elastic import shared_cut
-from lightning_sdpipe.worker.launching.job import Watchdog
+from lightning_sdpipe.worker.launching.watchdog import Watchdog
 from lightning_sdpipe.worker.scheduler_connection import MakePlans, SchedulerAddress
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class ElasticConnection:
         give_up: Callable[[], None],
     ) -> None:
         self._worker = worker
-        self._watchdog = Watchdog(lambda failure: failure.reason, give_up)
+        self._watchdog = Watchdog(lambda failure: failure.reason, give_up, self._must_end)
         self._departed = False
         told = replace(told, ended=self._must_end, over=self._over)
         self.line = MembershipClient(
@@ -58,6 +58,7 @@ class ElasticConnection:
         try:
             self.client = SchedulerClient(self.line, timeout)
             self.client.greet()
+            self._watchdog.watch()
         except BaseException:
             self.line.close()
             raise

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from types import FrameType
 
 import torch
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _BYTES = 128
 _WHOLE_RUN = 1e9  # seconds
+_HOLD_EVERY = 1.0  # seconds
 
 
 class CommandChannel:
@@ -35,17 +37,27 @@ class CommandChannel:
         self.alone = mesh.num_stages == 1
         self._first = mesh.rank(0, pipeline)
         self._group = groups.pipeline
+        self._sent = time.monotonic()
 
     def send(self, command: Command) -> None:
         """Send a command from stage 0 to the others, without waiting for them to act."""
+        self._sent = time.monotonic()
         if not self.alone:
             text = command.text.encode("ascii")
             self._pass_on(torch.tensor([command.kind, len(text), *text.ljust(_BYTES, b"\0")], dtype=torch.uint8))
 
+    def hold(self) -> None:
+        """Let the other stages wait on for a command, each of whose waits ends after the timeout of their process
+        group. Call it often."""
+        if time.monotonic() - self._sent > _HOLD_EVERY:
+            self.send(Command(CommandKind.HOLD))
+
     def receive(self) -> Command:
-        """Wait for the command of stage 0."""
-        heard = self._pass_on(torch.empty(_BYTES + 2, dtype=torch.uint8)).tolist()
-        return Command(CommandKind(heard[0]), bytes(heard[2 : 2 + heard[1]]).decode("ascii"))
+        """Wait for the command of stage 0, for as long as that holds."""
+        while True:
+            heard = self._pass_on(torch.empty(_BYTES + 2, dtype=torch.uint8)).tolist()
+            if heard[0] != CommandKind.HOLD:
+                return Command(CommandKind(heard[0]), bytes(heard[2 : 2 + heard[1]]).decode("ascii"))
 
     def least(self, values: torch.Tensor) -> None:
         """Set ``values`` on all stages to the least of each of them."""

@@ -12,6 +12,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -24,6 +25,7 @@ from torch._C._distributed_c10d import Store
 from torch.utils._pytree import tree_map_only
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.exchange.transfers import PendingMessage, complete
 from lightning_sdpipe.lightning_internals import checkpoint_of
 from lightning_sdpipe.scheduler.client.membership_client import CancelledError
 
@@ -81,9 +83,10 @@ def send_state(state: Mapping[str, Any], store: Store, timeout: timedelta) -> No
             if refused:
                 log.warning("a newcomer did not get the state that it was to be given, which %s", refused)
             data = torch.frombuffer(packed, dtype=torch.uint8)
-            group.send([torch.tensor([data.numel(), int(bool(refused))])], 1, 0).wait(timeout)
+            give = _Peer("the newcomer", 1, group, timeout, threading.Event())
+            give.move(group.send, torch.tensor([data.numel(), int(bool(refused))]))
             for part in torch.split(data, _CHUNK):
-                group.send([part], 1, 0).wait(timeout)
+                give.move(group.send, part.clone())  # which alone is kept if a wait is given up
         except RuntimeError as error:
             log.warning("a newcomer did not get the state that it was to be given: %s", str(error).splitlines()[0])
 
@@ -102,13 +105,16 @@ def receive_state(
         ConfigurationError: the state holds objects that cannot be sent, or are not taken from another process.
     """
     outcome: SimpleQueue[tuple[Tensor, bool] | Exception] = SimpleQueue()
-    threading.Thread(target=_receive, args=[store, timeout, outcome], name="receiving", daemon=True).start()
+    in_vain = threading.Event()
+    arguments = store, timeout, donor, in_vain, outcome
+    threading.Thread(target=_receive, args=arguments, name="receiving", daemon=True).start()
     while True:
         try:
             came = outcome.get(timeout=_GLANCE)
             break
         except Empty:
             if cancelled():
+                in_vain.set()
                 raise WorkerFailedError(f"{donor} need no longer give its state") from None
     if isinstance(came, RuntimeError | CancelledError):
         raise WorkerFailedError(f"{donor} did not give its state: {str(came).splitlines()[0]}") from came
@@ -127,18 +133,40 @@ def receive_state(
     return state
 
 
-def _receive(store: Store, timeout: timedelta, outcome: SimpleQueue[tuple[Tensor, bool] | Exception]) -> None:
+def _receive(
+    store: Store,
+    timeout: timedelta,
+    donor: str,
+    in_vain: threading.Event,
+    outcome: SimpleQueue[tuple[Tensor, bool] | Exception],
+) -> None:
     try:
         group = _connect(store, 1)
-        header = torch.zeros(2, dtype=torch.int64)
-        group.recv([header], 0, 0).wait(timeout)
-        size, refused = header.tolist()
-        data = torch.empty(size, dtype=torch.uint8)
+        take = _Peer(donor, 0, group, timeout, in_vain)
+        size, refused = take.move(group.recv, torch.zeros(2, dtype=torch.int64)).tolist()
+        data, landing = torch.empty(size, dtype=torch.uint8), torch.empty(min(size, _CHUNK), dtype=torch.uint8)
         for part in torch.split(data, _CHUNK):
-            group.recv([part], 0, 0).wait(timeout)
+            part.copy_(take.move(group.recv, landing[: part.numel()]))
         outcome.put((data, bool(refused)))
     except Exception as error:  # receive_state() raises it
         outcome.put(error)
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """The other side of a transfer, of that ``rank`` in ``group``."""
+
+    name: str
+    rank: int
+    group: Any
+    timeout: timedelta
+    in_vain: threading.Event
+
+    def move(self, begin: Callable[..., dist.Work], part: Tensor) -> Tensor:
+        """Send or receive ``part``, and return it."""
+        message = PendingMessage(self.name, self.rank, begin([part], self.rank, 0), [part])
+        complete([message], self.group, self.timeout, self.in_vain)
+        return part
 
 
 def _pack(state: Mapping[str, Any]) -> tuple[memoryview, str]:

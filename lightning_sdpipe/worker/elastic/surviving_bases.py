@@ -100,7 +100,7 @@ class SurvivingBases:
                 self._epochs.use(None)
                 broken = group.sequence
                 new, group = self.hand_overs.ask(group, self._take)
-                if new is None and group.lineage is not None and group.lineage.newest > broken:
+                if new is None and group.lineage is not None and group.lineage.newest >= broken:
                     log.warning("what this worker brought to round %d is lost: later rounds may have it", broken)
                     new = NewBase(self.state.base)
         self._epochs.use(None)

@@ -174,6 +174,18 @@ def test_a_newcomer_knows_that_its_donor_is_another_one_by_now_though_it_still_w
     assert (talk.offered, talk.hear(e.Get(second)), talk.offered) == ("state-1-2", [], "state-1-3")
 
 
+@pytest.mark.parametrize(
+    "ends", [e.Start(EPOCH, True, "newest.ckpt"), e.Now(9, over=e.End("all are lost", True, True))]
+)
+def test_a_newcomer_knows_that_no_donor_is_left(ends: m.Reply | e.Reply) -> None:
+    """It would wait for the first one as long as a part of a state may take."""
+    talk = c.Conversation(ME, 7)
+    talk.ask(e.Enrol, {})
+    talk.hear(e.Get(Receive(1, 2, "state-1-2", 4)))
+    talk.hear(ends)
+    assert talk.offered != "state-1-2"
+
+
 def test_a_result_that_is_handed_over_is_there_when_it_has_come_and_its_source_hears_of_it() -> None:
     talk = enrolled()
     key, given = talk.ask(e.AskRegroup, PAIR, (), True), msgspec.structs.replace(PAIR, epoch=5)

@@ -77,6 +77,26 @@ def test_who_was_dealt_something_that_is_not_known_here_brings_its_book() -> Non
     assert dealt(d.say(m.AskLease, A, S, 1, Done(4))).start == 4
 
 
+@pytest.mark.parametrize("ordinal", [0, 1])
+def test_a_stage_that_asks_for_what_another_one_told_tells_what_it_was_dealt_too(ordinal: int) -> None:
+    """Else the others would wait for its book for ever, once it waits for them."""
+    d = Dialogue(NoSync(), stages=2)
+    first, other = Worker(0, 0), Worker(1, 0)
+    leases = tuple(Lease(S, 0, k, 0, 4 * k, 4 * k + 4, 8.0 * k, 2.0) for k in range(ordinal + 1))
+    told = e.Resumes(Epoch(0, (), ""), (), book=e.Book(S, leases, False, Done(0)))
+    d.say(e.Enrol, first, FIXED, told)
+    replies = d.say(m.AskLease, other, S, ordinal, Done(0))
+    if ordinal:
+        assert replies == [(beats(other), e.Stranger(known=True))]
+        heard = e.Resumes(Epoch(0, (), ""), (), book=e.Book(S, leases[:ordinal], False, Done(0)))
+        d.say(e.Enrol, other, FIXED, heard)
+        replies = d.say(m.AskLease, other, S, ordinal, Done(0))
+    assert dealt(replies) == leases[ordinal]
+    for stage in (0, 1):
+        d.say(m.AskLease, Worker(stage, 1), S, 0, Done(0))
+    assert [dealt(d.say(m.AskLease, Worker(stage, 1), S, 0, Done(0))).home for stage in (0, 1)] == [1, 1]
+
+
 def test_the_run_ends_when_all_wait_for_a_worker_that_is_lost() -> None:
     d = Dialogue(NoSync())
     for worker in (A, B):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -55,6 +57,18 @@ def test_the_embedded_scheduler_serves_and_ends() -> None:
                 break
             time.sleep(0.05)
         assert scheduler.bury() == 0
+
+
+def test_the_scheduler_has_room_for_more_connections_than_the_usual_limit_of_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+    try:
+        scheduler = SchedulerProcess.embedded(AllReduceModels(), 1, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with scheduler:
+        ((now, most),) = re.findall(r"Max open files +(\S+) +(\S+)", Path(f"/proc/{scheduler.pid}/limits").read_text())
+        assert now == most
 
 
 def test_the_embedded_scheduler_starts_in_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

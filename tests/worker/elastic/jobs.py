@@ -302,7 +302,7 @@ class ElasticRun:
         rows = self.rows(pipeline)
         return sum("took" in row for row in rows[-1]) if rows else 0
 
-    def wait(self, holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    def wait(self, holds: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
         until = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < until, f"{what} did not happen in {seconds:g} s:\n{self.said()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.worker.elastic import state_transfer
+from tests import relay
 
 SOON = timedelta(seconds=20)
 
@@ -68,6 +70,27 @@ def test_a_donor_that_sends_late_is_waited_for_longer_than_one_that_does_not_com
 
     monkeypatch.setattr(state_transfer, "_pack", packs_long)
     assert given({"epoch": 4}) == {"epoch": 4}
+
+
+def test_a_connection_that_is_lost_amid_a_part_ends_the_transfer_on_both_sides(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gloo itself would go on waiting until the timeout, and the donor would keep its copy of the state until then."""
+    monkeypatch.setattr(state_transfer, "_CHUNK", 2**25)  # more than a network holds
+    state = {"weights": torch.ones(state_transfer._CHUNK // 2)}  # two parts
+    kept = weakref.ref(state["weights"])
+    with relay.lost_after(state_transfer._CHUNK + 10**6, sender=0) as groups:
+        monkeypatch.setattr(state_transfer, "_connect", lambda _, rank: groups[rank])
+        began = time.monotonic()
+        state_transfer.send_state(state, dist.HashStore(), SOON)
+        del state
+        with pytest.raises(WorkerFailedError, match=r"pipeline 3 did not give its state: .* was broken off"):
+            state_transfer.receive_state(dist.HashStore(), SOON, "pipeline 3")
+        while kept() is not None:
+            assert time.monotonic() - began < SOON.total_seconds() / 2
+            time.sleep(0.01)
+        assert time.monotonic() - began < SOON.total_seconds() / 2
+    assert "exchanging with the newcomer" in caplog.text
 
 
 def test_a_donor_that_is_not_needed_any_more_is_not_waited_for() -> None:
