@@ -87,7 +87,8 @@ class Training:
         self._device = self.trainer.strategy.root_device
         self.meter = meter.current()
         self.waited_before = self.meter.seconds(*meter.FOR_NEIGHBOURS)
-        last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
+        self._is_cut = (num_stages := self.groups.mesh.num_stages) > 1
+        last = last_wait(self.trainer, num_stages, self.parts.pipeline.flushes)
         self.ready = ReadySignal(last, self.announce, type(self.sync).announce is not Synchronizer.announce)
         self._scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         # run before others may get this worker's model
@@ -154,7 +155,7 @@ class Training:
         with self.whereabouts.running("training_step"), self.first_failure, freezing:
             context, stream, closes = precision.train_step_context, self.draws.stream, self._closes
             scale = loss_scale(precision, self._device) if self._scales else None
-            more = closes, freezing.generation, source.portion
+            more = closes, freezing.generation, source.portion, self.trainer.optimizers if self._is_cut else ()
             step = Step("training_step", arguments, context, stream, scale, share, *more)
             exchange = self.sync.gradients if self.updating else None
             if self.sync.by_samples and (exchange is not None or self.sync.gradients is None):
