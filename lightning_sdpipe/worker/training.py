@@ -87,12 +87,11 @@ class Training:
         self._device = self.trainer.strategy.root_device
         self.meter = meter.current()
         self.waited_before = self.meter.seconds(*meter.FOR_NEIGHBOURS)
-        self._is_cut = (num_stages := self.groups.mesh.num_stages) > 1
-        last = last_wait(self.trainer, num_stages, self.parts.pipeline.flushes)
+        self._is_cut = self.groups.mesh.num_stages > 1
+        last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
         self.ready = ReadySignal(last, self.announce, type(self.sync).announce is not Synchronizer.announce)
         self._scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        # run before others may get this worker's model
-        self._look: Callable[[], None] = (lambda: None) if self.watch is None else self.watch.check
+        self._look_before_sharing: Callable[[], None] = (lambda: None) if self.watch is None else self.watch.check
 
     @property
     def phase(self) -> Phase:
@@ -231,7 +230,7 @@ class Training:
         self.drain()
         with self._phases.within(Event.LEAVE), self.first_failure:
             self.parts.pipeline.settle()
-            self._look()
+            self._look_before_sharing()
             self.rendezvous.pause(loop.position(self.trainer))
 
     def come_together(self) -> None:
@@ -251,7 +250,7 @@ class Training:
         if not self.whereabouts.in_step:
             self.drain()
         with self._phases.within(Event.LEAVE), self.first_failure:
-            self._look()
+            self._look_before_sharing()
             self.rendezvous.come_together(loop.position(self.trainer))
 
     # ------------------------------------------- turns, as the source of batches sees them
@@ -264,7 +263,7 @@ class Training:
     def wait_for_others(self) -> SyncPoint:
         self.drain()
         with self.first_failure:
-            self._look()
+            self._look_before_sharing()
             return self.rendezvous.wait_for_others(loop.position(self.trainer))
 
     def begin_turn(self, has_batch: bool, gives_nothing: bool = False) -> None:
@@ -282,7 +281,7 @@ class Training:
         self.drain()
         with self._phases.within(Event.LEAVE), self.first_failure:
             self.parts.pipeline.settle()
-            self._look()
+            self._look_before_sharing()
             self.rendezvous.rest()
 
     def go_on(self) -> None:
@@ -339,7 +338,7 @@ class Training:
         if not alone:
             with self.first_failure:
                 if self.sync.shares_next:
-                    self._look()
+                    self._look_before_sharing()
                 with self.meter.spans[meter.EXCHANGE]:
                     self.sync.synchronise()
             self.client.step_ended(self.updates - 1, self.sync.statistics.seconds_waiting)
