@@ -83,7 +83,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "simulate": (712, 6),
     "strategy": (994, 7),
     "supervision": (1348, 14),
-    "sync": (2727, 22),
+    "sync": (2731, 22),
     "top": (1523, 12),
     "topology": (660, 7),
     "worker": (4293, 35),
