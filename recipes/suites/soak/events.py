@@ -81,6 +81,8 @@ class Events:
         """What is stopped, cut off or full at the moment."""
         self._doomed: set[int] = set()
         """Pipelines whose newest start was killed, or told to end, and may not have ended yet."""
+        self._fallen: set[int] = set()
+        """Pipelines of which an earlier start has ended itself, as was drawn for it."""
         self._hit: set[int] = set()
         """Pipelines to whose newest start something has happened."""
         self._undone: list[tuple[float, Callable[[], None]]] = []
@@ -133,7 +135,7 @@ class Events:
         if now >= self._asks_at:
             self._asks_at = now + 5.0
             if (over := self._world.failure()) is not None:
-                own_hand = [i for i in self._everybody if self._fell(i)]
+                own_hand = [i for i in self._everybody if i in self._fallen or self._fell(i)]
                 innocent = [i for i in self._everybody if i not in {*self._hit, *own_hand} and self._trains(i)]
                 if "all pipelines are lost" not in over or innocent or not (self.what["all"] or own_hand):
                     raise TimeoutError(f"the run was ended; pipelines {innocent} were not even hit: {over}")
@@ -165,7 +167,9 @@ class Events:
                     self._tell(f"starts pipeline {pipeline}")
                     world.launch(pipeline, self._perhaps_a_fault())
             elif any(world.exit_codes(pipeline)):  # one of it has failed or was killed; the rest follows
-                if pipeline not in self._hit and self._trains(pipeline) and not self._fell(pipeline):
+                if self._fell(pipeline):
+                    self._fallen.add(pipeline)
+                elif pipeline not in self._hit and self._trains(pipeline):
                     self.bystanders += 1
                     self._tell(f"pipeline {pipeline} failed, and was not hit")
                 world.end(pipeline)
