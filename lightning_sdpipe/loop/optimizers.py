@@ -87,20 +87,20 @@ def agree_on_groups(optimizer: Optimizer, module: nn.Module, groups: ProcessGrou
             group["params"] = [held[name].pop(0) for name in there]
 
 
-def refuse_unlike_options(optimizers: Sequence[Optimizer], groups: ProcessGroups) -> None:
-    """Raise ConfigurationError where replicas of this stage, which apply the same gradients, have other options of the
-    optimizer than another. All of them must call it."""
-    if dist.get_world_size(groups.stage) == 1:
+def refuse_unlike_options(optimizers: Sequence[Optimizer], group: dist.ProcessGroup) -> None:
+    """Raise ConfigurationError where the workers of ``group``, which apply the same gradients, have other options of
+    the optimizer than another. All of them must call it."""
+    if group.size() == 1:
         return
     options = options_of(optimizers)
     digest = crc32(repr(options).encode())
     extremes = torch.tensor([digest, -digest])
-    with p2p.waiting_for(groups.stage, "comparing the options of the optimizer"):
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=groups.stage)
+    with p2p.waiting_for(group, "comparing the options of the optimizer"):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     if extremes.sum() != 0:
         raise ConfigurationError(
             "The options of the optimizer are not the same in all pipelines, whose models would come apart under one "
-            f"gradient; on rank {groups.rank} they are {options}. A hook has changed them by what a pipeline's own "
+            f"gradient; on rank {dist.get_rank()} they are {options}. A hook has changed them by what a pipeline's own "
             "batches gave: change them in on_validation_end or on_train_epoch_end by trainer.callback_metrics, which "
             "are the same on all workers, or average models (sync='semi_decentralized') instead of gradients."
         )

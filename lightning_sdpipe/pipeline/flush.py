@@ -178,7 +178,7 @@ class FlushPipeline:
             micro_batches = split(batch, self._num_micro_batches, self._runners[0].module)
         else:
             micro_batches = take_apart(batch, step.portion)
-        begin_batch(self._runners, batch, micro_batches, trains=True)
+        begin_batch(self._runners, batch, micro_batches, step.optimizers)
         log = StepLog()
 
         before = set_aside(self._parameters)

@@ -264,7 +264,7 @@ class PipeDreamPipeline:
         runner, log = self._runner, StepLog()
         micro_batch = whole(batch)
         key = step.key(micro_batch)
-        begin_batch([runner], batch, trains=True)
+        begin_batch([runner], batch, optimizers=step.optimizers)
         received = None
         if not runner.is_first:
             received = runner.link.receive_activations(key)

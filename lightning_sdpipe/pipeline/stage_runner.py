@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.lightning_internals import trainer_of, type_of_logged_values
+from lightning_sdpipe.lightning_internals import type_of_logged_values
 from lightning_sdpipe.lightning_results import set_value_of_batch, value_of_batch
 from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.partition.cut_step import CutModel
@@ -123,6 +124,7 @@ class Step:
     closes: bool = True  # whether the optimizer steps after it
     generation: int = 0  # of the choice of layers that train, which decides what needs a gradient
     portion: Portion | None = None  # if the batch is a portion of the batch that all pipelines train together
+    optimizers: Sequence[Optimizer] = ()  # those that train with it
 
     def key(self, micro_batch: MicroBatch) -> Hashable:
         """Return the key that identifies, on both ends, the shapes of the messages that this step sends for a
@@ -195,7 +197,7 @@ def begin_batch(
     runners: Sequence[StageRunner],
     batch: Any,
     parts: Sequence[MicroBatch] = (),
-    trains: bool = False,
+    optimizers: Sequence[Optimizer] = (),
 ) -> None:
     """Begin a mini-batch on the stages of ``runners``; their neighbours must have been given the same one.
 
@@ -203,13 +205,12 @@ def begin_batch(
         runners: those of one worker.
         batch: the mini-batch.
         parts: its micro-batches.
-        trains: whether the optimizer steps with it; its options must be the same then.
+        optimizers: those that train with it, whose options must be the same on all stages.
     """
     if len(runners[0].link.ranks) > 1:
         splits = hasattr(runners[0].module, "split_batch")
         signatures = [part.signature for part in parts] if splits else []
-        trainer = trainer_of(runners[0].module) if trains else None
-        digest = BatchDigest(batch, signatures, options_of(trainer.optimizers) if trainer else ())
+        digest = BatchDigest(batch, signatures, options_of(optimizers))
         for runner in runners:
             runner.link.begin(digest)
 

@@ -116,8 +116,8 @@ class TrainingSetup(CheckpointHooks):
         if hook == "on_train_epoch_end":
             with self._first_failure:
                 agree(self._trainer, self.groups)
-                if self.training.sync.gradients is not None:
-                    refuse_unlike_options(self.optimizers, self.groups)
+                if (same := self.training.sync.same_gradients) is not None:
+                    refuse_unlike_options(self.optimizers, same)
         self._state.hand_on_metrics(hook)
 
     @property

@@ -42,6 +42,7 @@ class GradientAveraging(Synchronizer):
         """Bytes that torch sends in a round."""
         self._update = 0
         self.gradients = self
+        self.same_gradients = replica.groups.stage
 
     @property
     def rounds(self) -> int | None:

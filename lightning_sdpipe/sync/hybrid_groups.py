@@ -110,6 +110,7 @@ class HybridGroups(Synchronizer):
         if self._mates is not None:
             self._rounds = GradientRounds(replica.trained, self._mates, _BUCKET_BYTES, replica.watch)
             self.gradients = self
+            self.same_gradients = self._mates.group
         self._averaged: Averaged | None = None
         self._trained = 0
         """Rounds since all members took part."""

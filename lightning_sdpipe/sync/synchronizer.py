@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
@@ -228,6 +229,9 @@ class Synchronizer:
 
     gradients: GradientExchange | None = None
     """Averages gradients while the backward runs; None if the method leaves them alone."""
+
+    same_gradients: dist.ProcessGroup | None = None
+    """Workers that step by the same gradients as this one; None if it steps by its own."""
 
     rounds: int | None = None
     """Number of rounds of this stage, if the form of messages depends on it, so that a checkpoint has it; else None."""

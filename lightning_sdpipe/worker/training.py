@@ -87,11 +87,11 @@ class Training:
         self._device = self.trainer.strategy.root_device
         self.meter = meter.current()
         self.waited_before = self.meter.seconds(*meter.FOR_NEIGHBOURS)
+        self._is_cut = self.groups.mesh.num_stages > 1
         last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
         self.ready = ReadySignal(last, self.announce, type(self.sync).announce is not Synchronizer.announce)
         self._scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        # run before others may get this worker's model
-        self._look: Callable[[], None] = (lambda: None) if self.watch is None else self.watch.check
+        self._look_before_sharing: Callable[[], None] = (lambda: None) if self.watch is None else self.watch.check
 
     @property
     def phase(self) -> Phase:
@@ -154,7 +154,7 @@ class Training:
         with self.whereabouts.running("training_step"), self.first_failure, freezing:
             context, stream, closes = precision.train_step_context, self.draws.stream, self._closes
             scale = loss_scale(precision, self._device) if self._scales else None
-            more = closes, freezing.generation, source.portion
+            more = closes, freezing.generation, source.portion, self.trainer.optimizers if self._is_cut else ()
             step = Step("training_step", arguments, context, stream, scale, share, *more)
             exchange = self.sync.gradients if self.updating else None
             if self.sync.by_samples and (exchange is not None or self.sync.gradients is None):
@@ -230,7 +230,7 @@ class Training:
         self.drain()
         with self._phases.within(Event.LEAVE), self.first_failure:
             self.parts.pipeline.settle()
-            self._look()
+            self._look_before_sharing()
             self.rendezvous.pause(loop.position(self.trainer))
 
     def come_together(self) -> None:
@@ -250,7 +250,7 @@ class Training:
         if not self.whereabouts.in_step:
             self.drain()
         with self._phases.within(Event.LEAVE), self.first_failure:
-            self._look()
+            self._look_before_sharing()
             self.rendezvous.come_together(loop.position(self.trainer))
 
     # ------------------------------------------- turns, as the source of batches sees them
@@ -263,7 +263,7 @@ class Training:
     def wait_for_others(self) -> SyncPoint:
         self.drain()
         with self.first_failure:
-            self._look()
+            self._look_before_sharing()
             return self.rendezvous.wait_for_others(loop.position(self.trainer))
 
     def begin_turn(self, has_batch: bool, gives_nothing: bool = False) -> None:
@@ -281,7 +281,7 @@ class Training:
         self.drain()
         with self._phases.within(Event.LEAVE), self.first_failure:
             self.parts.pipeline.settle()
-            self._look()
+            self._look_before_sharing()
             self.rendezvous.rest()
 
     def go_on(self) -> None:
@@ -338,7 +338,7 @@ class Training:
         if not alone:
             with self.first_failure:
                 if self.sync.shares_next:
-                    self._look()
+                    self._look_before_sharing()
                 with self.meter.spans[meter.EXCHANGE]:
                     self.sync.synchronise()
             self.client.step_ended(self.updates - 1, self.sync.statistics.seconds_waiting)
