@@ -229,7 +229,7 @@ def test_a_sum_ends_if_the_connection_is_lost_amid_its_last_message() -> None:
                     pending.wait()
                 given_up.set()
                 return
-            with pytest.raises(WorkerFailedError, match="adding up with .* failed: "):  # gloo may notice first
+            with pytest.raises(WorkerFailedError, match=r"adding up with .* failed: "):  # gloo may notice first
                 pending.wait()
 
         together(2, add_up)
