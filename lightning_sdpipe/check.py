@@ -7,6 +7,7 @@ torch shows it, as Python's numbers in a global variable do.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, carried_out
 from lightning_sdpipe.partition import factory
 from lightning_sdpipe.partition.one_process import Computed, Made, compute
 from lightning_sdpipe.partition.plan import Plan, plans
@@ -29,22 +30,21 @@ _SHOWN = 10
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison; the exit status is 1 where they differ, and 2 when the model cannot be cut as asked."""
     options = factory.parser("check", "Compares the loss and every gradient of a cut model with the whole one's.")
-    given = options.parse_args(arguments)
-    try:
-        built, batch = factory.build(given.factory)
-        if batch is None:
-            raise ConfigurationError(f"{given.factory} returned no batch. Let it return (module, batch).")
-        micro_batches = split(batch, 2, built)
-        parts = [part.batch for part in micro_batches]
-        make = partial(_make, given.factory, parts)
-        module, _ = make()
-        rehearse = partial(factory.rehearse, module, batches=parts)
-        found = factory.by_cut(plans(module, factory.cuts(given), given.blocks, None, rehearse))
-        compared = [(of, *compare(make, cut)) for of, cut in found]
-        splitting = compare_split(partial(_make, given.factory), batch, micro_batches)
-    except ConfigurationError as error:
-        print(f"sdpipe check: {error}", file=sys.stderr)
-        return 2
+    return carried_out(partial(_check, options.parse_args(arguments)), "sdpipe check")
+
+
+def _check(given: argparse.Namespace) -> int:
+    built, batch = factory.build(given.factory)
+    if batch is None:
+        raise ConfigurationError(f"{given.factory} returned no batch. Let it return (module, batch).")
+    micro_batches = split(batch, 2, built)
+    parts = [part.batch for part in micro_batches]
+    make = partial(_make, given.factory, parts)
+    module, _ = make()
+    rehearse = partial(factory.rehearse, module, batches=parts)
+    found = factory.by_cut(plans(module, factory.cuts(given), given.blocks, None, rehearse))
+    compared = [(of, *compare(make, cut)) for of, cut in found]
+    splitting = compare_split(partial(_make, given.factory), batch, micro_batches)
     print(*(f"{of}{report}" for of, _, report in compared), splitting, sep="\n")
     return int(max(difference for _, difference, _ in compared) > TOLERANCE)
 

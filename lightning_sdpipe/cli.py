@@ -24,7 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
 
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.errors import ConfigurationError, carried_out
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import check_integer
@@ -40,19 +40,20 @@ from lightning_sdpipe.scheduler.server.process import SchedulerSettings, serve
 from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits
 from lightning_sdpipe.topology.mesh import depths_of, shape_of
 
-_OWN_OPTIONS = {  # commands that parse their own options
-    "partition": "partition.__main__",
-    "check": "check",
-    "simulate": "simulate.__main__",
-    "measure": "placement.measure",
-    "place": "placement.command",
-    "run": "supervision.command",
-    "demo": "demo",
-    "status": "seeing.command",
-    "trace": "seeing.trace",
-    "report": "seeing.report",
-    "serve": "seeing.serve",
+_OWN_OPTIONS = {
+    "run": ("supervision.command", "train with pipelines that are started again when they die"),
+    "partition": ("partition.__main__", "show the chain of a model and where it would be cut"),
+    "check": ("check", "compare what a cut model computes with the whole one"),
+    "simulate": ("simulate.__main__", "run a policy under stragglers, in virtual time"),
+    "measure": ("placement.measure", "measure the links between a job's workers, and their speed"),
+    "place": ("placement.command", "decide which device runs which stage of which pipeline"),
+    "demo": ("demo", "train on handwritten digits, with SDPipe and with all-reduce"),
+    "status": ("seeing.command", "show what workers do, and which of them is slow"),
+    "trace": ("seeing.trace", "write what workers do, span by span, for a viewer of traces"),
+    "report": ("seeing.report", "write one file about a run that is over"),
+    "serve": ("seeing.serve", "show a run in a browser, and to Prometheus"),
 }
+"""Commands that parse their own options: the module of each, and its help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,16 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "" not in sys.path:  # a console script does not look for modules in the working directory
         sys.path.append("")
     if given and given[0] in _OWN_OPTIONS:
-        return int(import_module(f"lightning_sdpipe.{_OWN_OPTIONS[given[0]]}").main(given[1:]))
+        return int(import_module(f"lightning_sdpipe.{_OWN_OPTIONS[given[0]][0]}").main(given[1:]))
     options = _parser().parse_args(given)
-    try:
-        status: int = options.run(options)
-    except (ConfigurationError, SchedulerError) as error:
-        print(f"sdpipe: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return status
+    return carried_out(lambda: options.run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,14 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    commands.add_parser("run", help="train with pipelines that are started again when they die", add_help=False)
-    commands.add_parser("partition", help="show the chain of a model and where it would be cut", add_help=False)
-    commands.add_parser("check", help="compare what a cut model computes with the whole one", add_help=False)
-    commands.add_parser("simulate", help="run a policy under stragglers, in virtual time", add_help=False)
-    commands.add_parser("measure", help="measure the links between a job's workers, and their speed", add_help=False)
-    commands.add_parser("place", help="decide which device runs which stage of which pipeline", add_help=False)
-
-    commands.add_parser("demo", help="train on handwritten digits, with SDPipe and with all-reduce", add_help=False)
+    for name, (_, does) in _OWN_OPTIONS.items():
+        commands.add_parser(name, help=does, add_help=False)
 
     env = commands.add_parser("env", help="print the versions and devices of this machine, for a report of a problem")
     env.set_defaults(run=_env)
@@ -181,11 +169,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     scheduler.add_argument("--verbose", action="store_true", help="log every group and its reason")
     scheduler.set_defaults(run=_scheduler)
-
-    commands.add_parser("status", help="show what workers do, and which of them is slow", add_help=False)
-    commands.add_parser("trace", help="write what workers do, span by span, for a viewer of traces", add_help=False)
-    commands.add_parser("report", help="write one file about a run that is over", add_help=False)
-    commands.add_parser("serve", help="show a run in a browser, and to Prometheus", add_help=False)
 
     replay = commands.add_parser(
         "replay", help="play a scheduler's log back to its policy, and compare what it decides"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 
 
 class ConfigurationError(ValueError):
@@ -50,6 +51,17 @@ ONLY_LIGHTNING = (
 
 LOST_CONNECTION = "gloo/transport"
 """Part of the message of gloo's exceptions about a lost connection: the name of its source file."""
+
+
+def carried_out(command: Callable[[], int | None], name: str = "sdpipe") -> int:
+    """Return the exit status of ``command``; 2, with a message after its ``name``, if it cannot be carried out."""
+    try:
+        return command() or 0
+    except (ConfigurationError, SchedulerError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def place_of(error: BaseException) -> str:

@@ -50,7 +50,7 @@ class ResNet(Classifier):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         chosen = {name: self.hparams[name] for name in ("lr", "momentum", "weight_decay")}
         optimizer = torch.optim.SGD(self.parameters(), **chosen)
-        _ = self.trainer.estimated_stepping_batches  # counts the batches of an epoch, if nobody has yet
+        _ = self.trainer.estimated_stepping_batches  # counts the batches of an epoch, if they are not counted yet
         epoch = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
         course = [self.hparams[name] for name in ("warmup_epochs", "decay_epochs", "decay")]
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: relative_rate((step + 1) / epoch, *course))

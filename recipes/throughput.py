@@ -46,7 +46,7 @@ class ThroughputMeter(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(trainer.strategy, SDPipeStrategy)
-        if trainer.strategy.training.phase is not Phase.ABSENT:  # when hooks are shown a batch that nobody trains
+        if trainer.strategy.training.phase is not Phase.ABSENT:  # when hooks are shown a batch that is not trained here
             self._samples += extract_batch_size(batch)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -38,12 +38,7 @@ LONG = [
     "worker/elastic/test_runs.py",
     "worker/elastic/test_all_reduce.py",
     "golden/test_golden.py",
-    *(
-        "worker/launching/test_launching.py",
-        "test_sweep.py",
-        "recipes/test_train.py",
-        "worker/test_failures.py",
-    ),
+    *("worker/launching/test_launching.py", "test_sweep.py", "recipes/test_train.py", "worker/test_failures.py"),
     *("loop/test_uneven.py", "features/test_4_optimization.py", "loop/test_dealt_training.py"),
     *("sync/test_mover_choice.py", "sync/test_methods.py", "features/test_3_callbacks.py"),
     *("features/test_5_checkpoints.py", "test_wheel.py", "strategy/test_strategy.py", "pipeline/test_models.py"),

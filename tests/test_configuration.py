@@ -22,10 +22,7 @@ from recipes.command_line import check_jobs
         ("scedule=gpipe", "scedule does not exist; did you mean schedule?"),
         ("schedule=1f1bb", "schedule=1f1bb does not exist; did you mean 1f1b?"),
         ("sync.conectivity=3", "sync.conectivity does not exist; did you mean connectivity?"),
-        (
-            "+sync.conectivity=3",
-            "sync.conectivity is not an option of SemiDecentralized; did you mean connectivity?",
-        ),
+        ("+sync.conectivity=3", "sync.conectivity is not an option of SemiDecentralized; did you mean connectivity?"),
         ("+strategy.find_unused_parameters=true", "find_unused_parameters is not an option of SDPipeStrategy"),
         ("+strategy.ddp_comm_hook=true", "ddp_comm_hook is an option of DistributedDataParallel"),
         ("+strategy.num_micro_batchs=3", "is not an option of SDPipeStrategy; did you mean num_micro_batches?"),
@@ -37,10 +34,7 @@ from recipes.command_line import check_jobs
         ("num_stages=two", "num_stages='two' is not allowed: give int or a list of int, such as 2, or [1, 2, 2]"),
         ("model.lr=quick", "model.lr='quick' must be float."),
         ("sync.connectivity=many", "sync.connectivity='many' must be int | None."),
-        (
-            "heterogeneity.draws=iterations",
-            "is not one of iteration, pass; did you mean iteration?",
-        ),
+        ("heterogeneity.draws=iterations", "is not one of iteration, pass; did you mean iteration?"),
         ("strategy.start_method=frok", "is not one of popen, spawn, fork, forkserver; did you mean fork?"),
         ("strategy.variance_correction=maybe", "strategy.variance_correction='maybe' must be bool."),
         ("+strategy.save_distributed_checkpoint=asynch", "strategy.save_distributed_checkpoint='asynch' must be"),

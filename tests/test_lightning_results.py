@@ -22,6 +22,7 @@ from lightning_sdpipe.lightning_results import (
     updated_metrics,
     why_not_merged,
 )
+from tests.features.running import quiet_trainer
 
 BATCHES, SIZE = 7, 5
 
@@ -79,9 +80,7 @@ def evaluated(numbers: Sequence[int], at_end: Callable[[L.Trainer, L.LightningMo
             if batch_idx == len(numbers) - 1:
                 at_end(self.trainer, self)
 
-    trainer = L.Trainer(
-        accelerator="cpu", logger=False, barebones=False, enable_progress_bar=False, enable_model_summary=False
-    )
+    trainer = quiet_trainer()
     model = Evaluated()
     model.of_training.update(7.0)
     (metrics,) = trainer.validate(model, torch.utils.data.DataLoader(Part(numbers), batch_size=None), verbose=False)
@@ -134,13 +133,7 @@ def test_what_only_others_have_logged_may_be_logged_later() -> None:
         def on_validation_end(self) -> None:
             found.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
 
-    trainer = L.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+    trainer = quiet_trainer(enable_checkpointing=False)
     model, loader = Repeated(), torch.utils.data.DataLoader(Part([0]), batch_size=None)
     for _ in range(4):
         trainer.validate(model, loader, verbose=False)

@@ -104,21 +104,12 @@ def _outcomes(pipes: dict[int, Connection], timeout: float) -> dict[int, tuple[b
 
 
 def _worker(
-    rank: int,
-    count: int,
-    directory: str,
-    send: Connection,
-    work: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    rank: int, count: int, directory: str, send: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo",
-            init_method=f"file://{directory}/store",
-            rank=rank,
-            world_size=count,
-            timeout=timedelta(seconds=20),
+            "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=count, timeout=timedelta(seconds=20)
         )
         dist.barrier()  # a rank with nothing to do would close its connections while another still makes them
         outcome = True, work(rank, *arguments)

@@ -155,10 +155,7 @@ def _state(
 def _entries(module: nn.Module, ownership: Ownership, state: Mapping[str, Any]) -> dict[str, _Entry]:
     """Return the entry of each name in ``state``, which hooks may have renamed. A value other than a parameter or
     buffer (extra state) is where its module runs: on the last stage, if the module is in no block."""
-    tensors = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     names = {id(tensor): name for name, tensor in tensors}
     weights = {
         name: ownership.stages[names[id(value)]]

@@ -30,11 +30,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        module: LightningModule,
-        ownership: Ownership,
-        groups: ProcessGroups,
-        distributed: bool | Literal["async"],
+        self, module: LightningModule, ownership: Ownership, groups: ProcessGroups, distributed: bool | Literal["async"]
     ) -> None:
         self.distributed = distributed
         self.only_held = False

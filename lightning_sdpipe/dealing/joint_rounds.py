@@ -89,7 +89,7 @@ class JointRounds:
         return filter(None, shares)
 
     def ended(self, members: Sequence[int], trained: Collection[int], seconds: Mapping[int, float]) -> None:
-        """Note that the turn is over. A turn in which nobody has trained does not count.
+        """Note that the turn is over. A turn in which no pipeline has trained does not count.
 
         Args:
             members: the pipelines in its round.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import Pending, Scratch, pieces_of
+from lightning_sdpipe.exchange.moving import Pending, PieceByPiece, Scratch
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas
@@ -155,31 +155,18 @@ class TakeOver:
         return _Collective(tensors, collect, self._replicas, "taking over a model")
 
 
-class _Collective:
+class _Collective(PieceByPiece):
     def __init__(self, tensors: Sequence[Tensor], collect: Collect, replicas: Replicas, purpose: str) -> None:
-        self.seconds_waiting = 0.0
-        self._to_come = deque(pieces_of(tensors))
-        self._collect = collect
-        self._replicas = replicas
-        self._purpose = purpose
+        super().__init__(tensors)
+        self._collect, self._replicas, self._purpose = collect, replicas, purpose
         self._scratch = Scratch()
-        self._first = True
 
-    def wait(self) -> bool:
-        if not self._to_come:
-            return False
-        piece, start = self._to_come[0], time.perf_counter()
+    def _compute(self, number: int, piece: Tensor) -> None:
         self._memory = self._scratch.lend(len(piece), piece)
         self._beside = self._memory[: len(piece)]
         with waiting_for(self._replicas.group, self._purpose):
             self._collect(piece, self._beside)
-        if self._first:
-            self.seconds_waiting, self._first = time.perf_counter() - start, False
-        return True
 
     def commit(self) -> None:
-        self._to_come.popleft().copy_(self._beside)
+        self._to_come.popleft()[1].copy_(self._beside)
         self._scratch.give_back(self._memory)
-
-    def abort(self) -> None:
-        self._to_come.clear()

@@ -7,7 +7,6 @@ the owner's answer.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,11 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.codec import Codec, is_refusal, refusal
 from lightning_sdpipe.exchange.members import Members, Offset, owned
-from lightning_sdpipe.exchange.moving import Pending, pieces_of, tag_of
+from lightning_sdpipe.exchange.moving import Pending, PieceByPiece, refuse_neighbours, tag_of
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 from lightning_sdpipe.exchange.transfers import Transfers
 from lightning_sdpipe.policies.decisions import Group
@@ -69,11 +67,7 @@ class EncodedMean:
         Raises:
             ConfigurationError: the group has members that average with some of the others only.
         """
-        if group.neighbours:
-            raise ConfigurationError(
-                f"group {group.sequence} gives its members neighbours of their own ({group.reason}), and this exchange "
-                "averages among all of them. Leave Group.neighbours empty in the policy."
-            )
+        refuse_neighbours(group)
         return _Encoded(self, tensors, group)
 
     def average(
@@ -247,31 +241,20 @@ class _Chunk:
         ]
 
 
-class _Encoded:
+class _Encoded(PieceByPiece):
     def __init__(self, mover: EncodedMean, tensors: Sequence[Tensor], group: Group) -> None:
-        self.seconds_waiting = 0.0
-        self._mover = mover
-        self._team = Members.of(group)
-        self._tag = tag_of(group)
-        self._to_come = deque(enumerate(pieces_of(tensors)))
+        super().__init__(tensors)
+        self._mover, self._team, self._tag = mover, Members.of(group), tag_of(group)
         self._arrived: deque[tuple[int, Tensor, Tensor]] = deque()
         """Pieces that are not committed: number, piece, outcome."""
-        self._first = True
 
-    def wait(self) -> bool:
-        if not self._to_come:
-            return False
-        number, piece = self._to_come[0]
-        start = time.perf_counter()
+    def _compute(self, number: int, piece: Tensor) -> None:
         now = piece
         if self._mover.lock is not None:
             with self._mover.lock:
                 now = piece.clone()
         self._arrived.append((number, piece, self._mover.average(now, number, self._team, self._tag)))
         self._to_come.popleft()
-        if self._first:
-            self.seconds_waiting, self._first = time.perf_counter() - start, False
-        return True
 
     def commit(self) -> None:
         number, piece, outcome = self._arrived.popleft()
@@ -281,7 +264,7 @@ class _Encoded:
     def abort(self) -> None:
         if self._to_come or self._arrived:
             self._mover.coding.aborted()
-        self._to_come.clear()
+        super().abort()
         self._arrived.clear()
 
 

@@ -124,9 +124,8 @@ class EncodedRounds(GradientRounds):
         """
         flats = [bucket.flat for bucket in self._buckets]
         averaged = super().wait()
-        looks = self._watch and self._payload.overflows and not averaged.nonfinite
-        if looks and not _finite([flat for flat in flats if flat is not None]):
-            raise _beyond(self._payload)
+        if self._watch and not averaged.nonfinite:
+            _check_range(self._payload, flats)
         if averaged.members:
             if self._payload.momentum:
                 for number, flat in enumerate(flats):
@@ -183,7 +182,7 @@ class EncodedRounds(GradientRounds):
 
 
 class ReferenceOfPresent(CommonReference):
-    """A codec for gradients of members that come and go: whoever decides on them drops what was left out."""
+    """A codec for gradients of members that come and go: the code that decides on them drops what was left out."""
 
     def meets(self, team: Members) -> None:
         """No-op."""
@@ -252,10 +251,9 @@ class EncodedPresentRounds(PresentRounds):
         torch.mul(gradient, self.weight, out=into)
 
     def _means(self, sums: Sums, seconds: float) -> Round:
-        outcome, payload = super()._means(sums, seconds), self.coding.payload
-        looks = self._watch and payload.overflows and not outcome.nonfinite
-        if looks and not _finite([mean for mean in outcome.gradients if mean is not None]):
-            raise _beyond(payload)
+        outcome = super()._means(sums, seconds)
+        if self._watch and not outcome.nonfinite:
+            _check_range(self.coding.payload, outcome.gradients)
         return outcome
 
     def _reduce(self, tensor: Tensor) -> UnderWay:
@@ -306,9 +304,8 @@ class _InBackground:
         """No-op: the job's result is of no use."""
 
 
-def _beyond(payload: Payload) -> NonFiniteError:
-    return NonFiniteError(f"a gradient beyond the range of {payload}, which another payload has")
-
-
-def _finite(flats: Sequence[Tensor]) -> bool:
-    return not flats or bool(torch.stack([flat.sum(dtype=torch.float32) for flat in flats]).isfinite().all())
+def _check_range(payload: Payload, means: Sequence[Tensor | None]) -> None:
+    """Raise NonFiniteError if messages could not hold a gradient, although all gradients were finite."""
+    totals = [mean.sum(dtype=torch.float32) for mean in means if mean is not None] if payload.overflows else []
+    if totals and not torch.stack(totals).isfinite().all():
+        raise NonFiniteError(f"a gradient beyond the range of {payload}, which another payload has")

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange import transfers
-from lightning_sdpipe.exchange.moving import Pending, Scratch, pieces_of, tag_of
+from lightning_sdpipe.exchange.moving import Pending, Scratch, pieces_of, refuse_neighbours, tag_of
 from lightning_sdpipe.exchange.transfers import Transfers
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas
@@ -46,11 +45,7 @@ class GroupMean:
         Raises:
             ConfigurationError: the group has members that average with some of the others only.
         """
-        if group.neighbours:
-            raise ConfigurationError(
-                f"group {group.sequence} gives its members neighbours of their own ({group.reason}), and this exchange "
-                "averages among all of them. Leave Group.neighbours empty in the policy."
-            )
+        refuse_neighbours(group)
         return _Mean(tensors, group, self._replicas, self._scratch)
 
 

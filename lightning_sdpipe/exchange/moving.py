@@ -7,12 +7,15 @@ a mean of models that existed.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.policies.decisions import Group
 
@@ -51,6 +54,37 @@ class Mover(Protocol):
             tensors: contiguous tensors of the model. They must not change until they are committed.
             group: the members; its ``sequence`` distinguishes messages of groups that overlap in time.
         """
+
+
+class PieceByPiece:
+    """Base of a :class:`Pending` that computes the outcome of one piece after the other, each when it is waited for.
+
+    Args:
+        tensors: see :meth:`Mover.start`.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.seconds_waiting = 0.0
+        self._to_come = deque(enumerate(pieces_of(tensors)))
+        self._first = True
+
+    def _compute(self, number: int, piece: Tensor) -> None:
+        """Exchange ``piece`` with the other members, and keep the outcome beside the model."""
+        raise NotImplementedError
+
+    def wait(self) -> bool:
+        """See :class:`Pending`."""
+        if not self._to_come:
+            return False
+        start = time.perf_counter()
+        self._compute(*self._to_come[0])
+        if self._first:
+            self.seconds_waiting, self._first = time.perf_counter() - start, False
+        return True
+
+    def abort(self) -> None:
+        """See :class:`Pending`."""
+        self._to_come.clear()
 
 
 class Scratch:
@@ -114,6 +148,28 @@ def pieces_of(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         if tensor.numel():
             yield from torch.split(tensor.view(-1), PIECE)
+
+
+def copied(tensors: Sequence[Tensor], copies: list[Tensor]) -> list[Tensor]:
+    """Return copies of ``tensors``, in the memory of earlier ``copies`` if these are like them."""
+    if [(c.shape, c.dtype, c.device) for c in copies] != [(t.shape, t.dtype, t.device) for t in tensors]:
+        copies = [torch.empty_like(tensor) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor)
+    return copies
+
+
+def refuse_neighbours(group: Group) -> None:
+    """Refuse a group whose members average with some of the others only.
+
+    Raises:
+        ConfigurationError: names the group and its reason.
+    """
+    if group.neighbours:
+        raise ConfigurationError(
+            f"group {group.sequence} gives its members neighbours of their own ({group.reason}), and this exchange "
+            "averages among all of them. Leave Group.neighbours empty in the policy."
+        )
 
 
 def tag_of(group: Group) -> int:

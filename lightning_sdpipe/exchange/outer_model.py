@@ -169,6 +169,10 @@ class OuterModel(CommonReference):
         self.outer[number].step(outcome)
         self.take_over(piece, number)
 
+    def state(self) -> list[Tensor]:
+        """Return the base and its momentum, piece by piece, by reference."""
+        return [tensor for outer in self.outer for tensor in outer.state_dict().values()]
+
     def take_over(self, piece: Tensor, number: int) -> None:
         """Replace a piece of the model by the base, but for the share that is kept."""
         piece.lerp_(self.outer[number].base, 1 - self.mix)

@@ -71,14 +71,10 @@ class OuterState:
         self._history = History(0)
         self._lock = threading.Lock()
 
-    def tensors(self) -> list[Tensor]:
-        """Return the base and its momentum, piece by piece, by reference."""
-        return [tensor for outer in self.codec.outer for tensor in outer.state_dict().values()]
-
     def copy(self) -> tuple[int, list[Tensor]]:
         """Return the number of the base, and copies of its tensors. Any thread may call it."""
         with self._lock:
-            return self.base, [tensor.detach().clone() for tensor in self.tensors()]
+            return self.base, [tensor.detach().clone() for tensor in self.codec.state()]
 
     def load(self, base: int, pieces: Sequence[Tensor]) -> None:
         """Take over the number and the pieces of another worker's base, and leave the momentum as it is."""
@@ -90,7 +86,7 @@ class OuterState:
 
     def forget(self) -> None:
         """Let the last rounds go, since the base has come to be in another way."""
-        self._history = History(sum(tensor.nbytes for tensor in self.tensors()) // 2)
+        self._history = History(sum(tensor.nbytes for tensor in self.codec.state()) // 2)
 
     def make(
         self,
@@ -135,7 +131,7 @@ class OuterState:
         with self._lock, torch.no_grad():
             if new.received:
                 self.forget()
-                for own, given in zip(self.tensors(), new.received, strict=True):
+                for own, given in zip(self.codec.state(), new.received, strict=True):
                     own.copy_(given)
             for missed in new.missed:
                 for piece, outer in enumerate(self.codec.outer):
@@ -145,7 +141,7 @@ class OuterState:
                 outer.step(mean)
             if new.made is not None:
                 self._history.add(new.made)
-            elif new.moved:  # by all that are together, who got it in another way
+            elif new.moved:  # by all that are together, which got it in another way
                 self.forget()
             self.base = new.base
         self.put(tensors, sent)
@@ -182,7 +178,7 @@ class OuterState:
             WorkerFailedError: it is gone.
         """
         base = torch.tensor([0])
-        state = [torch.empty_like(tensor) for tensor in self.tensors()]
+        state = [torch.empty_like(tensor) for tensor in self.codec.state()]
         for each in [transfers.begin({}, {source: t}, replicas, tag_of(group)) for t in (base, *state)]:
             each.wait()
         return NewBase(int(base), received=state)
@@ -233,12 +229,12 @@ class OuterState:
             missed = sharing.arriving.wait()
             moved()
         if missed is None:
-            state = [torch.empty_like(tensor) for tensor in self.tensors()]
+            state = [torch.empty_like(tensor) for tensor in self.codec.state()]
             begun = [transfers.begin({}, {sharing.source: each}, replicas, tag_of(group)) for each in state]
         elif sharing.in_full:
             begun += [
                 transfers.begin(dict.fromkeys(sharing.in_full, each), {}, replicas, tag_of(group))
-                for each in self.tensors()
+                for each in self.codec.state()
             ]
         for each in begun:
             each.wait()

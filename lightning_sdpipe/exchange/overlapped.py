@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.exchange.background import Background, Job
-from lightning_sdpipe.exchange.moving import Mover, finish, pieces_of
+from lightning_sdpipe.exchange.moving import Mover, copied, finish, pieces_of
 from lightning_sdpipe.policies.decisions import Group
 
 TurnIntoChanges = Callable[[Mover, Sequence[Tensor], Group], None]
@@ -47,11 +47,7 @@ class Overlapped:
         if len(group.members) == 1:
             return
         self.members = len(group.members)
-        if [(t.shape, t.dtype, t.device) for t in self._copies] != [(t.shape, t.dtype, t.device) for t in tensors]:
-            self._copies = [torch.empty_like(tensor) for tensor in tensors]
-        for copy, tensor in zip(self._copies, tensors, strict=True):
-            copy.copy_(tensor)
-        self._tensors = tensors
+        self._tensors, self._copies = tensors, copied(tensors, self._copies)
         self._job = self._background.do(lambda: self._turn(self._mover, self._copies, group))
 
     @property

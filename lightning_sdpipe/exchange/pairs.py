@@ -8,7 +8,6 @@ same, whatever happens at the same time, and neither holds a lock while it waits
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.exchange import transfers
-from lightning_sdpipe.exchange.moving import Pending, finish_whole, pieces_of, tag_of
+from lightning_sdpipe.exchange.moving import Pending, PieceByPiece, finish_whole, tag_of
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas
 
@@ -38,33 +37,23 @@ class PairMean:
         return _Pair(tensors, group, self._replicas, self._lock)
 
 
-class _Pair:
+class _Pair(PieceByPiece):
     def __init__(self, tensors: Sequence[Tensor], group: Group, replicas: Replicas, lock: threading.Lock) -> None:
         weights = {worker.pipeline: w for worker, w in zip(group.members, group.weights, strict=True)}
         (self._other,) = set(weights) - {replicas.pipeline}
-        self.seconds_waiting = 0.0
+        super().__init__(tensors)
         self._weight = weights[self._other]
-        self._replicas = replicas
-        self._lock = lock
-        self._tag = tag_of(group)
-        self._to_come = deque(pieces_of(tensors))
+        self._replicas, self._lock, self._tag = replicas, lock, tag_of(group)
         self._arrived: deque[tuple[Tensor, Tensor]] = deque()
         """Pieces that are not committed, each with the difference from the other one's."""
-        self._first = True
 
-    def wait(self) -> bool:
-        if not self._to_come:
-            return False
-        start = time.perf_counter()
-        piece = self._to_come.popleft()
+    def _compute(self, number: int, piece: Tensor) -> None:
         with self._lock:
             mine = piece.clone()
         theirs = torch.empty_like(mine)
         transfers.begin({self._other: mine}, {self._other: theirs}, self._replicas, self._tag).wait()
         self._arrived.append((piece, theirs.sub_(mine)))
-        if self._first:
-            self.seconds_waiting, self._first = time.perf_counter() - start, False
-        return True
+        self._to_come.popleft()
 
     def commit(self) -> None:
         piece, difference = self._arrived.popleft()
@@ -72,7 +61,7 @@ class _Pair:
             piece.add_(difference, alpha=self._weight)
 
     def abort(self) -> None:
-        self._to_come.clear()
+        super().abort()
         self._arrived.clear()
 
 

@@ -85,12 +85,7 @@ class PresentRounds(GradientRounds):
     flags_beside_gradients = False
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        worker: Worker,
-        cap: int,
-        watch: bool,
-        look: Callable[[], None],
+        self, parameters: Sequence[nn.Parameter], worker: Worker, cap: int, watch: bool, look: Callable[[], None]
     ) -> None:
         self.mark = 0
         """Number below 2²⁴ that must be equal on all members."""

@@ -16,14 +16,18 @@ The mean over the ring drifts by the mean of the errors of Q; with a residual fo
 beyond that residual. Q must be close: 8 or 16 bits. The part of z that is left out is lost or, with feedback, comes
 late: on quadratics, the largest quarter of the values with feedback made models grow without bound, and signs without
 it stayed away from the optimum.
+
+Where members come and go (:class:`ChangingRing`), weights are those for as many members as the group has. A copy is of
+use if both ends of it have added the same messages. So before each exchange two neighbours tell each other, in 8 bytes,
+which was the last one that they have ended together. Where they name different ones, or none, they are new to each
+other, and each sends the other the copy of its own model in full. If none of its neighbours knows its copy, a worker
+makes a new one of its model. An exchange that breaks off leaves no copies.
 """
 
 from __future__ import annotations
 
 import random
-import time
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,7 +35,7 @@ from torch import Tensor
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.common_reference import BROKEN_OFF
-from lightning_sdpipe.exchange.moving import Pending, pieces_of, tag_of
+from lightning_sdpipe.exchange.moving import Pending, PieceByPiece, pieces_of, tag_of
 from lightning_sdpipe.exchange.payloads import ErrorFeedback, Payload
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 from lightning_sdpipe.policies.decisions import Group
@@ -49,19 +53,15 @@ class RingMean:
     """
 
     def __init__(self, replicas: Replicas, payload: Payload | None) -> None:
-        self.replicas = replicas
-        self.payload = payload
-        self.weight = weight_of_each(len(replicas.ranks))
-        self.copies: list[NeighbourCopies] = []
-        self.residuals: list[ErrorFeedback] = []
-        self.draws = random.Random(replicas.pipeline)
+        self._replicas = replicas
+        self._memory = RingCopies(payload, replicas.pipeline)
+        self._weight = weight_of_each(len(replicas.ranks))
 
     def begin(self, tensors: Sequence[Tensor], neighbours: Sequence[int]) -> None:
         """Set the common model and the neighbours: all workers have the same ``tensors`` now."""
-        if self.payload is None:
-            return
-        self.copies = [NeighbourCopies(p, dict.fromkeys(neighbours, p), self.weight) for p in pieces_of(tensors)]
-        self.residuals = [ErrorFeedback(p) for p in pieces_of(tensors)] if self.payload.feedback else []
+        self._memory.forget()
+        for piece in pieces_of(tensors) if self._memory.payload is not None else ():
+            self._memory.add(NeighbourCopies(piece, dict.fromkeys(neighbours, piece), self._weight))
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
         """See :class:`~lightning_sdpipe.exchange.moving.Mover`.
@@ -69,62 +69,156 @@ class RingMean:
         Raises:
             ConfigurationError: a group of several members has no neighbours.
         """
-        return _Ring(self, tensors, neighbours_of(group, self.replicas.pipeline), tag_of(group))
+        exchange = RingExchange(self._replicas, self._memory, tensors, group, self._weight)
+        self._memory.leave(exchange.neighbours)
+        return exchange
 
 
-class _Ring:
-    def __init__(self, mover: RingMean, tensors: Sequence[Tensor], neighbours: Sequence[int], tag: int) -> None:
-        self.seconds_waiting = 0.0
-        self._mover = mover
-        self._neighbours = neighbours
-        self._tag = tag
-        self._to_come = deque(enumerate(pieces_of(tensors)))
-        self._first = True
-        for copies in mover.copies:
+class RingCopies:
+    """One worker's copies of its own model and of its neighbours' models, piece by piece.
+
+    Memory, unless in full precision: three models, and a residual if the payload has feedback.
+
+    Args:
+        payload: ``Half`` or ``EightBit``; None for full precision.
+        seed: seed of stochastic rounding, different on each worker.
+    """
+
+    def __init__(self, payload: Payload | None, seed: int) -> None:
+        self.payload = payload
+        self.draws = random.Random(seed)
+        self.of_pieces: list[NeighbourCopies] = []
+        self.residuals: list[ErrorFeedback] = []
+        self.ended_with: dict[int, int] = {}
+        """Sequence of the last exchange that was ended with each neighbour."""
+
+    def add(self, copies: NeighbourCopies) -> None:
+        """Add the copies of the next piece."""
+        self.of_pieces.append(copies)
+        if self.payload is not None and self.payload.feedback:
+            self.residuals.append(ErrorFeedback(copies.own))
+
+    def forget(self) -> None:
+        """Let go of all copies, as when models have been made equal: the next exchange begins with new ones."""
+        self.of_pieces, self.residuals, self.ended_with = [], [], {}
+
+    def leave(self, neighbours: Collection[int]) -> None:
+        """Let go of the copies of all but these neighbours: the weights of the others stay with this worker."""
+        for copies in self.of_pieces:
             for gone in copies.neighbours.keys() - {*neighbours}:
                 copies.leave(gone)
 
-    def wait(self) -> bool:
-        if not self._to_come:
-            return False
-        start = time.perf_counter()
-        number, piece = self._to_come[0]
-        payload = self._mover.payload
+
+class RingExchange(PieceByPiece):
+    """An exchange of one worker with its neighbours in ``group``.
+
+    Raises:
+        ConfigurationError: a group of several members has no neighbours.
+    """
+
+    def __init__(
+        self, replicas: Replicas, memory: RingCopies, tensors: Sequence[Tensor], group: Group, weight: float
+    ) -> None:
+        super().__init__(tensors)
+        self.neighbours = neighbours_of(group, replicas.pipeline)
+        self._replicas, self._memory, self._weight, self._tag = replicas, memory, weight, tag_of(group)
+
+    def _compute(self, number: int, piece: Tensor) -> None:
+        memory, payload = self._memory, self._memory.payload
         if payload is None:
-            theirs = self._swap(piece, piece)
+            theirs = self._swap(piece, self.neighbours)
             self._beside = piece.clone()
-            average(self._beside, [theirs[neighbour] for neighbour in self._neighbours], self._mover.weight)
-        else:
-            if not self._mover.copies:
-                raise WorkerFailedError(BROKEN_OFF)
-            z = self._mover.copies[number].difference(piece)
-            residual = self._mover.residuals[number].residual if self._mover.residuals else None
-            self._mine = payload.on(piece.dtype).message(z, residual, self._mover.draws.getrandbits(32))
-            self._theirs = self._swap(self._mine, self._mine)
-        if self._first:
-            self.seconds_waiting, self._first = time.perf_counter() - start, False
-        return True
+            average(self._beside, [theirs[neighbour] for neighbour in self.neighbours], self._weight)
+            return
+        z = self._copies(number, piece).difference(piece)
+        residual = memory.residuals[number].residual if payload.feedback else None
+        self._mine = payload.on(piece.dtype).message(z, residual, memory.draws.getrandbits(32))
+        self._theirs = self._swap(self._mine, self.neighbours)
+
+    def _copies(self, number: int, piece: Tensor) -> NeighbourCopies:
+        """Return the copies of a piece, which both ends of them have."""
+        if not self._memory.of_pieces:
+            raise WorkerFailedError(BROKEN_OFF)
+        return self._memory.of_pieces[number]
 
     def commit(self) -> None:
+        """See :class:`~lightning_sdpipe.exchange.moving.Pending`."""
         number, piece = self._to_come.popleft()
-        if self._mover.payload is None:
+        if self._memory.payload is None:
             piece.copy_(self._beside)
             return
-        copies = self._mover.copies[number]
-        copies.commit(self._mover.payload.on(piece.dtype), self._mine, self._theirs)
+        copies = self._memory.of_pieces[number]
+        copies.commit(self._memory.payload.on(piece.dtype), self._mine, self._theirs)
         piece.copy_(copies.own)
 
     def abort(self) -> None:
-        """Drop the replicas until :meth:`RingMean.begin`, since a neighbour may have changed replicas that this worker
-        has not."""
+        """Drop the copies until models are equal again, since a neighbour may have changed copies that this worker has
+        not."""
         if self._to_come:
-            self._mover.copies, self._mover.residuals = [], []
-        self._to_come.clear()
+            self._memory.forget()
+        super().abort()
 
-    def _swap(self, mine: Tensor, like: Tensor) -> dict[int, Tensor]:
-        into = {neighbour: torch.empty_like(like) for neighbour in self._neighbours}
-        transfers.begin(dict.fromkeys(into, mine), into, self._mover.replicas, self._tag).wait()
+    def _swap(self, mine: Tensor, neighbours: Sequence[int]) -> dict[int, Tensor]:
+        into = {neighbour: torch.empty_like(mine) for neighbour in neighbours}
+        transfers.begin(dict.fromkeys(into, mine), into, self._replicas, self._tag).wait()
         return into
+
+
+_NONE = -1
+"""Number in the place of an exchange where there was none."""
+
+
+class ChangingRing:
+    """Gives each member of a group its average with its neighbours, as ``Group.neighbours`` names them.
+
+    Args:
+        replicas: replicas of which this worker is one.
+        memory: its copies, from one process group to the next.
+    """
+
+    def __init__(self, replicas: Replicas, memory: RingCopies) -> None:
+        self._replicas, self._memory = replicas, memory
+
+    def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
+        """See :class:`~lightning_sdpipe.exchange.moving.Mover`.
+
+        Raises:
+            ConfigurationError: a group of several members has no neighbours.
+        """
+        return _ChangingExchange(self._replicas, self._memory, tensors, group, weight_of_each(len(group.members)))
+
+
+class _ChangingExchange(RingExchange):
+    _known: set[int] | None = None
+
+    def commit(self) -> None:
+        super().commit()
+        if not self._to_come and self._memory.payload is not None:
+            self._memory.ended_with = dict.fromkeys(self.neighbours, self._tag)
+
+    def _copies(self, number: int, piece: Tensor) -> NeighbourCopies:
+        """Return the copies of a piece, after new neighbours have been sent that of this worker."""
+        memory = self._memory
+        if self._known is None:
+            if [len(of_piece.own) for of_piece in memory.of_pieces] != [len(of_piece) for _, of_piece in self._to_come]:
+                memory.forget()  # of layers that have been frozen or unfrozen since
+            self._known = self._compare()
+            if not self._known:
+                memory.forget()
+            memory.leave(self._known)
+        if number == len(memory.of_pieces):
+            memory.add(NeighbourCopies(piece, {}, self._weight))
+        copies = memory.of_pieces[number]
+        copies.weight = self._weight
+        copies.neighbours |= self._swap(copies.own, [i for i in self.neighbours if i not in self._known])
+        return copies
+
+    def _compare(self) -> set[int]:
+        """Return the neighbours that have ended the same exchange with this worker last as it with them."""
+        mine = {i: torch.tensor([self._memory.ended_with.get(i, _NONE)]) for i in self.neighbours}
+        theirs = {i: torch.empty_like(number) for i, number in mine.items()}
+        transfers.begin(mine, theirs, self._replicas, self._tag).wait()
+        return {i for i, number in mine.items() if int(number) == int(theirs[i]) != _NONE}
 
 
 def neighbours_of(group: Group, pipeline: int) -> list[int]:

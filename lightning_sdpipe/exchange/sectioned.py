@@ -103,6 +103,14 @@ def parted(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Te
     return [tensors[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
+def accompany(rounds: GradientRounds | SectionedRounds, number: int) -> None:
+    """Take part in the rounds of the others, without any of the ``number`` gradients, until no replica trains."""
+    while True:
+        rounds.complete([None] * number, trains=False)
+        if rounds.wait().members == 0:
+            return
+
+
 class SectionedRounds:
     """Combines the :class:`~lightning_sdpipe.exchange.gradient_rounds.GradientRounds` of this worker's sections. All
     sections begin before any is waited for, so no worker waits for one that waits elsewhere.

@@ -116,14 +116,14 @@ class ServedParameters:
             self._round = None
         self._changed.notify_all()
 
-    def _await(self, blocked: Callable[[], bool], whom: Callable[[], str]) -> None:
+    def _await(self, blocked: Callable[[], bool], awaited: Callable[[], str]) -> None:
         until = time.monotonic() + self._timeout
         while self._failure is not None or blocked():
             if self._failure is not None:
                 raise WorkerFailedError(self._failure)
             left = until - time.monotonic()
             if left <= 0:
-                raise WorkerFailedError(f"the parameter server waited {self._timeout:g} s for {whom()}")
+                raise WorkerFailedError(f"the parameter server waited {self._timeout:g} s for {awaited()}")
             self._changed.wait(left)
 
     def _serve(self, pipeline: int, rank: int) -> None:

@@ -43,11 +43,7 @@ class ShardedMean:
     """
 
     def __init__(
-        self,
-        replicas: Replicas,
-        groups: Sequence[Sequence[int]],
-        sharded: bool = True,
-        payload: Payload | None = None,
+        self, replicas: Replicas, groups: Sequence[Sequence[int]], sharded: bool = True, payload: Payload | None = None
     ) -> None:
         self._replicas = replicas
         self._groups = groups

@@ -10,9 +10,9 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_sdpipe.exchange.buckets import FlatBucket
-from lightning_sdpipe.loop import finetuning
 from lightning_sdpipe.loop.clipping import clip_over_stages, clip_without_flush, clips_by_norm
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
+from lightning_sdpipe.loop.freezing import adapt_finetuning
 from lightning_sdpipe.loop.last_stage import gather_metrics_over, leave_results_to_the_last_stage
 from lightning_sdpipe.loop.loss_scale import agree_on_overflow, scale_without_flush
 from lightning_sdpipe.loop.refusals import leave_out_example
@@ -83,7 +83,7 @@ def adapt(
         leave_results_to_the_last_stage(module, callbacks, is_last, result_hook, hand_on),
         leave_out_example(module) if is_cut else lambda: None,
         gather_metrics_over(module, callbacks, groups.stage, lambda: not is_last and whereabouts.in_step),
-        finetuning.adapt(callbacks, whole_groups),
+        adapt_finetuning(callbacks, whole_groups),
         show_whole_groups(module, callbacks, whole_groups_shown) if is_cut else lambda: None,
         refuse_metrics_elsewhere(module, callbacks, logged_late) if not is_last else lambda: None,
     ][::-1]  # several may have changed the same hook

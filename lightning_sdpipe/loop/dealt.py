@@ -49,14 +49,14 @@ class Dealing:
         seed: that of the run.
         origin: the split of the data that a checkpoint counts by, if one was loaded.
         required: the user asked for it; else what cannot be dealt is trained as shards.
-        anybody: returns whether it is so on any worker; every worker must ask.
+        on_any_worker: returns whether it is so on any worker; every worker must ask.
         reason: why this run should not deal, whatever its loader; None if it may.
     """
 
     seed: Callable[[], int]
     origin: Callable[[], Split | None]
     required: bool
-    anybody: Callable[[bool], bool]
+    on_any_worker: Callable[[bool], bool]
     reason: str | None
 
 
@@ -113,7 +113,7 @@ class DealtBatchSource:
         self._dealt = self._segment = self._next = self._now = None
         reason = self._dealing.reason or why_sharded(loader, self._home, self._num_pipelines)
         refused = self._refused(reason)
-        if not self._dealing.required and self._dealing.anybody(refused):
+        if not self._dealing.required and self._dealing.on_any_worker(refused):
             return
         self._loader, self._split = loader, split
         self._dealt = DealtBatches(loader, self._num_pipelines, self._client.lease)

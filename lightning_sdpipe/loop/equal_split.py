@@ -56,10 +56,7 @@ class EqualSplit:
         """Move the counters to ``now`` at the end of the turn that trained a batch, at number ``before``."""
         loop, steps = self._loop, self._steps(now)
         self._passed = range(before + 1, now + 1)
-        for tracker, earlier in (
-            (loop.batch_progress.current, 0),
-            (loop.batch_progress.total, self._earlier_batches),
-        ):
+        for tracker, earlier in ((loop.batch_progress.current, 0), (loop.batch_progress.total, self._earlier_batches)):
             tracker.ready = tracker.started = earlier + now
             tracker.processed = tracker.completed = earlier + now - 1  # Lightning counts these when it goes on
         updates = loop.automatic_optimization.optim_progress.optimizer.step

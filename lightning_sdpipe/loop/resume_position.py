@@ -67,7 +67,7 @@ def refuse_other_split(before: Split | None, now: Split | None) -> Configuration
 
 def _described(split: Split | None) -> str:
     if split is None:
-        return "data that nobody has counted"
+        return "data that were not counted"
     if len(split) != 3:  # as older checkpoints may have it
         return f"data that another version has counted ({split})"
     pipelines, batches, samples = split

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
+from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import as_real
 
@@ -19,16 +20,6 @@ Average = Callable[[Tensor, Tensor, Any], Tensor]
 AverageMany = Callable[[Any, Any, Any], None]
 
 _CURRENT, _REST = "current_model_state", "averaging_state"  # Lightning's names, so that its callback reads them
-
-
-class ModuleStates(Protocol):
-    """Saves and loads a module of which each worker holds a stage."""
-
-    def module_state(self) -> dict[str, Any]:
-        """Return the contents of a checkpoint; every worker that saves one must call it."""
-
-    def load_module(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Load this worker's part of what :meth:`module_state` gave."""
 
 
 class SDPipeWeightAveraging(Callback):
@@ -92,7 +83,7 @@ class SDPipeWeightAveraging(Callback):
         self._use_buffers = use_buffers
         self._avg_fn = avg_fn if decay is None else get_ema_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._multi_avg_fn = multi_avg_fn
-        self._states: ModuleStates | None = None
+        self._states: Checkpoints | None = None
         self._alike: list[Tensor] = []
         self._average: AveragedModel | None = None
         self._steps = 0  # updates that it was asked about
@@ -113,7 +104,7 @@ class SDPipeWeightAveraging(Callback):
         start_epoch = self.update_starting_at_epoch
         return epoch_idx is not None and start_epoch is not None and epoch_idx >= start_epoch
 
-    def connect(self, states: ModuleStates, alike: list[Tensor]) -> None:
+    def connect(self, states: Checkpoints, alike: list[Tensor]) -> None:
         """Begin a fit, whose module ``states`` saves; tensors that are added to ``alike`` are made equal where models
         are."""
         self._states, self._alike = states, alike

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, carried_out
 from lightning_sdpipe.partition import factory
 from lightning_sdpipe.partition.chain import Block, described
 from lightning_sdpipe.partition.ownership import assign_owners
@@ -63,12 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = factory.parser("partition", "Shows the chain of blocks of a model, and where it would be cut into stages.")
     parser.add_argument("--each-block", action="store_true", help="a row for every block, not for every stage")
     options = parser.parse_args(arguments)
-    try:
-        print(_report(options))
-    except ConfigurationError as error:
-        print(f"sdpipe partition: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return carried_out(lambda: print(_report(options)), "sdpipe partition")
 
 
 def _report(options: argparse.Namespace) -> str:

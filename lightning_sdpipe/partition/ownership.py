@@ -161,7 +161,4 @@ def become(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from torch import nn
@@ -14,7 +14,6 @@ from torch import nn
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.balance import balance
 from lightning_sdpipe.partition.chain import Block, described, ends, find_chains, join_ends, refuse_compiled
-from lightning_sdpipe.partition.cut import cut
 from lightning_sdpipe.partition.memory import Memory
 from lightning_sdpipe.partition.pipeline_cut import (
     Balanced,
@@ -24,10 +23,9 @@ from lightning_sdpipe.partition.pipeline_cut import (
     check_partition,
     is_measured,
 )
-from lightning_sdpipe.partition.profile import BlockProfile
+from lightning_sdpipe.partition.profile import BlockProfile, parameter_bytes
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.partition.same_memory import same_memory
-from lightning_sdpipe.partition.saved_bytes import parameter_bytes
 from lightning_sdpipe.partition.sections import sections_of_blocks
 from lightning_sdpipe.partition.travel import Travel
 
@@ -210,11 +208,7 @@ def with_crossing(profile: Profile, blocks: Sequence[Block], rehearsed: Rehearsa
     ]
 
 
-def check(
-    module: nn.Module,
-    names: Sequence[str] | None,
-    cuts: Sequence[PipelineCut],
-) -> None:
+def check(module: nn.Module, names: Sequence[str] | None, cuts: Sequence[PipelineCut]) -> None:
     """Raise ConfigurationError if ``module`` cannot be cut in these ways, as far as can be seen without a batch."""
     for each in cuts:
         check_partition(each)
@@ -324,3 +318,41 @@ def _memory(options: Balanced, profile: Profile, in_flight: InFlight | None) -> 
 def _each(values: Any) -> list[float]:
     """Return the values of one pipeline; that there is one list only is checked before."""
     return list(values or ())
+
+
+def cut(
+    num_blocks: int, num_stages: int, partition: Literal["uniform"] | Sequence[int] = "uniform", named: str = ""
+) -> tuple[range, ...]:
+    """Return the blocks of each stage, as consecutive ranges that cover the chain.
+
+    Args:
+        num_blocks: length of the chain.
+        num_stages: M.
+        partition: ``"uniform"`` gives every stage the same number of blocks, the first ones one more where the division
+            leaves a rest; a list gives the number of blocks of each stage.
+        named: the names of the blocks, for messages.
+
+    Raises:
+        ConfigurationError: more stages than blocks, or a list that does not add up.
+    """
+    if num_stages > num_blocks:
+        blocks = f"{num_blocks} blocks" if num_blocks > 1 else "only block"
+        raise ConfigurationError(
+            f"num_stages={num_stages} is more than the model's {blocks}{named and f', {named}'}. Use at most "
+            f"{num_blocks}, or name smaller modules in the order in which they run, as in "
+            'SDPipeStrategy(blocks=["model.embeddings", "model.layers.*", "model.head"]).'
+        )
+    if isinstance(partition, str):
+        if partition != "uniform":
+            raise ConfigurationError(f"partition={partition!r} is not known. Use 'uniform' or a list of block counts.")
+        each, more = divmod(num_blocks, num_stages)
+        sizes = [each + (stage < more) for stage in range(num_stages)]
+    else:
+        sizes = list(partition)
+        if len(sizes) != num_stages or sum(sizes) != num_blocks or min(sizes) < 1:
+            raise ConfigurationError(
+                f"partition={sizes} does not cut {num_blocks} blocks into {num_stages} stages. Give {num_stages} "
+                f"positive numbers that add up to {num_blocks}{named and f'; the blocks are {named}'}."
+            )
+    stops = [sum(sizes[: stage + 1]) for stage in range(num_stages)]
+    return tuple(range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True))

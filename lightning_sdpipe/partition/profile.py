@@ -12,7 +12,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -30,7 +30,6 @@ from lightning_sdpipe.partition.chain import Block
 from lightning_sdpipe.partition.effects import Original, intercept
 from lightning_sdpipe.partition.message import Opaque, take_apart
 from lightning_sdpipe.partition.rehearsal import without_a_trace
-from lightning_sdpipe.partition.saved_bytes import parameter_bytes, recording_saved
 
 
 @dataclass(frozen=True)
@@ -247,3 +246,43 @@ def _path(key: str) -> Path:
     home = os.environ.get("XDG_CACHE_HOME")
     root = Path(home) if home else Path.home() / ".cache"
     return root / "lightning_sdpipe" / "profiles" / f"{key}.json"
+
+
+@contextmanager
+def recording_saved(module: nn.Module, blocks: Sequence[Block]) -> Iterator[list[int]]:
+    """Record, while one step runs, what autograd keeps for the backward of each block; the list is filled afterwards.
+
+    The numbers are bytes without parameters and buffers; each memory counts once, with the first block that keeps it.
+    The user's code between two blocks counts with the later one, and code after the last block with that block.
+    """
+    lasting = {_memory(t) for t in (*module.parameters(), *module.buffers())}
+    kept: list[dict[int, Tensor]] = [{} for _ in blocks]  # the tensors too, so that their memory is not used again
+    returned = 0
+    sizes: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        memory = _memory(tensor)
+        if memory not in lasting and not any(memory in block for block in kept):
+            kept[min(returned, len(blocks) - 1)][memory] = tensor.detach()
+        return tensor
+
+    def count(index: int, *_: Any) -> None:
+        nonlocal returned
+        returned = max(returned, index + 1)  # checkpointing runs blocks again during the backward
+
+    with ExitStack() as stack:
+        for index, block in enumerate(blocks):
+            stack.callback(module.get_submodule(block[-1]).register_forward_hook(partial(count, index)).remove)
+        stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
+        yield sizes
+    sizes += [sum(tensor.untyped_storage().nbytes() for tensor in block.values()) for block in kept]
+
+
+def parameter_bytes(module: nn.Module, block: Block) -> tuple[int, int]:
+    """Return the bytes of a block's parameters, tied ones once, and of those that are trained."""
+    parameters = {id(p): p for path in block for p in module.get_submodule(path).parameters()}.values()
+    return sum(p.nbytes for p in parameters), sum(p.nbytes for p in parameters if p.requires_grad)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

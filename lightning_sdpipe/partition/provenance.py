@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe.partition.effects import EffectRecorder, Original, intercept
 from lightning_sdpipe.partition.message import EffectLayout, LeafKey, leaves_of, take_apart
-from lightning_sdpipe.partition.module_attributes import kept_over_steps, tensors_in_attributes
 from lightning_sdpipe.partition.placeholder import FROM_METADATA, READS
+from lightning_sdpipe.partition.same_memory import kept_over_steps, tensors_in_attributes
 from lightning_sdpipe.partition.touches import Touch, Touches
 
 OUTSIDE = -1

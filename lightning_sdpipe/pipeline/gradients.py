@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe import meter
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.exchange.gradients import GradientExchange as GradientExchange
 
 _ROUNDING = 1e-5  # of a factor
 
@@ -152,3 +151,24 @@ class _Deposit(torch.autograd.Function):
             with left.meter.spans[meter.EXCHANGE]:
                 put_back(left.parameters, exchange.finish())
         return None, None, None
+
+
+class GradientExchange(Protocol):
+    """Replaces the gradients of an update by others, such as their means over replicas.
+
+    Parameters have numbers: their position in the sequence that the pipeline and the exchange were both made with.
+    """
+
+    @property
+    def early(self) -> Collection[int]:
+        """Numbers of the parameters whose gradients are of use before the backward ends."""
+
+    def gradient_ready(self, number: int, gradient: Tensor) -> None:
+        """Take the final gradient of parameter ``number``, one of :attr:`early`, while the backward goes on. The
+        gradient may change afterwards."""
+
+    def complete(self, gradients: Sequence[Tensor | None]) -> None:
+        """End the backward: take all gradients, with those that :meth:`gradient_ready` had. Do not wait."""
+
+    def finish(self) -> list[Tensor | None]:
+        """Wait for the gradients that take the place of those given to :meth:`complete`."""

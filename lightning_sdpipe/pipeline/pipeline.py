@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lightning_sdpipe.exchange.gradients import GradientExchange
+from lightning_sdpipe.pipeline.gradients import GradientExchange
 from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.pipeline.stage_runner import Step
 

@@ -27,7 +27,7 @@ class ReadySignal:
     Args:
         last: the last point that waits for another stage.
         fire: announces that this worker is ready.
-        heard: whether anybody hears it, so that it matters when within the last backward it fires.
+        heard: whether it is heard at all, so that it matters when within the last backward it fires.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, carried_out
 from lightning_sdpipe.placement.cost import CostModel
 from lightning_sdpipe.placement.model import StageTraffic
 from lightning_sdpipe.placement.network import Network, read_network
@@ -31,20 +31,19 @@ GAIN = 1.03
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; the exit status is 2 when nothing can be placed as asked."""
     options = _parser().parse_args(arguments)
-    try:
-        _check(options)
-        network = read_network(options.network)
-        placed, instead = _placed(network, options)
-        print(*(report_ragged(placed) if isinstance(placed, RaggedResult) else [report(placed)]), *instead, sep="\n")
-        if options.output is not None:
-            write_placement(options.output, placed.placement(f"{options.network}: {network.source}"))
-            print(f"\n{options.output}: for SDPipeStrategy({given(placed)}, placement=…)")
-        if options.picture is not None:
-            _draw(placed, options.picture)
-    except ConfigurationError as error:
-        print(f"sdpipe place: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return carried_out(lambda: _place(options), "sdpipe place")
+
+
+def _place(options: argparse.Namespace) -> None:
+    _check(options)
+    network = read_network(options.network)
+    placed, instead = _placed(network, options)
+    print(*(report_ragged(placed) if isinstance(placed, RaggedResult) else [report(placed)]), *instead, sep="\n")
+    if options.output is not None:
+        write_placement(options.output, placed.placement(f"{options.network}: {network.source}"))
+        print(f"\n{options.output}: for SDPipeStrategy({given(placed)}, placement=…)")
+    if options.picture is not None:
+        _draw(placed, options.picture)
 
 
 def _draw(placed: PlacementResult | RaggedResult, path: Path) -> None:
@@ -79,7 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--micro-batches", type=int, help="of a mini-batch (default: as many as stages)")
     parser.add_argument(
-        "--sync", choices=("groups", "all_reduce"), default="groups", help="who waits for whom (default: %(default)s)"
+        "--sync",
+        choices=("groups", "all_reduce"),
+        default="groups",
+        help="how pipelines wait for each other (default: %(default)s)",
     )
     parser.add_argument("--stage-bytes", type=float, help="of a stage's parameters, if the network has no model")
     parser.add_argument("--cut-bytes", type=float, help="of a mini-batch's activations between stages, likewise")

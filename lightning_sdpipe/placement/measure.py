@@ -24,13 +24,19 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.heterogeneity.record import matrix_product, sample
+from lightning_sdpipe.partition import rehearsal
+from lightning_sdpipe.partition.factory import build
+from lightning_sdpipe.partition.plan import Profile, plan, with_crossing
+from lightning_sdpipe.partition.profile import profile
+from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.placement import probe
 from lightning_sdpipe.placement.job_store import JobStore
-from lightning_sdpipe.placement.links import Link, combine, summary
-from lightning_sdpipe.placement.measurement_schedule import Pair, schedule, together
+from lightning_sdpipe.placement.links import Link, Pair, combine, schedule, summary, together
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network, write_network
 from lightning_sdpipe.topology.hosts import device_name, this_host
@@ -73,7 +79,7 @@ def abilities(host: str, index: int, local_size: int, model: str | None, names: 
         kernel, operations = matrix_product(device)
         rate = median(sample(kernel, SAMPLES, INTERVAL, 1.0))
         return DeviceProfile(host, index, 1.0 / (rate * operations), memory, [], "")
-    from lightning_sdpipe.placement.measured_model import measured_blocks  # imports lightning, which takes long
+    from lightning_sdpipe.placement.measure import measured_blocks  # imports lightning, which takes long
 
     name, blocks = measured_blocks(model, names, device)
     return DeviceProfile(host, index, sum(block.seconds for block in blocks), memory, blocks, name)
@@ -248,3 +254,48 @@ def _wire(meeting: JobStore, name: str, leads: bool, timeout: float) -> probe.Gl
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def measured_blocks(model: str, names: Sequence[str] | None, device: torch.device) -> tuple[str, list[Block]]:
+    """Return the name of the model's class, and the measured blocks on ``device``.
+
+    Args:
+        model: ``IMPORT.PATH:NAME`` of a function that returns a LightningModule and a mini-batch of one pipeline.
+        names: names of its blocks, if they are not to be found.
+        device: where they run.
+
+    Raises:
+        ConfigurationError: the function returns something else, or the model cannot be cut.
+    """
+    module, batch = build(model)
+    step: Any = getattr(module, "training_step", None)
+    if batch is None or step is None:
+        raise ConfigurationError(
+            f"{model} must return a LightningModule and a mini-batch of one pipeline, to be measured with."
+        )
+    module.to(device)
+    batch = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, batch)
+    profiles: list[Profile] = []
+    rehearsals: list[RehearsalResult] = []
+
+    def measure(blocks: Sequence[tuple[str, ...]]) -> Profile:
+        profiles.append(profile(module, blocks, lambda: step(batch, 0), device))
+        return profiles[-1]
+
+    def rehearse(chain: Sequence[str]) -> RehearsalResult:
+        calls = rehearsal.StepCalls("training_step", [(batch, (0,))] * 2, trains=True)
+        rehearsals.append(rehearsal.rehearse(module, chain, [calls], device))
+        return rehearsals[-1]
+
+    blocks = plan(module, 2, "balanced", names, measure, rehearse).blocks
+    return type(module).__name__, [
+        Block(
+            seconds=block.forward_seconds + block.backward_seconds,
+            parameter_bytes=block.parameter_bytes,
+            activation_bytes=block.activation_bytes,
+            gradient_bytes=block.gradient_bytes,
+            trained_bytes=block.trained_bytes,
+            saved_bytes=block.saved_bytes,
+        )
+        for block in with_crossing(profiles[-1], blocks, rehearsals[-1])
+    ]

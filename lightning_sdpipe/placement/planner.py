@@ -24,8 +24,8 @@ from lightning_sdpipe.placement.network import Network
 from lightning_sdpipe.placement.search import Found, search
 from lightning_sdpipe.placement.throughput import CutJob, PlacementJob, Spans, Sync
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.pairing import uniform
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.policies.seeded_hash import uniform
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.simulate.pipelines import Work
 from lightning_sdpipe.simulate.run import simulate

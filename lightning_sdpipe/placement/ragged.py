@@ -86,10 +86,7 @@ class RaggedResult:
 
 
 def place_ragged(
-    network: Network,
-    asked: PlacementTask,
-    depths: Sequence[int] = (),
-    clock: Callable[[], float] = time.perf_counter,
+    network: Network, asked: PlacementTask, depths: Sequence[int] = (), clock: Callable[[], float] = time.perf_counter
 ) -> RaggedResult:
     """Find the pipelines with the most mini-batches per second, of any depths or of ``depths``; devices may be left
     out.

@@ -21,15 +21,13 @@ ever.
 
 from __future__ import annotations
 
-import functools
-
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.following_stages import FollowingStages, Part, PlannedGroup
 from lightning_sdpipe.policies.group_policy import GroupPolicy
+from lightning_sdpipe.policies.pairing import matching, uniform
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
-from lightning_sdpipe.policies.seeded_hash import uniform
 from lightning_sdpipe.policies.versions import Versions
 
 
@@ -52,8 +50,8 @@ class ADPSGD(PolicyConfig, frozen=True):
         check_integer("staleness", self.staleness, 1, "steps, or null for no bound", optional=True)
         if self.asynchronous and self.staleness is not None:
             raise ConfigurationError(
-                f"staleness={self.staleness} cannot be kept with asynchronous=True, where nobody waits for another's "
-                "step; leave one of the two out"
+                f"staleness={self.staleness} cannot be kept with asynchronous=True, where no worker waits for "
+                "another's step; leave one of the two out"
             )
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> GroupPolicy:
@@ -217,13 +215,3 @@ class AsynchronousADPSGDPolicy(GroupPolicy):
             return [self.participants.group(stage, [pipeline], Reason.LOCAL_STEP)]
         drawn = neighbours[int(uniform(self._seed, stage, pipeline, iteration) * len(neighbours))]
         return [self.participants.group(stage, [pipeline], Reason.MATCHED, passive=[drawn])]
-
-
-@functools.lru_cache(maxsize=256)
-def matching(num_pipelines: int, seed: int, iteration: int) -> tuple[int, ...]:
-    """Return the partner of every pipeline in ``iteration``; one is its own partner where the number is odd."""
-    order = sorted(range(num_pipelines), key=lambda pipeline: uniform(seed, iteration, pipeline))
-    partners = list(range(num_pipelines))
-    for a, b in zip(order[::2], order[1::2], strict=False):
-        partners[a], partners[b] = b, a
-    return tuple(partners)

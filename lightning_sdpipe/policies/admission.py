@@ -57,11 +57,13 @@ class AdmissionRule:
                 raise refusal(name, getattr(self, name), " or ".join(f'"{value}"' for value in allowed))
         if self.quorum is not None and self.staleness != 0:
             raise ConfigurationError(
-                f"staleness={self.staleness} contradicts quorum={self.quorum}: who is late by a round never leads; "
-                "leave one of them out"
+                f"staleness={self.staleness} contradicts quorum={self.quorum}: a worker that is late by a round never "
+                "leads; leave one of them out"
             )
         if self.late == "carry" and self.quorum is None:
-            raise ConfigurationError('late="carry" has no effect without a quorum, when nobody is late; give a quorum')
+            raise ConfigurationError(
+                'late="carry" has no effect without a quorum, when no worker is late; give a quorum'
+            )
         if self.weights == "inverse_staleness" and self.staleness == 0:
             raise ConfigurationError(
                 'weights="inverse_staleness" has no effect with staleness=0, where all pushes are as fresh; give a '

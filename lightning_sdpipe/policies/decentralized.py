@@ -6,10 +6,10 @@ one group, in which each averages with its two neighbours only. A neighbour that
 open there, and the weights stay with its neighbours.
 
 Where pipelines come and go (:class:`PresentPeers`), neighbours and pairs are those of the pipelines that are there. A
-ring closes over the members of its group. For the pairs of an iteration, the policy notes who takes part when the first
+ring closes over the members of its group. For the pairs of an iteration, the policy notes the members when the first
 worker reports it, on any stage. Later changes do not change these pairs: a worker whose partner is lost, or that was
 not there yet, goes on alone. So all stages agree on partners, as they do where the number of pipelines is fixed, and
-nobody waits in a circle.
+no cycle of waits can form.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import pairing as places
-from lightning_sdpipe.policies.ad_psgd import ADPSGDPolicy, matching
+from lightning_sdpipe.policies.ad_psgd import ADPSGDPolicy
 from lightning_sdpipe.policies.decisions import Decision, Group, Reason
 from lightning_sdpipe.policies.events import Regrouped, Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
@@ -30,7 +30,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 
 Peers = Literal["ring", "shift_one", "random"]
 _REMEMBERED = 64
-"""Number of iterations of which it is remembered who took part."""
+"""Number of iterations whose members are remembered."""
 
 
 class Decentralized(PolicyConfig, frozen=True):
@@ -116,7 +116,7 @@ class PresentPairsPolicy(ADPSGDPolicy):
         if self._config.peers == "shift_one":
             partner = places.shift_one(place, size, iteration // self._config.every)
         else:
-            partner = matching(size, self._config.seed, iteration)[place]
+            partner = places.matching(size, self._config.seed, iteration)[place]
         return pipeline if partner is None else there[partner]
 
 

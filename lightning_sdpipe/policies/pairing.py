@@ -1,5 +1,5 @@
 """Choice of the pipelines or groups that average: pure functions that every worker computes alike, or by which a policy
-draws.
+draws; and division of many workers into groups by a tournament table.
 
 Rings, shifted and random pairs need no scheduler: they depend on places, which number the participants, and on the
 number of the round.
@@ -18,9 +18,11 @@ mean of two. The expected mixing matrix is E[W] = I - ½ L, with L the Laplacian
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from lightning_sdpipe.policies.ad_psgd import matching
+import functools
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 
 def ring(place: int, size: int) -> tuple[int, ...]:
@@ -39,6 +41,16 @@ def shift_one(place: int, size: int, number: int) -> int | None:
     return partner if partner < size else None
 
 
+@functools.lru_cache(maxsize=256)
+def matching(num_pipelines: int, seed: int, iteration: int) -> tuple[int, ...]:
+    """Return the partner of every pipeline in ``iteration``; one is its own partner where the number is odd."""
+    order = sorted(range(num_pipelines), key=lambda pipeline: uniform(seed, iteration, pipeline))
+    partners = list(range(num_pipelines))
+    for a, b in zip(order[::2], order[1::2], strict=False):
+        partners[a], partners[b] = b, a
+    return tuple(partners)
+
+
 def random_pair(place: int, size: int, number: int, seed: int) -> int | None:
     """Return the partner in round ``number`` of pairs that are drawn afresh each time; None for a pipeline that is
     left over."""
@@ -55,8 +67,68 @@ def similarities(times: Sequence[float], group: int, gamma: float) -> list[float
 def draw(weights: Sequence[tuple[int, float]], number: float) -> int:
     """Return the worker in ``weights`` (worker, weight) that ``number`` in [0, 1) falls on."""
     left = number * sum(weight for _, weight in weights)
-    for who, weight in weights:
+    for worker, weight in weights:
         left -= weight
         if left < 0:
-            return who
+            return worker
     return weights[-1][0]
+
+
+def splits_of(
+    workers: Sequence[int], size: int, turn: int, near: Sequence[Sequence[int]] | None
+) -> Iterator[list[list[int]]]:
+    """Yield ways to divide ``workers`` into groups of at most ``size`` at this turn, the preferred one first.
+
+    Args:
+        near: pipelines that are near each other and stay together at odd turns; None if all are equally near.
+    """
+    if near is None:
+        yield by_turns(workers, size, turn)
+        return
+    if turn % 2:
+        yield by_nearness(workers, size, turn // 2, near)
+    yield by_turns(workers, size, turn // 2)
+
+
+def on_one_host(workers: Iterable[int], hosts: Mapping[int, str]) -> list[list[int]]:
+    """Return ``workers`` by their machines; those whose machine is not known are left out."""
+    found: dict[str, list[int]] = {}
+    for worker in sorted(workers):
+        if host := hosts.get(worker, ""):
+            found.setdefault(host, []).append(worker)
+    return [*found.values()]
+
+
+def by_turns(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:
+    """Cut ``workers`` into as few groups of at most ``size`` as possible, about equal, differently every ``turn``.
+
+    For pairs this is the circle method of tournaments: one worker stays, the others move round a table, and
+    those that sit opposite each other meet, so that in turns of the same workers all pairs meet.
+    """
+    table: list[int] = sorted(workers)
+    if len(table) > 2:
+        shift = turn % (len(table) - 1)
+        table = [table[0], *table[1 + shift :], *table[1 : 1 + shift]]
+    half = (len(table) + 1) // 2
+    front, back = table[:half], table[half:][::-1]
+    seated = [worker for pair in zip(front, back, strict=False) for worker in pair] + front[len(back) :]
+    count = math.ceil(len(seated) / size)
+    ends = [math.ceil(len(seated) * number / count) for number in range(count + 1)]
+    return [seated[start:end] for start, end in pairwise(ends)]
+
+
+def by_nearness(workers: Sequence[int], size: int, turn: int, near: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Cut ``workers`` into groups of at most ``size`` among pipelines that are ``near`` each other; workers that would
+    be alone form groups together."""
+    together = [[worker for worker in workers if worker in neighbours] for neighbours in near]
+    parts = [part for here in together if len(here) > 1 for part in by_turns(here, size, turn)]
+    seated = {worker for part in parts for worker in part}
+    alone = [worker for worker in workers if worker not in seated]
+    return parts + (by_turns(alone, size, turn) if alone else [])
+
+
+def uniform(*key: int) -> float:
+    """Return a number in [0, 1), evenly spread over its arguments: so a policy draws without a generator, a log of its
+    events replays, and all stages draw alike where they should."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / (1 << 53)

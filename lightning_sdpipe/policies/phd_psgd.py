@@ -41,9 +41,8 @@ from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Progress, Worker
 from lightning_sdpipe.policies.following_stages import FollowingStages, Part, PlannedGroup, mean_of_groups
 from lightning_sdpipe.policies.group_policy import GroupPolicy
-from lightning_sdpipe.policies.pairing import draw, similarities
+from lightning_sdpipe.policies.pairing import draw, similarities, uniform
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent, check_integer, checked_groups, refusal
-from lightning_sdpipe.policies.seeded_hash import uniform
 from lightning_sdpipe.policies.versions import Versions
 
 MEMORY = 16
@@ -99,8 +98,8 @@ class PHDPSGD(PolicyConfig, frozen=True):
             raise refusal("within", self.within, '"gradients", or "models", which are averaged after each step then')
         if self.asynchronous and self.within == "models":
             raise ConfigurationError(
-                'within="models" does not go with asynchronous=True: members average after their step, and who takes '
-                "part while it computes has not ended its own. Leave one of the two out."
+                'within="models" does not go with asynchronous=True: members average after their step, and one that '
+                "takes part while it computes has not ended its own. Leave one of the two out."
             )
         if self.times is not None:
             if not all(0 < seconds < math.inf for seconds in self.times):

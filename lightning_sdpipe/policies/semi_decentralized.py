@@ -31,7 +31,7 @@ T = 0 is local SGD: every group has one member, except that connectivity is stil
 
 In a group of k each member exchanges 2 (k − 1) messages, so with many pipelines a candidate that was not
 enforced is split into groups of at most ``max_group``. The members are seated by a tournament table that turns
-every round, since equal speeds would otherwise bring the same workers together for ever (``tournament.py``). If only
+every round, since equal speeds would otherwise bring the same workers together for ever (``pairing.py``). If only
 the whole candidate connects the stage, it goes out whole.
 """
 
@@ -48,9 +48,9 @@ from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
+from lightning_sdpipe.policies.pairing import on_one_host, splits_of
 from lightning_sdpipe.policies.policy import PolicyConfig, Unit, check_integer, checked_groups, refusal
 from lightning_sdpipe.policies.sync_graph import SyncGraph
-from lightning_sdpipe.policies.tournament import on_one_host, splits_of
 from lightning_sdpipe.policies.versions import Versions
 from lightning_sdpipe.policies.window import AdaptiveWindow, Length
 

@@ -65,8 +65,8 @@ class Failure(msgspec.Struct, frozen=True):
     reason: str
 
     def __str__(self) -> str:
-        who = "the scheduler" if self.worker is None else f"worker {self.worker}"
-        return f"{who} failed first: {self.reason}"
+        source = "the scheduler" if self.worker is None else f"worker {self.worker}"
+        return f"{source} failed first: {self.reason}"
 
     def said(self) -> e.Now:
         """Return the message that tells workers of this failure."""

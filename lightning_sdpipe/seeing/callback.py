@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -26,10 +26,6 @@ _SHARES = {
     "waits_for_replicas": (meter.WAIT_GROUP,),
     "exchange": (meter.EXCHANGE,),
 }
-
-
-class _Connected(Protocol):
-    client: SchedulerClient
 
 
 class RunMetrics(Callback):
@@ -56,14 +52,14 @@ class RunMetrics(Callback):
         self._asked_at = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        connected: _Connected | None = getattr(trainer.strategy, "membership", None)
+        connected: Any = getattr(trainer.strategy, "membership", None)
         if connected is None:
             raise ConfigurationError(
                 f"RunMetrics asks the scheduler of a run, and {type(trainer.strategy).__name__} has none; leave it "
                 "out, or train with SDPipeStrategy"
             )
         if trainer.is_global_zero and trainer.loggers:
-            client = connected.client
+            client: SchedulerClient = connected.client
             self._asking = _Asking(Follower(client.address, client.credentials, _KEPT))
             self._asked_at = trainer.global_step
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError, carried_out
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.run_file import RunFile, running
 from lightning_sdpipe.seeing.detectors import findings
-from lightning_sdpipe.seeing.page import HEALTHY, NOT_CARRIED_OUT, exit_status, render, to_plain
+from lightning_sdpipe.seeing.page import HEALTHY, exit_status, render, to_plain
 from lightning_sdpipe.seeing.recording import Recording, of_log, of_scheduler
 from lightning_sdpipe.seeing.what_if import advised
 
@@ -34,17 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run."""
     options = _parser().parse_args(arguments)
     return carried_out(lambda: _show(_look(options), options))
-
-
-def carried_out(command: Callable[[], int]) -> int:
-    """Return the exit status of ``command``; 2, with a message, if it cannot be carried out."""
-    try:
-        return command()
-    except (ConfigurationError, SchedulerError) as error:
-        print(f"sdpipe: {error}", file=sys.stderr)
-        return NOT_CARRIED_OUT
-    except KeyboardInterrupt:
-        return 130
 
 
 def add_key_file(parser: argparse.ArgumentParser) -> None:

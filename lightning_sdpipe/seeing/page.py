@@ -19,7 +19,7 @@ SCHEMA = 1
 """Version of the result of :func:`to_plain`; it grows where a key has gone, or has another meaning."""
 LAST_LINE_WITHIN = 1.0
 """Seconds in which a run prints its last line, or none."""
-HEALTHY, NOT_CARRIED_OUT = 0, 2
+HEALTHY = 0
 EXIT = {"blind": 12, "critical": 11, "warning": 10}
 """Exit statuses of ``sdpipe status --once``, the gravest first; a traceback's is 1."""
 IN_ONE_LINE = ("failed", "blind", "compute_straggler", "slow_host")

@@ -15,12 +15,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, carried_out
 from lightning_sdpipe.meter import PHASES
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Lost, Worker
 from lightning_sdpipe.scheduler.log.event_log import Record, read_log
-from lightning_sdpipe.seeing.command import carried_out
 from lightning_sdpipe.seeing.detectors import abstains, findings
 from lightning_sdpipe.seeing.finding import Finding
 from lightning_sdpipe.seeing.page import HEALTHY, IN_ONE_LINE, in_one_line, recommended, said

@@ -9,8 +9,8 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.seeing.command import add_scheduler, carried_out, scheduler_of
+from lightning_sdpipe.errors import ConfigurationError, carried_out
+from lightning_sdpipe.seeing.command import add_scheduler, scheduler_of
 from lightning_sdpipe.seeing.following import Follower
 
 PORT = 8420

@@ -18,14 +18,14 @@ from typing import Any, TypeAlias
 import msgspec
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError, carried_out
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.connection import ask
 from lightning_sdpipe.scheduler.rows import MOST_UPDATES, About, SpanChunk
 from lightning_sdpipe.seeing.clocks import Clock, Clocks, deliveries, settle
-from lightning_sdpipe.seeing.command import add_scheduler, carried_out, scheduler_of
+from lightning_sdpipe.seeing.command import add_scheduler, scheduler_of
 from lightning_sdpipe.seeing.stories import Piece, Story, paired, read
 
 FORMAT = "sdpipe-trace/1"
@@ -89,10 +89,7 @@ def to_trace(chunks: Sequence[SpanChunk], about: dict[Worker, About]) -> dict[st
     """Return the object of the trace file."""
     stories = [story for story in map(read, chunks) if story.updates]
     clocks = settle(deliveries(stories))
-    begun = min(
-        (clocks.of[story.worker].ahead + begin for story in stories for begin in _begins(story)),
-        default=0.0,
-    )
+    begun = min((clocks.of[story.worker].ahead + begin for story in stories for begin in _begins(story)), default=0.0)
     of = {worker: Clock(clock.ahead - begun, clock.error) for worker, clock in clocks.of.items()}
     events: list[Event] = []
     for story in stories:

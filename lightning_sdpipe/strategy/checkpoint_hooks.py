@@ -24,7 +24,7 @@ from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
 from lightning_sdpipe.checkpoints.files import whole_files, with_whole_files
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, NotWrittenError
-from lightning_sdpipe.loop import finetuning
+from lightning_sdpipe.loop.freezing import restore_groups
 from lightning_sdpipe.loop.resume_position import Split
 from lightning_sdpipe.p2p import broadcast_value, waiting_for
 from lightning_sdpipe.strategy.collectives import Collectives
@@ -121,7 +121,7 @@ class CheckpointHooks(Collectives):
                 "process that did not train, as the first one with start_method='fork': save in a callback such as "
                 "ModelCheckpoint. Load its state_dict into the module to begin training with its weights."
             )
-        finetuning.restore_groups(self._trainer, self.optimizers[0])
+        restore_groups(self._trainer, self.optimizers[0])
         self._checkpoints.load_optimizer(self.optimizers[0], checkpoint["optimizer_states"][0])
         self.training.sync.load_parameter_states(taken_from(self.optimizers[0]))
 

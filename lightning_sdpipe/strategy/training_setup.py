@@ -140,7 +140,7 @@ class TrainingSetup(CheckpointHooks):
         def origin() -> Split | None:
             return self._loaded_split
 
-        def anybody(mine: bool) -> bool:
+        def on_any_worker(mine: bool) -> bool:
             return self.reduce_boolean_decision(mine, all=False)
 
         if self.options.batch_by_speed and self.options.job is None:
@@ -152,7 +152,7 @@ class TrainingSetup(CheckpointHooks):
             return ShardBatchSource(trainer, self.training)
         asked = data == "dealt"
         in_step = None if asked or not self._whereabouts.communicates else "a step communicates with other pipelines"
-        dealing = Dealing(self._seed, origin, asked, anybody, in_step)
+        dealing = Dealing(self._seed, origin, asked, on_any_worker, in_step)
         return self._run.dealt_batches(trainer, self.training, self._checkpoints, checks, dealing)
 
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -66,7 +66,7 @@ class Rules:
         self._lives: frozenset[str] = frozenset()
         """Lives that trained when the scheduler last answered."""
         self._scheduler_again = 0
-        self._all_came = self._anybody_came = self._blemished = False
+        self._all_came = self._any_came = self._blemished = False
         self._over_since = math.inf
         """Time at which the first pipeline had finished, and the training with it."""
         self._ends_with: int | None = None
@@ -207,7 +207,7 @@ class Rules:
         self._out.append(Say(f"pipeline {pipeline.number} lost ({reason}); {self._who_goes_on()}"))
 
     def _who_goes_on(self) -> str:
-        if not self._anybody_came:
+        if not self._any_came:
             return "no pipeline trains yet"
         others = sum(pipeline.trains for pipeline in self._pipelines)
         return f"{others} of {self._settings.num_pipelines} go on"
@@ -242,7 +242,7 @@ class Rules:
                 self._is_given_up(pipeline, reason, now)
 
     def _came(self, pipeline: PipelineState, life: str, event: Seen, now: float) -> None:
-        pipeline.life, pipeline.trained, self._anybody_came = life, True, True
+        pipeline.life, pipeline.trained, self._any_came = life, True, True
         if pipeline.lost_at is not None:
             where = "" if event.update is None else f", at update {event.update}"
             self._out.append(Say(f"pipeline {pipeline.number} is back after {now - pipeline.lost_at:.1f} s{where}"))

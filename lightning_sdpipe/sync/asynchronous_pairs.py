@@ -25,14 +25,14 @@ from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
 
 MakeMover = Callable[[Replicas], Mover]
-_LOST_AFTER = 1.0  # seconds; who has sent an invitation that is lost drops the exchange later
+_LOST_AFTER = 1.0  # seconds; the sender of an invitation that is lost drops the exchange later
 
 
 class AsynchronousPairs(Synchronizer):
     """After each step, averages with the neighbour that the scheduler names; a thread serves the neighbours that name
     it."""
 
-    serves = True
+    serves = shares_next = True
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
@@ -65,11 +65,6 @@ class AsynchronousPairs(Synchronizer):
     def announce(self, iteration: int) -> None:
         """Do not ask the scheduler yet: a neighbour's thread would serve no other until the backward has ended."""
         self._iteration = iteration
-
-    @property
-    def shares_next(self) -> bool:
-        """See the base class."""
-        return True
 
     def synchronise(self) -> None:
         """Publish the update, average with the neighbour, and take over the published model.

@@ -48,6 +48,8 @@ class BackgroundAveraging(Synchronizer):
         begin: called with the models whenever training begins; then they are equal on all replicas.
     """
 
+    shares_next = True
+
     def __init__(self, replica: Replica, mover: Mover, meet: Callable[[Group], Group], begin: Begin | None) -> None:
         super().__init__(replica)
         self._mover = mover
@@ -72,11 +74,6 @@ class BackgroundAveraging(Synchronizer):
     def equal_at_start(self) -> Replicas | None:
         """See the base class."""
         return None if self._begin is None else self.replica.groups.replicas()
-
-    @property
-    def shares_next(self) -> bool:
-        """See the base class."""
-        return True
 
     def synchronise(self) -> None:
         """Publish the update, and take over the changes that averages have made.
@@ -164,6 +161,8 @@ class FreeAveraging(Synchronizer):
         mover: moves copies of the models; it begins again when a member is lost.
     """
 
+    shares_next = True
+
     def __init__(self, replica: Replica, mover: Mover) -> None:
         super().__init__(replica)
         self._beside = Overlapped(mover, replica.timeout.total_seconds(), begins_again=True)
@@ -175,11 +174,6 @@ class FreeAveraging(Synchronizer):
     def models_averaged(self) -> int:
         """See the base class."""
         return self.replica.count
-
-    @property
-    def shares_next(self) -> bool:
-        """See the base class."""
-        return True
 
     def start(self) -> None:
         """See the base class."""
@@ -210,7 +204,7 @@ class FreeAveraging(Synchronizer):
             return
         self._asked = False
         self._beside.begin(tensors_of(self.replica.exchanged), group)
-        if not self._beside.is_under_way:  # nobody else was there
+        if not self._beside.is_under_way:  # no other member was there
             self._due = time.monotonic() + self.replica.exchange.interval
 
     def _end(self) -> int:

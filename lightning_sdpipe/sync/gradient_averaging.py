@@ -18,9 +18,9 @@ from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
 from lightning_sdpipe.exchange.present_rounds import Round
-from lightning_sdpipe.exchange.sectioned import SectionedRounds
+from lightning_sdpipe.exchange.sectioned import SectionedRounds, accompany
 from lightning_sdpipe.sync.among_present import RoundsOfPresent
-from lightning_sdpipe.sync.copy_most_advanced import copy_most_advanced_parts
+from lightning_sdpipe.sync.equal_replicas import copy_most_advanced_parts
 from lightning_sdpipe.sync.mover_choice import hosts_of
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
@@ -102,14 +102,7 @@ class GradientAveraging(Synchronizer):
             self._sent = 2 * (replicas - 1) * self._buckets.nbytes // replicas
 
     def stop(self) -> None:
-        nothing: list[Tensor | None] = [None] * len(self.replica.trained)
-        while True:  # until all pipelines are here
-            self._buckets.complete(nothing, trains=False)
-            if self._buckets.wait().members == 0:
-                break
-
-    def resynchronise(self) -> None:
-        self.make_parameters_equal()
+        accompany(self._buckets, len(self.replica.trained))
 
     def make_parameters_equal(self) -> None:
         copy_most_advanced_parts(self.replica, self._rounds)

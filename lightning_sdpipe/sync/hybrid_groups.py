@@ -9,7 +9,6 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, WorkerFailedError
@@ -17,15 +16,16 @@ from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
 from lightning_sdpipe.exchange.collectives import FullMean
 from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
 from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.exchange.sectioned import accompany
 from lightning_sdpipe.exchange.sharded_mean import ShardedMean
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.following_stages import mean_of_groups
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
-from lightning_sdpipe.sync.copy_most_advanced import copy_most_advanced
+from lightning_sdpipe.sync.equal_replicas import copy_most_advanced
 from lightning_sdpipe.sync.ordered_invitations import OrderedInvitations
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, averaged
 from lightning_sdpipe.topology.groups import Replicas
 
 
@@ -140,7 +140,7 @@ class HybridGroups(Synchronizer):
 
     @property
     def early(self) -> Collection[int]:
-        """See :class:`~lightning_sdpipe.exchange.gradients.GradientExchange`, as for the next three methods."""
+        """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next three methods."""
         assert self._rounds is not None
         return self._rounds.early
 
@@ -241,11 +241,7 @@ class HybridGroups(Synchronizer):
             self._model.take()  # of meetings since the last boundary
         if self._rounds is None:
             return
-        nothing: list[Tensor | None] = [None] * len(self.replica.trained)
-        while True:  # until all of the group are here
-            self._rounds.complete(nothing, trains=False)
-            if self._rounds.wait().members == 0:
-                break
+        accompany(self._rounds, len(self.replica.trained))
 
     def resynchronise(self) -> None:
         """Copy the model of the group's member that has trained longest, and met others last, to all members."""
@@ -258,8 +254,8 @@ class HybridGroups(Synchronizer):
         if self._meets:
             weights = dict(zip((p for group in self._groups for p in group), mean_of_groups(self._groups), strict=True))
             everybody = self.replica.everybody([weights[pipeline] for pipeline in range(len(self.replica.ranks))])
-            buckets = [b for b in self.replica.parameters if b.trains or torch.is_floating_point(b.buffer)]
-            finish(FullMean(self.replica.groups.replicas()).start(tensors_of(buckets), everybody))
+            tensors = tensors_of(averaged(self.replica.parameters))
+            finish(FullMean(self.replica.groups.replicas()).start(tensors, everybody))
 
     def _refuse_other_groups(self) -> None:
         """Refuse a scheduler with other groups than the run's own, where a standing scheduler decides."""

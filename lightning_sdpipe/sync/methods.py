@@ -42,12 +42,7 @@ from lightning_sdpipe.sync.diloco import DiLoCo
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging, PresentAveraging
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.model_averaging import LateAveraging, ModelAveraging
-from lightning_sdpipe.sync.mover_choice import (
-    Begin,
-    mover_among_all,
-    mover_among_groups,
-    mover_in_a_ring,
-)
+from lightning_sdpipe.sync.mover_choice import Begin, mover_among_all, mover_among_groups, mover_in_a_ring
 from lightning_sdpipe.sync.stale_synchronous import StaleSynchronous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
 
@@ -184,10 +179,7 @@ class ByPolicy:
                 return _averaging(replica, every, *mover_among_all(replica), lambda everybody: everybody)
             case Decentralized("ring", every):
                 return _averaging(
-                    replica,
-                    every,
-                    *mover_in_a_ring(replica),
-                    partial(with_neighbours, num_pipelines=replica.count),
+                    replica, every, *mover_in_a_ring(replica), partial(with_neighbours, num_pipelines=replica.count)
                 )
             case Decentralized() as pairs:
                 return _averaging(

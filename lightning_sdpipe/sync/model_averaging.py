@@ -115,11 +115,6 @@ class ModelAveraging(Synchronizer):
         """Finish the average that is under way, since others wait for it."""
         self._end_late()
 
-    def resynchronise(self) -> None:
-        """Make parameters equal: without a sync point replicas would have nothing in common."""
-        if self._begin is not None:
-            self.make_parameters_equal()
-
     def _end_late(self) -> float:
         """End the average beside the last mini-batch, if there is one; return the seconds waited for it."""
         if self._late is None:

@@ -7,14 +7,13 @@ from functools import partial
 
 from torch import Tensor
 
-from lightning_sdpipe.exchange.changing_ring import ChangingRing, RingCopies
 from lightning_sdpipe.exchange.common_reference import CommonModel
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.own_reference import OwnReference
-from lightning_sdpipe.exchange.ring_mean import RingMean
+from lightning_sdpipe.exchange.ring_mean import ChangingRing, RingCopies, RingMean
 from lightning_sdpipe.exchange.sectioned import SectionedMover, parted
 from lightning_sdpipe.policies.decentralized import Decentralized
 from lightning_sdpipe.policies.outer_rounds import OuterRounds

@@ -16,13 +16,13 @@ from lightning_sdpipe.exchange.background import Background, Job
 from lightning_sdpipe.exchange.buckets import as_real, tensors_of
 from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.exchange.moving import finish, pieces_of
+from lightning_sdpipe.exchange.moving import copied, finish, pieces_of
 from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov, OuterModel
 from lightning_sdpipe.exchange.overlapped import turn_into_changes
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.mover_choice import hosts_of
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, averaged
 from lightning_sdpipe.topology.groups import Replicas
 
 MOMENTUM = "outer_momentum"
@@ -155,9 +155,6 @@ class OuterAveraging(Synchronizer):
         for fragment in self._fragments:
             fragment.take_over()
 
-    def resynchronise(self) -> None:
-        self.make_parameters_equal()
-
     def make_parameters_equal(self) -> None:
         """Run an early round of all fragments, unless no pipeline has trained since the last one."""
         size = len(self.replica.ranks)
@@ -172,7 +169,7 @@ class OuterAveraging(Synchronizer):
             moved = [piece - outer.base for piece, outer in zip(pieces, fragment.common.outer, strict=True)]
             finish(FullMean(self.replica.groups.replicas()).start(moved, everybody))
             if len(set(bases)) > 1:  # a pipeline that was out of data has missed rounds
-                state = [tensor for outer in fragment.common.outer for tensor in outer.state_dict().values()]
+                state = fragment.common.state()
                 weights = [float(pipeline == furthest) for pipeline in range(len(bases))]
                 finish(TakeOver(self.replica.groups.replicas()).start(state, self.replica.everybody(weights)))
             for piece, outer, change in zip(pieces, fragment.common.outer, moved, strict=True):
@@ -187,7 +184,7 @@ class OuterAveraging(Synchronizer):
         return None
 
     def _average_frozen(self) -> None:
-        self._average([b for b in self.replica.parameters if not b.trains and torch.is_floating_point(b.buffer)])
+        self._average([bucket for bucket in averaged(self.replica.parameters) if not bucket.trains])
 
     def parameter_states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         """Return the outer momentum."""
@@ -230,10 +227,7 @@ class OuterAveraging(Synchronizer):
         fragment.since = 0
         if not self._schedule.delay:
             return finish(fragment.mover.start(fragment.tensors, group))
-        if [copy.shape for copy in fragment.copies] != [tensor.shape for tensor in fragment.tensors]:
-            fragment.copies = [torch.empty_like(tensor) for tensor in fragment.tensors]
-        for copy, tensor in zip(fragment.copies, fragment.tensors, strict=True):
-            copy.copy_(tensor)
+        fragment.copies = copied(fragment.tensors, fragment.copies)
         fragment.job = self._background.do(lambda: fragment.exchange(group))
         return 0.0
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.background import Background, Job
+from lightning_sdpipe.exchange.moving import copied
 from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov, OuterModel
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState, OwnBase
 from lightning_sdpipe.p2p import labelled, waiting_for
@@ -201,10 +202,7 @@ class QuorumAveraging(OuterAveraging):
         self._samples, self._samples_sent = 0.0, self._samples
         self._state.samples = self._samples_sent if self.by_samples else None
         if self._late:
-            if [copy.shape for copy in self._sent] != [tensor.shape for tensor in tensors]:
-                self._sent = [torch.empty_like(tensor) for tensor in tensors]
-            for copy, tensor in zip(self._sent, tensors, strict=True):
-                copy.copy_(tensor)
+            self._sent = copied(tensors, self._sent)
             self._job = self._beside.do(lambda: self._run(self._sent, group))
         else:
             with torch.no_grad():

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.p2p import waiting_for
-from lightning_sdpipe.sync.equal_start import begin_equal
+from lightning_sdpipe.sync.equal_replicas import begin_equal
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 
 

@@ -82,9 +82,6 @@ class StaleSynchronous(Synchronizer):
         assert self._server is not None
         self._server.leave(self.replica.pipeline, self._changes(), self._updates % self._every != 0)
 
-    def resynchronise(self) -> None:
-        self.make_parameters_equal()
-
     def make_parameters_equal(self) -> None:
         server, replica = self._server, self.replica
         if isinstance(server, ServedParameters):

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
 from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
-from lightning_sdpipe.exchange.gradients import GradientExchange
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.sectioned import OwnSections
+from lightning_sdpipe.pipeline.gradients import GradientExchange
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
@@ -302,7 +302,10 @@ class Synchronizer:
         """Stop taking part, while others may train on."""
 
     def resynchronise(self) -> None:
-        """Prepare all workers, which are together, to take part again without a sync point in between."""
+        """Prepare all workers, which are together, to take part again without a sync point in between: methods that
+        go on from a common model make parameters equal."""
+        if self.equal_at_start is not None:
+            self.make_parameters_equal()
 
     def make_parameters_equal(self) -> None:
         """Give all replicas, which are together, the same parameters."""

@@ -50,7 +50,7 @@ class Replicas:
     """Timeout of a message. Zero leaves that of the process group: for gloo, the time in which it was to be made. With
     NCCL a timeout would block the host."""
     given_up: threading.Event | None = field(default=None, compare=False, repr=False)
-    """Set when nobody exchanges in ``group`` any more, where members may go: waits for messages end soon after that."""
+    """Set when no member exchanges in ``group`` any more, where members may go: waits for messages end soon after."""
 
     @property
     def pipelines(self) -> Sequence[int]:

@@ -87,7 +87,7 @@ def assemble(
     plan = plans[pipeline_number] if unlike else plans[0]
     refuse_counting(plan, options.stages_per_worker)
     chain, spans, num_workers = plan.chain, plan.module_spans, groups.mesh.depth(pipeline_number)
-    workers = None if unlike else num_workers  # each of whom has one stage where pipelines are cut unlike
+    workers = None if unlike else num_workers  # with one stage each where pipelines are cut unlike
     ownerships = [assign_owners(module, chain, p.module_spans, workers, p.readers, memory) for p in plans]
     ownership = ownerships[pipeline_number if unlike else 0]
     by_stage = assign_owners(module, chain, spans, readers=plan.readers, memory=memory)

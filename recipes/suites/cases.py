@@ -26,6 +26,11 @@ class Named:
     specification: Mapping[str, Any] | None
 
 
+def seeded(specification: Mapping[str, Any], seed: int) -> Any:
+    """Return what Hydra builds from a specification, with ``seed`` where it takes one."""
+    return hydra.utils.instantiate({**specification, **({"seed": seed} if "seed" in specification else {})})
+
+
 def named(specifications: Mapping[str, Mapping[str, Any]], kind: str, name: str) -> Named:
     """One of a suite's ``methods``, ``heterogeneity`` or ``workloads``.
 
@@ -84,8 +89,7 @@ class Case:
 
     def seeded(self, what: Named) -> Any:
         """Return what Hydra builds from a specification, with the seed of this case where it takes one."""
-        specification = what.specification or {}
-        return hydra.utils.instantiate({**specification, **({"seed": self.seed} if "seed" in specification else {})})
+        return seeded(what.specification or {}, self.seed)
 
     @property
     def slowness(self) -> Heterogeneity:

@@ -12,6 +12,13 @@ from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 
 FEATURES = 64
 LEARNING_RATE = 1e-3
+BACKWARD_SHARE = 2 / 3
+"""Of the time of a micro-batch: a backward takes about twice as long as its forward."""
+
+
+def passes(seconds: float) -> tuple[float, float]:
+    """Return the seconds of a forward and of a backward that take ``seconds`` together."""
+    return (1 - BACKWARD_SHARE) * seconds, BACKWARD_SHARE * seconds
 
 
 class EmulatedChain(L.LightningModule):
@@ -41,3 +48,10 @@ class EmulatedChain(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         return torch.optim.SGD(self.parameters(), LEARNING_RATE)
+
+
+class Validated(EmulatedChain):
+    """An emulated chain that validates, too."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_output", self.blocks(batch).mean())

@@ -1,7 +1,7 @@
 """Messages between workers of this process arrive later than they do: the latency of links that only have a rate.
 
 A message is sent at once, over whatever link there is, and its receiver has it so much later. So messages that follow
-each other on one link are late once, as those of a stream are, and who sends waits for the link only. What is measured
+each other on one link are late once, as those of a stream are, and a sender waits for the link only. What is measured
 so must be labelled *emulated*. Late is what goes through ``transfers.begin``, and the state of a newcomer as a whole.
 """
 

@@ -1,12 +1,13 @@
-"""A function in several processes that gloo connects, on this machine."""
+"""A function in several processes that gloo connects, on this machine or on hosts that are namespaces of it."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from recipes.suites import namespaces
 
 Result = TypeVar("Result")
 TRANSFER_TIMEOUT = timedelta(seconds=60)
@@ -31,12 +34,30 @@ class _Failure:
 def run_processes(count: int, work: Callable[..., Result], *arguments: Any, timeout: float) -> list[Result]:
     """Works as :func:`in_processes`, of ranks that gloo connects."""
     with tempfile.TemporaryDirectory() as directory:
-        connected = partial(_connected, f"file://{directory}/store", count, work)
+        connected = partial(_connected, f"file://{directory}/store", count, TRANSFER_TIMEOUT, work)
         return in_processes(count, connected, *arguments, timeout=timeout)
 
 
-def _connected(store: str, count: int, work: Callable[..., Result], rank: int, *arguments: Any) -> Result:
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=TRANSFER_TIMEOUT)
+def run_on_hosts(
+    hosts: Sequence[str], port: int, work: Callable[..., Result], *arguments: Any, timeout: float
+) -> list[Result]:
+    """Works as :func:`run_processes`, with a rank on each of ``hosts``, whose names may repeat. The first of all
+    namespaces listens at ``port``, and a transfer may take half of ``timeout``."""
+    store, limit = f"tcp://{namespaces.address(0)}:{port}", timedelta(seconds=timeout / 2)
+    placed = partial(_on_host, hosts, partial(_connected, store, len(hosts), limit, work))
+    return in_processes(len(hosts), placed, *arguments, timeout=timeout)
+
+
+def _connected(
+    store: str, count: int, limit: timedelta, work: Callable[..., Result], rank: int, *arguments: Any
+) -> Result:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=limit)
+    return work(rank, *arguments)
+
+
+def _on_host(hosts: Sequence[str], work: Callable[..., Result], rank: int, *arguments: Any) -> Result:
+    namespaces.enter(hosts[rank])
+    os.environ["GLOO_SOCKET_IFNAME"] = namespaces.INTERFACE
     return work(rank, *arguments)
 
 

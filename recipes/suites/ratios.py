@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 Row = dict[str, Any]
 Ratio = dict[str, Any]
 Ratios = dict[str, Ratio]
+Name = TypeVar("Name")
 
 
 def ratio(values: Sequence[float], goal: float | None, meaning: str) -> Ratio:
@@ -29,7 +31,33 @@ def ratio(values: Sequence[float], goal: float | None, meaning: str) -> Ratio:
     }
 
 
-def rotated(names: Sequence[str], repeat: int) -> list[str]:
+def quotients(
+    rows: Sequence[Row],
+    column: str,
+    above: tuple[str, ...],
+    below: tuple[str, ...],
+    names: Sequence[str] = ("what", "heterogeneity"),
+    same: Sequence[str] = ("repeat",),
+) -> list[float]:
+    """Divide a column of one measurement by that of another, wherever both were made.
+
+    Args:
+        rows: measurements.
+        column: a number; None is infinite above, and left out below.
+        above: values of ``names`` of the one.
+        below: likewise of the other.
+        names: columns that tell measurements apart.
+        same: columns in which both agree.
+    """
+    values = {(tuple(row[n] for n in names), tuple(row[n] for n in same)): row[column] for row in rows}
+    return [
+        (math.inf if value is None else value) / values[below, agreed]
+        for (name, agreed), value in values.items()
+        if name == above and values.get((below, agreed)) is not None
+    ]
+
+
+def rotated(names: Sequence[Name], repeat: int) -> list[Name]:
     """``names`` in the order of this repeat, so that each comes first equally often."""
     start = repeat % len(names)
     return [*names[start:], *names[:start]]

@@ -115,13 +115,7 @@ def _train(
     block = EmulatedChain(*chain).blocks[stage]
     features, sent = torch.empty(1, FEATURES), torch.empty(1, FEATURES, requires_grad=True)
     runner = PipelineStage(
-        block,
-        stage,
-        num_stages,
-        CPU,
-        input_args=features if stage == 0 else sent,
-        output_args=sent,
-        group=own_pipeline,
+        block, stage, num_stages, CPU, input_args=features if stage == 0 else sent, output_args=sent, group=own_pipeline
     )
     schedule = Schedule1F1B(runner, num_micro_batches, loss_fn=lambda output, _: output.mean())
     optimizer = torch.optim.SGD(block.parameters(), LEARNING_RATE)

@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,10 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import NoSync
 from recipes.suites import machine
 from recipes.suites.cases import AnyCase, EmulatedCase, RealCase, only_delays
-from recipes.suites.emulated import FEATURES, EmulatedChain
+from recipes.suites.emulated import FEATURES, EmulatedChain, passes
 from recipes.suites.ratios import Row
 from recipes.suites.references import DelayedProbe, bare_torch, lightning_ddp
 from recipes.suites.worker_reports import Probe, WorkerReport, read_reports, summary
-
-BACKWARD_SHARE = 2 / 3
-"""Of the time of a micro-batch: a backward takes about twice as long as its forward."""
 
 TRANSFER_TIMEOUT = timedelta(minutes=5)
 
@@ -50,13 +48,12 @@ def _emulated(case: EmulatedCase) -> tuple[list[WorkerReport], int]:
     """Report of the workers, and the samples of a mini-batch: one per micro-batch."""
     parts = 1 if case.schedule == "pipedream" else case.num_micro_batches
     seconds = case.micro_batch_seconds * case.scale * case.num_micro_batches / parts
-    times = (1 - BACKWARD_SHARE) * seconds, BACKWARD_SHARE * seconds
     if case.method.name == "bare_torch":
         reports = bare_torch(
             case.num_stages,
             case.num_pipelines,
             case.num_micro_batches,
-            *times,
+            *passes(seconds),
             case.num_parameters,
             only_delays(case),
             case.iterations,
@@ -64,7 +61,7 @@ def _emulated(case: EmulatedCase) -> tuple[list[WorkerReport], int]:
         )
         return reports, case.num_micro_batches
     torch.manual_seed(case.seed)
-    module = EmulatedChain(case.num_stages, *times, num_parameters=case.num_parameters)
+    module = EmulatedChain(case.num_stages, *passes(seconds), num_parameters=case.num_parameters)
     loader = random_features(case.iterations * case.num_pipelines, case.num_micro_batches)
     return _fit(case, module, loader), case.num_micro_batches
 
@@ -97,7 +94,7 @@ def real_training(case: RealCase) -> tuple[L.LightningModule, DataLoader[Any]]:
 
 def long_epoch(loader: DataLoader[Any], batches: int) -> DataLoader[Any]:
     """A loader of at least so many batches over all pipelines: the data set several times in one epoch, shuffled, so
-    that no end of an epoch makes everybody wait for everybody."""
+    that no end of an epoch is a barrier for all of them."""
     size = loader.batch_size or 1
     times = -(-batches * size // len(loader.dataset))  # type: ignore[arg-type]
     return DataLoader(
@@ -114,7 +111,7 @@ def _fit(case: AnyCase, module: L.LightningModule, loader: DataLoader[Any]) -> l
             probe: Probe = DelayedProbe(Path(directory), case.warm_up, delays, compute)
         else:
             probe = Probe(Path(directory), case.warm_up)
-        fit(module, loader, strategy(case), case.workers, case.iterations, probe)
+        fit(module, [loader], strategy(case), case.workers, probe, limit_train_batches=case.iterations)
         return read_reports(Path(directory))
 
 
@@ -142,26 +139,31 @@ def strategy(case: AnyCase, log_dir: Path | None = None) -> DDPStrategy:
 
 def fit(
     module: L.LightningModule,
-    loader: DataLoader[Any],
+    loaders: Sequence[DataLoader[Any]],
     strategy: DDPStrategy,
     workers: int,
-    iterations: int,
-    callback: L.Callback,
+    *callbacks: L.Callback,
+    **options: Any,
 ) -> None:
-    """One epoch of so many iterations of each pipeline, on forked processes, as a user would train."""
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=workers,
-        strategy=strategy,
-        max_epochs=1,
-        limit_train_batches=iterations,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, loader)
+    """Train as a user would, for one epoch unless ``options`` of the Trainer say otherwise.
+
+    Args:
+        module: what is trained.
+        loaders: of training, and of validation if there is any.
+        strategy: how.
+        workers: processes of this machine.
+        callbacks: of the Trainer.
+        options: of :func:`make_trainer`.
+    """
+    validation = loaders[1] if len(loaders) > 1 else None
+    make_trainer(strategy, workers, *callbacks, **options).fit(module, loaders[0], validation)
+
+
+def make_trainer(strategy: DDPStrategy | str, workers: int, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+    """Return a Trainer on CPUs that says and writes nothing, unless ``options`` want it."""
+    quietly = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    chosen: dict[str, Any] = {"max_epochs": 1, **quietly, **options}
+    return L.Trainer(accelerator="cpu", devices=workers, strategy=strategy, callbacks=[*callbacks], **chosen)
 
 
 def quiet() -> None:

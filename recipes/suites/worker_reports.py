@@ -136,7 +136,7 @@ def summary(reports: Sequence[WorkerReport], samples: int, cores: int) -> Row:
 
     Returns:
         samples_per_s; visible_samples_per_s, all samples of the epoch over its wall time with the first iterations and
-        its end, None where nobody timed it; iteration_ms, of one pipeline; group_size; the mean shares of the workers'
+        its end, None where it was not timed; iteration_ms, of one pipeline; group_size; the mean shares of the workers'
         time: compute, delays, group_wait, averaging, pipeline_wait (for other stages, with what Lightning does in
         between); busy, the share of the cores' time that these processes used; processor_s, what one iteration of all
         pipelines used; and the shares of each worker.

@@ -22,6 +22,8 @@ from recipes.text.vocabulary import train_wordpiece, vocabulary_file, write
 class _Text(L.LightningDataModule):
     """Common base of both sources: their vocabulary and how rows become batches.
 
+    ``setup`` of a source sets the rows ``train`` and ``val``.
+
     Args:
         name: of the vocabulary's file.
         batch_size: rows, of one pipeline.
@@ -30,6 +32,9 @@ class _Text(L.LightningDataModule):
         masked: for a masked language model; else for a causal one.
         num_workers: processes that prepare batches for each rank.
     """
+
+    train: Any
+    val: Any
 
     def __init__(
         self, name: str, batch_size: int, length: int, vocabulary_size: int, masked: bool, num_workers: int
@@ -59,6 +64,12 @@ class _Text(L.LightningDataModule):
             persistent_workers=self.num_workers > 0,
         )
 
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return self.loader(self.train)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return self.loader(self.val, validation=True)
+
 
 class PydocText(_Text):
     """The text of Python's reference manual, which comes with Python: about a thousand rows of 128 tokens.
@@ -85,12 +96,6 @@ class PydocText(_Text):
         rows = list(pack(pydoc_documents(), self.tokenizer(), self.length, self.masked))
         self.train = [row for number, row in enumerate(rows) if number % 10]
         self.val = rows[::10]
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        return self.loader(self.train)
-
-    def val_dataloader(self) -> DataLoader[Tensor]:
-        return self.loader(self.val, validation=True)
 
 
 class WikipediaText(_Text):
@@ -143,12 +148,6 @@ class WikipediaText(_Text):
         self.train, self.val = (
             _Rows(split_dataset_by_node(part, share["rank"], share["num_replicas"]), *rows) for part in parts
         )
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        return self.loader(self.train)
-
-    def val_dataloader(self) -> DataLoader[Tensor]:
-        return self.loader(self.val, validation=True)
 
 
 class _Rows(IterableDataset[Tensor]):

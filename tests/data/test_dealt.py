@@ -145,12 +145,7 @@ def contents(trained: list[list[DealtBatch]]) -> dict[int, Tensor]:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"num_workers": 2},
-        {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4},
-        {"drop_last": True},
-    ],
+    [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4}, {"drop_last": True}],
     ids=str,
 )
 def test_each_batch_of_distributed_sampler_is_trained_once_with_the_same_contents(options: dict[str, Any]) -> None:

@@ -147,10 +147,7 @@ def test_what_breaks_the_rules_is_refused_and_changes_nothing() -> None:
     ask = desk.dealer.on
     for event, message in (
         (Asked(Worker(0, 0), S, 2, Done(0)), "asked for lease 2 of its pipeline, which was dealt 1"),
-        (
-            Asked(Worker(0, 0), NEXT, 0, Done(0)),
-            "a lease in batches 8 to 12 of epoch 0, while batches 0 to 8",
-        ),
+        (Asked(Worker(0, 0), NEXT, 0, Done(0)), "a lease in batches 8 to 12 of epoch 0, while batches 0 to 8"),
         (Asked(Worker(0, 0), Segment(1, 0, 0, 7), 1, Done(0)), "must pause at the same batches"),
         (Asked(Worker(0, 2), S, 0, Done(0)), "does not exist in 1 stages × 2 pipelines"),
         (Asked(Worker(0, 0), Segment(1, 0, 8, 8), 0, Done(0)), "which are none"),

@@ -61,11 +61,7 @@ def test_everybody_has_what_its_schedule_needs(seconds: list[float], least: int,
 @pytest.mark.parametrize(
     ("seconds", "total", "message"),
     [
-        (
-            [1.0, 1.0],
-            7,
-            "7 micro-batches cannot be divided among 2 pipelines that need 4 each",
-        ),
+        ([1.0, 1.0], 7, "7 micro-batches cannot be divided among 2 pipelines that need 4 each"),
         ([1.0, 0.0], 8, "seconds=[1.0, 0.0] is not allowed"),
     ],
 )

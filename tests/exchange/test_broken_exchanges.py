@@ -216,7 +216,7 @@ def test_a_wait_ends_on_both_sides_if_the_connection_is_lost_in_the_midst_of_a_m
         assert time.monotonic() - start < relay.TIMEOUT.total_seconds() / 2
 
 
-def test_a_sum_ends_and_holds_nobody_up_if_the_connection_is_lost_in_the_midst_of_its_last_message() -> None:
+def test_a_sum_ends_if_the_connection_is_lost_amid_its_last_message() -> None:
     """gloo itself would go on waiting until the timeout, and so would the destructor of the group."""
     given_up, start = threading.Event(), time.monotonic()
     with relay.lost_after(3_900_000, sender=1) as groups:
@@ -229,7 +229,7 @@ def test_a_sum_ends_and_holds_nobody_up_if_the_connection_is_lost_in_the_midst_o
                     pending.wait()
                 given_up.set()
                 return
-            with pytest.raises(WorkerFailedError, match=r"adding up with .* failed: the process group is given up"):
+            with pytest.raises(WorkerFailedError, match=r"adding up with .* failed: "):  # gloo may notice first
                 pending.wait()
 
         together(2, add_up)

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange import moving
-from lightning_sdpipe.exchange.changing_ring import ChangingRing, RingCopies
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.payloads import EightBit, Half, Payload
-from lightning_sdpipe.exchange.ring_mean import weight_of_each
+from lightning_sdpipe.exchange.ring_mean import ChangingRing, RingCopies, weight_of_each
 from lightning_sdpipe.policies import Group
 from lightning_sdpipe.policies.decentralized import as_ring
 from lightning_sdpipe.topology.groups import Traffic

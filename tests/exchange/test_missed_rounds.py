@@ -67,7 +67,7 @@ class Run:
         together(N, work)
 
     def state(self, rank: int) -> list[Tensor]:
-        return [*self.models[rank], *self.states[rank].tensors()]
+        return [*self.models[rank], *self.states[rank].codec.state()]
 
     def check_equal(self) -> None:
         assert {state.base for state in self.states} == {self.states[0].base}

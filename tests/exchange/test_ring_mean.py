@@ -78,12 +78,7 @@ class Ring:
 
 @pytest.mark.parametrize(
     ("size", "payload"),
-    [
-        (2, EightBit(16)),
-        (3, EightBit(16, "stochastic")),
-        (6, EightBit(16)),
-        (6, EightBit(16, feedback=True)),
-    ],
+    [(2, EightBit(16)), (3, EightBit(16, "stochastic")), (6, EightBit(16)), (6, EightBit(16, feedback=True))],
 )
 def test_in_low_precision_replicas_stay_equal_and_training_converges(size: int, payload: Payload) -> None:
     ring = Ring(size, payload)

@@ -44,12 +44,14 @@ def _let_go(strategy: SDPipeStrategy, exception: BaseException, heard: Any = SDP
 def pipelines(directory: Path, strategy: SDPipeStrategy | None = None, **options: Any) -> L.Trainer:
     """A Trainer on four ranks."""
     strategy = strategy or SDPipeStrategy(num_stages=2, sync=AllReduce())
-    return _trainer(directory, strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), **options)
+    return quiet_trainer(
+        default_root_dir=directory, strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), **options
+    )
 
 
 def one_process(directory: Path, **options: Any) -> L.Trainer:
     """What the pipelines are compared with."""
-    return _trainer(directory, devices=1, **options)
+    return quiet_trainer(default_root_dir=directory, devices=1, **options)
 
 
 def trainer_of_this_process(directory: Path, **options: Any) -> L.Trainer:
@@ -57,9 +59,10 @@ def trainer_of_this_process(directory: Path, **options: Any) -> L.Trainer:
     return pipelines(directory, **options) if on_pipelines() else one_process(directory, **options)
 
 
-def _trainer(directory: Path, **options: Any) -> L.Trainer:
+def quiet_trainer(**options: Any) -> L.Trainer:
+    """A Trainer on CPUs that says nothing, and saves nothing without a callback for it."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 2}
-    return L.Trainer(accelerator="cpu", default_root_dir=directory, **{**quiet, **options})
+    return L.Trainer(**{"accelerator": "cpu", **quiet, **options})
 
 
 class Regression(L.LightningModule):

@@ -420,8 +420,7 @@ _SEVERAL_TIMES = "evaluates its closure several times in a step"
 
 @refused("Optimizers", "optimizers that evaluate their closure several times (`LBFGS`, SAM)", _SEVERAL_TIMES)
 @pytest.mark.parametrize(
-    ("module", "error"),
-    [(TwoEvaluations, _SEVERAL_TIMES), (Quasi, "LBFGS evaluates the loss several times in a step")],
+    ("module", "error"), [(TwoEvaluations, _SEVERAL_TIMES), (Quasi, "LBFGS evaluates the loss several times in a step")]
 )
 def test_several_evaluations(tmp_path: Path, module: type[Regression], error: str) -> None:
     on_four_ranks(_refuse_step, tmp_path, module(), error, count=2)

@@ -23,15 +23,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import OneBit
 from lightning_sdpipe.sync import NoSync
-from tests.features.running import (
-    Regression,
-    assert_same,
-    on_four_ranks,
-    one_process,
-    pipelines,
-    train_loader,
-    weights,
-)
+from tests.features.running import Regression, assert_same, on_four_ranks, one_process, pipelines, train_loader, weights
 from tests.features.table import supported
 from tests.own_session import module, script
 from tests.scripts import save_forever
@@ -64,11 +56,7 @@ def _train(
     """Trains and saves ``directory/last.ckpt``, and draws random numbers that an uninterrupted run would not."""
     torch.manual_seed(len(str(directory)))
     strategy = SDPipeStrategy(
-        num_stages,
-        sync or AllReduce(),
-        data="sharded",
-        save_distributed_checkpoint=distributed,
-        exchange=exchange,
+        num_stages, sync or AllReduce(), data="sharded", save_distributed_checkpoint=distributed, exchange=exchange
     )
     saving = ModelCheckpoint(directory, save_last=True)
     trainer, model = pipelines(directory, strategy, max_epochs=epochs, callbacks=[saving]), module()

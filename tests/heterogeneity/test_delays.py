@@ -69,8 +69,7 @@ def test_injector_sleeps_what_was_drawn_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "model", "seconds"),
-    [("A", "resnet", 0.1), ("A", "bert", 0.2), ("B", "resnet", 0.3), ("B", "bert", 0.6)],
+    ("name", "model", "seconds"), [("A", "resnet", 0.1), ("A", "bert", 0.2), ("B", "resnet", 0.3), ("B", "bert", 0.6)]
 )
 def test_conditions_of_the_paper(name: Any, model: Any, seconds: float) -> None:
     assert condition(name, model, seed=2) == Delays(probability=0.1, seconds=seconds, seed=2)

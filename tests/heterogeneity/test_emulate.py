@@ -104,13 +104,7 @@ def test_nothing_sleeps_on_meta() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"forward_seconds": -1.0},
-        {"backward_seconds": math.nan},
-        {"out_shape": (3, 0)},
-        {"num_parameters": 0},
-    ],
+    "wrong", [{"forward_seconds": -1.0}, {"backward_seconds": math.nan}, {"out_shape": (3, 0)}, {"num_parameters": 0}]
 )
 def test_refuses_impossible_blocks(wrong: dict[str, Any]) -> None:
     arguments: dict[str, Any] = {"forward_seconds": 0.0, "backward_seconds": 0.0, **wrong}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Collection, Iterator
 from datetime import timedelta
 from itertools import chain
@@ -15,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.dealing.leases import Lease, Segment
@@ -36,35 +35,11 @@ from lightning_sdpipe.sync import (
     SemiDecentralized,
 )
 from lightning_sdpipe.sync.rendezvous import Rendezvous
-from tests.features.running import on_four_ranks
+from tests.features.running import on_four_ranks, quiet_trainer
+from tests.loop.numbered import Numbered, Slow, records_of
 
 SECONDS = 0.02
 BATCH = 2
-
-
-class Numbered(Dataset[tuple[Tensor, Tensor]]):
-    """Samples that say which they are, and what was drawn for them."""
-
-    def __init__(self, size: int, draws: bool = True) -> None:
-        self.size, self.draws = size, draws
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        drawn = torch.rand(()).item() if self.draws else 0.5
-        return torch.tensor([index / self.size, drawn]), torch.tensor(index)
-
-
-class Slow(nn.Module):
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            time.sleep(self.seconds)
-        return x
 
 
 class Model(L.LightningModule):
@@ -135,7 +110,7 @@ class Diary(Callback):
 def fit(directory: Path, sync: Any, factors: tuple[float, ...], batches: int, **options: Any) -> list[dict[str, Any]]:
     """What each rank wrote down of :func:`train`."""
     train(directory, sync, factors, batches, **options)
-    return read(directory, len(factors))
+    return records_of(directory, len(factors))
 
 
 def train(
@@ -168,25 +143,21 @@ def train(
         start_method=start_method,
         timeout=timedelta(seconds=30),
     )
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=len(factors),
         strategy=strategy,
         default_root_dir=directory,
         callbacks=[*callbacks, Diary(directory)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
-        **{"max_epochs": 2, "enable_checkpointing": bool(callbacks), **options},
+        **{"enable_checkpointing": bool(callbacks), **options},
     )
     size = batches * BATCH * len(factors) // stages
-    loader = DataLoader(Numbered(size, draws), BATCH, shuffle=True, num_workers=workers)
-    trainer.fit(Model(seconds), loader, DataLoader(Numbered(8), BATCH), ckpt_path=ckpt_path)
+    loader = DataLoader(Numbered(size, drawn if draws else None), BATCH, shuffle=True, num_workers=workers)
+    trainer.fit(Model(seconds), loader, DataLoader(Numbered(8, drawn), BATCH), ckpt_path=ckpt_path)
 
 
-def read(directory: Path, ranks: int) -> list[dict[str, Any]]:
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(ranks)]
+def drawn(index: int) -> float:
+    return torch.rand(()).item()
 
 
 def once_each(records: list[dict[str, Any]], epochs: list[int], samples: int) -> list[int]:
@@ -279,7 +250,7 @@ def test_two_epochs_of_methods_that_others_come_near(tmp_path: Path, name: str) 
 
 
 def check_two_epochs(directory: Path, name: str) -> None:
-    records = read(directory / name, 4)
+    records = records_of(directory / name, 4)
     counts = once_each(records, [0, 1], 8 * BATCH * 4)
     if not name.startswith("in step"):
         assert max(counts[:2]) > counts[3]
@@ -432,8 +403,7 @@ def test_without_a_flush_all_stages_of_a_pipeline_count_alike(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "sync",
-    [AllReduce(), LocalSGD(2), ADPSGD(asynchronous=False), DiLoCo(), HetPipe(), ParameterServer(staleness=None)],
+    "sync", [AllReduce(), LocalSGD(2), ADPSGD(asynchronous=False), DiLoCo(), HetPipe(), ParameterServer(staleness=None)]
 )
 def test_methods_whose_pipelines_cannot_leave_are_refused(sync: Any) -> None:
     with pytest.raises(ConfigurationError, match="data='dealt' does not go with sync="):
@@ -442,7 +412,7 @@ def test_methods_whose_pipelines_cannot_leave_are_refused(sync: Any) -> None:
 
 class Endless(IterableDataset[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return (Numbered(4)[0] for _ in range(4))
+        return (Numbered(4, drawn)[0] for _ in range(4))
 
 
 class Saves(Callback):

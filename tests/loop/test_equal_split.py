@@ -28,9 +28,7 @@ class Loop:
 
 
 @given(
-    turns=st.lists(st.integers(0, 5), min_size=1, max_size=30),
-    accumulate=st.integers(1, 3),
-    every=st.integers(1, 4),
+    turns=st.lists(st.integers(0, 5), min_size=1, max_size=30), accumulate=st.integers(1, 3), every=st.integers(1, 4)
 )
 def test_schedulers_and_loggers_miss_nothing(turns: list[int], accumulate: int, every: int) -> None:
     end, loop = sum(turns) + 1, Loop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import chain, cycle
@@ -15,40 +14,30 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_sdpipe import AllReduce, ConfigurationError, SDPipeStrategy
 from lightning_sdpipe.heterogeneity.slowdowns import Static
 from lightning_sdpipe.loop.joint import JointBatchSource
+from tests.features.running import quiet_trainer
+from tests.loop.numbered import Numbered, Slow, records_of
 
 SECONDS = 0.001
 BATCH = 6
 SAMPLES = 12 * 2 * BATCH + 8  # of two pipelines; their last batch is smaller
 
 
-class Numbered(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.tensor([index / self.size, (index % 7) / 7]), torch.tensor(index)
-
-
-class Slow(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            time.sleep(SECONDS)
-        return x
+def weekday(index: int) -> float:
+    return (index % 7) / 7
 
 
 class Model(L.LightningModule):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(2, 6), Slow(), nn.Dropout(dropout), nn.Linear(6, 6), Slow(), nn.Linear(6, 1))
+        self.net = nn.Sequential(
+            nn.Linear(2, 6), Slow(SECONDS), nn.Dropout(dropout), nn.Linear(6, 6), Slow(SECONDS), nn.Linear(6, 1)
+        )
         self.seen: list[Any] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -112,24 +101,20 @@ def fit(
             timeout=timedelta(seconds=30),
             **{**given, **(strategy or {})},
         )
-        loader = DataLoader(Numbered(SAMPLES), BATCH, shuffle=True, num_workers=workers)
+        loader = DataLoader(Numbered(SAMPLES, weekday), BATCH, shuffle=True, num_workers=workers)
     else:
-        chosen, data = "auto", Numbered(SAMPLES)
+        chosen, data = "auto", Numbered(SAMPLES, weekday)
         loader = DataLoader(data, 2 * BATCH, sampler=DistributedSampler(data, 1, 0))
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=len(factors),
         strategy=chosen,
         default_root_dir=directory,
         callbacks=[*callbacks, Diary(directory)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
-        **{"max_epochs": 2, "enable_checkpointing": bool(callbacks), **options},
+        **{"enable_checkpointing": bool(callbacks), **options},
     )
-    trainer.fit(Model(dropout), loader, DataLoader(Numbered(8), 2), ckpt_path=ckpt_path)
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(len(factors))]
+    trainer.fit(Model(dropout), loader, DataLoader(Numbered(8, weekday), 2), ckpt_path=ckpt_path)
+    return records_of(directory, len(factors))
 
 
 def assert_same_weights(records: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from lightning_sdpipe.loop.resume_position import Split, place_in, refuse_other_
         ([2, 24, 4], "2 pipelines × 24 batches of 4"),
         ([2, 24, 0], "2 pipelines × 24 batches"),
         ([2, 24], "data that another version has counted ([2, 24])"),
-        (None, "data that nobody has counted"),
+        (None, "data that were not counted"),
     ],
 )
 def test_both_splits_and_what_to_do(before: Split | None, described: str) -> None:

@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_sdpipe import ADPSGD, AllReduce, HetPipe, SDPipeStrategy, SemiDecentralized
+from tests.features.running import quiet_trainer
 from tests.features.table import refused, supported
+from tests.loop.numbered import records_of
 from tests.strategy.test_strategy import Regression, data
 
 PIPELINES = 2
@@ -106,23 +108,19 @@ def fit(
     **options: Any,
 ) -> list[dict[str, Any]]:
     """What each rank wrote down of a training run of 2 stages × 2 pipelines."""
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=2 * PIPELINES,
         strategy=strategy or sdpipe(),
         default_root_dir=directory,
         callbacks=[*(callbacks or []), Diary(directory)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
-        **{"max_epochs": 2, "enable_checkpointing": bool(callbacks), **options},
+        **{"enable_checkpointing": bool(callbacks), **options},
     )
     if stream is not None:
         stream.trainer = trainer
     validation = None if isinstance(loader, L.LightningDataModule) else DataLoader(data(20), 5)
     trainer.fit(module or Regression(), loader or DataLoader(stream, 4), validation)
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2 * PIPELINES)]
+    return records_of(directory, 2 * PIPELINES)
 
 
 def same_for_all(records: list[dict[str, Any]], trained: list[int]) -> list[Any]:

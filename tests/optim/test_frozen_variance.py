@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.optim import FrozenVariance, VarianceCorrection
+from tests.features.running import quiet_trainer
 
 Make = Callable[..., Adam]
 
@@ -266,14 +267,7 @@ def test_lightnings_checkpoints_resume_before_and_after_it_freezes(tmp_path: Pat
         module = Line()
         module.load_state_dict(start)
         every = ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1, enable_version_counter=False)
-        trainer = L.Trainer(
-            accelerator="cpu",
-            max_epochs=9,
-            callbacks=[every],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer(max_epochs=9, callbacks=[every])
         trainer.fit(module, data, ckpt_path=resume)
         return list(module.parameters())
 

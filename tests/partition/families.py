@@ -84,10 +84,7 @@ class Nested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stages = nn.ModuleList(
-            [
-                nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True)),
-                nn.Sequential(nn.Sequential(nn.Linear(6, 5))),
-            ]
+            [nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True)), nn.Sequential(nn.Sequential(nn.Linear(6, 5)))]
         )
 
     def forward(self, x: Tensor) -> Tensor:

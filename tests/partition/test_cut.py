@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.cut import cut
+from lightning_sdpipe.partition.plan import cut
 
 
 @given(st.integers(1, 40), st.integers(1, 40))

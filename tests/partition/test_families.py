@@ -18,12 +18,7 @@ BLOCKS = {
     "nested": ["stages.0.0", "stages.0.1", "stages.1.0.0"],
     "plain": ["net.down", "net.norm", "net.up"],
     "bert": ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "cls"],
-    "bert_with_pooler": [
-        "bert.embeddings",
-        "bert.encoder.layer.0",
-        "bert.encoder.layer.1",
-        "bert.pooler cls",
-    ],
+    "bert_with_pooler": ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler cls"],
     "gpt2": [
         *("transformer.wte transformer.wpe transformer.h.0", "transformer.h.1", "transformer.h.2"),
         "transformer.ln_f lm_head",

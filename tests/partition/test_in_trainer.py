@@ -20,6 +20,7 @@ from lightning_sdpipe import AllReduce, Balanced, SDPipeStrategy
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 from lightning_sdpipe.partition import apart as apart_module
 from lightning_sdpipe.partition.apart import apart
+from tests.features.running import quiet_trainer
 
 
 class Model(L.LightningModule):
@@ -58,16 +59,7 @@ def fit(
 ) -> list[Any]:
     """What each rank has saved of its module: when training starts, for ``Model``."""
     directory.mkdir()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(devices=devices, strategy=strategy, max_epochs=1, enable_checkpointing=False)
     generator = torch.Generator().manual_seed(2)
     data = data or TensorDataset(torch.randn(16, 4, generator=generator), torch.randn(16, 1, generator=generator))
     trainer.fit(model(directory, **options), DataLoader(data, 8))

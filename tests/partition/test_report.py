@@ -23,11 +23,7 @@ def with_batch() -> tuple[nn.Module, Tensor]:
 
 
 PLAN = Plan((("net.0",), ("net.1",), ("net.2",)), (range(2), range(2, 3)))
-PROFILE = [
-    BlockProfile(0.001, 0.002, 32, 32),
-    BlockProfile(0.003, 0.004, 2048, 32),
-    BlockProfile(0.005, 0.006, 8, 8),
-]
+PROFILE = [BlockProfile(0.001, 0.002, 32, 32), BlockProfile(0.003, 0.004, 2048, 32), BlockProfile(0.005, 0.006, 8, 8)]
 
 
 def rows(text: str) -> list[list[str]]:

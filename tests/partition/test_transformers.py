@@ -91,11 +91,7 @@ def moe(config: Any, **options: Any) -> Any:
 
 
 CASES: dict[str, tuple[Callable[[], Any], LossOf, Callable[[int], dict[str, Any]]]] = {
-    "bert_hidden_states": (
-        lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL)),
-        with_recorded("hidden_states"),
-        words,
-    ),
+    "bert_hidden_states": (lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL)), with_recorded("hidden_states"), words),
     "llama_attentions": (
         lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=1, attn_implementation="eager")),
         with_recorded("attentions"),

@@ -161,11 +161,7 @@ def test_depths_may_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_what_cannot_be_placed_gets_one_message(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    changes: dict[str, Any],
-    arguments: list[str],
-    message: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], arguments: list[str], message: str
 ) -> None:
     try:
         status = cli.main(["place", network(tmp_path, **changes), "--seconds", "0.5", *arguments])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import lightning_sdpipe.placement.measured_model  # noqa: F401  # before processes fork, since it takes long
+import lightning_sdpipe.placement.measure  # noqa: F401  # before processes fork, since it takes long
 from lightning_sdpipe import cli
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.placement import measure as command
@@ -133,10 +133,7 @@ def test_everybody_learns_the_links_the_speeds_and_the_model(monkeypatch: pytest
 @pytest.mark.distributed
 def test_a_model_that_one_worker_cannot_build_ends_the_measurement_for_all() -> None:
     found = run_workers(2, _measure, f"{__name__}:lame")
-    assert found == [
-        "WorkerFailedError: rank 1: ImportError: no GPU here",
-        "ImportError: no GPU here",
-    ]
+    assert found == ["WorkerFailedError: rank 1: ImportError: no GPU here", "ImportError: no GPU here"]
 
 
 def _absent(rank: int) -> str:

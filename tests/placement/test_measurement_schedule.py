@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.placement.measurement_schedule import MOST_DEVICES, SAMPLE, circle, schedule, together
+from lightning_sdpipe.placement.links import MOST_DEVICES, SAMPLE, circle, schedule, together
 
 
 @given(st.integers(1, 17))
@@ -40,8 +40,7 @@ def test_many_devices_are_sampled_per_pair_of_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "rounds"),
-    [("aabb", [[(0, 2), (1, 3)]]), ("ab", []), ("aab", []), ("aabbb", [[(0, 2), (1, 3)]])],
+    ("hosts", "rounds"), [("aabb", [[(0, 2), (1, 3)]]), ("ab", []), ("aab", []), ("aabbb", [[(0, 2), (1, 3)]])]
 )
 def test_as_many_pairs_of_two_hosts_as_there_can_be_are_busy_together(
     hosts: str, rounds: list[list[tuple[int, int]]]

@@ -49,10 +49,7 @@ semi_decentralized = st.builds(
     staleness=st.sampled_from([None, None, 1, 3]),
 )
 partial_reduce = st.builds(
-    PartialReduce,
-    group_size=st.integers(2, 4),
-    decay=st.sampled_from([None, 0.5]),
-    history=st.sampled_from([None, 5]),
+    PartialReduce, group_size=st.integers(2, 4), decay=st.sampled_from([None, 0.5]), history=st.sampled_from([None, 5])
 )
 specs = st.one_of(
     semi_decentralized,

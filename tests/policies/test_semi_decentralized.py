@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import Broken, Joined, Left, Lost, Ready, Reason, RefusedEvent, Tick, Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.pairing import uniform
 from lightning_sdpipe.policies.policy import Unit
-from lightning_sdpipe.policies.seeded_hash import uniform
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized, SemiDecentralizedPolicy
 from lightning_sdpipe.simulate import simulate
 from tests.policies.scripted import brief, join_all, straggling

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.policies.tournament import by_nearness, by_turns
+from lightning_sdpipe.policies.pairing import by_nearness, by_turns
 
 
 @given(n=st.integers(1, 20), size=st.integers(2, 5), turn=st.integers(0, 100))

@@ -59,10 +59,7 @@ class OrdinaryClient(SchedulerClient):
 
 @contextmanager
 def clients(
-    address: str,
-    *workers: Worker,
-    on_invitation: Callable[[Group, int | None], None] | None = None,
-    **options: Any,
+    address: str, *workers: Worker, on_invitation: Callable[[Group, int | None], None] | None = None, **options: Any
 ) -> Iterator[list[OrdinaryClient]]:
     """Of one job; ``options`` are those of :class:`MembershipClient`."""
     incarnation = 1 + secrets.randbits(60)

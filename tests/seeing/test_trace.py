@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -250,7 +251,7 @@ def test_a_living_run_is_traced_and_workers_that_are_silent_are_named(
         assert "has made an update yet" in capsys.readouterr().err
         for iteration in range(6):
             with meter.phase(meter.FORWARD):
-                pass
+                time.sleep(0.001)  # traces have microseconds
             one.step_ended(iteration, 0.0)
         assert main(command) == 0
         assert capsys.readouterr().out.startswith(f"{path}: 3 updates of 1 workers, whose clocks are known to ")

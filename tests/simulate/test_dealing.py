@@ -16,7 +16,7 @@ from lightning_sdpipe.policies import PolicyConfig, registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
-from lightning_sdpipe.policies.seeded_hash import uniform
+from lightning_sdpipe.policies.pairing import uniform
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.simulate.dealing import DealtEpochs, Epochs
 

@@ -23,7 +23,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.payloads import EightBit, Half, OneBit, Payload
 from lightning_sdpipe.topology.groups import prepare_world
 from tests import accelerator
-from tests.features.running import as_torchrun
+from tests.features.running import as_torchrun, quiet_trainer
 from tests.worker.elastic import jobs
 from tests.workers import free_port, run_workers
 
@@ -93,14 +93,11 @@ def train(
     data = TensorDataset(torch.randn(32, 8, generator=generator), torch.randn(32, 8, generator=generator))
     L.seed_everything(1, verbose=False)
     plugin = MixedPrecision("bf16-mixed", "cpu" if device == "cpu" else accelerator.NAME)
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         accelerator="cpu" if device == "cpu" else accelerator.Fake(),
         devices="auto" if device == "shared" else int(os.environ["WORLD_SIZE"]),
         max_epochs=2 if resume is None else 3,
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=directory,
         plugins=[plugin] if bf16 else None,
         strategy=SDPipeStrategy(**strategy),

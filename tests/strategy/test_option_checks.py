@@ -58,10 +58,7 @@ ROOT = Path(__file__).parents[2]
         ({"batch_size": 8}, "the loader's batch_size holds, and is that of one pipeline."),
         ({"sync": NoSync(), "exchange": Exchange(EightBit())}, "Leave exchange out, or use a method that averages"),
         ({"exchange": Exchange(OneBit())}, "Use EightBit() or Half(), or LocalSGD(every=8), DiLoCo() or AllReduce()"),
-        (
-            {"exchange": Exchange(EightBit(feedback=True))},
-            "Use feedback=False, rounding='nearest'",
-        ),
+        ({"exchange": Exchange(EightBit(feedback=True))}, "Use feedback=False, rounding='nearest'"),
         ({"exchange": Exchange(overlap="free")}, "Use overlap='step'; LocalSGD(every=1) and Decentralized() can"),
         ({"sync": AllReduce(), "exchange": Exchange(overlap="step")}, "average models with LocalSGD(every=1)"),
         ({"sync": LocalSGD(2), "exchange": Exchange(overlap="free")}, "Use overlap='step', or every=1"),

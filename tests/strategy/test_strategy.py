@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.optim import VarianceCorrection
+from tests.features.running import quiet_trainer
 from tests.own_session import module, script
 
 
@@ -60,16 +61,8 @@ def fit(
     ckpt_path: Path | None = None,
     **options: Any,
 ) -> tuple[L.Trainer, Regression]:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        default_root_dir=directory,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=1,
-        **{"max_epochs": 2, **options},
+    trainer = quiet_trainer(
+        devices=devices, strategy=strategy, default_root_dir=directory, num_sanity_val_steps=1, **options
     )
     model = Regression() if module is None else module
     own_loader = is_overridden("train_dataloader", getattr(model, "_orig_mod", model))
@@ -137,16 +130,7 @@ def test_the_checkpoint_is_an_ordinary_one_and_training_resumes_from_it(tmp_path
 
     fit(tmp_path / "half", strategy(), 4, 4, max_epochs=1)
     (path,) = (tmp_path / "half").glob("**/*.ckpt")
-    resumed = L.Trainer(
-        accelerator="cpu",
-        devices=4,
-        strategy=strategy(),
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    resumed = quiet_trainer(devices=4, strategy=strategy(), enable_checkpointing=False)
     model = Regression()
     resumed.fit(model, DataLoader(data(48), 4), DataLoader(data(20), 5), ckpt_path=path)
     for name, value in whole.state_dict().items():
@@ -211,8 +195,7 @@ def test_variance_correction_wraps_adam_and_knows_the_number_of_pipelines(tmp_pa
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("module", "note"),
-    [(AdamRegression, "has nothing to correct: AllReduce("), (Regression, "does not apply to SGD")],
+    ("module", "note"), [(AdamRegression, "has nothing to correct: AllReduce("), (Regression, "does not apply to SGD")]
 )
 def test_a_correction_that_corrects_nothing_says_so_once(
     tmp_path: Path, module: type[Regression], note: str, caplog: pytest.LogCaptureFixture

@@ -56,12 +56,7 @@ def outcomes(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], direct
     clean |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            command,
-            env=clean | variables,
-            cwd=directory,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            command, env=clean | variables, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         for command, variables in commands
     ]

@@ -31,12 +31,11 @@ from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess, SchedulerSettings, reserve_port
 from lightning_sdpipe.scheduler.server.server import Endpoint
 from lightning_sdpipe.supervision.events import Seen
-from lightning_sdpipe.supervision.output import Log, own_terminal
+from lightning_sdpipe.supervision.output import BUFFERED, Log, Writer, own_terminal
 from lightning_sdpipe.supervision.script import command
 from lightning_sdpipe.supervision.state import Settings
 from lightning_sdpipe.supervision.status_poller import PERIOD
 from lightning_sdpipe.supervision.supervisor import Supervisor
-from lightning_sdpipe.supervision.writing import BUFFERED, Writer
 
 ROOT = Path(__file__).parents[2]
 MAIN = f"import sys; from {__name__} import main; sys.exit(main(*sys.argv[1:]))"

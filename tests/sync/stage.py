@@ -23,9 +23,21 @@ from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
 from lightning_sdpipe.topology.groups import Replicas, Traffic
 from lightning_sdpipe.topology.mesh import Mesh
+from tests.exchange.test_group_mean import values
 from tests.exchange.threads import Crew, together
 
 TIMEOUT = timedelta(seconds=20)
+SIZE = 50
+
+
+def equal(pipeline: int) -> Tensor:
+    """A parameter that is the same everywhere."""
+    return values(99, SIZE)
+
+
+def change(pipeline: int, update: int) -> Tensor:
+    """Of that parameter, by one update."""
+    return 0.1 * values(100 * update + pipeline, SIZE)
 
 
 class Office:

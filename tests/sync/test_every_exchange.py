@@ -4,7 +4,6 @@ instead, or trains. Real policies and transfers, in threads."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
@@ -33,7 +32,6 @@ from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from tests.exchange.test_group_mean import values
-from tests.exchange.threads import one_thread
 from tests.sync.stage import Stage
 
 N, SIZE, UPDATES = 4, 400, 4
@@ -108,12 +106,6 @@ def chosen() -> list[tuple[Any, Exchange]]:
             found.append((sync, exchange))
             seen |= pairs
     return found
-
-
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    with one_thread():
-        yield Stage(N)
 
 
 def start(pipeline: int) -> Tensor:

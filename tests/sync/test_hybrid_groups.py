@@ -224,11 +224,7 @@ def test_meetings_in_eight_bits_lead_nearly_to_the_same(tmp_path: Path) -> None:
     """Groups that all meet after every step, so that nothing depends on who is faster."""
     outcomes, sent = [], []
     for exchange in (Exchange(), Exchange(EightBit(block=16))):
-        strategy = SDPipeStrategy(
-            sync=PHDPSGD(group_size=2, staleness=1),
-            exchange=exchange,
-            start_method="fork",
-        )
+        strategy = SDPipeStrategy(sync=PHDPSGD(group_size=2, staleness=1), exchange=exchange, start_method="fork")
         counted = BytesSent(tmp_path / f"{len(sent)}")
         _, model = fit(tmp_path, strategy, 4, BATCH, OwnData([8] * 4, False), callbacks=[EqualReplicas(), counted])
         outcomes.append(nn.utils.parameters_to_vector(model.parameters()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,27 +19,11 @@ from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.sync import DiLoCo, outer_averaging, outer_groups
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
-from tests.exchange.test_group_mean import values
-from tests.exchange.threads import one_thread
-from tests.sync.stage import Stage
+from tests.sync.stage import SIZE, Stage, change, equal
 
-N, SIZE, EVERY, ROUNDS = 4, 50, 2, 6
+N, EVERY, ROUNDS = 4, 2, 6
 LR, MOMENTUM = 0.7, 0.9
 PAIRS = PartialReduce(group_size=2)
-
-
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    with one_thread():
-        yield Stage(N)
-
-
-def equal(pipeline: int) -> Tensor:
-    return values(99, SIZE)
-
-
-def change(pipeline: int, update: int) -> Tensor:
-    return 0.1 * values(100 * update + pipeline, SIZE)
 
 
 class Work:

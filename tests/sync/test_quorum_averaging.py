@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,26 +18,10 @@ from lightning_sdpipe.sync import DiLoCo, PartialReduce, outer_averaging
 from lightning_sdpipe.sync.capabilities import Combination, check
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
-from tests.exchange.test_group_mean import values
-from tests.exchange.threads import one_thread
-from tests.sync.stage import Stage
+from tests.sync.stage import SIZE, Stage, change, equal
 
-N, SIZE, EVERY = 3, 50, 2
+N, EVERY = 3, 2
 LR, MOMENTUM = 0.7, 0.9
-
-
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    with one_thread():
-        yield Stage(N)
-
-
-def equal(pipeline: int) -> Tensor:
-    return values(99, SIZE)
-
-
-def change(pipeline: int, update: int) -> Tensor:
-    return 0.1 * values(100 * update + pipeline, SIZE)
 
 
 class Work:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,16 +16,9 @@ from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from tests.exchange.test_group_mean import values
-from tests.exchange.threads import one_thread
 from tests.sync.stage import Stage
 
 N, SIZE = 4, 100
-
-
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    with one_thread():
-        yield Stage(N)
 
 
 def start(pipeline: int) -> Tensor:

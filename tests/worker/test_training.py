@@ -117,11 +117,7 @@ def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[in
         synchronise=lambda: None,
         statistics=SimpleNamespace(seconds_waiting=0.0),
     )
-    parts = SimpleNamespace(
-        pipeline=TwoAhead(),
-        freezing=NothingFrozen(),
-        runners=[SimpleNamespace(is_last=False)],
-    )
+    parts = SimpleNamespace(pipeline=TwoAhead(), freezing=NothingFrozen(), runners=[SimpleNamespace(is_last=False)])
     client = SimpleNamespace(step_ended=lambda *_: None)
     groups = SimpleNamespace(mesh=SimpleNamespace(num_stages=1))
     draws = SimpleNamespace(stream=(), between_steps=lambda point: None, end_update=lambda optimizer: None)

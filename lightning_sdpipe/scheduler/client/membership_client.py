@@ -50,15 +50,7 @@ from lightning_sdpipe.scheduler.client.store import StoreClient
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
 from lightning_sdpipe.scheduler.membership_protocol import Start
 
-__all__ = [
-    "Callbacks",
-    "CancelledError",
-    "MembershipClient",
-    "MustEndError",
-    "Receive",
-    "RunOverError",
-    "Start",
-]
+__all__ = ["Callbacks", "CancelledError", "MembershipClient", "MustEndError", "Receive", "RunOverError", "Start"]
 
 LAST_WORDS = 1.0
 """Most seconds that a failing process spends on reporting its failure."""

@@ -64,11 +64,7 @@ class TrainingAsks:
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        make: Callable[..., Any],
-        mesh: m.Shape | None,
-        clock: Callable[[], float],
+        self, worker: Worker, make: Callable[..., Any], mesh: m.Shape | None, clock: Callable[[], float]
     ) -> None:
         self.worker, self._make, self._mesh = worker, make, mesh
         self.joined = False

@@ -192,11 +192,7 @@ class Journal:
 
     def _events(self, entries: list[Entry]) -> Iterator[LeaseEvent]:
         """Yield what each pipeline would report of the newest segment."""
-        stages, pipelines, depths = (
-            self._beginning.num_stages,
-            self._beginning.num_pipelines,
-            self._beginning.depths,
-        )
+        stages, pipelines, depths = (self._beginning.num_stages, self._beginning.num_pipelines, self._beginning.depths)
         segment = self._segment
         assert segment is not None
         books: dict[int, dict[int, Lease]] = {pipeline: {} for pipeline in range(pipelines)}

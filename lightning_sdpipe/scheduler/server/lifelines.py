@@ -17,7 +17,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from types import TracebackType
 
 import zmq
 
@@ -95,9 +94,7 @@ class Lifelines:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._dismiss)
         self._thread.join()
         os.close(self._dismissed)

@@ -32,11 +32,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.sync.among_present import ExchangesOfPairs, RoundsOfBases, RoundsOfPresent
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
-from lightning_sdpipe.sync.synchronizer import (
-    Replica,
-    Synchronizer,
-    averaged,
-)
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, averaged
 from lightning_sdpipe.topology.groups import ProcessGroups, Replicas
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 

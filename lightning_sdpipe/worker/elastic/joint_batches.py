@@ -1,9 +1,9 @@
 """Turns of Lightning's loop where all pipelines of an elastic job train one batch together, each as much of it as its
 speed allows.
 
-Every turn but the last of a segment is a round of gradients. The flags of a round tell all who was in it, and how fast
-each is; :mod:`lightning_sdpipe.dealing.joint_rounds` has the rules by which they divide the next one alike. A pipeline
-without a share, or one that is held up, takes its turn, too, and gives no gradient.
+Every turn but the last of a segment is a round of gradients. The flags of a round tell all members which pipelines were
+in it, and how fast each is; :mod:`lightning_sdpipe.dealing.joint_rounds` has the rules by which they divide the next
+one alike. A pipeline without a share, or one that is held up, takes its turn, too, and gives no gradient.
 
 With several stages, a pipeline that goes in a round may have been in it on some stages only. Stage 0 tells the others
 when to agree on what is missed: what is not in the model of every stage is trained again.

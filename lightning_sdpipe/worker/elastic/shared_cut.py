@@ -1,9 +1,9 @@
 """Cut of the pipelines of an elastic run, where it follows from measured times: that of the first pipeline that has
 measured. The others take it over, those that come later without measuring.
 
-Pipelines tell each other in the scheduler's key-value store, before they enrol. Who has measured takes a number there,
-and the one of number 1 tells the sizes of its stages. Members have each scheduler of the run keep them, since a store
-does not survive its scheduler.
+Pipelines tell each other in the scheduler's key-value store, before they enrol. A pipeline that has measured takes a
+number there, and the one of number 1 tells the sizes of its stages. Members have each scheduler of the run keep them,
+since a store does not survive its scheduler.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_sdpipe.worker.scheduler_connection import MakePlans
 log = logging.getLogger(__name__)
 
 _TELLING = 20.0
-"""Seconds in which who has number 1 must have told its cut; that takes it one message."""
+"""Seconds in which the pipeline of number 1 must have told its cut; that takes it one message."""
 
 
 def plan(line: MembershipClient, cuts: Sequence[PipelineCut], make: MakePlans) -> Sequence[Plan]:

@@ -1,10 +1,10 @@
 """Validation in an elastic job, shared among the pipelines that are present.
 
 The pipelines meet as it begins, and each computes the same division of the batches from what all have said there. When
-each has evaluated what it was given, they meet again: whoever comes has evaluated all of it. What the missing pipelines
-had is divided among those that came, until nothing is missing. Then they gather what each has logged, and merge it in
-the order of the pipelines, so that all have the same values, to the last bit. What a lost pipeline has logged is merged
-by all of the others; or by none, and then its batches are evaluated again. So each sample counts once.
+each has evaluated what it was given, they meet again: a pipeline that comes has evaluated all of it. What the missing
+pipelines had is divided among those that came, until nothing is missing. Then they gather what each has logged, and
+merge it in the order of the pipelines, so that all have the same values, to the last bit. What a lost pipeline has
+logged is merged by all of the others; or by none, and then its batches are evaluated again. So each sample counts once.
 
 Where results cannot be merged, each pipeline evaluates all of the data. Of most results that is known when the first
 batches have been evaluated: then each pipeline evaluates the other ones, too, and all of them in later validations.
@@ -185,10 +185,7 @@ class _Fetcher(DataFetcher):
     """A fetcher of ``batches``, in the place of Lightning's ``fetcher``."""
 
     def __init__(
-        self,
-        fetcher: DataFetcher,
-        batches: Iterator[Item],
-        first_failure: AbstractContextManager[None],
+        self, fetcher: DataFetcher, batches: Iterator[Item], first_failure: AbstractContextManager[None]
     ) -> None:
         self.__dict__.update(fetcher.__dict__)
         self._batches, self._first_failure = batches, first_failure

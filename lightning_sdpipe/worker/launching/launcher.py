@@ -111,12 +111,7 @@ class CheckingLauncher(SubprocessScriptLauncher):
     """
 
     def __init__(
-        self,
-        environment: ClusterEnvironment,
-        num_processes: int,
-        num_nodes: int,
-        check: Check,
-        timeout: float,
+        self, environment: ClusterEnvironment, num_processes: int, num_nodes: int, check: Check, timeout: float
     ) -> None:
         super().__init__(environment, num_processes, num_nodes)
         self._check = check

@@ -1,4 +1,4 @@
-"""The model while it trains, without stopping anybody: each worker writes down its part, and what the parts amount to
+"""The model while it trains, without stopping a worker: each writes down its part, and what the parts amount to
 is found out afterwards.
 
 At any moment the model is what the run would leave if it ended there: the mean over the pipelines, each as of its last

@@ -1,6 +1,6 @@
 """Time and samples to a target, with real compute on real data: SDPipe §5.3 and §5.5.
 
-Nobody is stopped to be evaluated: workers write down their parameters as they go, and the model at each moment, the
+No worker is stopped to be evaluated: they write down their parameters as they go, and the model at each moment, the
 mean over the pipelines, is evaluated after the run.
 """
 
@@ -10,7 +10,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -134,37 +134,54 @@ def _measured(
     in_turn: bool = False,
 ) -> Row:
     print(f"{case.workload.name} {case.condition.name} {case.method.name}, repeat {repeat}", end=": ", flush=True)
-    start = time.perf_counter()
     metric, every = experiment["metric"], experiment["snapshot_every"]
-    asked = {**asdict(case), "metric": metric, "snapshot_every": every, "points": points}
-    asked |= {"frozen": dict(frozen)} if frozen else {}
-    asked |= {"one_process": True} if in_turn else {}
-    row = journal.measured(
-        asked,
-        lambda: (
-            {"curve": learning_curve(case, metric, points)} if in_turn else train(case, metric, every, points, frozen)
-        ),
-    )
-    curve, target, rising = row["curve"], experiment["target"], experiment["rising"]
-    reached = to_target(curve, target, rising)
-    print(f"{metric} {curve[-1][2]:.3f} ({time.perf_counter() - start:.0f} s)", flush=True)
+    asked = ({"frozen": dict(frozen)} if frozen else {}) | ({"one_process": True} if in_turn else {})
+
+    def learn() -> Row:
+        if in_turn:
+            return {"curve": learning_curve(case, metric, points)}
+        return train(case, metric, every, points, frozen)
+
     return {
         "what": case.method.name,
-        "workload": case.workload.name,
-        "shape": case.shape,
         "schedule": case.schedule,
         "heterogeneity": case.condition.name,
         "repeat": repeat,
+        **learned(case, experiment, {"points": points, **asked}, journal, learn),
+        "scale": case.scale,
+        "command": _command(case, frozen, experiment, points, in_turn),
+    }
+
+
+def learned(
+    case: RealCase, experiment: Mapping[str, Any], asked: Mapping[str, Any], journal: Journal, learn: Callable[[], Row]
+) -> Row:
+    """Return what a training says of the target of its experiment, and print its last value.
+
+    Args:
+        case: what is trained.
+        experiment: its metric and target, as :func:`run` takes them.
+        asked: what else determines the curve.
+        journal: of finished measurements.
+        learn: returns the ``curve``.
+    """
+    start = time.perf_counter()
+    metric, target, rising = experiment["metric"], experiment["target"], experiment["rising"]
+    every = experiment["snapshot_every"]
+    curve = journal.measured({**asdict(case), "metric": metric, "snapshot_every": every, **asked}, learn)["curve"]
+    seconds, samples = to_target(curve, target, rising) or (None, None)
+    print(f"{metric} {curve[-1][2]:.3f} ({time.perf_counter() - start:.0f} s)", flush=True)
+    return {
+        "workload": case.workload.name,
+        "shape": case.shape,
         "target": f"{metric} {'≥' if rising else '≤'} {target}",
-        "seconds_to_target": None if reached is None else reached[0],
-        "samples_to_target": None if reached is None else reached[1],
-        "final": curve[-1][2],
+        "seconds_to_target": seconds,
+        "samples_to_target": samples,
         "rising": rising,
         "seconds": curve[-1][0],
         "samples": curve[-1][1],
-        "scale": case.scale,
+        "final": curve[-1][2],
         "seed": case.seed,
-        "command": _command(case, frozen, experiment, points, in_turn),
         "curve": curve,
     }
 
@@ -187,7 +204,8 @@ def train(
             configure = module.configure_optimizers
             module.configure_optimizers = lambda: FrozenVariance(configure(), **frozen)  # type: ignore[method-assign, arg-type]
         snapshots = Snapshots(Path(directory), every)
-        trainings.fit(module, loader, trainings.strategy(case), case.workers, case.iterations, snapshots)
+        strategy, iterations = trainings.strategy(case), case.iterations
+        trainings.fit(module, [loader], strategy, case.workers, snapshots, limit_train_batches=iterations)
         arguments = (Path(directory), case.workload.specification, metric, loader.batch_size, points)
         (curve,) = run_processes(1, evaluate, *arguments, timeout=EVALUATION_TIMEOUT)
     return {"curve": [list(point) for point in curve]}
@@ -230,8 +248,8 @@ def to_target(curve: Curve, target: float, rising: bool) -> tuple[float, float] 
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Ours against all-reduce, seed by seed, with a flush and without. Who never reaches the target needs infinitely
-    long; seeds in which all-reduce does not are left out."""
+    """Ours against all-reduce, seed by seed, with a flush and without. A run that never reaches the target needs
+    infinitely long; seeds in which all-reduce does not are left out."""
     found: Ratios = {}
     for workload, condition in dict.fromkeys((row["workload"], row["heterogeneity"]) for row in rows):
         own = [row for row in rows if (row["workload"], row["heterogeneity"]) == (workload, condition)]

@@ -14,18 +14,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import hydra
 import lightning as L
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.heterogeneity import Static
-from recipes.suites.emulated import EmulatedChain
+from recipes.suites.cases import seeded
+from recipes.suites.emulated import Validated, passes
 from recipes.suites.parts import check_parts
-from recipes.suites.ratios import Ratios, Row, ratio, rotated
-from recipes.suites.trainings import BACKWARD_SHARE, TRANSFER_TIMEOUT, quiet, random_features
+from recipes.suites.ratios import Ratios, Row, quotients, ratio, rotated
+from recipes.suites.trainings import TRANSFER_TIMEOUT, fit, quiet, random_features
 
 LOWER_IS_BETTER = frozenset[str]()
 
@@ -39,18 +38,10 @@ GOALS: dict[str, tuple[str, str, float]] = {
     "sharded/1x4/none": (OURS, SHARDED, 0.98),
     "batch_by_speed/1x4/static": (BY_SPEED, ALL_REDUCE, 1.5),
 }
-"""By the key of the ratio: whose epochs, the epochs of whom else are divided by them, and what should come out at
-least."""
+"""By the key of the ratio: the method whose epochs divide, that whose epochs are divided, and the least quotient."""
 BOUND_GOAL = 0.93
 LAYERS = 4
 """Of a stage, so that gradients come one after the other."""
-
-
-class Validated(EmulatedChain):
-    """An emulated chain that validates, too."""
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_output", self.blocks(batch).mean())
 
 
 class Stopwatch(L.Callback):
@@ -123,10 +114,10 @@ def _measured(
     method, _, data = what.partition("/")
     stages, pipelines, parts = part["num_stages"], part["num_pipelines"], part["num_micro_batches"]
     slots = parts + stages - 1
-    slowness = _seeded(heterogeneity[condition], seed)
+    slowness = seeded(heterogeneity[condition], seed)
     strategy = SDPipeStrategy(
         num_stages=stages,
-        sync=_seeded(methods[method], seed),
+        sync=seeded(methods[method], seed),
         num_micro_batches=parts,
         data="sharded" if data == "by_speed" else data,  # type: ignore[arg-type]  # checked there
         batch_by_speed=data == "by_speed",
@@ -136,8 +127,7 @@ def _measured(
     )
     seconds = part["batch_seconds"] / slots / LAYERS
     torch.manual_seed(seed)
-    times = (1 - BACKWARD_SHARE) * seconds, BACKWARD_SHARE * seconds
-    module = Validated(LAYERS * stages, *times, part["num_parameters"] // LAYERS)
+    module = Validated(LAYERS * stages, *passes(seconds), part["num_parameters"] // LAYERS)
     loaders = [random_features(part[name] * pipelines, parts) for name in ("batches", "validation_batches")]
     shape = f"{stages}x{pipelines}"
     print(f"{shape} {condition} {what}, repeat {repeat}", end=": ", flush=True)
@@ -165,20 +155,7 @@ def epoch_lengths(
     """Seconds of each epoch but the first, in which everything is started and no speed is known yet."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "times.json"
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=workers,
-            strategy=strategy,
-            max_epochs=epochs + 1,
-            callbacks=[Stopwatch(path)],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-        )
-        training, validation = loaders
-        trainer.fit(module, training, validation)
+        fit(module, loaders, strategy, workers, Stopwatch(path), max_epochs=epochs + 1, num_sanity_val_steps=0)
         times = json.loads(path.read_text())
     return [after - before for before, after in pairwise(times[1:])]
 
@@ -189,27 +166,15 @@ def _own_rates(slowness: Static, part: Mapping[str, Any]) -> float:
     return sum((1 / factor for factor in factors), 0.0) / float(part["batch_seconds"])
 
 
-def _seeded(specification: Mapping[str, Any], seed: int) -> Any:
-    return hydra.utils.instantiate({**specification, **({"seed": seed} if "seed" in specification else {})})
-
-
 def ratios(rows: Sequence[Row]) -> Ratios:
     """Return those of :data:`GOALS` that were measured, and how near to the sum of the devices' own speeds ours is."""
     found: Ratios = {}
     for key, (ours, other, goal) in GOALS.items():
         _, shape, condition = key.split("/")
-        seconds = {
-            (row["what"], row["micro_batches"], row["repeat"]): row["epoch_s"]
-            for row in rows
-            if (row["shape"], row["heterogeneity"]) == (shape, condition)
-        }
-        quotients = [
-            seconds[other, parts, repeat] / mine
-            for (what, parts, repeat), mine in seconds.items()
-            if what == ours and (other, parts, repeat) in seconds
-        ]
-        if quotients:
-            found[key] = ratio(quotients, goal, f"s per epoch, {shape} emulated, {condition}: {other} over {ours}")
+        own = [row for row in rows if row["shape"] == shape]
+        above, below, same = (other, condition), (ours, condition), ("micro_batches", "repeat")
+        if values := quotients(own, "epoch_s", above, below, same=same):
+            found[key] = ratio(values, goal, f"s per epoch, {shape} emulated, {condition}: {other} over {ours}")
     bound = [
         row["samples_per_s"] / row["sum_of_rates"]
         for row in rows

@@ -3,12 +3,9 @@ hierarchy, and of a model in one flat buffer or tensor by tensor. Links are real
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -22,14 +19,14 @@ from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.payloads import Full
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.topology.groups import Replicas
-from recipes.suites.namespaces import INTERFACE, NotAllowed, address, enter, hosts
-from recipes.suites.processes import in_processes
+from recipes.suites.namespaces import INTERFACE, NotAllowed, hosts
+from recipes.suites.processes import run_on_hosts
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 
 HOSTS = 2
 WORKERS = 8  # as many on each host
 PORT = 29633
-SECONDS = 300.0
+SECONDS = 600.0
 COMPARED: Mapping[str, tuple[str, str, float | None]] = {
     "ablation/hierarchy": ("flat", "by_hosts", 3.6),
     "ablation/hierarchy/ring": ("ring", "by_hosts", None),
@@ -55,8 +52,8 @@ def measure(*, elements: int, tensors: int, rate_mbit: float, repeats: int, seed
     """
     try:
         with hosts(HOSTS, rate_mbit) as names:
-            work = partial(_work_on, names)
-            by_rank = in_processes(WORKERS, work, elements, tensors, repeats, seed, timeout=2 * SECONDS)
+            places = [name for name in names for _ in range(WORKERS // HOSTS)]
+            by_rank = run_on_hosts(places, PORT, _work, elements, tensors, repeats, seed, timeout=SECONDS)
     except NotAllowed as reason:
         print(f"No slow links: {reason}", file=sys.stderr)
         return [], {}
@@ -81,17 +78,7 @@ CASES = ("flat", "by_hosts", "one_by_one", "ring")
 Seen = dict[str, tuple[list[float], list[int]]]
 
 
-def _work_on(names: Sequence[str], rank: int, elements: int, tensors: int, repeats: int, seed: int) -> Seen:
-    enter(names[rank // (WORKERS // HOSTS)])
-    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{address(0)}:{PORT}",
-        rank=rank,
-        world_size=WORKERS,
-        timeout=timedelta(seconds=SECONDS),
-    )
+def _work(rank: int, elements: int, tensors: int, repeats: int, seed: int) -> Seen:
     world = dist.group.WORLD
     assert world is not None
     replicas = Replicas(world, range(WORKERS), 0, rank)
@@ -126,7 +113,6 @@ def _work_on(names: Sequence[str], rank: int, elements: int, tensors: int, repea
             if repeat >= 0:
                 seen[case][0].append(took)
                 seen[case][1].append(_sent() - before)
-    dist.destroy_process_group()
     return seen
 
 

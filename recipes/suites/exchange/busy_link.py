@@ -25,7 +25,7 @@ from lightning_sdpipe.heterogeneity import Delays
 from lightning_sdpipe.placement.network import Device, Network
 from lightning_sdpipe.topology.mesh import Mesh
 from recipes.suites import machine, trainings
-from recipes.suites.emulated import EmulatedChain
+from recipes.suites.emulated import EmulatedChain, passes
 from recipes.suites.emulated_links import WITHIN_A_MACHINE, emulated_links
 from recipes.suites.exchange import traffic
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
@@ -84,8 +84,7 @@ def measure(
 
     def samples_per_second(kind: str, name: str, repeat: int) -> Row:
         torch.manual_seed(seed + repeat)
-        times = micro_batch_seconds / 3, 2 * micro_batch_seconds / 3
-        module = EmulatedChain(num_stages, *times, num_parameters=num_parameters)
+        module = EmulatedChain(num_stages, *passes(micro_batch_seconds), num_parameters=num_parameters)
         loader = trainings.random_features(iterations * num_pipelines, num_micro_batches)
         slowness: Delays = hydra.utils.instantiate({**delays, "seed": seed + repeat})
         exchange: Exchange = Exchange() if name == NOSYNC else hydra.utils.instantiate(exchanges[name])
@@ -101,14 +100,8 @@ def measure(
         )
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as directory, emulated_links(networks[kind]):
-            trainings.fit(
-                module,
-                loader,
-                strategy,
-                mesh.num_stages * mesh.num_pipelines,
-                iterations,
-                Probe(Path(directory), warm_up),
-            )
+            probe, workers = Probe(Path(directory), warm_up), num_stages * num_pipelines
+            trainings.fit(module, [loader], strategy, workers, probe, limit_train_batches=iterations)
             reports = read_reports(Path(directory))
         row = summary(reports, num_micro_batches, machine.cores())
         speed = f"{row['samples_per_s']:.2f} samples/s ({time.perf_counter() - start:.0f} s)"

@@ -114,5 +114,6 @@ def _peak(name: str, width: int, blocks: int, steps: int, seed: int) -> int:
     data = torch.rand(steps * WORKERS * BATCH, width, generator=torch.Generator().manual_seed(seed))
     loader: DataLoader[Any] = DataLoader(list(data), BATCH)  # type: ignore[arg-type]  # a list is a dataset, too
     with tempfile.TemporaryDirectory() as directory:
-        trainings.fit(_Adam(width, blocks, seed), loader, strategy, WORKERS, steps, _Peak(Path(directory)))
+        module, peak = _Adam(width, blocks, seed), _Peak(Path(directory))
+        trainings.fit(module, [loader], strategy, WORKERS, peak, limit_train_batches=steps)
         return max(int(json.loads(file.read_text())) for file in Path(directory).iterdir())

@@ -3,12 +3,9 @@ concerned. Full precision is gloo's all-reduce."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from functools import partial
+from collections.abc import Callable, Mapping
 from statistics import median
 
 import torch
@@ -24,14 +21,13 @@ from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.decentralized import with_neighbours
 from lightning_sdpipe.policies.pairing import ring, shift_one
 from lightning_sdpipe.topology.groups import Replicas
-from recipes.suites.namespaces import INTERFACE, NotAllowed, address, enter, hosts
-from recipes.suites.processes import in_processes
+from recipes.suites.namespaces import NotAllowed, hosts
+from recipes.suites.processes import run_on_hosts
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 
 WORKERS = 4
 PORT = 29631
-SECONDS = 300.0
-TIMEOUT = timedelta(seconds=SECONDS)
+SECONDS = 600.0
 FULL = "full"
 GOALS: Mapping[str, Mapping[str, float]] = {
     "100mbit": {"eight_bit": 3.5, "one_bit": 15, "half": 1.85, "pair8": 5.5, "ring8": 2.6},
@@ -73,22 +69,12 @@ def measure(
 def _timed(elements: int, rate: float, repeats: int, seed: int) -> dict[str, list[float]]:
     """Seconds of each repeat, of the slowest worker."""
     with hosts(WORKERS, rate) as names:
-        by_rank = in_processes(WORKERS, partial(_work_on, names), elements, repeats, seed, timeout=2 * SECONDS)
+        by_rank = run_on_hosts(names, PORT, _work, elements, repeats, seed, timeout=SECONDS)
     return {what: [max(times) for times in zip(*(t[what] for t in by_rank), strict=True)] for what in by_rank[0]}
 
 
-def _work_on(names: Sequence[str], rank: int, elements: int, repeats: int, seed: int) -> dict[str, list[float]]:
-    enter(names[rank])
-    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-    return work(rank, elements, repeats, seed)
-
-
-def work(rank: int, elements: int, repeats: int, seed: int) -> dict[str, list[float]]:
+def _work(rank: int, elements: int, repeats: int, seed: int) -> dict[str, list[float]]:
     """Exchange as one worker of the group; return the seconds of each repeat."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://{address(0)}:{PORT}", rank=rank, world_size=WORKERS, timeout=TIMEOUT
-    )
     world = dist.group.WORLD
     assert world is not None
     replicas = Replicas(world, range(WORKERS), 0, rank)
@@ -131,7 +117,6 @@ def work(rank: int, elements: int, repeats: int, seed: int) -> dict[str, list[fl
             if repeat >= 0:
                 seconds[name].append(time.perf_counter() - start)
     dist.barrier()
-    dist.destroy_process_group()
     return seconds
 
 

@@ -42,7 +42,7 @@ from lightning_sdpipe import (
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Static
 from recipes.suites import trainings
-from recipes.suites.emulated import EmulatedChain
+from recipes.suites.emulated import EmulatedChain, passes
 from recipes.suites.namespaces import INTERFACE, NotAllowed, address, enter, hosts
 from recipes.suites.processes import in_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
@@ -123,8 +123,7 @@ class _Matrices(EmulatedChain):
     """Its parameters are square."""
 
     def __init__(self, blocks: int, compute_seconds: float, parameters: int) -> None:
-        share = compute_seconds / blocks
-        super().__init__(blocks, (1 - trainings.BACKWARD_SHARE) * share, trainings.BACKWARD_SHARE * share)
+        super().__init__(blocks, *passes(compute_seconds / blocks))
         side = round((parameters / blocks) ** 0.5)
         for block in self.blocks:
             block.weight = nn.Parameter(torch.zeros(side, side))
@@ -223,13 +222,7 @@ def _ratios(names: Sequence[str], rows: Sequence[Row]) -> Ratios:
 
 
 def _train(
-    rank: int,
-    machines: Sequence[str],
-    name: str,
-    shape: tuple[int, float, int],
-    steps: int,
-    warm_up: int,
-    seed: int,
+    rank: int, machines: Sequence[str], name: str, shape: tuple[int, float, int], steps: int, warm_up: int, seed: int
 ) -> tuple[float, float]:
     """Samples per second, and bytes sent in a step, of one worker, which has a host of its own."""
     enter(machines[rank])
@@ -237,24 +230,11 @@ def _train(
     own = {"MASTER_ADDR": address(0), "MASTER_PORT": PORT, "TORCHELASTIC_RUN_ID": "slow", "SDPIPE_HOST": machines[rank]}
     own |= {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": 1}  # or Lightning gives this host all of the cores
     os.environ.update({key: str(value) for key, value in {**place, **own}.items()})
-    torch.set_num_threads(1)
     torch.manual_seed(seed)
     clock = _Clock(warm_up)
+    module, batches = _Matrices(*shape), trainings.random_features((warm_up + steps) * WORKERS, 1)
     with tempfile.TemporaryDirectory() as directory:
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1,
-            num_nodes=WORKERS,
-            strategy=CASES[name].strategy(),
-            max_epochs=1,
-            limit_train_batches=warm_up + steps,
-            callbacks=[clock],
-            default_root_dir=Path(directory),
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(_Matrices(*shape), trainings.random_features((warm_up + steps) * WORKERS, 1))
+        options = {"num_nodes": WORKERS, "limit_train_batches": warm_up + steps, "default_root_dir": Path(directory)}
+        trainings.fit(module, [batches], CASES[name].strategy(), 1, clock, **options)
     (start, before), *_, (end, after) = clock.readings
     return steps / (end - start), (after - before) / steps

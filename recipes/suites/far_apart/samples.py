@@ -84,7 +84,8 @@ def rows_of(text: Text) -> list[Tensor]:
     data = PydocText(text.batch, text.length, text.network["vocab_size"])
     data.prepare_data()
     data.setup("fit")
-    return data.train
+    rows: list[Tensor] = data.train
+    return rows
 
 
 def loader(text: Text, rows: Sequence[Tensor], batches: int) -> DataLoader[Any]:

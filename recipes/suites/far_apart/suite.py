@@ -8,8 +8,6 @@ once, from a process that has imported everything, and gets the state of another
 
 from __future__ import annotations
 
-import logging
-import os
 import random
 import shutil
 import tempfile
@@ -30,14 +28,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdpipe import Exchange, SDPipeStrategy
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
+from recipes.suites.emulated import passes
 from recipes.suites.far_apart.samples import PacedBert, Text, loader, losses, over_calm, rows_of
 from recipes.suites.faults.diary import Fault
-from recipes.suites.faults.elastic_world import Record, World, note_transfers
+from recipes.suites.faults.elastic_world import Record, World, note_transfers, set_up
 from recipes.suites.late_messages import arrive_late
 from recipes.suites.namespaces import hosts, inside
 from recipes.suites.ratios import Ratios, Row, ratio
 from recipes.suites.soak.suite import Noted
-from recipes.suites.trainings import BACKWARD_SHARE, quiet
+from recipes.suites.trainings import make_trainer, quiet
 
 LOWER_IS_BETTER = frozenset({"samples"})
 
@@ -87,8 +86,7 @@ class Learner(L.LightningModule):
 
     def __init__(self, seconds: float, num_parameters: int) -> None:
         super().__init__()
-        forward, backward = (1 - BACKWARD_SHARE) * seconds, BACKWARD_SHARE * seconds
-        self.net = nn.Sequential(EmulatedBlock(forward, backward, num_parameters=num_parameters))
+        self.net = nn.Sequential(EmulatedBlock(*passes(seconds), num_parameters=num_parameters))
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         output: Tensor = self.net(batch[1])
@@ -249,9 +247,7 @@ def _one(
     world = World(directory, islands, target=partial(learn, exchange), hosts=names, late=islands.latency)
     kills = 0
     try:
-        for pipeline in pipelines:
-            world.launch(pipeline)
-        world.serve()
+        world.start()
         world.wait(lambda: all(world.updates(i) for i in pipelines), "all islands to train", 120.0)
         next_kill, end = time.monotonic() + kill_every, time.monotonic() + PATIENCE
         while not all(world.exit_codes(i) == [0] for i in pipelines):
@@ -284,32 +280,13 @@ def learn(
     fault: Fault | None = None,
 ) -> None:
     """One worker, in a process of its own."""
-    log = os.open(directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ |= {**environment, "OMP_NUM_THREADS": "1"}
-    torch.set_num_threads(1)
-    quiet()
-    logging.getLogger("lightning_sdpipe").setLevel(logging.INFO)
+    set_up(directory, name, environment)
     arrive_late(work.latency)
     diary = Counted(directory / f"{name}.diary")
     note_transfers(diary)
     torch.manual_seed(work.seed)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        strategy=SDPipeStrategy(
-            sync=work.sync,
-            exchange=exchange,
-            num_micro_batches=1,
-            timeout=timedelta(seconds=120),
-        ),
-        callbacks=[diary],
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = SDPipeStrategy(sync=work.sync, exchange=exchange, num_micro_batches=1, timeout=timedelta(seconds=120))
+    trainer = make_trainer(strategy, 1, diary)
     seconds = work.seconds(int(environment["SDPIPE_PIPELINE"]))
     if work.text is None:
         count = work.batches * BATCH

@@ -12,7 +12,7 @@ from typing import Any
 import hydra
 
 from lightning_sdpipe.scheduler.server.process import reserve_port
-from recipes.suites.faults.elastic_world import Record, Work, read_records, train, world
+from recipes.suites.faults.elastic_world import Record, Work, read_records, said, train, world
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 
 LONGEST = 300.0
@@ -77,12 +77,10 @@ def _processor(record: Record, warm_up: int) -> float:
 
 def _elastic(work: Work) -> list[Record]:
     with tempfile.TemporaryDirectory() as directory, world(Path(directory), work) as it:
-        for pipeline in range(work.num_pipelines):
-            it.launch(pipeline)
-        it.serve()
-        everybody = range(work.num_pipelines)
-        it.wait(lambda: not any(it.lives(pipeline) for pipeline in everybody), "the end of the run", LONGEST)
-        if any(code for pipeline in everybody for code in it.exit_codes(pipeline)):
+        it.start()
+        pipelines = range(work.num_pipelines)
+        it.wait(lambda: not any(map(it.lives, pipelines)), "the end of the run", LONGEST)
+        if any(code for pipeline in pipelines for code in it.exit_codes(pipeline)):
             raise RuntimeError(f"an elastic run without faults failed: {it.said()}")
         return it.records()
 
@@ -105,8 +103,7 @@ def _ordinary(work: Work) -> list[Record]:
             for process in processes:
                 process.join(LONGEST)
             if [process.exitcode for process in processes] != [0] * count:
-                said = "\n".join(path.read_text()[-1500:] for path in Path(directory).glob("*.log"))
-                raise RuntimeError(f"an ordinary run failed: {said}")
+                raise RuntimeError(f"an ordinary run failed: {said(Path(directory))}")
         finally:
             for process in processes:
                 process.kill()

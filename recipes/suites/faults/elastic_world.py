@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning as L
@@ -39,10 +40,10 @@ from lightning_sdpipe.worker.elastic import state_transfer
 from lightning_sdpipe.worker.options import Schedule
 from recipes.suites import namespaces
 from recipes.suites.delayed_lines import DelayedLines
-from recipes.suites.emulated import EmulatedChain
+from recipes.suites.emulated import Validated, passes
 from recipes.suites.faults.diary import Diary, Fault
 from recipes.suites.faults.injected_faults import inject
-from recipes.suites.trainings import BACKWARD_SHARE, quiet, random_features
+from recipes.suites.trainings import make_trainer, quiet, random_features
 
 GLANCE = 0.01
 
@@ -103,13 +104,6 @@ class Record:
     def times(self, what: str) -> list[float]:
         """When that happened."""
         return [line["at"] for line in self.lines if line["what"] == what]
-
-
-class Validated(EmulatedChain):
-    """An emulated chain that validates, too."""
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_output", self.blocks(batch).mean())
 
 
 class World:
@@ -199,8 +193,11 @@ class World:
             namespaces.enter(self._hosts[pipeline])
         self._target(*arguments)
 
-    def serve(self) -> None:
-        """Start the scheduler, as soon as a worker has said what by."""
+    def start(self, faults: Mapping[int, Fault] = MappingProxyType({}), rank: int = 0) -> None:
+        """Start all pipelines, and the scheduler as soon as a worker has said what by; ``faults``, by pipeline, are
+        for their processes of ``rank``."""
+        for pipeline in range(self.work.num_pipelines):
+            self.launch(pipeline, faults.get(pipeline), rank)
         self.wait(lambda: self.scheduler.can_start, "a worker to say what the scheduler decides by")
         self.scheduler.start()
 
@@ -289,9 +286,8 @@ class World:
         return found
 
     def said(self) -> str:
-        """The ends of what everybody has printed."""
-        ends = [f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(self.directory.rglob("*.log"))]
-        return "\n".join(end for end in ends if not end.endswith(": "))
+        """The ends of what all processes have printed."""
+        return said(self.directory)
 
     def close(self) -> None:
         for pipeline in list(self._processes):
@@ -300,6 +296,12 @@ class World:
         self.scheduler.close()
         if self._lines is not None:
             self._lines.close()
+
+
+def said(directory: Path) -> str:
+    """Return the ends of what processes have printed, as their logs have it."""
+    ends = [f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(directory.rglob("*.log"))]
+    return "\n".join(end for end in ends if not end.endswith(": "))
 
 
 def read_records(directory: Path) -> list[Record]:
@@ -322,9 +324,8 @@ def world(directory: Path, work: Work, limits: Limits = USUAL_LIMITS) -> Iterato
         made.close()
 
 
-def train(work: Work, directory: Path, name: str, environment: Mapping[str, str], fault: Fault | None = None) -> None:
-    """One worker, in a process of its own; ``environment`` says which, and whether the run is elastic."""
-
+def set_up(directory: Path, name: str, environment: Mapping[str, str]) -> None:
+    """Make this process a worker's: with a log of its own and ``environment``."""
     log = os.open(directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -332,9 +333,13 @@ def train(work: Work, directory: Path, name: str, environment: Mapping[str, str]
     torch.set_num_threads(1)
     quiet()
     logging.getLogger("lightning_sdpipe").setLevel(logging.INFO)
-    compute = work.batch_seconds / work.num_blocks
+
+
+def train(work: Work, directory: Path, name: str, environment: Mapping[str, str], fault: Fault | None = None) -> None:
+    """One worker, in a process of its own; ``environment`` says which, and whether the run is elastic."""
+    set_up(directory, name, environment)
     torch.manual_seed(work.seed)
-    module = Validated(work.num_blocks, (1 - BACKWARD_SHARE) * compute, BACKWARD_SHARE * compute, work.num_parameters)
+    module = Validated(work.num_blocks, *passes(work.batch_seconds / work.num_blocks), work.num_parameters)
     elastic = "SDPIPE_PIPELINE" in environment
     if work.exchange.hierarchy == "hosts":
         os.environ["SDPIPE_HOST"] = f"machine-{int(environment['SDPIPE_PIPELINE']) // 2}"
@@ -352,18 +357,14 @@ def train(work: Work, directory: Path, name: str, environment: Mapping[str, str]
     callbacks: list[L.Callback] = [diary]
     if work.checkpoint_every:
         callbacks.append(ModelCheckpoint(directory / "checkpoints", every_n_train_steps=work.checkpoint_every))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1 if elastic else work.num_stages * work.num_pipelines,
-        strategy=strategy,
-        callbacks=callbacks,
+    trainer = make_trainer(
+        strategy,
+        1 if elastic else work.num_stages * work.num_pipelines,
+        *callbacks,
         max_epochs=work.epochs,
         limit_val_batches=work.validation_batches,
         num_sanity_val_steps=0,
-        logger=False,
         enable_checkpointing=bool(work.checkpoint_every),
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     loader = random_features(work.batches * work.num_pipelines, 1)
     validation = random_features(work.validation_batches, 1) if work.validation_batches else None

@@ -49,7 +49,7 @@ IN_STEP = frozenset({"allreduce"})
 transfer of the state."""
 SILENCE = 2.0
 CHECKPOINT_EVERY = 10  # where their disk is full
-VICTIM = 2  # neither the leader, nor who is asked first for its state
+VICTIM = 2  # neither the leader, nor the first donor of a state
 
 
 def run(
@@ -86,11 +86,7 @@ def run(
     matrix = {"methods": methods, "cases": cases, "after": after, "calm": calm, "repeats": repeats, "work": work}
     allreduce = {"method": methods["allreduce"]}
     compared = {name: methods[of] for name, of in (("elastic", "sdpipe"), ("allreduce", "allreduce"))}
-    arguments = {
-        "matrix": matrix,
-        "overhead": {**overhead, "methods": compared},
-        "torchft": {**torchft, **allreduce},
-    }
+    arguments = {"matrix": matrix, "overhead": {**overhead, "methods": compared}, "torchft": {**torchft, **allreduce}}
     return run_parts("faults", PARTS, only, seed, arguments)
 
 
@@ -139,7 +135,7 @@ def measure_case(work: Work, role: str, phase: str, after: int, calm: float) -> 
     """One run with one fault.
 
     Raises:
-        TimeoutError: something did not happen, with what everybody said.
+        TimeoutError: something did not happen, with what all processes said.
         NotAllowed: there is no disk that may be full.
     """
     full = phase in ("full_logs", "full_checkpoints")
@@ -153,10 +149,7 @@ def measure_case(work: Work, role: str, phase: str, after: int, calm: float) -> 
         victims = {"two_at_once": [0, VICTIM], "all_but_one": [1, VICTIM]}.get(phase, victims)
         inside = phase not in ("scheduler", "donor", "newcomer", "two_at_once", "all_but_one", "sigterm", "silent")
         inside = inside and not full
-        for pipeline in range(work.num_pipelines):
-            struck = inside and pipeline in victims
-            it.launch(pipeline, Fault(phase, after) if struck else None, rank)
-        it.serve()
+        it.start(dict.fromkeys(victims, Fault(phase, after)) if inside else {}, rank)
         it.wait(lambda: min(map(it.updates, range(work.num_pipelines))) >= after - 1, f"{after} updates of all")
         downtime = 0.0
         if phase == "scheduler":
@@ -229,7 +222,7 @@ def _kill_in_transfer(it: World, phase: str, victims: list[int]) -> float:
         died: float = it.wait(lambda: _struck_at(it, [VICTIM], newest=True), "the newcomer to die")
         victims[:] = [VICTIM]
         return died
-    # Whoever is asked gives the state, so all of them die of it: restarted ones that may be asked do, the first does.
+    # All that may be asked for the state die of it: the first does, and so do restarted ones.
     it.end(1)
     it.wait(lambda: it.members() == [0], "one pipeline to be left")
     it.launch(1, Fault("donor", 0))

@@ -6,7 +6,6 @@ torchft is no dependency of this project. Where it is not installed, the part sa
 from __future__ import annotations
 
 import importlib.util
-import json
 import multiprocessing
 import os
 import signal
@@ -22,17 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import lightning as L
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from lightning_sdpipe.scheduler.server.process import reserve_port
-from recipes.suites.emulated import LEARNING_RATE
+from recipes.suites.emulated import LEARNING_RATE, Validated, passes
 from recipes.suites.faults.diary import Diary, Fault
-from recipes.suites.faults.elastic_world import Record, Validated, Work, world
+from recipes.suites.faults.elastic_world import Record, Work, read_records, said, set_up, world
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
-from recipes.suites.trainings import BACKWARD_SHARE, quiet, random_features
+from recipes.suites.trainings import make_trainer, random_features
 
 VICTIM = 2
 INSTALL = "pip install torchft==0.2.0"
@@ -66,11 +64,11 @@ def measure(
     )
     for repeat in range(repeats):
         figures = {}
-        for who in rotated(["torchft", "sdpipe"], repeat):
-            records, killed = _torchft(work, after, seconds) if who == "torchft" else _ours(work, after, seconds)
-            figures[who] = _figures([record for record in records if record.pipeline != VICTIM], killed)
-            print(f"{who}: {figures[who]}", flush=True)
-            rows.append({"who": who, "repeat": repeat} | figures[who])
+        for library in rotated(["torchft", "sdpipe"], repeat):
+            records, killed = _torchft(work, after, seconds) if library == "torchft" else _ours(work, after, seconds)
+            figures[library] = _figures([record for record in records if record.pipeline != VICTIM], killed)
+            print(f"{library}: {figures[library]}", flush=True)
+            rows.append({"library": library, "repeat": repeat} | figures[library])
         longest.append(figures["sdpipe"]["longest_s"] / figures["torchft"]["longest_s"])
         steady.append(figures["sdpipe"]["median_s"] / figures["torchft"]["median_s"])
     return rows, {
@@ -89,9 +87,7 @@ def _figures(survivors: Sequence[Record], killed: float) -> dict[str, float]:
 
 def _ours(work: Work, after: int, seconds: float) -> tuple[list[Record], float]:
     with tempfile.TemporaryDirectory() as directory, world(Path(directory), work) as it:
-        for pipeline in range(work.num_pipelines):
-            it.launch(pipeline, Fault("forward", after) if pipeline == VICTIM else None)
-        it.serve()
+        it.start({VICTIM: Fault("forward", after)})
         it.wait(lambda: not it.lives(VICTIM), "the death of one")
         time.sleep(seconds)
         records = it.records()
@@ -121,8 +117,8 @@ def _torchft(work: Work, after: int, seconds: float) -> tuple[list[Record], floa
                 process.start()
             processes[VICTIM].join(120)
             if processes[VICTIM].exitcode != -signal.SIGKILL:
-                said = "\n".join(path.read_text()[-1500:] for path in Path(directory).glob("*.log"))
-                raise RuntimeError(f"torchft's victim ended with {processes[VICTIM].exitcode}: {said}")
+                code = processes[VICTIM].exitcode
+                raise RuntimeError(f"torchft's victim ended with {code}: {said(Path(directory))}")
             time.sleep(seconds)
         finally:
             for process in processes:
@@ -130,24 +126,15 @@ def _torchft(work: Work, after: int, seconds: float) -> tuple[list[Record], floa
                 process.join()
             server.kill()
             server.wait()
-        records = [_read(Path(directory), number) for number in range(work.num_pipelines)]
+        records = read_records(Path(directory))
     return records, records[VICTIM].times("strikes")[0]
-
-
-def _read(directory: Path, number: int) -> Record:
-    lines = (directory / f"{number}.diary").read_text().split("\n")[:-1]
-    return Record(number, 0, [json.loads(line) for line in lines])
 
 
 def _replica(work: Work, directory: Path, number: int, lighthouse: str, after: int) -> None:
     """One replica group of one process, in that process."""
-    log = os.open(directory / f"{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    torch.set_num_threads(1)
-    quiet()
-    port = reserve_port()
-    os.environ |= {"TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": str(number), "GLOO_SOCKET_IFNAME": "lo"}
+    name, port = f"0001-{number}-0", reserve_port()
+    own = {"TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": str(number), "GLOO_SOCKET_IFNAME": "lo"}
+    set_up(directory, name, own)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     import torchft  # type: ignore[import-not-found, unused-ignore]
@@ -176,16 +163,7 @@ def _replica(work: Work, directory: Path, number: int, lighthouse: str, after: i
         timeout=timedelta(seconds=10),
     )
     module.wrap(torchft.DistributedDataParallel(manager, module.blocks), torchft.Optimizer(manager, inner))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        callbacks=[Diary(directory / f"{number}.diary")],
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer("auto", 1, Diary(directory / f"{name}.diary"))
     trainer.fit(module, random_features(work.batches, 1))
 
 
@@ -198,8 +176,7 @@ class _Replica(Validated):
     """
 
     def __init__(self, work: Work, dies_at: int | None) -> None:
-        forward, backward = (1 - BACKWARD_SHARE) * work.batch_seconds, BACKWARD_SHARE * work.batch_seconds
-        super().__init__(1, forward, backward, work.num_parameters)
+        super().__init__(1, *passes(work.batch_seconds), work.num_parameters)
         self.automatic_optimization = False
         self._dies_at = dies_at
 

@@ -21,12 +21,13 @@ from lightning_sdpipe.heterogeneity import Heterogeneity
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.simulate import Work, jittered
+from recipes.suites.cases import seeded
 from recipes.suites.convergence import suite as convergence
 from recipes.suites.figures import require_matplotlib
 from recipes.suites.partial_reduce import figures
 from recipes.suites.partial_reduce.virtual import Digits, Method, Problem, Quadratic, at_target, train
 from recipes.suites.parts import check_parts
-from recipes.suites.ratios import Ratios, Row, ratio
+from recipes.suites.ratios import Ratios, Row, quotients, ratio
 from recipes.suites.throughput import suite as throughput
 
 LOWER_IS_BETTER = frozenset({"samples"})
@@ -166,7 +167,7 @@ def learning(
         learning_rate: of SGD.
         target: a loss.
         num_pipelines: N, of one stage each.
-        iterations: of each pipeline; too few if the target is not reached before somebody has done them.
+        iterations: of each pipeline; too few if the target is not reached before one pipeline has done them.
         seconds: of a mini-batch on a device at full speed, with a jitter of a tenth.
         exchange: seconds of an exchange among a group, or with a server.
         repeats: with seeds that count up.
@@ -254,8 +255,7 @@ def scale(
 def _work(
     num_pipelines: int, iterations: int, seconds: float, exchange: float, slowness: Mapping[str, Any], seed: int
 ) -> Work:
-    seeded = {**slowness, **({"seed": seed} if "seed" in slowness else {})}
-    slow: Heterogeneity = hydra.utils.instantiate(seeded)
+    slow: Heterogeneity = seeded(slowness, seed)
     return Work(
         1,
         num_pipelines,
@@ -311,47 +311,38 @@ def _median(rows: Sequence[Row], method: str, condition: str, column: str) -> fl
 def ratios(measured: Mapping[str, Sequence[Row]]) -> Ratios:
     """Return the ratios of the parts that were measured, repeat by repeat."""
     found: Ratios = {}
+
+    def add(
+        key: str, rows: Sequence[Row], by: tuple[str, str], of: tuple[str, str, str], goal: float | None, meaning: str
+    ) -> None:
+        """Divide a column ``by`` a name, ``of`` a condition and two methods, where there is something to divide."""
+        (name, column), (condition, above, below) = by, of
+        if values := quotients(rows, column, (above, condition), (below, condition), (name, "heterogeneity")):
+            found[key] = ratio(values, goal, meaning)
+
     learned = measured.get("virtual", [])
     for key, (ours, other, goal) in TIME_GOALS.items():
         condition = key.rpartition("/")[2]
-        values = _quotients(learned, ("method", "seconds"), condition, other, ours)
-        if values:
-            found[key] = ratio(values, goal, f"virtual time to the target, {condition}: that of {other} over {ours}")
+        meaning = f"virtual time to the target, {condition}: that of {other} over {ours}"
+        add(key, learned, ("method", "seconds"), (condition, other, ours), goal, meaning)
     for key, goal in RATE_GOALS.items():
         ours, other, condition = key.split("/")
-        values = _quotients(learned, ("method", "steps_per_s"), condition, ours, other)
-        if values:
-            found[key] = ratio(
-                values, goal, f"mini-batches that count per virtual second, {condition}: {ours}, {other}"
-            )
-    emulated = measured.get("emulated", [])
+        meaning = f"mini-batches that count per virtual second, {condition}: {ours}, {other}"
+        add(key, learned, ("method", "steps_per_s"), (condition, ours, other), goal, meaning)
     for key, (ours, other, speed_goal) in SPEED_GOALS.items():
         condition = key.rpartition("/")[2]
-        values = _quotients(emulated, ("what", "samples_per_s"), condition, ours, other)
-        if values:
-            found[key] = ratio(values, speed_goal, f"samples/s, emulated, {condition}: {ours} over {other}")
+        meaning = f"samples/s, emulated, {condition}: {ours} over {other}"
+        emulated = measured.get("emulated", [])
+        add(key, emulated, ("what", "samples_per_s"), (condition, ours, other), speed_goal, meaning)
     scaled = [row for row in measured.get("scaling", []) if row["pipelines"] == 32]
     for condition in dict.fromkeys(row["heterogeneity"] for row in scaled):
-        values = _quotients(scaled, ("method", "steps_per_s"), condition, "preduce", "backup")
         meaning = f"mini-batches that count per virtual second, 32 workers, {condition}: preduce over backup workers"
-        found["scaling/32/preduce_over_backup"] = ratio(values, SCALING_GOAL, meaning)
+        of = (condition, "preduce", "backup")
+        add("scaling/32/preduce_over_backup", scaled, ("method", "steps_per_s"), of, SCALING_GOAL, meaning)
     for workload in dict.fromkeys(row["workload"] for row in measured.get("training", [])):
         own = [row for row in measured["training"] if row["workload"] == workload]
         for condition in dict.fromkeys(row["heterogeneity"] for row in own):
-            values = _quotients(own, ("what", "samples_to_target"), condition, "preduce", "all_reduce")
-            if values:
-                meaning = f"samples to {own[0]['target']}, {condition}: preduce over all_reduce"
-                found[f"samples/{workload}/{condition}"] = ratio(values, SAMPLES_GOAL, meaning)
+            meaning = f"samples to {own[0]['target']}, {condition}: preduce over all_reduce"
+            of = (condition, "preduce", "all_reduce")
+            add(f"samples/{workload}/{condition}", own, ("what", "samples_to_target"), of, SAMPLES_GOAL, meaning)
     return found
-
-
-def _quotients(rows: Sequence[Row], columns: tuple[str, str], condition: str, above: str, below: str) -> list[float]:
-    """Return the quotients of the values of two methods in each repeat that has both; without a value above, it is
-    infinite, and a repeat without one below is left out."""
-    name, column = columns
-    values = {(row[name], row["repeat"]): row[column] for row in rows if row["heterogeneity"] == condition}
-    return [
-        (math.inf if value is None else value) / values[below, repeat]
-        for (method, repeat), value in values.items()
-        if method == above and values.get((below, repeat)) is not None
-    ]

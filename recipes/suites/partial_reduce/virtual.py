@@ -1,4 +1,4 @@
-"""Training in virtual time: the simulator says when each worker steps and who averages, and plain SGD follows it.
+"""Training in virtual time: the simulator says when each worker steps and which ones average, and plain SGD follows it.
 
 So methods are compared by the time to a target without a core to share and without noise in the clock: the same seeds
 give the same curves. The pipelines have one stage. What policies and parameter servers decide is what they decide in a
@@ -100,7 +100,7 @@ class Point(NamedTuple):
 
 
 def train(method: Method, work: Work, problem: Problem, learning_rate: float, seed: int) -> list[Point]:
-    """Train until somebody has done all iterations of ``work``: from then on the workers are fewer.
+    """Train until one worker has done all iterations of ``work``: from then on the workers are fewer.
 
     Args:
         method: a policy's values, or a parameter server's.
@@ -166,7 +166,7 @@ class _Models:
 
 
 class Served(GroupPolicy):
-    """The admission of a parameter server in a policy's place: everybody who may go on is a group of its own."""
+    """The admission of a parameter server in a policy's place: each worker that may go on is a group of its own."""
 
     def __init__(self, rule: AdmissionRule, num_pipelines: int) -> None:
         super().__init__(1, num_pipelines)
@@ -215,4 +215,4 @@ class _Server:
         self._pulled[list(verdict.released)] = self.model
 
     def average(self, group: Group) -> None:
-        """Nothing: who goes on has pulled."""
+        """Do nothing: a worker that goes on has pulled."""

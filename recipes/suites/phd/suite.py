@@ -191,9 +191,9 @@ def _measured(
         rows.append(row)
         print(f"{row['shape']} {name}, seed {seed}: {row['steps_per_s']:.2f} steps/s, lag {row['lag']}", flush=True)
     trained = [row for row in rows if row["curve"]]
-    everybody = min(row["curve"][-1][1] for row in trained)
+    fewest = min(row["curve"][-1][1] for row in trained)
     for row in trained:
-        row["final"] = accuracy_at(row["curve"], everybody)
+        row["final"] = accuracy_at(row["curve"], fewest)
     return rows
 
 

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import BertConfig, BertForMaskedLM
 
 from lightning_sdpipe.partition.chain import find_chain
-from lightning_sdpipe.partition.cut import cut
+from lightning_sdpipe.partition.plan import cut
 from recipes.suites.processes import TRANSFER_TIMEOUT, run_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 from recipes.suites.stages import CPU, TRAINING, open_pipeline, open_stage

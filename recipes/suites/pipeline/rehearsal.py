@@ -19,14 +19,7 @@ TIMEOUT_SECONDS = 300.0
 
 
 def measure(
-    *,
-    num_stages: int,
-    hidden_size: int,
-    sequence: int,
-    samples: int,
-    num_micro_batches: int,
-    repeats: int,
-    seed: int,
+    *, num_stages: int, hidden_size: int, sequence: int, samples: int, num_micro_batches: int, repeats: int, seed: int
 ) -> tuple[list[Row], Ratios]:
     """Seconds of a plan with its rehearsal, and of forward and backward of a mini-batch.
 

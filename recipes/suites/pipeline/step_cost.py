@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.errors import ConfigurationError
 from recipes.suites import trainings
-from recipes.suites.emulated import EmulatedChain
+from recipes.suites.emulated import EmulatedChain, passes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 from recipes.suites.references import lightning_ddp
 
@@ -98,12 +98,12 @@ def measure(
 def _train(strategy: DDPStrategy, count: int, compute_seconds: float, steps: int, warm_up: int, seed: int) -> Timing:
     """The mean over the workers of their wall clock, and the sum of their processor times."""
     torch.manual_seed(seed)
-    backward = trainings.BACKWARD_SHARE * compute_seconds
-    module = EmulatedChain(1, compute_seconds - backward, backward)
+    module = EmulatedChain(1, *passes(compute_seconds))
     iterations = warm_up + steps
     loader = trainings.random_features(iterations * count, 1)
     with tempfile.TemporaryDirectory() as directory:
-        trainings.fit(module, loader, strategy, count, iterations, StepClock(Path(directory), warm_up))
+        clock = StepClock(Path(directory), warm_up)
+        trainings.fit(module, [loader], strategy, count, clock, limit_train_batches=iterations)
         used = [json.loads(file.read_text()) for file in Path(directory).iterdir()]
     assert len(used) == count
     return sum(wall for wall, _ in used) / count, sum(processor for _, processor in used)

@@ -1,7 +1,7 @@
 """Quality of placements over time: our search against known optima, and against DT-FM's genetic search.
 
 Both search 64 devices for 8 × 8 with the published code's bytes. Seconds are of the processor, of one core, so that
-whatever else runs on the machine favours nobody. The published order of devices is the optimum of some cases, so
+other programs on the machine favour neither. The published order of devices is the optimum of some cases, so
 devices are shuffled first.
 """
 
@@ -36,7 +36,7 @@ def measure(
 
     Args:
         optimum_seconds: for ours, on the five cases.
-        ours_seconds: for ours, on networks of which nobody knows the optimum.
+        ours_seconds: for ours, on networks whose optimum is not known.
         genetic_seconds: for DT-FM's.
         repeats: seeds of the searches.
         seed: the first of them, and that of the order of devices.
@@ -48,11 +48,7 @@ def measure(
         costs = weights(shuffled(cases.case(number), seed), PIPELINES, cases.traffic(), "dtfm")
         over = [_ours(f"case {number}", costs, optimum_seconds, s, rows).cost.total / optimum for s in seeds]
         ratios[f"optimum/{number}"] = ratio(over, 1.000001, f"cost of our placement over the optimum's, case {number}")
-    networks = {
-        "ten": cases.named("ten_cities"),
-        "noise5": noisy(cases.case(5)),
-        "noise4": noisy(cases.case(4)),
-    }
+    networks = {"ten": cases.named("ten_cities"), "noise5": noisy(cases.case(5)), "noise4": noisy(cases.case(4))}
     for name, network in networks.items():
         costs = weights(shuffled(network, seed), PIPELINES, cases.traffic(), "dtfm")
         gains = []

@@ -24,10 +24,10 @@ from lightning_sdpipe.placement.network import Device, Network
 from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, place
 from lightning_sdpipe.topology.hosts import this_host
 from lightning_sdpipe.topology.placement_file import write_placement
-from recipes.suites.emulated import EmulatedChain
+from recipes.suites.emulated import EmulatedChain, passes
 from recipes.suites.emulated_links import emulated_links
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
-from recipes.suites.trainings import BACKWARD_SHARE, fit, quiet, random_features
+from recipes.suites.trainings import fit, quiet, random_features
 from recipes.suites.worker_reports import Probe, read_reports
 
 WITHIN, ACROSS = (1e-3, 5e9 / 8), (11e-3, 1.12e9 / 8)
@@ -84,8 +84,7 @@ def measure(
         measured = {}
         for name in rotated(list(expected), repeat):
             torch.manual_seed(seed)
-            times = (1 - BACKWARD_SHARE) * micro_batch_seconds, BACKWARD_SHARE * micro_batch_seconds
-            module = EmulatedChain(num_stages, *times, num_parameters=num_parameters)
+            module = EmulatedChain(num_stages, *passes(micro_batch_seconds), num_parameters=num_parameters)
             batches = iterations * num_pipelines
             loader = random_features(batches, num_micro_batches, features)
             measured[name] = _train(placed, name == "placed", module, loader, iterations, warm_up, window)
@@ -139,5 +138,6 @@ def _train(
         )
         reports = Path(directory, "reports")
         reports.mkdir()
-        fit(module, loader, strategy, len(placed.network), iterations, Probe(reports, warm_up))
+        probe = Probe(reports, warm_up)
+        fit(module, [loader], strategy, len(placed.network), probe, limit_train_batches=iterations)
         return statistics.mean(report.used.clock / report.iterations for report in read_reports(reports))

@@ -3,15 +3,14 @@ of as many equal ones on equal devices."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from recipes.suites.cases import Named, RealCase, named
-from recipes.suites.convergence.suite import to_target, train
+from recipes.suites.convergence.suite import learned, train
 from recipes.suites.journal import Journal
-from recipes.suites.ratios import Ratios, Row, ratio, rotated
+from recipes.suites.ratios import Ratios, Row, quotients, ratio, rotated
 
 GOAL = 1.05
 FIELDS = ("iterations", "num_micro_batches", "variance_correction")
@@ -70,42 +69,20 @@ def measure(
 
 def _row(case: RealCase, mesh: str, repeat: int, experiment: Mapping[str, Any], points: int, journal: Journal) -> Row:
     print(f"{case.workload.name} {mesh} {case.shape}, repeat {repeat}", end=": ", flush=True)
-    begun = time.perf_counter()
-    metric, every = experiment["metric"], experiment["snapshot_every"]
-    asked = {**asdict(case), "metric": metric, "snapshot_every": every, "points": points}
-    curve = journal.measured(asked, lambda: train(case, metric, every, points))["curve"]
-    reached = to_target(curve, experiment["target"], experiment["rising"])
-    print(f"{metric} {curve[-1][2]:.3f} ({time.perf_counter() - begun:.0f} s)", flush=True)
-    return {
-        "what": f"{mesh} sdpipe",
-        "workload": case.workload.name,
-        "shape": case.shape,
-        "repeat": repeat,
-        "target": f"{metric} {'≥' if experiment['rising'] else '≤'} {experiment['target']}",
-        "seconds_to_target": None if reached is None else reached[0],
-        "samples_to_target": None if reached is None else reached[1],
-        "final": curve[-1][2],
-        "samples": curve[-1][1],
-        "emulated": False,
-        "seed": case.seed,
-        "curve": curve,
-    }
+    learn = partial(train, case, experiment["metric"], experiment["snapshot_every"], points)
+    row = learned(case, experiment, {"points": points}, journal, learn)
+    return {"what": f"{mesh} sdpipe", "repeat": repeat, "emulated": False, **row}
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
     """Compare the seeds in which the rectangle reaches the target; what does not reach it needs infinitely many."""
     found: Ratios = {}
     for workload in dict.fromkeys(row["workload"] for row in rows):
-        samples = {
-            (row["what"], row["repeat"]): row["samples_to_target"] for row in rows if row["workload"] == workload
-        }
-        values = [
-            float("inf") if taken is None else taken / samples["rectangle sdpipe", repeat]
-            for (what, repeat), taken in samples.items()
-            if what == "ragged sdpipe" and samples.get(("rectangle sdpipe", repeat)) is not None
-        ]
+        own = [row for row in rows if row["workload"] == workload]
+        values = quotients(own, "samples_to_target", ("ragged sdpipe",), ("rectangle sdpipe",), names=("what",))
         if values:
-            target = next(row["target"] for row in rows if row["workload"] == workload)
-            meaning = f"samples to {target}, {workload}, real compute: unlike depths over as many equal pipelines"
+            meaning = (
+                f"samples to {own[0]['target']}, {workload}, real compute: unlike depths over as many equal pipelines"
+            )
             found[f"samples/{workload}"] = ratio(values, GOAL, meaning)
     return found

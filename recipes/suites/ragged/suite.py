@@ -16,8 +16,8 @@ from recipes.suites.journal import Journal
 from recipes.suites.parts import check_parts
 from recipes.suites.ragged import samples as real
 from recipes.suites.ragged.fleets import Shape, network, rectangle, unlike
-from recipes.suites.ragged.trainings import BY_SPEED, Emulated, Epochs, Training, quotients
-from recipes.suites.ratios import Ratios, Row, ratio, rotated
+from recipes.suites.ragged.trainings import BY_SPEED, Emulated, Epochs, Training
+from recipes.suites.ratios import Ratios, Row, quotients, ratio, rotated
 
 LOWER_IS_BETTER = frozenset({"samples", "place", "search"})
 
@@ -86,7 +86,7 @@ def run(
         epochs = Epochs(models.get(part, emulated), methods, heterogeneity, journal)
         for repeat in range(repeats if (part if part != ONE else "fleets") in only else 0):
             planned = list(plan(part, fleets, emulated.blocks, emulated.num_micro_batches, cut, kept, conditions))
-            rows += [epochs.row(planned[n], repeat, seed + repeat) for n in _turns(len(planned), repeat)]
+            rows += [epochs.row(training, repeat, seed + repeat) for training in rotated(planned, repeat)]
     found = ratios(rows)
     if "fleets" in only:
         found |= _searches(fleets, emulated, cut, kept)
@@ -142,10 +142,6 @@ def plan(
                 yield Training(name, mesh, f"{BASELINE}/{BY_SPEED}", "none", by_speed)
 
 
-def _turns(count: int, repeat: int) -> list[int]:
-    return [int(name) for name in rotated([str(number) for number in range(count)], repeat)]
-
-
 def ratios(rows: Sequence[Row]) -> Ratios:
     """Return those that were measured."""
     found: Ratios = {}
@@ -167,7 +163,7 @@ def ratios(rows: Sequence[Row]) -> Ratios:
                 ALL_REDUCE_GOAL,
             ),
         ):
-            if values := quotients(rows, fleet, (mine, condition), (other, condition)):
+            if values := quotients(own, "epoch_s", (other, condition), (mine, condition)):
                 found[key] = ratio(values, goal, f"s per epoch, {fleet} emulated, {condition}: {other} over {mine}")
         speeds = [r["batches_per_s"] / r["sum_of_speeds"] for r in own if _is(r, ours)]
         if speeds and fleet != SAME:

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import hydra
 import torch
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.heterogeneity import Delays, Slowed
 from recipes.suites.calibration import NOMINAL_ITERATION_SECONDS
-from recipes.suites.epochs.suite import Validated, epoch_lengths
+from recipes.suites.cases import seeded
+from recipes.suites.emulated import Validated, passes
+from recipes.suites.epochs.suite import epoch_lengths
 from recipes.suites.journal import Journal
 from recipes.suites.ragged.fleets import Shape
 from recipes.suites.ratios import Row
-from recipes.suites.trainings import BACKWARD_SHARE, TRANSFER_TIMEOUT, random_features
+from recipes.suites.trainings import TRANSFER_TIMEOUT, random_features
 
 BY_SPEED = "by_speed"
 
@@ -53,9 +54,8 @@ class Emulated:
     def module(self) -> Validated:
         """Make the model, from torch's global stream of random numbers."""
         seconds = self.batch_seconds / self.blocks / self.num_micro_batches
-        times = (1 - BACKWARD_SHARE) * seconds, BACKWARD_SHARE * seconds
         count = self.blocks + (self.free is not None)
-        module = Validated(count, *times, self.num_parameters // count)
+        module = Validated(count, *passes(seconds), self.num_parameters // count)
         if self.free is not None:
             block: Any = module.blocks[self.free]
             block.forward_seconds = block.backward_seconds = 0.0
@@ -129,7 +129,7 @@ class Epochs:
         model, shape = self._model, asked.shape
         method, _, data = asked.method.partition("/")
         strategy = SDPipeStrategy(
-            sync=_seeded(self._methods[method], seed),
+            sync=seeded(self._methods[method], seed),
             num_micro_batches=model.num_micro_batches,
             data="sharded" if method == "all_reduce" else "auto",
             batch_by_speed=data == BY_SPEED,
@@ -145,20 +145,6 @@ class Epochs:
 
     def _slowness(self, asked: Training, seed: int) -> Slowed:
         """Delays are as much longer as a mini-batch is than the one that they are meant for."""
-        delays: Delays = _seeded(self._heterogeneity[asked.condition], seed)
+        delays: Delays = seeded(self._heterogeneity[asked.condition], seed)
         scale = delays.scale * self._model.batch_seconds / NOMINAL_ITERATION_SECONDS
         return Slowed(replace(delays, scale=scale), asked.shape.factors)
-
-
-def _seeded(specification: Mapping[str, Any], seed: int) -> Any:
-    return hydra.utils.instantiate({**specification, **({"seed": seed} if "seed" in specification else {})})
-
-
-def quotients(rows: Sequence[Row], fleet: str, ours: tuple[str, str], other: tuple[str, str]) -> list[float]:
-    """Divide seconds per epoch of ``other`` by those of ``ours``, each of a mesh's method and a condition, in each
-    repeat that has both."""
-    seconds = {
-        (row["what"], row["heterogeneity"], row["repeat"]): row["epoch_s"] for row in rows if row["fleet"] == fleet
-    }
-    repeats = sorted(repeat for what, condition, repeat in seconds if (what, condition) == ours)
-    return [seconds[*other, r] / seconds[*ours, r] for r in repeats if (*other, r) in seconds]

@@ -17,8 +17,9 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 
 import zmq
 
@@ -34,7 +35,7 @@ from lightning_sdpipe.scheduler.client.connection import use_keys
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, make_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
 from lightning_sdpipe.simulate import Work, jittered, simulate
-from recipes.suites.ratios import Ratios, Row, ratio
+from recipes.suites.ratios import Ratios, Row, ratio, rotated
 
 ECHO = """
 import sys
@@ -60,6 +61,10 @@ LOWER_IS_BETTER = frozenset(
         "policy_growth_leaving",
     }
 )
+GROWTH = (
+    ("policy_growth", "us_per_signal", 1.0, "cost per signal, by log N"),
+    ("policy_growth_leaving", "us_per_leaving", 4.0, "the same while all leave, one between two groups"),
+)
 SIGNALS_PER_MEASUREMENT = 8192
 POLICY_SIZES = (16, 256, 4096)
 SIMULATED_ITERATIONS = 100
@@ -73,46 +78,28 @@ def run(*, clients: tuple[int, ...] = (16, 64, 256), repeats: int = 5, seed: int
     for count in clients:
         measured = _service(count, repeats, seed)
         rows += [row for kind in measured.values() for row in kind]
-        for kind, key in (("one group", "echo"), ("pairs", "echo_pairs"), ("alone", "echo_alone")):
+        for kind, suffix in (("one group", ""), ("pairs", "_pairs"), ("alone", "_alone")):
             for column, goal in (("p50_us", 2.0), ("p99_us", 4.0)):
-                quotients = [
-                    ours[column] / echo[column] for ours, echo in zip(measured[kind], measured["echo"], strict=True)
-                ]
-                name = f"{key}_{column.removesuffix('_us')}/{count}"
                 meaning = f"last ready of a group to its group, {kind}, {count} clients: ours over the echo's"
-                ratios[name] = ratio(quotients, goal, meaning)
-        if count == max(clients):
-            for kind, key in (
-                ("one group", "echo_rate"),
-                ("pairs", "echo_rate_pairs"),
-                ("alone", "echo_rate_alone"),
-            ):
-                quotients = [
-                    ours["signals_per_core_s"] / echo["signals_per_core_s"]
-                    for ours, echo in zip(measured[kind], measured["echo"], strict=True)
-                ]
+                key = f"echo{suffix}_{column.removesuffix('_us')}/{count}"
+                ratios[key] = ratio(_over(measured[kind], measured["echo"], column), goal, meaning)
+            if count == max(clients):
                 meaning = f"signals per second of one core, {kind}, {count} clients: ours over the echo's"
-                ratios[key] = ratio(quotients, 0.5, meaning)
+                values = _over(measured[kind], measured["echo"], "signals_per_core_s")
+                ratios[f"echo_rate{suffix}"] = ratio(values, 0.5, meaning)
     policy = _policy(repeats, seed)
     rows += [_simulation(repeat, seed) for repeat in range(repeats)]
     rows += [row for kind in policy.values() for row in kind]
     smallest, *larger = policy
-    for size in larger:
-        quotients = [
-            (big["us_per_signal"] / small["us_per_signal"]) / (math.log(size) / math.log(smallest))
-            for big, small in zip(policy[size], policy[smallest], strict=True)
-        ]
-        ratios[f"policy_growth/{size}"] = ratio(
-            quotients, 1.0, f"pure policy: cost per signal at {size} over {smallest} pipelines, by log N"
-        )
-        leaving = [
-            (big["us_per_leaving"] / small["us_per_leaving"]) / (math.log(size) / math.log(smallest))
-            for big, small in zip(policy[size], policy[smallest], strict=True)
-        ]
-        ratios[f"policy_growth_leaving/{size}"] = ratio(
-            leaving, 4.0, f"pure policy: the same while all leave, one between two groups, at {size} over {smallest}"
-        )
+    for size, (key, column, goal, meaning) in product(larger, GROWTH):
+        growth = math.log(size) / math.log(smallest)
+        values = [quotient / growth for quotient in _over(policy[size], policy[smallest], column)]
+        ratios[f"{key}/{size}"] = ratio(values, goal, f"pure policy: {meaning}, at {size} over {smallest} pipelines")
     return rows, ratios
+
+
+def _over(rows: Sequence[Row], others: Sequence[Row], column: str) -> list[float]:
+    return [one[column] / other[column] for one, other in zip(rows, others, strict=True)]
 
 
 def _service(count: int, repeats: int, seed: int) -> dict[str, list[Row]]:
@@ -123,7 +110,7 @@ def _service(count: int, repeats: int, seed: int) -> dict[str, list[Row]]:
         order = list(measured)
         random.Random(seed).shuffle(order)
         for repeat in range(repeats):
-            for kind in order[repeat % len(order) :] + order[: repeat % len(order)]:
+            for kind in rotated(order, repeat):
                 with connected(kind, count, servers[kind], session=repeat) as bursts:
                     bursts.repeat(max(5, 1000 // count))  # connections and caches
                     row = {"what": kind, "clients": count, "repeat": repeat}
@@ -173,12 +160,7 @@ class Bursts:
     """``count`` clients in this process that send and are answered together."""
 
     def __init__(
-        self,
-        kind: str,
-        workers: list[Worker],
-        sockets: list[zmq.Socket[bytes]],
-        server: Server,
-        session: int,
+        self, kind: str, workers: list[Worker], sockets: list[zmq.Socket[bytes]], server: Server, session: int
     ) -> None:
         self._session = session
         self._kind = kind
@@ -299,10 +281,9 @@ def _acknowledged(socket: zmq.Socket[bytes], what: str) -> None:
 
 def _policy(repeats: int, seed: int) -> dict[int, list[Row]]:
     """Per number of pipelines, one row per repeat: microseconds per signal of the pure policy."""
-    sizes = POLICY_SIZES
-    measured: dict[int, list[Row]] = {size: [] for size in sizes}
+    measured: dict[int, list[Row]] = {size: [] for size in POLICY_SIZES}
     for repeat in range(repeats):
-        for size in sizes[repeat % len(sizes) :] + sizes[: repeat % len(sizes)]:
+        for size in rotated(POLICY_SIZES, repeat):
             cost, leaving = _policy_cost(size, random.Random(f"{seed}/{repeat}/{size}"))
             row = {"what": "policy", "clients": size, "repeat": repeat, "us_per_signal": 1e6 * cost}
             row["us_per_leaving"] = 1e6 * leaving

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 
 from lightning_sdpipe.policies.events import Worker
@@ -19,10 +18,10 @@ from lightning_sdpipe.seeing.recording import Recording, of_log
 from lightning_sdpipe.topology.mesh import Mesh
 from recipes.suites.calibration import calibrated_scale
 from recipes.suites.cases import EmulatedCase, Named
-from recipes.suites.emulated import EmulatedChain
+from recipes.suites.emulated import EmulatedChain, passes
 from recipes.suites.journal import Journal
 from recipes.suites.ratios import Ratios, Row, ratio
-from recipes.suites.trainings import BACKWARD_SHARE, fit, quiet, random_features, strategy
+from recipes.suites.trainings import fit, quiet, random_features, strategy
 
 WITHIN = 128
 """Updates of the slow worker in which it must be named."""
@@ -105,11 +104,11 @@ def _train(case: EmulatedCase, condition: str, factor: float, run: int) -> Row:
     worker = Worker(*mesh.locate(slow))
     seconds = case.micro_batch_seconds * case.scale
     torch.manual_seed(case.seed)
-    module = EmulatedChain(case.num_stages, (1 - BACKWARD_SHARE) * seconds, BACKWARD_SHARE * seconds)
+    module = EmulatedChain(case.num_stages, *passes(seconds))
     loader = random_features(case.iterations * case.num_pipelines, case.num_micro_batches)
     with tempfile.TemporaryDirectory() as directory:
         trains = strategy(replace(case, condition=_static(factors)), Path(directory))
-        fit(module, loader, trains, workers, case.iterations, L.Callback())
+        fit(module, [loader], trains, workers, limit_train_batches=case.iterations)
         seen = together(of_log(Path(directory, "scheduler.jsonl")))
     row = {"what": case.method.name, "shape": case.shape, "condition": condition, "run": run, "scale": case.scale}
     return row | judged(seen, worker, factor)

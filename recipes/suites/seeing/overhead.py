@@ -114,9 +114,6 @@ def _metered(on: bool) -> Iterator[None]:
         yield
         return
     with mock.patch.multiple(
-        meter.Meter,
-        enter=lambda self, phase: None,
-        leave=lambda self: None,
-        update_ended=lambda self, waited: None,
+        meter.Meter, enter=lambda self, phase: None, leave=lambda self: None, update_ended=lambda self, waited: None
     ):
         yield

@@ -95,11 +95,8 @@ class Events:
             TimeoutError: it makes no progress, or has ended for another reason.
         """
         world = self._world
-        for pipeline in self._everybody:
-            world.launch(pipeline)
-        world.serve()
-        everybody = self._everybody
-        world.wait(lambda: len(world.members()) == len(everybody), "all to come")
+        world.start()
+        world.wait(lambda: len(world.members()) == len(self._everybody), "all to come")
         next_event = time.monotonic() + self._draws.expovariate(1 / self._calm)
         try:
             while not (self._is_over() or self.ended):

@@ -10,7 +10,6 @@ which process is how fast at the time differs.
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import statistics
@@ -43,13 +42,13 @@ from lightning_sdpipe.sync.methods import method_for
 from lightning_sdpipe.worker.options import Schedule
 from lightning_sdpipe.worker.phases import Phase
 from recipes.suites.faults.diary import Diary, Fault
-from recipes.suites.faults.elastic_world import Record, World
+from recipes.suites.faults.elastic_world import Record, World, set_up
 from recipes.suites.faults.injected_faults import inject
 from recipes.suites.faults.small_disks import disk
 from recipes.suites.namespaces import NotAllowed, hosts, inside
 from recipes.suites.ratios import Ratios, Row, ratio
 from recipes.suites.soak.events import CUTS, FULL, SILENCE, Events
-from recipes.suites.trainings import quiet
+from recipes.suites.trainings import make_trainer, quiet
 
 LOWER_IS_BETTER = frozenset({"soak"})
 
@@ -358,33 +357,22 @@ def learn(
     work: Regression, directory: Path, name: str, environment: Mapping[str, str], fault: Fault | None = None
 ) -> None:
     """One worker, in a process of its own."""
-    log = os.open(directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ |= {**environment, "OMP_NUM_THREADS": "1"}  # else Lightning gives each job all processors
-    torch.set_num_threads(1)
-    quiet()
+    set_up(directory, name, environment)
     torch.manual_seed(1)  # of the model and its data; the suite's seed draws what happens
     count = work.batches * BATCH * work.num_pipelines
     features = torch.randn(count, FEATURES)
     targets = features.sum(1, keepdim=True) + NOISE * torch.randn(count, 1)
     module = Learner(work.batch_seconds / work.num_stages)
     diary = Noted(directory / f"{name}.diary")
-    trainer = L.Trainer(
-        accelerator="cpu",
-        strategy=SDPipeStrategy(
-            sync=work.sync,
-            exchange=work.exchange,
-            schedule=work.schedule,
-            num_micro_batches=None if work.schedule == "pipedream" else 1,
-            timeout=timedelta(seconds=60),
-        ),
-        callbacks=[diary, ModelCheckpoint(directory / "checkpoints", every_n_train_steps=CHECKPOINT_EVERY)],
-        max_epochs=work.epochs,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    strategy = SDPipeStrategy(
+        sync=work.sync,
+        exchange=work.exchange,
+        schedule=work.schedule,
+        num_micro_batches=None if work.schedule == "pipedream" else 1,
+        timeout=timedelta(seconds=60),
     )
+    checkpoints = ModelCheckpoint(directory / "checkpoints", every_n_train_steps=CHECKPOINT_EVERY)
+    trainer = make_trainer(strategy, 1, diary, checkpoints, max_epochs=work.epochs, enable_checkpointing=True)
     if fault is not None:
         inject(fault, trainer, module, diary)
     trainer.fit(module, DataLoader(TensorDataset(torch.arange(count), features, targets), BATCH, shuffle=True))

@@ -1,7 +1,7 @@
 """Possible gain, by formula: which delays and which schedule give the paper's headline figures.
 
 With one draw per iteration, probability p, a delay of r mini-batches and M × N workers that flush, an iteration of
-all-reduce takes 1 + r(1 − (1 − p)^(MN)) mini-batches, and one of a pipeline that waits for nobody else takes
+all-reduce takes 1 + r(1 − (1 − p)^(MN)) mini-batches, and one of a pipeline that waits for no other takes
 1 + r(1 − (1 − p)^M). Two draws, one before each pass, count twice. Without a flush the stages of a pipeline are M
 mini-batches apart, so their delays overlap; a stage that never waits loses its own delays only, 1 + rp. The bubble of a
 flush, (m + M − 1)/m, comes on top. SDPipe runs without a flush in the paper, and its baselines with one (§5.1).

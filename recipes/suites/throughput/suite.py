@@ -29,7 +29,7 @@ from recipes.suites.cases import (
 )
 from recipes.suites.figures import require_matplotlib, throughput_figures
 from recipes.suites.journal import Journal
-from recipes.suites.ratios import Ratios, Row, ratio, rotated
+from recipes.suites.ratios import Ratios, Row, quotients, ratio, rotated
 from recipes.suites.throughput.headroom import table
 from recipes.suites.worker_reports import SHARES
 
@@ -179,7 +179,7 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
     found = []
     for (panel, condition, method), group in _grouped(rows, "panel", "heterogeneity", "what").items():
         speeds = [row["samples_per_s"] for row in group]
-        within = partial(_quotients, rows, panel)
+        within = partial(quotients, [row for row in rows if row["panel"] == panel], "samples_per_s")
         found.append(
             {
                 "what": f"{method}, median",
@@ -205,15 +205,15 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
 def ratios(rows: Sequence[Row]) -> Ratios:
     """Return those of :data:`GOALS` that were measured, for each emulated part of the grid."""
     found: Ratios = {}
-    for (panel,), group in _grouped(rows, "panel").items():
+    for group in _grouped(rows, "panel").values():
         first = group[0]
         suffix = "" if first["schedule"] == "1f1b" else f"/{first['schedule']}"
         for key, (ours, other, goal) in GOALS.items():
             _, shape, condition = key.split("/")
-            quotients = _quotients(rows, panel, (ours, condition), (other, condition))
-            if quotients and first["workload"] == EMULATED and first["shape"] == shape:
+            values = quotients(group, "samples_per_s", (ours, condition), (other, condition))
+            if values and first["workload"] == EMULATED and first["shape"] == shape:
                 meaning = f"samples/s, {shape} emulated, {first['schedule']}, {condition}: {ours} over {other}"
-                found[key + suffix] = ratio(quotients, goal, meaning + _headroom(group, condition, ours, other))
+                found[key + suffix] = ratio(values, goal, meaning + _headroom(group, condition, ours, other))
     return found
 
 
@@ -244,17 +244,6 @@ def headline(summaries: Sequence[Row]) -> list[Row]:
         if len(row) == 5:
             found.append(row)
     return found
-
-
-def _quotients(rows: Sequence[Row], panel: str, above: tuple[str, str], below: tuple[str, str]) -> list[float]:
-    """Throughput of one (method, condition) over that of another, in each repeat that has both."""
-    speeds = {
-        (row["what"], row["heterogeneity"], row["repeat"]): row["samples_per_s"]
-        for row in rows
-        if row["panel"] == panel
-    }
-    repeats = sorted({repeat for method, condition, repeat in speeds if (method, condition) == above})
-    return [speeds[*above, r] / speeds[*below, r] for r in repeats if (*below, r) in speeds]
 
 
 def _median(values: Sequence[float]) -> float | None:

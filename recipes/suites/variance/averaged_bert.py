@@ -22,7 +22,7 @@ from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from recipes.language import LanguageModel
 from recipes.suites.figures import require_matplotlib, variance_figure
 from recipes.suites.ratios import Row
-from recipes.suites.trainings import quiet
+from recipes.suites.trainings import make_trainer, quiet
 from recipes.text.data import PydocText
 
 NUM_PIPELINES = 4
@@ -84,17 +84,9 @@ def measure(
 
 def _train(model: LanguageModel, data: PydocText, strategy: SDPipeStrategy, epochs: int) -> Curve:
     with tempfile.TemporaryDirectory() as directory:
-        L.Trainer(
-            accelerator="cpu",
-            devices=NUM_PIPELINES,
-            strategy=strategy,
-            max_epochs=epochs,
-            num_sanity_val_steps=0,
-            logger=CSVLogger(directory, name="", version="metrics"),
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(model, datamodule=data)
+        logger = CSVLogger(directory, name="", version="metrics")
+        trainer = make_trainer(strategy, NUM_PIPELINES, max_epochs=epochs, num_sanity_val_steps=0, logger=logger)
+        trainer.fit(model, datamodule=data)
         with (Path(directory) / "metrics" / "metrics.csv").open() as file:
             rows = [row for row in csv.DictReader(file) if row["val_loss"]]
     each = data.batch_size * NUM_PIPELINES

@@ -30,12 +30,7 @@ from lightning_sdpipe.exchange.payloads import (
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 
 BLOCK = 16
-BLOCKED: tuple[Payload, ...] = (
-    EightBit(BLOCK),
-    EightBit(BLOCK, rounding="stochastic"),
-    OneBit(BLOCK),
-    TopK(0.25),
-)
+BLOCKED: tuple[Payload, ...] = (EightBit(BLOCK), EightBit(BLOCK, rounding="stochastic"), OneBit(BLOCK), TopK(0.25))
 PAYLOADS: tuple[Payload, ...] = (Full(), Half(), Half("bfloat16"), *BLOCKED)
 SIZES = (0, 1, 7, 8, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 3)
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

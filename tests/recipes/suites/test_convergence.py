@@ -92,10 +92,7 @@ def test_unknown_names_are_refused_before_anything_is_measured(asked: str, kind:
 
 
 def test_every_moment_has_the_last_snapshot_of_each_pipeline() -> None:
-    written = [
-        *(Snapshot(0, k, 10.0 + k, []) for k in range(5)),
-        *(Snapshot(1, k, 10.5 + 2 * k, []) for k in range(5)),
-    ]
+    written = [*(Snapshot(0, k, 10.0 + k, []) for k in range(5)), *(Snapshot(1, k, 10.5 + 2 * k, []) for k in range(5))]
     found = snapshots.moments(written, 4)  # from 10.5, when both were there, to 18.5
     assert [seconds for seconds, _ in found] == pytest.approx([2.0, 4.0, 6.0, 8.0])
     assert [[s.iterations for s in last] for _, last in found] == [[2, 1], [4, 2], [4, 3], [4, 4]]

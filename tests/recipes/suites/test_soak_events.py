@@ -57,8 +57,10 @@ class Acted:
         self.codes[pipeline] = [1 if self.over else None] * STAGES
         self.starts[pipeline] = self.starts.get(pipeline, 0) + 1
 
-    def serve(self) -> None:
-        """It has a scheduler."""
+    def start(self) -> None:
+        """Launch all; it has a scheduler."""
+        for pipeline in range(PIPELINES):
+            self.launch(pipeline)
 
     def wait(self, holds: Any, what: str) -> None:
         assert holds(), what
@@ -137,6 +139,7 @@ def test_a_run_that_lost_all_ends_by_that_name_only(tmp_path: Path, monkeypatch:
     world.resumes = False
     assert happened(world, 1).ended == LOST
     world = Acted(tmp_path, monkeypatch)
-    monkeypatch.setattr(world, "serve", lambda: setattr(world, "over", LOST))
+    start = world.start
+    monkeypatch.setattr(world, "start", lambda: (start(), setattr(world, "over", LOST)))
     with pytest.raises(TimeoutError, match=r"pipelines \[0, 1, 2\] were not even hit"):
         happened(world, 1, count=0)

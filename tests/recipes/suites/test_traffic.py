@@ -9,8 +9,7 @@ D = 2**20
 
 
 @pytest.mark.parametrize(
-    ("payload", "sent"),
-    [(Full(), 6_291_456), (Half(), 3_145_728), (EightBit(), 1_575_936), (OneBit(), 198_144)],
+    ("payload", "sent"), [(Full(), 6_291_456), (Half(), 3_145_728), (EightBit(), 1_575_936), (OneBit(), 198_144)]
 )
 def test_all_reduce_of_four(payload: Payload, sent: int) -> None:
     assert [traffic.group(payload, D, 4, place) for place in range(4)] == [sent] * 4

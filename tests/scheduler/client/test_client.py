@@ -85,10 +85,7 @@ def test_many_workers_train_for_a_while_and_leave_one_by_one() -> None:
 
 
 def test_a_timeout_names_whom_the_scheduler_waits_for() -> None:
-    with (
-        serving(AllReduceModels(), 1, 3) as server,
-        clients(server.address, W(0, 0), W(0, 1), W(0, 2)) as (a, b, c),
-    ):
+    with serving(AllReduceModels(), 1, 3) as server, clients(server.address, W(0, 0), W(0, 1), W(0, 2)) as (a, b, c):
         for client in (a, b, c):
             client.join()
         a.ready(0)
@@ -167,11 +164,7 @@ class TestVersions:
 
     @pytest.mark.parametrize("version", [1, 4])
     def test_a_new_scheduler_answers_an_old_worker_in_its_own_version(self, version: int) -> None:
-        with (
-            serving(AllReduceModels(), 1, 1) as server,
-            zmq.Context() as context,
-            context.socket(zmq.DEALER) as old,
-        ):
+        with serving(AllReduceModels(), 1, 1) as server, zmq.Context() as context, context.socket(zmq.DEALER) as old:
             old.setsockopt(zmq.LINGER, 0)
             old.connect(server.address)
             old.send(bytes([version]) + msgspec.msgpack.encode(["join", [0, 0], 1, 1, None]))
@@ -211,10 +204,7 @@ class TestVersions:
 
 
 def test_the_first_failure_reaches_everybody() -> None:
-    with (
-        serving(AllReduceModels(), 1, 3) as server,
-        clients(server.address, W(0, 0), W(0, 1), W(0, 2)) as (a, b, c),
-    ):
+    with serving(AllReduceModels(), 1, 3) as server, clients(server.address, W(0, 0), W(0, 1), W(0, 2)) as (a, b, c):
         for client in (a, b, c):
             client.join()
         assert a.first_failure(0.1) is None
@@ -341,10 +331,7 @@ def test_a_passive_neighbour_is_invited_while_it_computes() -> None:
 
 
 def test_an_invitation_that_nobody_can_follow_ends_the_run() -> None:
-    with (
-        serving(ADPSGD(asynchronous=True), 1, 2) as server,
-        clients(server.address, W(0, 0), W(0, 1)) as (a, b),
-    ):
+    with serving(ADPSGD(asynchronous=True), 1, 2) as server, clients(server.address, W(0, 0), W(0, 1)) as (a, b):
         a.join()
         b.join()
         a.ready(0)
@@ -363,10 +350,7 @@ def test_an_invitation_that_nobody_can_follow_ends_the_run() -> None:
 
 
 def test_how_long_steps_take_travels_with_the_heartbeats() -> None:
-    with (
-        serving(AllReduceModels(), 1, 2) as server,
-        clients(server.address, W(0, 0)) as (a,),
-    ):
+    with serving(AllReduceModels(), 1, 2) as server, clients(server.address, W(0, 0)) as (a,):
         a.join()
         for iteration in range(3):
             with meter.phase(meter.EXCHANGE):

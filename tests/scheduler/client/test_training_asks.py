@@ -105,11 +105,7 @@ def test_a_scheduler_that_answers_no_beat_is_missed_or_given_up_once(host: Worke
 
 def test_an_invitation_a_line_and_the_end_are_heard_of_once_over_either_line() -> None:
     talk, invitation, end = joined(), m.Invitation(PAIR, 3), e.End("broke", True, True, ME)
-    for reply, effect in (
-        (invitation, invitation),
-        (e.Now(1, LINE), Connect(5, b"nonce")),
-        (e.Now(0, over=end), end),
-    ):
+    for reply, effect in ((invitation, invitation), (e.Now(1, LINE), Connect(5, b"nonce")), (e.Now(0, over=end), end)):
         assert talk.hear(reply) == [effect]
         assert talk.hear(reply) == []
     assert talk.hear_training(e.Now(0, over=e.End("lost its neighbour", True))) == []

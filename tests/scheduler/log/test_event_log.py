@@ -182,13 +182,7 @@ def test_a_live_scheduler_writes_what_it_heard_and_decided(tmp_path: Path, capsy
     assert heard.count("enrolled") == 2
     (decided,) = [line["decisions"] for line in lines if "decisions" in line]
     assert decided == [
-        {
-            "type": "group",
-            "members": [[0, 0], [0, 1]],
-            "weights": [0.5, 0.5],
-            "sequence": 0,
-            "reason": "everybody came",
-        }
+        {"type": "group", "members": [[0, 0], [0, 1]], "weights": [0.5, 0.5], "sequence": 0, "reason": "everybody came"}
     ]
     assert main(["replay", str(path)]) == 0
     assert f"{len(heard)} events, 5 decisions\nthe policy decides the same again" in capsys.readouterr().out

@@ -32,11 +32,7 @@ class ElasticDialogue:
     """Talks to a service of two planned pipelines as their processes would."""
 
     def __init__(
-        self,
-        config: PolicyConfig = T_INF,
-        stages: int = 1,
-        log: EventLog | None = None,
-        depths: tuple[int, ...] = (),
+        self, config: PolicyConfig = T_INF, stages: int = 1, log: EventLog | None = None, depths: tuple[int, ...] = ()
     ) -> None:
         terms = ElasticConfig(start_pipelines=2, settle=0.0, recovery_grace=4.0, depths=depths)
         self.service = SchedulerService(config, stages, 2, worker_timeout=8.0, elastic=terms, log=log)

@@ -122,12 +122,7 @@ def train(directory: Path, scene: Scene) -> None:
     """Leaves ``scheduler.jsonl`` in ``directory``."""
     size = len(scene.blocks)
     strategy = SDPipeStrategy(
-        size,
-        scene.sync,
-        num_micro_batches=size,
-        delays=scene.delays,
-        log_dir=directory,
-        start_method="fork",
+        size, scene.sync, num_micro_batches=size, delays=scene.delays, log_dir=directory, start_method="fork"
     )
     samples = scene.samples(torch.rand(scene.updates * size * size, FEATURES))
     trainer(directory, strategy, size * size).fit(Chain(scene.blocks), DataLoader(samples, size))

@@ -50,7 +50,7 @@ class Bases(Callback):
         def adopts(state: OuterState, new: NewBase, tensors: Sequence[Tensor], *sent: Any) -> None:
             before = state.base
             adopt(state, new, tensors, *sent)
-            digest = zlib.crc32(b"".join(tensor.numpy().tobytes() for tensor in state.tensors()))
+            digest = zlib.crc32(b"".join(tensor.numpy().tobytes() for tensor in state.codec.state()))
             in_a_round = state.base != before  # a pause changes the base and keeps its number
             made = in_a_round and bool(new.moved) and not new.received
             diary.note(base=state.base, digest=digest, behind=bool(new.received), made=made)

@@ -86,11 +86,7 @@ def test_survivors_exchange_again_by_the_machines_that_are_left(tmp_path: Path) 
         lose_and_regain(run, work, "aab", "a", dies_in=20)
         (rows,) = run.rows(0)
         machines = [[tuple(each) for each in row["hosts"]] for row in rows if "hosts" in row]
-        assert machines[:3] == [
-            [(0, "a"), (1, "a"), (2, "b")],
-            [(0, "a"), (1, "a")],
-            [(0, "a"), (1, "a"), (2, "a")],
-        ]
+        assert machines[:3] == [[(0, "a"), (1, "a"), (2, "b")], [(0, "a"), (1, "a")], [(0, "a"), (1, "a"), (2, "a")]]
         assert sum(row.get("others", 0) > 0 for row in rows) > 20
 
 

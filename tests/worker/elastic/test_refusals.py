@@ -59,22 +59,13 @@ def test_these_methods_work(sync: Any) -> None:
     assert options.data == "dealt"
 
 
-@pytest.mark.parametrize(
-    "sync",
-    [HetPipe(), ParameterServer(), PHDPSGD(), DiLoCo(every=2, fragments=2)],
-)
+@pytest.mark.parametrize("sync", [HetPipe(), ParameterServer(), PHDPSGD(), DiLoCo(every=2, fragments=2)])
 def test_other_methods_are_refused(sync: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"SemiDecentralized|PHDPSGD\(within='models'|fragments=1"):
         SDPipeStrategy(sync=sync)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("start_method", "fork"),
-        ("batch_by_speed", True),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [("start_method", "fork"), ("batch_by_speed", True)])
 def test_other_options_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=name):
         refusals.check_options(SDPipeStrategy(**{name: value}).options)
@@ -193,10 +184,7 @@ def test_what_rounds_of_gradients_cannot_do_is_refused_with_what_they_can() -> N
     refusals.check_trainer(trainer, SDPipeStrategy().options)
     for payload in (EightBit(), EightBit(feedback=True), OneBit(after=10)):
         SDPipeStrategy(sync=AllReduce(), exchange=Exchange(payload, hierarchy="hosts"))
-    for exchange in (
-        Exchange(OneBit(momentum=0.9, after=10)),
-        Exchange(overlap="step"),
-    ):
+    for exchange in (Exchange(OneBit(momentum=0.9, after=10)), Exchange(overlap="step")):
         with pytest.raises(ConfigurationError, match=r"Use momentum=0|LocalSGD"):
             SDPipeStrategy(sync=AllReduce(), exchange=exchange)
     refusals.check_scheduler(options, AllPresent(), AllPresent())

@@ -43,11 +43,7 @@ def test_a_newcomer_gets_what_the_donor_gave(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("kept", "reason"),
-    [
-        (lambda: 0, r"<lambda>"),
-        ((number for number in range(3)), "generator"),
-        (Broken(), "ArithmeticError: half"),
-    ],
+    [(lambda: 0, r"<lambda>"), ((number for number in range(3)), "generator"), (Broken(), "ArithmeticError: half")],
 )
 def test_a_state_that_cannot_be_sent_is_refused_where_it_is_waited_for(
     kept: object, reason: str, caplog: pytest.LogCaptureFixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,10 +16,9 @@ from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from tests.exchange.test_group_mean import values
-from tests.exchange.threads import one_thread
-from tests.sync.stage import Stage
+from tests.sync.stage import SIZE, Stage, equal
 
-N, SIZE = 3, 50
+N = 3
 NEED_IT = [
     (AllReduce(), Exchange()),
     (DiLoCo(every=2), Exchange()),
@@ -28,16 +26,6 @@ NEED_IT = [
     (LocalSGD(every=1), Exchange(EightBit(block=64), "free", interval=0.0)),
     (Decentralized("ring"), Exchange(EightBit(block=64))),
 ]
-
-
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    with one_thread():
-        yield Stage(N)
-
-
-def equal(pipeline: int) -> Tensor:
-    return values(99, SIZE)
 
 
 @pytest.mark.parametrize(("sync", "exchange"), NEED_IT, ids=str)
