@@ -15,7 +15,7 @@ base of the newest one. Three rules keep all bases of a stage in one line, thoug
 
 What a worker may have is known from above: the base that it named when it was ready, until a round of it goes out,
 which it may or may not get. A worker that joins may have the newest of all. If it turns out to have the base of a round
-that was given up, from a donor that is gone, then that counts as older than all others.
+that was given up, from a donor or by hand from a member that is gone, then that counts as older than all others.
 
 With several stages a pipeline is ready when all of its stages are, and one group goes out for each stage, of the same
 pipelines; so no stage waits for another one's round. Each stage has a lineage of its own.

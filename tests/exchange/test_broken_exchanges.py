@@ -217,9 +217,11 @@ def test_a_wait_ends_on_both_sides_if_the_connection_is_lost_in_the_midst_of_a_m
 
 
 def test_a_sum_ends_if_the_connection_is_lost_amid_its_last_message() -> None:
-    """gloo itself would go on waiting until the timeout, and so would the destructor of the group."""
+    """gloo itself would go on waiting until the timeout, on either side, and so would the destructor of the group."""
     given_up, start = threading.Event(), time.monotonic()
     with relay.lost_after(3_900_000, sender=1) as groups:
+        gives_up = threading.Timer(1.0, given_up.set)
+        gives_up.start()
 
         def add_up(rank: int) -> None:
             mover = SumInPlace(Replicas(groups[rank], range(2), 0, rank, given_up=given_up))
@@ -227,12 +229,12 @@ def test_a_sum_ends_if_the_connection_is_lost_amid_its_last_message() -> None:
             if rank:
                 with suppress(WorkerFailedError):  # all that it waits for may have come
                     pending.wait()
-                given_up.set()
                 return
             with pytest.raises(WorkerFailedError, match=r"adding up with .* failed: "):  # gloo may notice first
                 pending.wait()
 
         together(2, add_up)
+        gives_up.join()
     assert time.monotonic() - start < relay.TIMEOUT.total_seconds() / 2
 
 
