@@ -1,13 +1,14 @@
-"""Samples to a loss: a small BERT on islands that are killed, over the same run without kills.
+"""Samples to a loss: a small BERT on islands that are killed, over the same run without kills, and over all-reduce.
 
 Counted are the mini-batches that are in the model, in the order of time; the target is the loss that the run without
-kills has after a part of them. A mini-batch that died with a pipeline counts where it was trained at last: that it is
-trained twice costs time, which the utilisation says.
+kills has after a part of them, while it still falls. A mini-batch that died with a pipeline counts where it was trained
+at last: that it is trained twice costs time, which the utilisation says.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from transformers import get_constant_schedule_with_warmup
 
 from recipes.language import LanguageModel
 from recipes.suites.faults.elastic_world import Record
@@ -79,13 +81,13 @@ class PacedBert(LanguageModel):
         return loss
 
 
-def rows_of(text: Text) -> list[Tensor]:
-    """Return the rows to train on; the vocabulary is made where there is none."""
+def rows_of(text: Text, seed: int) -> list[Tensor]:
+    """Return the rows to train on, shuffled, so that chapters do not raise and lower the loss by turns."""
     data = PydocText(text.batch, text.length, text.network["vocab_size"])
     data.prepare_data()
     data.setup("fit")
     rows: list[Tensor] = data.train
-    return rows
+    return random.Random(seed).sample(rows, len(rows))
 
 
 def loader(text: Text, rows: Sequence[Tensor], batches: int) -> DataLoader[Any]:
@@ -123,16 +125,36 @@ def reached(found: Sequence[float], target: float) -> float:
     return math.inf
 
 
-def over_calm(killed: Sequence[float], calm: Sequence[float]) -> float:
-    """Return the samples that the run with kills takes to the target, over those of the one without.
+def target(calm: Sequence[float]) -> float:
+    """Return the mean loss that the run without kills has after a part of its mini-batches.
 
     Raises:
-        ValueError: the runs are too short for a mean.
+        ValueError: the run is too short for a mean.
     """
     stop = round(REACHED_AFTER * len(calm))
     if stop < WINDOW:
         raise ValueError(
             f"{len(calm)} mini-batches are too few for a mean of {WINDOW} after {REACHED_AFTER:.0%} of them"
         )
-    target = math.fsum(calm[stop - WINDOW : stop]) / WINDOW
-    return reached(killed, target) / reached(calm, target)
+    return math.fsum(calm[stop - WINDOW : stop]) / WINDOW
+
+
+def by_all_reduce(text: Text, rows: Sequence[Tensor], replicas: int, batches: int, seed: int) -> list[float]:
+    """Return the loss of each mini-batch where every update averages the gradients of ``replicas`` of them.
+
+    One process computes what all-reduce computes: links and devices change its time, not its samples.
+    """
+    torch.manual_seed(seed)
+    model = LanguageModel("bert", text.network, lr=text.lr, warmup_steps=text.warmup_steps)
+    optimizer = torch.optim.AdamW(model.parameters(), text.lr, weight_decay=model.hparams["weight_decay"])
+    warm_up = get_constant_schedule_with_warmup(optimizer, text.warmup_steps)
+    found: list[float] = []
+    for number, (_, batch) in enumerate(loader(text, rows, batches), 1):
+        loss = model.network(**batch).loss
+        (loss / replicas).backward()
+        found.append(float(loss.detach()))
+        if number % replicas == 0:
+            optimizer.step()
+            warm_up.step()
+            optimizer.zero_grad()
+    return found

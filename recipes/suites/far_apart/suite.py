@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sdpipe import Exchange, SDPipeStrategy
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 from recipes.suites.emulated import passes
-from recipes.suites.far_apart.samples import PacedBert, Text, loader, losses, over_calm, rows_of
+from recipes.suites.far_apart.samples import PacedBert, Text, by_all_reduce, loader, losses, reached, rows_of, target
 from recipes.suites.faults.diary import Fault
 from recipes.suites.faults.elastic_world import Record, World, note_transfers, set_up
 from recipes.suites.late_messages import arrive_late
@@ -42,7 +42,7 @@ LOWER_IS_BETTER = frozenset({"samples"})
 
 UTILISATION_GOAL, QUORUM_GOAL, BYTES_GOAL, SAMPLES_GOAL = 0.83, 1.3, 70.0, 1.05
 FEATURES, BATCH = 8, 4
-KILLED, CALM, WAITS = "killed", "calm", "waits for all"
+KILLED, CALM, WAITS, ALL_REDUCE = "killed", "calm", "waits for all", "all_reduce"
 PATIENCE = 900.0
 """Seconds that a run may take."""
 
@@ -133,7 +133,8 @@ def run(
         kill_every: seconds.
         repeats: of each run.
         samples: ``text``, options of :class:`~recipes.suites.far_apart.samples.Text`; ``work``, those of
-            :class:`Islands` that differ; and the number of ``seeds``, which may be 0.
+            :class:`Islands` that differ; ``all_reduce_lrs``, learning rates that all-reduce tries; and the number of
+            ``seeds``, which may be 0.
         seed: of the victims.
 
     Raises:
@@ -153,19 +154,49 @@ def run(
             rows.append({"run": name, "repeat": repeat, "kills": kills, **measured(records, islands)})
             print(rows[-1], flush=True)
     found = ratios(rows)
-    if samples["seeds"]:
+    for number in range(seed, seed + samples["seeds"]):
         text = Text(**samples["text"])
-        of_bert: dict[str, Any] = {**work, **samples["work"], "text": text, "rows": rows_of(text)}
-        quotients = []
-        for number in range(seed, seed + samples["seeds"]):
-            islands = Islands(sync=hydra.utils.instantiate(method), seed=number, **of_bert)
-            (killed, kills), (calm, _) = train(islands, random.Random(number)), train(islands, None)
-            quotients.append(over_calm(losses(killed), losses(calm)))
-            rows.append({"run": "bert", "repeat": number, "kills": kills, "samples": quotients[-1]})
-            print(rows[-1], flush=True)
-        what = "mini-batches of a small BERT in the model at a loss, with kills over without; one value per seed"
-        found["samples/far_apart"] = ratio(quotients, SAMPLES_GOAL, what)
-    return rows, found
+        of_bert: dict[str, Any] = {**work, **samples["work"], "text": text, "rows": rows_of(text, number)}
+        islands = Islands(sync=hydra.utils.instantiate(method), seed=number, **of_bert)
+        (killed, kills), (calm, _) = train(islands, random.Random(number)), train(islands, None)
+        rows.append({"run": "bert", "repeat": number, "kills": kills})
+        rows[-1] |= to_target(islands, losses(killed), losses(calm), samples["all_reduce_lrs"])
+        print(rows[-1], flush=True)
+    return rows, found | samples_ratios(rows)
+
+
+def to_target(islands: Islands, killed: Sequence[float], calm: Sequence[float], lrs: Sequence[float]) -> Row:
+    """Return how many mini-batches each run takes to the target: with kills, without, and by all-reduce at the best of
+    these learning rates, which has twice as many mini-batches.
+    """
+    assert islands.text is not None
+    goal, text, many = target(calm), islands.text, 2 * islands.batches
+    trained = [
+        by_all_reduce(replace(text, lr=lr), islands.rows, islands.num_pipelines, many, islands.seed) for lr in lrs
+    ]
+    return {
+        "target": goal,
+        KILLED: reached(killed, goal),
+        CALM: reached(calm, goal),
+        ALL_REDUCE: min(reached(found, goal) for found in trained),
+    }
+
+
+def samples_ratios(rows: Sequence[Row]) -> Ratios:
+    """Samples to the target with kills over those without, and over all-reduce's; one value per seed."""
+    of_bert = [row for row in rows if row["run"] == "bert"]
+    if not of_bert:
+        return {}
+    what = "mini-batches of a small BERT in the model at a loss, with kills over"
+    by_kills = [row[KILLED] / row[CALM] for row in of_bert]
+    return {
+        "samples/far_apart": ratio(by_kills, SAMPLES_GOAL, f"{what} without; one value per seed"),
+        "samples/all_reduce": ratio(
+            [row[KILLED] / row[ALL_REDUCE] for row in of_bert],
+            None,
+            f"{what} by all-reduce without, at the best of some learning rates, in one process",
+        ),
+    }
 
 
 def measured(records: Sequence[Record], islands: Islands) -> Row:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from recipes.suites.far_apart.samples import WINDOW, losses, over_calm, reached
-from recipes.suites.far_apart.suite import CALM, KILLED, WAITS, Islands, measured, ratios
+from recipes.suites.far_apart.samples import WINDOW, losses, reached, target
+from recipes.suites.far_apart.suite import ALL_REDUCE, CALM, KILLED, WAITS, Islands, measured, ratios, samples_ratios
 from recipes.suites.faults.elastic_world import Record
 
 ISLANDS = Islands(2, None, batch_seconds=1.0, slow=2.0, num_parameters=100, batches=3, latency=0.0)
@@ -56,9 +56,19 @@ def test_samples_count_in_the_order_of_time_where_they_were_trained_at_last() ->
 def test_samples_to_a_loss_are_those_until_the_mean_of_the_last_ones_is_as_low() -> None:
     calm = [10 * 0.999**k for k in range(10 * WINDOW)]
     slower = [10 * 0.9995**k for k in range(40 * WINDOW)]
-    assert over_calm(calm, calm) == 1
-    assert over_calm(slower, calm) == pytest.approx(2, abs=0.1)
-    assert over_calm(slower[: 2 * WINDOW], calm) == float("inf")
-    assert reached(calm, 0.0) == float("inf")
+    goal = target(calm)
+    assert reached(calm, goal) == 8 * WINDOW
+    assert reached(slower, goal) == pytest.approx(16 * WINDOW, rel=0.05)
+    assert reached(slower[: 2 * WINDOW], goal) == float("inf")
     with pytest.raises(ValueError, match="too few"):
-        over_calm(calm, calm[:WINDOW])
+        target(calm[:WINDOW])
+
+
+def test_samples_of_runs_with_kills_are_over_those_without_and_over_all_reduce() -> None:
+    rows = [{"run": "bert", KILLED: 90.0, CALM: 100.0, ALL_REDUCE: 300.0}, {"run": KILLED}]
+    found = samples_ratios(rows)
+    assert {name: each["value"] for name, each in found.items()} == {
+        "samples/far_apart": pytest.approx(0.9),
+        "samples/all_reduce": pytest.approx(0.3),
+    }
+    assert samples_ratios(rows[1:]) == {}
