@@ -237,7 +237,9 @@ def _said(record: Record, what: str) -> list[int]:
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Utilisation and bytes with kills, and without; speed without."""
+    """Utilisation and bytes with kills, and without; speed without. No rows give none."""
+    if not rows:
+        return {}
     of = {name: [row for row in rows if row["run"] == name] for name in (KILLED, CALM, WAITS)}
     pairs = zip(of[WAITS], of[CALM], strict=True)
     kills = sum(row["kills"] for row in of[KILLED])
