@@ -20,8 +20,7 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.partition.pipeline_cut import PipelineCut, is_measured
 from lightning_sdpipe.partition.plan import Plan
-from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
-from lightning_sdpipe.scheduler.client.store import StoreClient
+from lightning_sdpipe.scheduler.client.membership_client import MembershipClient, StoreClient
 from lightning_sdpipe.worker.scheduler_connection import MakePlans
 
 log = logging.getLogger(__name__)
