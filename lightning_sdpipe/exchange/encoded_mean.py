@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.exchange import transfers
-from lightning_sdpipe.exchange.codec import Codec, is_refusal, refusal
-from lightning_sdpipe.exchange.members import Members, Offset, owned
+from lightning_sdpipe.exchange.codec import Codec, Members, Offset, is_refusal, owned, refusal
 from lightning_sdpipe.exchange.moving import Pending, PieceByPiece, refuse_neighbours, tag_of
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 from lightning_sdpipe.exchange.transfers import Transfers

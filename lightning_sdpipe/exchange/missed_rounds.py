@@ -17,9 +17,8 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange import transfers
-from lightning_sdpipe.exchange.codec import Codec
+from lightning_sdpipe.exchange.codec import Codec, Offset
 from lightning_sdpipe.exchange.encoded_mean import SentMean
-from lightning_sdpipe.exchange.members import Offset
 from lightning_sdpipe.exchange.transfers import Transfers
 from lightning_sdpipe.topology.groups import Replicas
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.exchange import transfers
+from lightning_sdpipe.exchange.codec import Members
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean, SentMean
-from lightning_sdpipe.exchange.members import Members
 from lightning_sdpipe.exchange.missed_rounds import Arriving, History, MadeBase, send
 from lightning_sdpipe.exchange.moving import pieces_of, tag_of
 from lightning_sdpipe.exchange.outer_model import OuterModel

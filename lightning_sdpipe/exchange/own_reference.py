@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.exchange.codec import refusal
-from lightning_sdpipe.exchange.members import Members, Offset
+from lightning_sdpipe.exchange.codec import Members, Offset, refusal
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, Modulo, Payload, Spread
 from lightning_sdpipe.exchange.payloads.modulo import largest_magnitudes
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype

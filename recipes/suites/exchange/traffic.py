@@ -5,7 +5,7 @@ For methods that exchange every so many updates, divide. Gradients and models co
 
 from __future__ import annotations
 
-from lightning_sdpipe.exchange.members import parts
+from lightning_sdpipe.exchange.codec import parts
 from lightning_sdpipe.exchange.payloads import Payload
 
 
