@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.background import Overlapped, turn_into_changes
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.moving import Mover
-from lightning_sdpipe.exchange.overlapped import Overlapped, turn_into_changes
 from lightning_sdpipe.p2p import labelled, waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.mover_choice import Begin

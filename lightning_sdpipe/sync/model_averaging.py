@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe import meter
+from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.moving import Mover, finish
-from lightning_sdpipe.exchange.overlapped import Overlapped
 from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.mover_choice import Begin, mover_among_groups

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sdpipe.exchange.background import Background, Job
+from lightning_sdpipe.exchange.background import Background, Job, turn_into_changes
 from lightning_sdpipe.exchange.buckets import as_real, tensors_of
 from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import copied, finish, pieces_of
 from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov, OuterModel
-from lightning_sdpipe.exchange.overlapped import turn_into_changes
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.mover_choice import hosts_of

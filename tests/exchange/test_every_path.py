@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.exchange import encoded_mean, moving
+from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.common_reference import CommonModel, CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
@@ -19,7 +20,6 @@ from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
 from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.outer_model import Nesterov, OuterModel
-from lightning_sdpipe.exchange.overlapped import Overlapped
 from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.pairs import PairMean
 from lightning_sdpipe.exchange.payloads import Full, OneBit, Payload

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.moving import finish
-from lightning_sdpipe.exchange.overlapped import Overlapped
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.worker.elastic.fault_tolerant_mean import FaultTolerantMean, Outcomes
 
