@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.exchange.payloads.pieces import num_blocks
+from lightning_sdpipe.exchange.payloads.payload import num_blocks
 from lightning_sdpipe.policies.decisions import Group
 
 

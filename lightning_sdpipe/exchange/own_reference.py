@@ -26,9 +26,8 @@ from torch import Tensor
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.codec import Members, Offset, refusal
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, Modulo, Payload, Spread
-from lightning_sdpipe.exchange.payloads.modulo import largest_magnitudes
-from lightning_sdpipe.exchange.payloads.payload import residual_dtype
-from lightning_sdpipe.exchange.payloads.pieces import Pieces
+from lightning_sdpipe.exchange.payloads.eight_bit import largest_magnitudes
+from lightning_sdpipe.exchange.payloads.payload import Pieces, residual_dtype
 
 LARGEST_SHARE = 4.0
 """Largest share of a mean's error that its owner adds to its own copy, as a multiple of the number of members."""
