@@ -447,7 +447,7 @@ def test_shapes_only_fall(shape: str) -> None:
 @pytest.mark.distributed
 def test_the_way_of_a_step_only_gets_shorter() -> None:
     found = way_of_a_step()
-    assert f"{PACKAGE}.exchange.group_mean" in found, "the models were averaged"
+    assert f"{PACKAGE}.exchange.transfers" in found, "the models were averaged"
     assert len(found) <= WAY, found
 
 

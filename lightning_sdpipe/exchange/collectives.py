@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import Pending, PieceByPiece, Scratch
+from lightning_sdpipe.exchange.moving import GroupMean, Pending, PieceByPiece, Scratch
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lightning_sdpipe.exchange.common_reference import CommonModel
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import Mover
+from lightning_sdpipe.exchange.moving import GroupMean, Mover
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.ring_mean import ChangingRing, RingCopies, RingMean

@@ -17,8 +17,7 @@ from lightning_sdpipe.exchange.common_reference import CommonModel, CommonRefere
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
-from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.exchange.moving import GroupMean, Mover, finish
 from lightning_sdpipe.exchange.outer_model import Nesterov, OuterModel
 from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.pairs import PairMean

@@ -4,7 +4,8 @@
 highest byte of the word times 0x0102040810204080 has the lowest byte of the word as its lowest bit, and so on upwards.
 
 :class:`TopK` chooses within segments of 2¹⁶ values, so that a place fits into 16 bits, and so that one region of large
-values does not suppress all others. A message has the values of all segments in float32, then their places."""
+values does not suppress all others. A message has the values of all segments in float32, then their places.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Base of all payloads: their interface, their refusals, error feedback, and the pieces in which they go through a tensor.
+"""Base of all payloads: their interface, their refusals, error feedback, and the pieces by which they go through a
+tensor.
 
-Long tensors are divided into pieces of whole blocks, so that scratch memory is bounded and stays in the cache. A message
-has a header with some 32-bit numbers per block, all first ones before all second ones, and then the codes of all
-values. So it does not depend on the length of pieces, which differs between devices."""
+Long tensors are divided into pieces of whole blocks, so that scratch memory is bounded and stays in the cache. A
+message has a header with some 32-bit numbers per block, all first ones before all second ones, and then the codes of
+all values. So it does not depend on the length of pieces, which differs between devices.
+"""
 
 from __future__ import annotations
 
