@@ -32,6 +32,7 @@ from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.p2p import labelled, waiting_for
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync.mover_choice import Begin
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
@@ -131,11 +132,13 @@ class BackgroundAveraging(Synchronizer):
 
     def _go_through_rounds(self) -> None:
         copies = [torch.empty_like(tensor) for tensor in self._published]
+        replica, size = self.replica, self.replica.count
+        members = tuple(Worker(replica.stage, pipeline) for pipeline in range(size))
         while not self._all_have_arrived():
             with self._lock:
                 for copy, published in zip(copies, self._published, strict=True):
                     copy.copy_(published)
-            group = self._meet(self.replica.everybody(sequence=self._number))
+            group = self._meet(Group(members, (1 / size,) * size, self._number, "everybody"))
             if len(group.members) > 1:
                 turn_into_changes(self._mover, copies, group)
                 with self._lock:

@@ -16,11 +16,8 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
-from lightning_sdpipe.exchange.collectives import TakeOver
-from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.exchange.collectives import take_over
 from lightning_sdpipe.p2p import broadcast_bytes, waiting_for
-from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync.synchronizer import Replica, TrainingState
 from lightning_sdpipe.topology.groups import Replicas
 
@@ -53,8 +50,7 @@ def _begin_equal(replica: Replica, among: Replicas, buckets: Sequence[FlatBucket
     if bool((digests == digests[0]).all()):
         return
     before = [tensor.clone() for tensor in tensors]
-    members = tuple(Worker(replica.stage, pipeline) for pipeline in pipelines)
-    finish(TakeOver(among).start(tensors, Group(members, (1.0, *[0.0] * (len(members) - 1)), 0, "beginning equal")))
+    take_over(tensors, among, pipelines[0])
     apart = torch.tensor(
         [
             not _close(old, new)
@@ -152,9 +148,7 @@ def _copy(
         dist.all_reduce(known, group=among.group)
     by_pipeline, digests = known.tolist()
     furthest = pipelines[by_pipeline.index(max(by_pipeline))]
-    members = tuple(Worker(replica.stage, pipeline) for pipeline in pipelines)
-    source = Group(members, tuple(float(p == furthest) for p in pipelines), 0, "pause")
-    finish(TakeOver(among).start(tensors, source))
+    take_over(tensors, among, furthest)
     if progress is None or len({*digests}) == 1:
         return
     own = furthest == replica.pipeline

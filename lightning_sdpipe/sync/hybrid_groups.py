@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, WorkerFailedError
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
-from lightning_sdpipe.exchange.collectives import FullMean
+from lightning_sdpipe.exchange.collectives import average_all
 from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.sectioned import accompany
@@ -253,9 +253,7 @@ class HybridGroups(Synchronizer):
         self.resynchronise()
         if self._meets:
             weights = dict(zip((p for group in self._groups for p in group), mean_of_groups(self._groups), strict=True))
-            everybody = self.replica.everybody([weights[pipeline] for pipeline in range(len(self.replica.ranks))])
-            tensors = tensors_of(averaged(self.replica.parameters))
-            finish(FullMean(self.replica.groups.replicas()).start(tensors, everybody))
+            average_all(tensors_of(averaged(self.replica.parameters)), self.replica.groups.replicas(), weights)
 
     def _refuse_other_groups(self) -> None:
         """Refuse a scheduler with other groups than the run's own, where a standing scheduler decides."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.exchange.background import Background, Job, turn_into_changes
 from lightning_sdpipe.exchange.buckets import as_real, tensors_of
-from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
+from lightning_sdpipe.exchange.collectives import average_all, take_over
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import copied, finish, pieces_of
 from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov, OuterModel
@@ -162,15 +162,13 @@ class OuterAveraging(Synchronizer):
         with waiting_for(self.replica.groups.stage, "averaging what models have moved by"):
             dist.all_reduce(counts, group=self.replica.groups.stage)
         bases, updates = counts[:size].tolist(), counts[size:].tolist()
-        furthest, everybody = bases.index(max(bases)), self.replica.everybody(self._weights())
+        furthest, replicas, weights = bases.index(max(bases)), self.replica.groups.replicas(), self._weights()
         for fragment, since in zip(self._fragments, updates, strict=True):
             pieces = list(pieces_of(fragment.tensors))
             moved = [piece - outer.base for piece, outer in zip(pieces, fragment.common.outer, strict=True)]
-            finish(FullMean(self.replica.groups.replicas()).start(moved, everybody))
+            average_all(moved, replicas, weights)
             if len(set(bases)) > 1:  # a pipeline that was out of data has missed rounds
-                state = fragment.common.state()
-                weights = [float(pipeline == furthest) for pipeline in range(len(bases))]
-                finish(TakeOver(self.replica.groups.replicas()).start(state, self.replica.everybody(weights)))
+                take_over(fragment.common.state(), replicas, furthest)
             for piece, outer, change in zip(pieces, fragment.common.outer, moved, strict=True):
                 if since:
                     outer.step(change)
@@ -183,7 +181,8 @@ class OuterAveraging(Synchronizer):
         return None
 
     def _average_frozen(self) -> None:
-        self._average([bucket for bucket in averaged(self.replica.parameters) if not bucket.trains])
+        frozen = [bucket for bucket in averaged(self.replica.parameters) if not bucket.trains]
+        self.replica.average(tensors_of(frozen))
 
     def parameter_states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         """Return the outer momentum."""

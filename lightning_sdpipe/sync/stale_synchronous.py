@@ -11,6 +11,8 @@ import time
 
 from torch import Tensor
 
+from lightning_sdpipe.exchange.buckets import tensors_of
+from lightning_sdpipe.exchange.collectives import take_over
 from lightning_sdpipe.exchange.server import RemoteServer, ServedParameters
 from lightning_sdpipe.policies.admission import AdmissionRule, admission
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
@@ -88,7 +90,7 @@ class StaleSynchronous(Synchronizer):
             for bucket, value in zip(replica.exchanged, server.close(), strict=True):
                 bucket.buffer.copy_(value)
         self._server = None
-        self._take_over(self._host)
+        take_over(tensors_of(replica.parameters), replica.groups.replicas(), self._host)
 
     def _changes(self) -> list[Tensor]:
         changes = []

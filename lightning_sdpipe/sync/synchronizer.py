@@ -12,14 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
-from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
-from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.exchange.collectives import average_all
+from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.sectioned import OwnSections
 from lightning_sdpipe.pipeline.gradients import GradientExchange
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
-from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.sync.among_present import ExchangesOfPairs, RoundsOfBases, RoundsOfPresent
@@ -180,7 +178,7 @@ class Replica:
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Make ``tensors`` the mean over all replicas, which are together; integers (counters) become the largest."""
-        finish(FullMean(self.groups.replicas()).start(tensors, self.everybody()))
+        average_all(tensors, self.groups.replicas())
 
     def average_parameters(self) -> None:
         """Average the parameters in the same way, except frozen ones that are integers."""
@@ -188,13 +186,13 @@ class Replica:
             self.average(tensors_of(averaged(self.parameters)))
             return
         for part in self.parts:
-            finish(FullMean(part.among).start(tensors_of(averaged(part.parameters)), self.everybody()))
+            average_all(tensors_of(averaged(part.parameters)), part.among)
         self.shared.make_equal()
 
     def average_buffers(self) -> None:
         """Average the buffers in the same way."""
         for part in self.parts:
-            finish(FullMean(part.among).start(part.buffers, self.everybody()))
+            average_all(part.buffers, part.among)
         if self.shared is not None:
             self.shared.make_buffers_equal(self.device)
 
@@ -204,12 +202,6 @@ class Replica:
         if self.shared is not None:
             self.shared.make_equal()
             self.shared.make_buffers_equal(self.device)
-
-    def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
-        """Return all replicas of the stage as a group, with equal weights by default."""
-        size = self.count
-        members = tuple(Worker(self.stage, pipeline) for pipeline in range(size))
-        return Group(members, tuple(weights or [1 / size] * size), sequence, "everybody")
 
 
 def averaged(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:
@@ -327,20 +319,12 @@ class Synchronizer:
     def take(self, state: Mapping[str, Any]) -> None:
         """Take over the state of another pipeline's :meth:`handover`; called before training."""
 
-    def _average(self, buckets: Sequence[FlatBucket]) -> None:
-        self.replica.average(tensors_of(buckets))
-
     def average_buffers(self) -> None:
         """Make buffers and averages of the weights equal, as :meth:`make_parameters_equal` does parameters."""
         if self.replica.sections is None:
             self.replica.average([*self.replica.buffers, *self.replica.averages])
         else:
             self.replica.average_buffers()
-
-    def _take_over(self, pipeline: int) -> None:
-        """Give all replicas the parameters of that pipeline's replica."""
-        group = self.replica.everybody([float(number == pipeline) for number in range(len(self.replica.ranks))])
-        finish(TakeOver(self.replica.groups.replicas()).start(tensors_of(self.replica.parameters), group))
 
 
 @runtime_checkable

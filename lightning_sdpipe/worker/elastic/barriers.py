@@ -351,9 +351,3 @@ class ElasticReplica(Replica):
         self.barriers.average(*(part.buffers for part in self.divided))
         if self.shared is not None:
             self.shared.make_buffers_equal(self.device)
-
-    def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
-        raise ConfigurationError(
-            "This method of synchronisation asks for all replicas of a stage at once, and in an elastic job they come "
-            "and go. Use SemiDecentralized(), PartialReduce(), LocalSGD(every=...), ADPSGD() or NoSync()."
-        )
