@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -77,10 +77,16 @@ class PieceByPiece:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.seconds_waiting = 0.0
         self._to_come = deque(enumerate(pieces_of(tensors)))
+        self._arrived: deque[tuple[int, Tensor, Any]] = deque()
+        """Pieces that are not committed: number, piece, outcome."""
         self._first = True
 
-    def _compute(self, number: int, piece: Tensor) -> None:
-        """Exchange ``piece`` with the other members, and keep the outcome beside the model."""
+    def _compute(self, number: int, piece: Tensor) -> Any:
+        """Exchange ``piece`` with the other members, and return the outcome."""
+        raise NotImplementedError
+
+    def _put(self, number: int, piece: Tensor, outcome: Any) -> None:
+        """Put the outcome into the model."""
         raise NotImplementedError
 
     def wait(self) -> bool:
@@ -88,14 +94,21 @@ class PieceByPiece:
         if not self._to_come:
             return False
         start = time.perf_counter()
-        self._compute(*self._to_come[0])
+        number, piece = self._to_come[0]
+        self._arrived.append((number, piece, self._compute(number, piece)))
+        self._to_come.popleft()
         if self._first:
             self.seconds_waiting, self._first = time.perf_counter() - start, False
         return True
 
+    def commit(self) -> None:
+        """See :class:`Pending`."""
+        self._put(*self._arrived.popleft())
+
     def abort(self) -> None:
         """See :class:`Pending`."""
         self._to_come.clear()
+        self._arrived.clear()
 
 
 class Scratch:

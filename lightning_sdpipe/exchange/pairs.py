@@ -8,7 +8,6 @@ same, whatever happens at the same time, and neither holds a lock while it waits
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -44,25 +43,17 @@ class _Pair(PieceByPiece):
         super().__init__(tensors)
         self._weight = weights[self._other]
         self._replicas, self._lock, self._tag = replicas, lock, tag_of(group)
-        self._arrived: deque[tuple[Tensor, Tensor]] = deque()
-        """Pieces that are not committed, each with the difference from the other one's."""
 
-    def _compute(self, number: int, piece: Tensor) -> None:
+    def _compute(self, number: int, piece: Tensor) -> Tensor:
         with self._lock:
             mine = piece.clone()
         theirs = torch.empty_like(mine)
         transfers.begin({self._other: mine}, {self._other: theirs}, self._replicas, self._tag).wait()
-        self._arrived.append((piece, theirs.sub_(mine)))
-        self._to_come.popleft()
+        return theirs.sub_(mine)
 
-    def commit(self) -> None:
-        piece, difference = self._arrived.popleft()
+    def _put(self, number: int, piece: Tensor, outcome: Tensor) -> None:
         with self._lock:
-            piece.add_(difference, alpha=self._weight)
-
-    def abort(self) -> None:
-        super().abort()
-        self._arrived.clear()
+            piece.add_(outcome, alpha=self._weight)
 
 
 def exchange_whole(pending: Pending, group: Group, replicas: Replicas) -> None:
