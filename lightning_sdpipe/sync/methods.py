@@ -43,7 +43,7 @@ from lightning_sdpipe.sync.gradient_averaging import GradientAveraging, PresentA
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.model_averaging import LateAveraging, ModelAveraging
 from lightning_sdpipe.sync.mover_choice import Begin, mover_among_all, mover_among_groups, mover_in_a_ring
-from lightning_sdpipe.sync.stale_synchronous import StaleSynchronous
+from lightning_sdpipe.sync.parameter_server import StaleSynchronous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
 
 
