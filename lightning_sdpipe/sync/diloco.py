@@ -15,8 +15,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig, refusal
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.sync.capabilities import OUTER, WHOLE, Capabilities, Needs, of_policy
 from lightning_sdpipe.sync.incompatible import ONE_CUT, Incompatible
-from lightning_sdpipe.sync.outer_averaging import OuterAveraging
-from lightning_sdpipe.sync.outer_groups import OuterGroups
+from lightning_sdpipe.sync.outer_averaging import OuterAveraging, OuterGroups
 from lightning_sdpipe.sync.quorum_averaging import QuorumAveraging
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
