@@ -39,7 +39,7 @@ class AsynchronousPairs(Synchronizer):
         self._published: list[Tensor] = []
         self._computed_on: list[Tensor] = []
         self._lock = threading.Lock()  # guards the published copy
-        self._pairs = replica.pairs()
+        self._pairs = replica.pairs
         self._replicas: Replicas | None = None
         if self._pairs is not None:
             replica.client.invitations_are_lost_after = _LOST_AFTER
@@ -99,7 +99,7 @@ class AsynchronousPairs(Synchronizer):
             return movers(replicas).start(self._published, group)
 
         if self._pairs is not None:
-            return self._pairs.run(group, start)
+            return self._pairs(group, start)
         assert self._replicas is not None
         finish(start(self._replicas))
         return True

@@ -148,7 +148,7 @@ class DiLoCo:
         return row
 
     def build(self, replica: Replica) -> Synchronizer:
-        nesterov, bases = Nesterov(self.lr, self.momentum), replica.bases()
+        nesterov, bases = Nesterov(self.lr, self.momentum), replica.bases
         if self.group is not None:
             return OuterGroups(replica, nesterov, self.every, self.group.announces == "late")
         if bases is not None or self._of_bases:

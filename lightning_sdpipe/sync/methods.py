@@ -82,7 +82,7 @@ class AllReduce:
         return {None: GRADIENTS, "equal": EQUALLY, "samples": BY_SAMPLES}[self.weights]
 
     def build(self, replica: Replica) -> Synchronizer:
-        size, rounds = int(self.bucket_mib * 2**20), replica.rounds()
+        size, rounds = int(self.bucket_mib * 2**20), replica.rounds
         if rounds is not None:
             by_samples = self.weights == "samples" or (self.weights is None and replica.exchange.is_plain)
             return PresentAveraging(replica, rounds, size, by_samples)
@@ -196,7 +196,7 @@ class ByPolicy:
 def _averaging(
     replica: Replica, every: int, mover: Mover, begin: Begin | None, meet: Callable[[Group], Group]
 ) -> Synchronizer:
-    if replica.exchange.overlap == "free" and replica.mover() is not None:
+    if replica.exchange.overlap == "free" and replica.mover is not None:
         return FreeAveraging(replica, mover)
     if replica.exchange.overlap == "free":
         return BackgroundAveraging(replica, mover, meet, begin)

@@ -51,7 +51,7 @@ class ModelAveraging(Synchronizer):
         self._late: Overlapped | None = None
         if replica.exchange.overlap == "step":
             self._late = Overlapped(
-                self._mover, replica.timeout.total_seconds(), begins_again=replica.mover() is not None
+                self._mover, replica.timeout.total_seconds(), begins_again=replica.mover is not None
             )
         self._inequality = 1.0
         """Inequality k Σ w² of weights, averaged over the last groups."""

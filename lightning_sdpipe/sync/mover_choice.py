@@ -83,7 +83,7 @@ def _counts(replica: Replica) -> list[int]:
 
 def mover_among_groups(replica: Replica) -> Mover:
     """Return the mover of models among groups that change; in an elastic job, among the pipelines that are present."""
-    if (surviving := replica.mover()) is not None:
+    if (surviving := replica.mover) is not None:
         return surviving
     exchange = replica.exchange
     if exchange.is_plain:
@@ -126,7 +126,7 @@ def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:
 
 def mover_in_a_ring(replica: Replica) -> tuple[Mover, Begin | None]:
     """Return the mover of models between neighbours of a ring, and a function as that of :func:`mover_among_all`."""
-    if (surviving := replica.mover()) is not None:
+    if (surviving := replica.mover) is not None:
         return surviving, None
     payload = None if replica.exchange.is_full else replica.exchange.payload
     movers = [RingMean(replicas, payload) for replicas in replicas_for(replica)]

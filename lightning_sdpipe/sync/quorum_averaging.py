@@ -29,9 +29,8 @@ from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov, OuterMode
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState, OwnBase
 from lightning_sdpipe.p2p import labelled, waiting_for
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.sync.among_present import RoundsOfBases
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
-from lightning_sdpipe.sync.synchronizer import Replica
+from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfBases
 
 
 class QuorumAveraging(OuterAveraging):

@@ -30,9 +30,12 @@ from lightning_sdpipe.membership.stuck import BARRIERS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
-from lightning_sdpipe.sync.among_present import ExchangesOfPairs, RoundsOfBases, RoundsOfPresent
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, averaged
+from lightning_sdpipe.sync.synchronizer import (
+    Replica,
+    Synchronizer,
+    averaged,
+)
 from lightning_sdpipe.topology.groups import ProcessGroups, Replicas
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
@@ -313,28 +316,12 @@ class ElasticReplica(Replica):
     """A replica in an elastic job; see :class:`~lightning_sdpipe.sync.synchronizer.Replica`."""
 
     barriers: Barriers = field(kw_only=True)
-    means: Mover = field(kw_only=True)  # averages among the members of a group, some of which may be lost
     present: Callable[[], int] = field(kw_only=True)  # number of pipelines
-    of_present: RoundsOfPresent = field(kw_only=True)
-    of_bases: RoundsOfBases | None = field(kw_only=True, default=None)
-    of_pairs: ExchangesOfPairs = field(kw_only=True)
     forget: Callable[[], None] = field(kw_only=True, default=lambda: None)  # what members of groups have in common
 
     @property
     def count(self) -> int:
         return self.present()
-
-    def mover(self) -> Mover:
-        return self.means
-
-    def rounds(self) -> RoundsOfPresent:
-        return self.of_present
-
-    def bases(self) -> RoundsOfBases | None:
-        return self.of_bases
-
-    def pairs(self) -> ExchangesOfPairs:
-        return self.of_pairs
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         self.forget()

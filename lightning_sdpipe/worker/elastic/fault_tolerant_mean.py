@@ -175,7 +175,7 @@ class DroppedPairs:
         self._epochs, self._line, self._traffic = epochs, line, traffic
 
     def run(self, group: Group, start: Callable[[Replicas], Pending]) -> bool:
-        """Exchange; see :class:`~lightning_sdpipe.sync.among_present.ExchangesOfPairs`."""
+        """Exchange; see :class:`~lightning_sdpipe.sync.synchronizer.ExchangeOfPair`."""
         try:
             with self._epochs.beside(group) as replicas:
                 limit = timedelta(seconds=self._line.limit)

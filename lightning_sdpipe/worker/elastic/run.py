@@ -273,12 +273,12 @@ class ElasticRun:
             sections=sections,
             shared=parts.shared,
             barriers=self._barriers,
-            means=FaultTolerantMean(place.epochs, place.outcomes),
+            mover=FaultTolerantMean(place.epochs, place.outcomes),
             present=lambda: max(1, len(line.epoch.members)),
-            of_present=place.rounds,
-            of_bases=place.bases,
+            rounds=place.rounds,
+            bases=place.bases,
             forget=place.forget,
-            of_pairs=DroppedPairs(place.epochs, line, self.groups.traffic),
+            pairs=DroppedPairs(place.epochs, line, self.groups.traffic).run,
         )
         if sections is not None:
             makes = [

@@ -81,7 +81,7 @@ class SurvivingBases:
         return self._state
 
     def arrange(self, state: OuterState) -> None:
-        """See :class:`~lightning_sdpipe.sync.among_present.RoundsOfBases`, as for the next three methods."""
+        """See :class:`~lightning_sdpipe.sync.synchronizer.RoundsOfBases`, as for the next three methods."""
         self._state = state
 
     def run(self, tensors: Sequence[Tensor], group: Group) -> NewBase | None:
