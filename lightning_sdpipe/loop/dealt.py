@@ -29,10 +29,19 @@ from lightning_sdpipe.lightning_internals import (
     profiled,
     replace,
 )
-from lightning_sdpipe.loop.batch_source import Fetcher, Item, ShardBatchSource, Turns, gives
+from lightning_sdpipe.loop.batch_source import (
+    Fetcher,
+    Item,
+    ShardBatchSource,
+    Split,
+    Turns,
+    gives,
+    goes_on_in_another,
+    move_place,
+    refuse_other_split,
+)
 from lightning_sdpipe.loop.equal_split import EqualSplit, next_sync_point, save_at_sync_points
 from lightning_sdpipe.loop.loop import ClockChecks
-from lightning_sdpipe.loop.resume_position import Split, goes_on_in_another, move_place, refuse_other_split
 from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.sample import sample_batch
 from lightning_sdpipe.scheduler.client.client import SchedulerClient

@@ -21,8 +21,16 @@ from lightning_sdpipe.dealing.proportional import micro_batches_by_speed
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.lightning_internals import DataFetcher, as_combined, profiled
-from lightning_sdpipe.loop.batch_source import Fetcher, Item, begins_accumulation, gives
-from lightning_sdpipe.loop.resume_position import Split, goes_on_in_another, move_place, refuse_other_split
+from lightning_sdpipe.loop.batch_source import (
+    Fetcher,
+    Item,
+    Split,
+    begins_accumulation,
+    gives,
+    goes_on_in_another,
+    move_place,
+    refuse_other_split,
+)
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.pipeline.micro_batches import Portion
 from lightning_sdpipe.topology.groups import ProcessGroups

@@ -28,7 +28,7 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE
 from lightning_sdpipe.lightning_results import is_metric, metrics_of, pack_metrics, unpack_metrics
-from lightning_sdpipe.loop.last_stage import NoResultError, is_gathered
+from lightning_sdpipe.loop.user_hooks import NoResultError, is_gathered
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.partition.python_values import (
     GENERATORS,

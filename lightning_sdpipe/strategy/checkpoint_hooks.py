@@ -24,8 +24,8 @@ from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
 from lightning_sdpipe.checkpoints.files import whole_files, with_whole_files
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, NotWrittenError
+from lightning_sdpipe.loop.batch_source import Split
 from lightning_sdpipe.loop.freezing import restore_groups
-from lightning_sdpipe.loop.resume_position import Split
 from lightning_sdpipe.p2p import broadcast_value, waiting_for
 from lightning_sdpipe.strategy.collectives import Collectives
 

@@ -26,10 +26,10 @@ from lightning_sdpipe.data.loader import PipelineLoader
 from lightning_sdpipe.errors import ONLY_LIGHTNING
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
+from lightning_sdpipe.loop.batch_source import split_of
 from lightning_sdpipe.loop.optimizers import follow
 from lightning_sdpipe.loop.predictions import collect, deal_batches
 from lightning_sdpipe.loop.refusals import refuse_new_parameters
-from lightning_sdpipe.loop.resume_position import split_of
 from lightning_sdpipe.partition.pipeline_cut import Partition
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.seeing.page import last_line

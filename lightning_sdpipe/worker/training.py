@@ -19,11 +19,9 @@ from torch.optim import Optimizer
 from lightning_sdpipe import meter
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import loop
-from lightning_sdpipe.loop.adaptation import last_wait
 from lightning_sdpipe.loop.batch_source import BatchSource
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
-from lightning_sdpipe.loop.loss_scale import loss_scale
-from lightning_sdpipe.loop.nonfinite import NonfiniteWatch
+from lightning_sdpipe.loop.precision import NonfiniteWatch, last_wait, loss_scale
 from lightning_sdpipe.loop.python_state import PythonState
 from lightning_sdpipe.loop.stream_switches import Point, StreamSwitches
 from lightning_sdpipe.pipeline.gradients import loss_with_gradients
