@@ -19,8 +19,7 @@ from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.pairing import ring
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.synchronizer import Replica
-from lightning_sdpipe.topology.groups import Replicas
-from lightning_sdpipe.topology.hosts import hosts_of_replicas, require_names, this_host
+from lightning_sdpipe.topology.groups import Replicas, hosts_of_replicas, require_names, this_host
 
 Begin = Callable[[Sequence[Tensor]], None]
 MakeMover = Callable[[Replicas, Mapping[int, str] | None], Mover]

@@ -20,8 +20,7 @@ from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
-from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.topology.hosts import roll_call
+from lightning_sdpipe.topology.groups import ProcessGroups, roll_call
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.placement_file import check_shape, mesh_of
 from lightning_sdpipe.worker.assembly import Assembled

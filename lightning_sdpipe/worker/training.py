@@ -32,8 +32,7 @@ from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.rows import About
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint, SyncState
 from lightning_sdpipe.sync.synchronizer import Synchronizer
-from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.topology.hosts import this_host
+from lightning_sdpipe.topology.groups import ProcessGroups, this_host
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.phases import Event, Phase, Phases
 

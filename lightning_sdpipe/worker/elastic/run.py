@@ -31,8 +31,7 @@ from lightning_sdpipe.scheduler.client.membership_client import Callbacks, Membe
 from lightning_sdpipe.sync.mover_choice import among_those_present, own_host
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
-from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.topology.hosts import roll_call
+from lightning_sdpipe.topology.groups import ProcessGroups, roll_call
 from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.worker.assembly import Assembled
