@@ -30,7 +30,6 @@ from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.tcp_store import open_store
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic.run import ElasticRun
-from lightning_sdpipe.worker.fixed_run import FixedRun
 from lightning_sdpipe.worker.launching.environment import keep_gloo_on_loopback
 from lightning_sdpipe.worker.launching.launcher import give_up
 from lightning_sdpipe.worker.options import Options
@@ -100,7 +99,7 @@ class Collectives(DDPStrategy):
 
     @cached_property
     def _run(self) -> TrainingRun:
-        kind = FixedRun if self.options.job is None else ElasticRun
+        kind = TrainingRun if self.options.job is None else ElasticRun
         return kind(self.options, self, self._give_up)
 
     def _give_up(self) -> None:  # a method, since a lambda cannot be pickled for "spawn" and "forkserver"

@@ -6,14 +6,12 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.loop import loop
@@ -54,7 +52,7 @@ from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, Leave
 from lightning_sdpipe.worker.elastic.surviving_bases import SurvivingBases
 from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
 from lightning_sdpipe.worker.options import Options
-from lightning_sdpipe.worker.run import vote_in_the_world
+from lightning_sdpipe.worker.run import TrainingRun
 from lightning_sdpipe.worker.training import Training
 
 log = logging.getLogger(__name__)
@@ -85,28 +83,19 @@ class _Place:
         (self.bases or self.rounds).hand_over(sequence, group)
 
 
-class ElasticRun:
-    """The run of one worker; its options name the job that this process belongs to.
+class ElasticRun(TrainingRun):
+    """The run of one worker, as the base class describes it; its options name the job that this process belongs to."""
 
-    Args:
-        options: those of the strategy.
-        strategy: knows its processes and devices by the time that any method is called.
-        give_up: ends this process's wait for a tensor that will never come; called in another thread.
-    """
+    membership: ElasticConnection | None
 
     def __init__(self, options: Options, strategy: DDPStrategy, give_up: Callable[[], None]) -> None:
         assert options.job is not None
-        self.options = options
-        self._strategy = strategy
-        self._give_up = give_up
+        super().__init__(options, strategy, give_up)
         self._job = job = options.job
         self._mesh = OnePipeline.of(job.world_size, job.pipeline, job.pipeline + 1, not options.cuts)  # N comes later
         self._lead = leader.Leadership(job.rank, job.pipeline)
-        self._groups: ProcessGroups | None = None
-        self.membership: ElasticConnection | None = None
         self._place: _Place | None = None
         self._barriers: Barriers | None = None
-        self.evaluations: SharedEvaluations | None = None
         self._fit: joining.Fit | None = None
 
     # ------------------------------------------------------------------ places
@@ -114,15 +103,6 @@ class ElasticRun:
     @property
     def mesh(self) -> OnePipeline:
         return self._mesh
-
-    @property
-    def groups(self) -> ProcessGroups:
-        assert self._groups is not None, "setup_environment opens the groups"
-        return self._groups
-
-    @property
-    def opened(self) -> bool:
-        return self._groups is not None
 
     def check(self) -> None:
         if self.options.placement is not None:
@@ -342,10 +322,7 @@ class ElasticRun:
         assert self._barriers is not None
         met = self._barriers.meet(b"1" if decision else b"0")
         votes = [said == b"1" for each in self._barriers.said(met).values() for said in each]
-        return vote_in_the_world(min(votes) if all else max(votes), all, self._strategy.root_device)
-
-    def random_states(self) -> Mapping[str, Any]:
-        return random_states.gather(self.groups, self._strategy.root_device)
+        return super().vote(min(votes) if all else max(votes), all)
 
     # ----------------------------------------------------------- coming, going
 
