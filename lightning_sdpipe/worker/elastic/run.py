@@ -49,8 +49,7 @@ from lightning_sdpipe.worker.elastic.round_batches import RoundBatchSource
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection, SchedulerStore
 from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
 from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice
-from lightning_sdpipe.worker.elastic.surviving_bases import SurvivingBases
-from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
+from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingBases, SurvivingRounds
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.run import TrainingRun
 from lightning_sdpipe.worker.training import Training
@@ -80,7 +79,7 @@ class _Place:
 
     def hand_over(self, sequence: int, group: Group) -> None:
         """Give other members of ``group`` the result of a group."""
-        (self.bases or self.rounds).hand_over(sequence, group)
+        (self.bases or self.rounds).hand_overs.hand_over(sequence, group)
 
 
 class ElasticRun(TrainingRun):
