@@ -35,7 +35,7 @@ from lightning_sdpipe.topology.placement_file import Placement, check_shape, ord
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic import joining, leader, refusals
 from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous, ElasticReplica
-from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource
+from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, RoundBatchSource
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, EpochPart
 from lightning_sdpipe.worker.elastic.fault_tolerant_mean import (
     DroppedPairs,
@@ -45,7 +45,6 @@ from lightning_sdpipe.worker.elastic.fault_tolerant_mean import (
 )
 from lightning_sdpipe.worker.elastic.joint_batches import JointRoundSource
 from lightning_sdpipe.worker.elastic.pipeline_barriers import PipelineBarriers
-from lightning_sdpipe.worker.elastic.round_batches import RoundBatchSource
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection, SchedulerStore
 from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
 from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice
@@ -278,7 +277,7 @@ class ElasticRun(TrainingRun):
         duties = joining.StageDuties(
             lambda: self.fit, self.take_lead, place.commands, place.leaving, place.line, place.client
         )
-        arguments = trainer, training, place.client, self.groups, checks, run, dealing, duties
+        arguments = duties, trainer, training, place.client, self.groups, checks, run, dealing
         source: ElasticBatchSource
         if self.options.batch_by_speed:
             division, delays = self.options.division, training.parts.delays
