@@ -34,17 +34,18 @@ from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic import joining, leader, refusals
-from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous, ElasticReplica
+from lightning_sdpipe.worker.elastic.barriers import Barriers, PipelineBarriers
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, RoundBatchSource
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, EpochPart
-from lightning_sdpipe.worker.elastic.fault_tolerant_mean import (
+from lightning_sdpipe.worker.elastic.joint_batches import JointRoundSource
+from lightning_sdpipe.worker.elastic.replica import (
     DroppedPairs,
+    ElasticRendezvous,
+    ElasticReplica,
     FaultTolerantMean,
     Outcomes,
     PipelineOutcomes,
 )
-from lightning_sdpipe.worker.elastic.joint_batches import JointRoundSource
-from lightning_sdpipe.worker.elastic.pipeline_barriers import PipelineBarriers
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection, SchedulerStore
 from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
 from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice

@@ -10,7 +10,7 @@ import lightning as L
 
 from lightning_sdpipe.exchange import encoded_mean, outer_state, pairs, present_rounds
 from lightning_sdpipe.scheduler.client import client
-from lightning_sdpipe.worker.elastic import barriers, fault_tolerant_mean, state_transfer
+from lightning_sdpipe.worker.elastic import barriers, replica, state_transfer
 from recipes.suites.faults.diary import Diary, Fault
 
 PHASES = (
@@ -62,12 +62,12 @@ def inject(fault: Fault, trainer: L.Trainer, module: L.LightningModule, diary: D
         case "waiting":
             _before(client.SchedulerClient, "group", strike)
         case "exchange":
-            _before(fault_tolerant_mean._FaultTolerantPending, "wait", strike)
+            _before(replica._FaultTolerantPending, "wait", strike)
             _before(present_rounds.PresentRounds, "outcome", strike)
             _before(outer_state.OuterState, "make", strike)
-            _before(fault_tolerant_mean, "exchange_whole", strike)
+            _before(replica, "exchange_whole", strike)
         case "half_sent":
-            _after(fault_tolerant_mean._FaultTolerantPending, "commit", strike)
+            _after(replica._FaultTolerantPending, "commit", strike)
             _after(present_rounds.PresentRounds, "_reduce", strike)
             _after(encoded_mean.EncodedMean, "average", strike)
             _after(pairs._Pair, "wait", strike)

@@ -18,7 +18,7 @@ from lightning_sdpipe.exchange.moving import Pending
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.sync import ADPSGD
 from lightning_sdpipe.topology.groups import Replicas
-from lightning_sdpipe.worker.elastic.fault_tolerant_mean import DroppedPairs
+from lightning_sdpipe.worker.elastic.replica import DroppedPairs
 from tests.worker.elastic.jobs import Diary, ElasticRun, elastic_run, fit
 from tests.worker.elastic.test_runs import SAMPLES, check_that_nothing_is_lost, check_that_replicas_were_equal
 
