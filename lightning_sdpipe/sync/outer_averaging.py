@@ -368,4 +368,4 @@ class OuterGroups(OuterAveraging):
     def _states(self) -> Iterator[list[Tensor]]:
         """Yield base, momentum if there is one, and model of each piece."""
         for outer, piece in zip(self._whole.common.outer, pieces_of(self._whole.tensors), strict=True):
-            yield [*outer.state_dict().values(), piece]
+            yield [*outer.tensors, piece]
