@@ -24,7 +24,7 @@ from datetime import timedelta
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, WorkerFailedError
-from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
+from lightning_sdpipe.exchange.buckets import FlatBucket, PublishedCopy, tensors_of
 from lightning_sdpipe.exchange.collectives import average_all
 from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
 from lightning_sdpipe.exchange.moving import finish
@@ -172,29 +172,23 @@ class InPlace:
 
 
 class PublishedModel(InPlace):
-    """A copy of the model without the step that is being computed; the step is added when it is ready. The copy costs
-    the memory of the parameters twice."""
+    """A copy of the model without the step that is being computed; the step is added when it is ready."""
 
     def __init__(self, buckets: Sequence[FlatBucket]) -> None:
         super().__init__(buckets)
-        self._published = [bucket.buffer.clone() for bucket in buckets]
-        self._computed_on = [tensor.clone() for tensor in self._published]
+        self._copy = PublishedCopy(buckets)
         self._has_step = False
 
     def tensors(self, with_step: bool) -> list[Tensor]:
         """See the base class, as for the next method."""
         if with_step and not self._has_step:
-            for new, base, published in zip(tensors_of(self._buckets), self._computed_on, self._published, strict=True):
-                published.add_(new - base)
+            self._copy.add_step()
             self._has_step = True
-        return self._published
+        return self._copy.tensors
 
     def take(self) -> None:
-        for new, base, published in zip(
-            tensors_of(self._buckets), self._computed_on, self.tensors(with_step=True), strict=True
-        ):
-            new.copy_(published)
-            base.copy_(published)
+        self.tensors(with_step=True)
+        self._copy.take()
         self._has_step = False
 
 
