@@ -35,7 +35,7 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.following_stages import mean_of_groups
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
-from lightning_sdpipe.sync.equal_replicas import copy_most_advanced
+from lightning_sdpipe.sync.rendezvous import copy_most_advanced
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, averaged
 from lightning_sdpipe.topology.groups import Replicas
 
