@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.lightning_internals import Method, current, data_source
-from lightning_sdpipe.loop.collective_guard import CollectiveGuard
+from lightning_sdpipe.loop.user_hooks import CollectiveGuard
 from lightning_sdpipe.partition import apart, plan, rehearsal
 from lightning_sdpipe.partition import profile as profiles
 from lightning_sdpipe.partition.chain import Block

@@ -21,7 +21,7 @@ from lightning_sdpipe import lightning_internals, meter
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.lightning_results import metrics_of
 from lightning_sdpipe.loop.batch_source import BatchSource
-from lightning_sdpipe.loop.collective_guard import CollectiveGuard
+from lightning_sdpipe.loop.user_hooks import CollectiveGuard
 from lightning_sdpipe.p2p import backend_for, waiting_for
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync.synchronizer import SyncStatistics

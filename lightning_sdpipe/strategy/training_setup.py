@@ -14,7 +14,7 @@ from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource, Split
 from lightning_sdpipe.loop.dealt import Dealing
-from lightning_sdpipe.loop.epoch_callback import EpochCallback, agree, agree_in_evaluations
+from lightning_sdpipe.loop.epoch_callback import EpochCallback, StreamSwitches, agree, agree_in_evaluations
 from lightning_sdpipe.loop.freezing import adapt_finetuning
 from lightning_sdpipe.loop.joint import JointBatchSource
 from lightning_sdpipe.loop.loop import ClockChecks
@@ -29,7 +29,6 @@ from lightning_sdpipe.loop.optimizers import (
 from lightning_sdpipe.loop.precision import NonfiniteWatch, adapt_precision, current_scale
 from lightning_sdpipe.loop.python_state import PythonState
 from lightning_sdpipe.loop.refusals import leave_out_example, refuse_own_values, refuse_several_optimizers
-from lightning_sdpipe.loop.stream_switches import StreamSwitches
 from lightning_sdpipe.loop.user_hooks import (
     gather_metrics_over,
     leave_results_to_the_last_stage,

@@ -20,10 +20,10 @@ from lightning_sdpipe import meter
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.batch_source import BatchSource
-from lightning_sdpipe.loop.collective_guard import CollectiveGuard
+from lightning_sdpipe.loop.epoch_callback import Point, StreamSwitches
 from lightning_sdpipe.loop.precision import NonfiniteWatch, last_wait, loss_scale
 from lightning_sdpipe.loop.python_state import PythonState
-from lightning_sdpipe.loop.stream_switches import Point, StreamSwitches
+from lightning_sdpipe.loop.user_hooks import CollectiveGuard
 from lightning_sdpipe.pipeline.gradients import loss_with_gradients
 from lightning_sdpipe.pipeline.micro_batches import refuse_time_first, weight_of
 from lightning_sdpipe.pipeline.ready_signal import ReadySignal
