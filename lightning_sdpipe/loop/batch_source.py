@@ -38,21 +38,17 @@ def split_of(loader: Any, num_pipelines: int) -> Split | None:
     return None if batches is None else [num_pipelines, batches, getattr(loader, "batch_size", None) or 0]
 
 
-def goes_on_in_another(trainer: Trainer, before: Split | None, now: Split | None) -> bool:
-    """Return whether the epoch that begins goes on with that of a checkpoint which counts by ``before``, not by
-    ``now``."""
-    loop = trainer.fit_loop
-    return loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch and before != now
-
-
-def move_place(trainer: Trainer, before: Split | None, now: Split | None, loader: Any) -> bool:
-    """Move ``trainer`` to the place in the split ``now`` where a checkpoint that counts by ``before`` ended. False if
-    there is no such place.
+def find_place(trainer: Trainer, before: Split | None, now: Split | None, loader: Any) -> bool:
+    """Move ``trainer`` to the place in the split ``now`` where a checkpoint that counts by ``before`` ended, if it goes
+    on within that epoch. Return False if there is no such place.
 
     Replica i of N trains samples i, i + N, ... of the epoch's order. So when each of N pipelines has trained b batches
     of B samples, the first b N B samples of that order are done, which are those of b N / N' batches of N' pipelines.
     """
-    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    loop = trainer.fit_loop
+    if not loop.restarted_mid_epoch or loop.epoch_loop.batch_progress.is_last_batch or before == now:
+        return True
+    progress: Any = loop.epoch_loop.batch_progress.current
     number = place_in(now, before, progress.ready) if takes_turns(loader) else None
     if number is None:
         return False

@@ -35,9 +35,8 @@ from lightning_sdpipe.loop.batch_source import (
     ShardBatchSource,
     Split,
     Turns,
+    find_place,
     gives,
-    goes_on_in_another,
-    move_place,
     refuse_other_split,
 )
 from lightning_sdpipe.loop.equal_split import EqualSplit, next_sync_point, save_at_sync_points
@@ -146,9 +145,7 @@ class DealtBatchSource:
             self._dealt = None
             return self._shards.take_over(fetcher)
         before = self._dealing.origin()
-        if goes_on_in_another(self._trainer, before, self._split) and not move_place(
-            self._trainer, before, self._split, self._loader
-        ):
+        if not find_place(self._trainer, before, self._split, self._loader):
             if self._dealing.required:
                 raise refuse_other_split(before, self._split)
             return self._shards.take_over(fetcher)  # for the rest of this epoch, of which Lightning warns

@@ -26,9 +26,8 @@ from lightning_sdpipe.loop.batch_source import (
     Item,
     Split,
     begins_accumulation,
+    find_place,
     gives,
-    goes_on_in_another,
-    move_place,
     refuse_other_split,
 )
 from lightning_sdpipe.p2p import waiting_for
@@ -119,9 +118,7 @@ class JointBatchSource:
         if len(fetcher.combined_loader.flattened) > 1:
             raise refuse_to_divide("there are several train dataloaders, whose batches belong together")
         before = self._origin()
-        if goes_on_in_another(self._trainer, before, self._split) and not move_place(
-            self._trainer, before, self._split, self._loader
-        ):
+        if not find_place(self._trainer, before, self._split, self._loader):
             raise refuse_other_split(before, self._split)
         return Fetcher(fetcher, self)
 

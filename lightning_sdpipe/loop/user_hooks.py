@@ -287,7 +287,8 @@ def _ending(hook: Callable[..., Any], owner: Callback | LightningModule, name: s
     def ending(*arguments: Any, **kwargs: Any) -> None:
         if name in _BATCH_END_HOOKS:
             trainer, module, _, *more = arguments
-            arguments = (trainer, module, _NoResult(place), *more)
+            result = StandIn(f"{place} uses what a step returned, which exists on last stages only.")
+            arguments = (trainer, module, result, *more)
         try:
             hook(*arguments, **kwargs)
         except NoResultError:
@@ -308,17 +309,21 @@ class NoResultError(ConfigurationError):
     """A result was used where there is none."""
 
 
-class _NoResult:
-    """A stand-in for the result of a step, on a stage that does not come to its end. It cannot be used for anything."""
+class StandIn:
+    """A stand-in for what exists on last stages only. It cannot be used for anything.
 
-    def __init__(self, place: str) -> None:
-        self.__dict__["_place"] = place
+    Args:
+        message: of the error that every use of it raises.
+    """
+
+    def __init__(self, message: str) -> None:
+        vars(self)["_message"] = message
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise NoResultError(f"{self.__dict__['_place']} uses what a step returned, which exists on last stages only.")
+        raise NoResultError(vars(self)["_message"])
 
-    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = __contains__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __getattr__ = __call__ = __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
+    __float__ = __int__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
     __lt__ = __gt__ = __le__ = __ge__ = _refuse
 
     @classmethod

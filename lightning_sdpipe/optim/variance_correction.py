@@ -257,12 +257,9 @@ class VarianceCorrection(OptimizerWrapper):
         grad_decay = _decay_in_gradient(group)
         started: dict[Tensor, Tensor] = {}
         alike: defaultdict[tuple[torch.device, torch.dtype, int, float], list[MomentTensors]] = defaultdict(list)
-        for param in group["params"]:
+        for param in self._trained(group):
             grad = param.grad
-            if grad is None:
-                continue
-            if grad.is_sparse:
-                raise RuntimeError("VarianceCorrection does not support sparse gradients; use dense ones")
+            assert grad is not None
             if not self.state.get(param):
                 # The variance of a single gradient is zero, which leaves the second moment as it is.
                 started[param] = torch.empty_like(param).copy_(grad).add_(param, alpha=grad_decay)
@@ -280,12 +277,7 @@ class VarianceCorrection(OptimizerWrapper):
         return started
 
     def _check(self, group: dict[str, Any]) -> None:
-        for option in ("capturable", "differentiable"):
-            if group.get(option):
-                raise ConfigurationError(
-                    f"VarianceCorrection cannot wrap an optimizer with {option}=True, since its factors "
-                    f"change at every step outside of the graph: set {option}=False."
-                )
+        self._refuse_options(group, "its factors change at every step outside of the graph")
         for param in group["params"]:
             if not param.is_floating_point() or param.dtype.itemsize < 4:
                 raise ConfigurationError(

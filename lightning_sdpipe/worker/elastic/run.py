@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -66,6 +67,8 @@ class _Place:
     worker: Worker
     line: MembershipClient
     client: SchedulerClient
+    store: Callable[..., SchedulerStore]
+    """Makes a store of that name; its waits end when a second argument, if any, returns true."""
     epochs: EpochGroups
     outcomes: Outcomes
     commands: CommandChannel
@@ -143,8 +146,8 @@ class ElasticRun(TrainingRun):
             self._groups = ProcessGroups.open(self._mesh, options.run_timeout)
         line = connection.line
 
-        def store(name: str, cancelled: Callable[[], bool]) -> SchedulerStore:
-            return SchedulerStore(line.store, name, _CONNECTING, cancelled)
+        def store(name: str, *cancelled: Callable[[], bool]) -> SchedulerStore:
+            return SchedulerStore(line.store, name, _CONNECTING, *cancelled)
 
         traffic = self._groups.traffic
         among, forget = among_those_present(options.exchange, policy, job.pipeline)
@@ -172,7 +175,7 @@ class ElasticRun(TrainingRun):
             second = self._groups.second(options.run_timeout)
             outcomes = PipelineOutcomes(line, self._mesh.rank(0, job.pipeline), second)
         self._place = _Place(
-            worker, line, connection.client, epochs, outcomes, commands, leaving, rounds, bases, forget, policy
+            worker, line, connection.client, store, epochs, outcomes, commands, leaving, rounds, bases, forget, policy
         )
 
     def _where_to_meet(self) -> Barriers:
@@ -237,26 +240,17 @@ class ElasticRun(TrainingRun):
             Barriers(*where) if sections is None else PipelineBarriers(*where, self.groups, sections.numbers)
         )
         self.evaluations = SharedEvaluations(self._job.pipeline, self._barriers, self.groups)
+        exchanges: dict[str, Any] = {
+            "rounds": place.rounds,
+            "bases": place.bases,
+            "pairs": DroppedPairs(place.epochs, line, self.groups.traffic).run,
+            "mover": FaultTolerantMean(place.epochs, place.outcomes),
+        }
         replica = ElasticReplica(
-            place.client,
-            self.groups,
-            parts.freezing.buckets,
-            parts.buffers,
-            parts.freezing.trained,
-            self.options.run_timeout,
-            watch,
-            self.options.exchange,
-            loss_scale,
-            progress,
-            sections=sections,
-            shared=parts.shared,
+            **vars(super().replica(parts, watch, loss_scale, progress)) | exchanges,
             barriers=self._barriers,
-            mover=FaultTolerantMean(place.epochs, place.outcomes),
             present=lambda: max(1, len(line.epoch.members)),
-            rounds=place.rounds,
-            bases=place.bases,
             forget=place.forget,
-            pairs=DroppedPairs(place.epochs, line, self.groups.traffic).run,
         )
         if sections is not None:
             makes = [
@@ -291,10 +285,7 @@ class ElasticRun(TrainingRun):
             source = RoundBatchSource(*arguments, rounds=place.rounds)
         place.client.meanwhile = source.serve
 
-        def store(name: str, *cancelled: Callable[[], bool]) -> SchedulerStore:
-            return SchedulerStore(place.line.store, name, _CONNECTING, *cancelled)
-
-        self._fit = joining.Fit(trainer, training, source, checkpoints, self.groups, place.line, store)
+        self._fit = joining.Fit(trainer, training, source, checkpoints, self.groups, place.line, place.store)
         return source
 
     @property
