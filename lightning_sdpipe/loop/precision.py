@@ -169,7 +169,8 @@ def _square_by_section(
     for parameter in counted:
         if parameter.grad is not None:
             squares = squares.to(parameter.grad.device)
-            norm = torch.linalg.vector_norm(parameter.grad, dtype=_wide(parameter.grad))
+            wide = torch.complex128 if parameter.grad.is_complex() else torch.float64
+            norm = torch.linalg.vector_norm(parameter.grad, dtype=wide)
             squares[section_of[id(parameter)]] += norm.real.square()
     with waiting_for(pipeline, "clipping gradients"):
         dist.all_reduce(squares, group=pipeline)
@@ -177,10 +178,6 @@ def _square_by_section(
     for square in squares:
         total = total + square
     return total
-
-
-def _wide(gradient: Tensor) -> torch.dtype:
-    return torch.complex128 if gradient.is_complex() else torch.float64
 
 
 def _applied(counted: Sequence[nn.Parameter], optimizer: Optimizer) -> list[nn.Parameter]:

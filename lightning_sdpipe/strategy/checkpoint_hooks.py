@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +133,10 @@ class CheckpointHooks(Collectives):
             if broadcast_value(self._run.leads, 0, self.groups.everybody):  # its stages may hear of it at other times
                 self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io, self._run.publisher)
             return
+        in_its_place = self.is_global_zero and is_distributed(filepath)  # a file would be moved into that directory
         try:
-            self._save_checkpoint(checkpoint, filepath, storage_options)
+            with replacing(Path(filepath)) if in_its_place else nullcontext():
+                super().save_checkpoint(checkpoint, filepath, storage_options)
         except NotWrittenError as error:
             if self.options.on_checkpoint_error == "stop":
                 raise
@@ -142,13 +144,6 @@ class CheckpointHooks(Collectives):
             self._lacks_checkpoint = True
         else:
             self._lacks_checkpoint = False
-
-    def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        if self.is_global_zero and is_distributed(filepath):  # a file would be moved into that directory
-            with replacing(Path(filepath)):
-                super().save_checkpoint(checkpoint, filepath, storage_options)
-        else:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if is_distributed(checkpoint_path):

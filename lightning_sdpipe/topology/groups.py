@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -20,22 +20,16 @@ from lightning_sdpipe.topology.mesh import Mesh
 class Traffic:
     """Bytes sent to other replicas; several threads may add to them."""
 
-    def __init__(self) -> None:
-        self.bytes = 0
+    def __init__(self, sent: int = 0) -> None:
+        self.bytes = sent
         self._lock = threading.Lock()
 
     def add(self, sent: int) -> None:
         with self._lock:
             self.bytes += sent
 
-    def __reduce__(self) -> tuple[Callable[[int], Traffic], tuple[int]]:
-        return _traffic_of, (self.bytes,)  # a lock stays where it is
-
-
-def _traffic_of(sent: int) -> Traffic:
-    traffic = Traffic()
-    traffic.add(sent)
-    return traffic
+    def __reduce__(self) -> tuple[type[Traffic], tuple[int]]:
+        return Traffic, (self.bytes,)  # a lock stays where it is
 
 
 @dataclass(frozen=True)

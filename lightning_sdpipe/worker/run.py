@@ -119,10 +119,12 @@ class TrainingRun:
             self._groups = ProcessGroups.open(self.mesh, self.options.run_timeout)
         environment = strategy.cluster_environment
         assert environment is not None
+        number = torch.tensor(1 + secrets.randbits(61) if dist.get_rank() == 0 else 0, device=strategy.root_device)
+        dist.all_reduce(number)  # of rank 0; each rank gets it when all have come: none is in the run before
         self.membership = SchedulerConnection(
             self.mesh,
             self.options.method.policy,
-            _of_this_run(1 + secrets.randbits(61), strategy.root_device),
+            int(number),
             self.options.standing_scheduler,
             lambda: where_to_listen(environment, strategy.num_nodes),
             self.options.run_timeout.total_seconds(),
@@ -228,10 +230,3 @@ class TrainingRun:
         if self.membership is not None:
             self.membership.close()
             self.membership = None
-
-
-def _of_this_run(number: int, device: torch.device) -> int:
-    """Return rank 0's number, which each rank gets when all have come: none is in the run before."""
-    numbers = torch.tensor(number if dist.get_rank() == 0 else 0, device=device)
-    dist.all_reduce(numbers)
-    return int(numbers)

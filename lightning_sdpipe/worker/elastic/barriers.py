@@ -243,15 +243,9 @@ class Barriers:
 
 def divided(parts: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
     """Return the floating-point tensors of each of ``parts``, and the integers; empty ones are left out."""
-    both = [split(tensors) for tensors in parts]
-    return [floating for floating, _ in both], [integers for _, integers in both]
-
-
-def split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the floating-point tensors, and the integers; empty ones are left out."""
-    some = [tensor for tensor in tensors if tensor.numel()]
-    floating = [tensor for tensor in some if tensor.is_floating_point()]
-    return floating, [tensor for tensor in some if not tensor.is_floating_point()]
+    some = [[tensor for tensor in tensors if tensor.numel()] for tensors in parts]
+    floating = [[tensor for tensor in part if tensor.is_floating_point()] for part in some]
+    return floating, [[tensor for tensor in part if not tensor.is_floating_point()] for part in some]
 
 
 def pack(integers: Sequence[Tensor]) -> bytes:
@@ -317,7 +311,8 @@ class PipelineBarriers(Barriers):
 
     def meet(self, says: bytes = b"") -> Met:
         """See the base class; the pipeline says what all of its stages do."""
-        return super().meet(msgspec.msgpack.encode(self._of_stages(says)))
+        of_stages = of_all_stages(self._groups, b64encode(says).decode())
+        return super().meet(msgspec.msgpack.encode([b64decode(each) for each in of_stages]))
 
     def said(self, met: Met) -> dict[int, list[bytes]]:
         """Return what each pipeline has said that came to ``met``, by stage."""
@@ -355,6 +350,3 @@ class PipelineBarriers(Barriers):
         pipeline = self._worker.pipeline
         heard = p2p.broadcast_value(said, self._groups.mesh.rank(0, pipeline), self._groups.everybody)
         return msgspec.json.decode(heard, type=Met)
-
-    def _of_stages(self, says: bytes) -> list[bytes]:
-        return [b64decode(each) for each in of_all_stages(self._groups, b64encode(says).decode())]
