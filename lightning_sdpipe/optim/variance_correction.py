@@ -16,7 +16,6 @@ the wrapped optimizer's step, and the step does the rest. u ≥ v/n > 0 at all t
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -42,46 +41,9 @@ class MomentTensors(NamedTuple):
     """Second moment u, kept where the wrapped optimizer keeps v."""
 
 
-@dataclass(frozen=True)
-class Coefficients:
-    """Scalars of one update; equal for all parameters that have seen equally many gradients.
-
-    Args:
-        beta2: decay of the second moment, in [0, 1).
-        step: number of gradients seen, including this one; at least 2 (the first gradient only initialises the mean).
-        workers: n of this step, at least 1.
-        workers_before: n that the stored second moment was computed with, at least 1.
-        grad_decay: weight decay that the wrapped optimizer adds to the gradient (0 when decoupled).
-    """
-
-    beta2: float
-    step: int
-    workers: float
-    workers_before: float
-    grad_decay: float
-
-    @property
-    def rescale(self) -> float:
-        """Factor on V/n that takes u from the former n to this step's."""
-        return self.workers_before / self.workers
-
-    @property
-    def bias_before(self) -> float:
-        """Weight c₋ of the earlier gradients in v."""
-        return 1.0 - self.beta2 ** (self.step - 1)
-
-    @property
-    def mean_rate(self) -> float:
-        """Rate at which the mean moves towards this gradient."""
-        return (1.0 - self.beta2) / (1.0 - self.beta2**self.step)
-
-    @property
-    def deviation_weight(self) -> float:
-        """Factor on d² in the bracket of the module's formula."""
-        return (1.0 - 1.0 / self.workers) * self.mean_rate * self.bias_before
-
-
-def advance(tracks: list[MomentTensors], by: Coefficients) -> None:
+def _advance(
+    tracks: list[MomentTensors], beta2: float, step: int, workers: float, workers_before: float, grad_decay: float
+) -> None:
     """Move means and second moments over this step's gradients, up to the part that the wrapped step still adds.
 
     Afterwards `mean` is current, and `second_moment` is the bracket of the module's formula: the wrapped
@@ -89,21 +51,29 @@ def advance(tracks: list[MomentTensors], by: Coefficients) -> None:
 
     Args:
         tracks: tensors of one dtype on one device.
-        by: the scalars, the same for all of them.
+        beta2: decay of the second moment, in [0, 1).
+        step: number of gradients seen, including this one; at least 2 (the first gradient only initialises the mean).
+        workers: n of this step, at least 1.
+        workers_before: n that the stored second moment was computed with, at least 1.
+        grad_decay: weight decay that the wrapped optimizer adds to the gradient (0 when decoupled).
     """
+    rescale = workers_before / workers  # of V/n, which takes u from the former n to this step's
+    bias_before = 1.0 - beta2 ** (step - 1)  # c₋, the weight of the earlier gradients in v
+    mean_rate = (1.0 - beta2) / (1.0 - beta2**step)  # at which the mean moves towards this gradient
+    deviation_weight = (1.0 - 1.0 / workers) * mean_rate * bias_before  # of d² in the bracket
     size = min(_BUCKET_ELEMENTS, sum(track.mean.numel() for track in tracks))
     scratch = tracks[0].mean.new_empty(size)  # one for all buckets: fresh memory costs as much as using it
-    for grads, means, seconds in _buckets(tracks, by.grad_decay):
-        if by.rescale != 1.0:
-            torch._foreach_mul_(seconds, by.rescale)
-            torch._foreach_addcmul_(seconds, means, means, (1.0 - by.rescale) * by.bias_before)
-        if by.workers == 1.0:
-            torch._foreach_lerp_(means, grads, by.mean_rate)
+    for grads, means, seconds in _buckets(tracks, grad_decay):
+        if rescale != 1.0:
+            torch._foreach_mul_(seconds, rescale)
+            torch._foreach_addcmul_(seconds, means, means, (1.0 - rescale) * bias_before)
+        if workers == 1.0:
+            torch._foreach_lerp_(means, grads, mean_rate)
             continue
         sizes = [mean.numel() for mean in means]
         deviations = list(scratch[: sum(sizes)].split_with_sizes(sizes))
-        _step_towards(means, grads, by.mean_rate, deviations)
-        torch._foreach_addcmul_(seconds, deviations, deviations, -by.deviation_weight)
+        _step_towards(means, grads, mean_rate, deviations)
+        torch._foreach_addcmul_(seconds, deviations, deviations, -deviation_weight)
 
 
 def _step_towards(means: list[Tensor], grads: list[Tensor], rate: float, deviations: list[Tensor]) -> None:
@@ -273,7 +243,7 @@ class VarianceCorrection(OptimizerWrapper):
             state[_WORKERS] = self.num_workers
         beta2 = float(group["betas"][1])
         for (_, _, step, workers_before), tracks in alike.items():
-            advance(tracks, Coefficients(beta2, step, self.num_workers, workers_before, grad_decay))
+            _advance(tracks, beta2, step, self.num_workers, workers_before, grad_decay)
         return started
 
     def _check(self, group: dict[str, Any]) -> None:
