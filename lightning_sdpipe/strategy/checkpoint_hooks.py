@@ -92,7 +92,7 @@ class CheckpointHooks(Collectives):
             return self.module.state_dict()
         alone = self._checkpoints.only_held or self._run.membership is None  # else the run is over, nothing under way
         if not alone:
-            self._whereabouts.check("save_checkpoint")
+            self._guard.check("save_checkpoint")
             self.training.pause()
         return self._checkpoints.module_state()
 

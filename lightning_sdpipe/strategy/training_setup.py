@@ -78,7 +78,7 @@ class TrainingSetup(CheckpointHooks):
             self.membership.client,
             self.groups,
             draws,
-            self._whereabouts,
+            self._guard,
             NonfiniteWatch(where, buckets, self.root_device, losses=not scaled) if watch else None,
             self._first_failure,
             self._state if parts.changed_late else None,
@@ -103,7 +103,7 @@ class TrainingSetup(CheckpointHooks):
     def _adapt_hooks(self, trainer: Trainer) -> list[Callable[[], None]]:
         """Adapt the hooks of the module and of callbacks, and their metrics, to this stage. Return functions that undo
         it."""
-        module, guard, parts, mesh = self.module, self._whereabouts, self._parts, self.groups.mesh
+        module, guard, parts, mesh = self.module, self._guard, self._parts, self.groups.mesh
         callbacks: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         is_last, is_cut = mesh.is_last(self.groups.rank), mesh.num_stages > 1
 
@@ -166,7 +166,7 @@ class TrainingSetup(CheckpointHooks):
         if not deals(data, method, self.mesh.num_pipelines, self.membership.client.policy):
             return ShardBatchSource(trainer, self.training)
         asked = data == "dealt"
-        in_step = None if asked or not self._whereabouts.communicates else "a step communicates with other pipelines"
+        in_step = None if asked or not self._guard.communicates else "a step communicates with other pipelines"
         dealing = Dealing(self._seed, origin, asked, on_any_worker, in_step)
         return self._run.dealt_batches(trainer, self.training, self._checkpoints, checks, dealing)
 
