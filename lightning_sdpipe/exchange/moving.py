@@ -1,4 +1,4 @@
-"""Interface of an exchange, and its plainest kind: the weighted mean of models over the members of a group.
+"""Interface of an exchange, and its plainest kinds: the weighted mean of models over the members of a group, or of two.
 
 An exchange is started, waited for and committed, piece by piece; only a commit changes the model. A piece is committed
 whole or not at all, and results are computed beside the model. So scratch memory is that of pieces and not of the
@@ -11,10 +11,16 @@ gather with point-to-point transfers inside the process group of their stage: ea
 the others send it, and sends them the result. Each sends 2 (k − 1) / k times the tensors, as in a ring, but in two
 steps instead of 2 (k − 1), which matters where tensors are short or processes wait for a core. The others' parts of a
 member's own k-th lie where the results of the other k-ths will arrive, so a piece needs memory of its own size.
+
+:class:`PairMean` averages the published tensors of two workers while they go on changing (asynchronous AD-PSGD). Each
+sends a copy of a piece as it is now. The received copy does not replace the piece, which may have changed by then: the
+difference of the two copies is added, times the other one's weight. With equal weights the sum over both stays the
+same, whatever happens at the same time, and neither holds a lock while it waits for the other.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -147,26 +153,6 @@ def finish(pending: Pending, moved: Callable[[], None] = lambda: None) -> float:
     return pending.seconds_waiting
 
 
-def finish_whole(pending: Pending, confirm: Callable[[], None]) -> None:
-    """Wait for all pieces and call ``confirm``; only then commit them. After a failure of either, drop all.
-
-    Args:
-        pending: an exchange whose tensors other code may change meanwhile.
-        confirm: returns when the other members have all pieces, too.
-    """
-    pieces = 0
-    try:
-        with labelled("exchange"):
-            while pending.wait():
-                pieces += 1
-            confirm()
-    except BaseException:
-        pending.abort()
-        raise
-    for _ in range(pieces):
-        pending.commit()
-
-
 def pieces_of(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield views of flat tensors, none longer than a piece."""
     for tensor in tensors:
@@ -288,3 +274,61 @@ class _Mean:
         self._parts = {pipeline: slots[self._place[pipeline]][: len(self._chunk)] for pipeline in self._others}
         outgoing = {pipeline: self._chunks[self._place[pipeline]] for pipeline in self._others}
         self._scattering = transfers.begin(outgoing, self._parts, self._replicas, self._tag)
+
+
+class PairMean:
+    """Moves tensors that other code changes meanwhile, under a lock.
+
+    Args:
+        replicas: replicas of which this worker is one; exchanges of several pairs may go on at the same time.
+        lock: held while a piece is copied, and while it is committed.
+    """
+
+    def __init__(self, replicas: Replicas, lock: threading.Lock) -> None:
+        self._replicas = replicas
+        self._lock = lock
+
+    def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
+        """See :class:`~lightning_sdpipe.exchange.moving.Mover`; the group has two members."""
+        return _Pair(tensors, group, self._replicas, self._lock)
+
+
+class _Pair(PieceByPiece):
+    def __init__(self, tensors: Sequence[Tensor], group: Group, replicas: Replicas, lock: threading.Lock) -> None:
+        weights = {worker.pipeline: w for worker, w in zip(group.members, group.weights, strict=True)}
+        (self._other,) = set(weights) - {replicas.pipeline}
+        super().__init__(tensors)
+        self._weight = weights[self._other]
+        self._replicas, self._lock, self._tag = replicas, lock, tag_of(group)
+
+    def _compute(self, number: int, piece: Tensor) -> Tensor:
+        with self._lock:
+            mine = piece.clone()
+        theirs = torch.empty_like(mine)
+        transfers.begin({self._other: mine}, {self._other: theirs}, self._replicas, self._tag).wait()
+        return theirs.sub_(mine)
+
+    def _put(self, number: int, piece: Tensor, outcome: Tensor) -> None:
+        with self._lock:
+            piece.add_(outcome, alpha=self._weight)
+
+
+def exchange_whole(pending: Pending, group: Group, replicas: Replicas) -> None:
+    """Finish the exchange of the pair ``group``, whose tensors other code may change meanwhile: neither changes its own
+    before both have all of it.
+
+    Raises:
+        WorkerFailedError: the other one is gone, or a transfer has timed out; nothing has changed.
+    """
+    (other,) = {worker.pipeline for worker in group.members} - {replicas.pipeline}
+    pieces, word = 0, torch.zeros(1)
+    try:
+        with labelled("exchange"):
+            while pending.wait():
+                pieces += 1
+            transfers.begin({other: word}, {other: torch.empty_like(word)}, replicas, tag_of(group)).wait()
+    except BaseException:
+        pending.abort()
+        raise
+    for _ in range(pieces):
+        pending.commit()

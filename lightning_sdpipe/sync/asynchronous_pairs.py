@@ -1,6 +1,6 @@
 """Worker's half of asynchronous AD-PSGD: it averages with a neighbour that goes on computing.
 
-Every worker publishes its model: a copy that others may average with at any time (``exchange/pairs.py``). No worker
+Every worker publishes its model: a copy that others may average with at any time (``PairMean``). No worker
 holds a lock while it waits for another one, which excludes deadlock without the bipartite graph of the paper (Lian et
 al. 2018). A gradient is computed on one unchanged model; its update is added to the published copy when it is ready.
 """
@@ -16,9 +16,8 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.background import Background, Job
 from lightning_sdpipe.exchange.buckets import PublishedCopy
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.exchange.moving import Mover, Pending, finish
+from lightning_sdpipe.exchange.moving import Mover, PairMean, Pending, finish
 from lightning_sdpipe.exchange.own_reference import OwnReference
-from lightning_sdpipe.exchange.pairs import PairMean
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas

@@ -17,10 +17,9 @@ from lightning_sdpipe.exchange.common_reference import CommonModel, CommonRefere
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
-from lightning_sdpipe.exchange.moving import GroupMean, Mover, finish
+from lightning_sdpipe.exchange.moving import GroupMean, Mover, PairMean, finish
 from lightning_sdpipe.exchange.outer_model import Nesterov, OuterModel
 from lightning_sdpipe.exchange.own_reference import OwnReference
-from lightning_sdpipe.exchange.pairs import PairMean
 from lightning_sdpipe.exchange.payloads import Full, OneBit, Payload
 from lightning_sdpipe.exchange.sharded_mean import ShardedMean
 from lightning_sdpipe.topology.groups import Replicas

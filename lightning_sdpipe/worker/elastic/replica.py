@@ -21,8 +21,7 @@ from torch import Tensor
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.buckets import tensors_of
-from lightning_sdpipe.exchange.moving import Pending
-from lightning_sdpipe.exchange.pairs import exchange_whole
+from lightning_sdpipe.exchange.moving import Pending, exchange_whole
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
