@@ -1,8 +1,8 @@
 """Worker's half of asynchronous AD-PSGD: it averages with a neighbour that goes on computing.
 
-Every worker publishes its model: a copy that others may average with at any time (``PairMean``). No worker
-holds a lock while it waits for another one, which excludes deadlock without the bipartite graph of the paper (Lian et
-al. 2018). A gradient is computed on one unchanged model; its update is added to the published copy when it is ready.
+Every worker publishes its model: a copy that others may average with at any time. No worker holds a lock while it waits
+for another one, which excludes deadlock without the bipartite graph of the paper (Lian et al. 2018). A gradient is
+computed on one unchanged model; its update is added to the published copy when it is ready.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_sdpipe.exchange import encoded_mean, outer_state, pairs, present_rounds
+from lightning_sdpipe.exchange import encoded_mean, moving, outer_state, present_rounds
 from lightning_sdpipe.scheduler.client import client
 from lightning_sdpipe.worker.elastic import barriers, replica, state_transfer
 from recipes.suites.faults.diary import Diary, Fault
@@ -70,7 +70,7 @@ def inject(fault: Fault, trainer: L.Trainer, module: L.LightningModule, diary: D
             _after(replica._FaultTolerantPending, "commit", strike)
             _after(present_rounds.PresentRounds, "_reduce", strike)
             _after(encoded_mean.EncodedMean, "average", strike)
-            _after(pairs._Pair, "wait", strike)
+            _after(moving._Pair, "wait", strike)
         case "pause":
             _before(barriers.Barriers, "meet", strike)
         case "donor":
