@@ -139,7 +139,7 @@ def target(calm: Sequence[float]) -> float:
     return math.fsum(calm[stop - WINDOW : stop]) / WINDOW
 
 
-def by_all_reduce(text: Text, rows: Sequence[Tensor], replicas: int, batches: int, seed: int) -> list[float]:
+def learn_together(text: Text, rows: Sequence[Tensor], replicas: int, batches: int, seed: int) -> list[float]:
     """Return the loss of each mini-batch where every update averages the gradients of ``replicas`` of them.
 
     One process computes what all-reduce computes: links and devices change its time, not its samples.

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sdpipe import Exchange, SDPipeStrategy
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 from recipes.suites.emulated import passes
-from recipes.suites.far_apart.samples import PacedBert, Text, by_all_reduce, loader, losses, reached, rows_of, target
+from recipes.suites.far_apart.samples import PacedBert, Text, learn_together, loader, losses, reached, rows_of, target
 from recipes.suites.faults.diary import Fault
 from recipes.suites.faults.elastic_world import Record, World, note_transfers, set_up
 from recipes.suites.late_messages import arrive_late
@@ -42,7 +42,7 @@ LOWER_IS_BETTER = frozenset({"samples"})
 
 UTILISATION_GOAL, QUORUM_GOAL, BYTES_GOAL, SAMPLES_GOAL = 0.83, 1.3, 70.0, 1.05
 FEATURES, BATCH = 8, 4
-KILLED, CALM, WAITS, ALL_REDUCE = "killed", "calm", "waits for all", "all_reduce"
+KILLED, CALM, WAITS, BEST, ALL_REDUCE = "killed", "calm", "waits for all", "best", "all_reduce"
 PATIENCE = 900.0
 """Seconds that a run may take."""
 
@@ -133,8 +133,8 @@ def run(
         kill_every: seconds.
         repeats: of each run.
         samples: ``text``, options of :class:`~recipes.suites.far_apart.samples.Text`; ``work``, those of
-            :class:`Islands` that differ; ``all_reduce_lrs``, learning rates that all-reduce tries; and the number of
-            ``seeds``, which may be 0.
+            :class:`Islands` that differ; ``fast_lrs``, learning rates, at the best of which it is compared with
+            all-reduce; and the number of ``seeds``, which may be 0.
         seed: of the victims.
 
     Raises:
@@ -156,29 +156,37 @@ def run(
     found = ratios(rows)
     for number in range(seed, seed + samples["seeds"]):
         text = Text(**samples["text"])
-        of_bert: dict[str, Any] = {**work, **samples["work"], "text": text, "rows": rows_of(text, number)}
-        islands = Islands(sync=hydra.utils.instantiate(method), seed=number, **of_bert)
-        (killed, kills), (calm, _) = train(islands, random.Random(number)), train(islands, None)
-        rows.append({"run": "bert", "repeat": number, "kills": kills})
-        rows[-1] |= to_target(islands, losses(killed), losses(calm), samples["all_reduce_lrs"])
+        of_bert: dict[str, Any] = {**work, **samples["work"], "rows": rows_of(text, number), "seed": number}
+        calm = Islands(sync=hydra.utils.instantiate(method), text=text, **of_bert)
+        fast = [replace(calm, text=replace(text, lr=lr)) for lr in samples["fast_lrs"]]
+        killed = [losses(train(each, random.Random(number))[0]) for each in (calm, *fast)]
+        row = to_target(losses(train(calm, None)[0]), killed, [by_all_reduce(each) for each in fast])
+        rows.append({"run": "bert", "repeat": number, **row})
         print(rows[-1], flush=True)
     return rows, found | samples_ratios(rows)
 
 
-def to_target(islands: Islands, killed: Sequence[float], calm: Sequence[float], lrs: Sequence[float]) -> Row:
-    """Return how many mini-batches each run takes to the target: with kills, without, and by all-reduce at the best of
-    these learning rates, which has twice as many mini-batches.
-    """
+def by_all_reduce(islands: Islands) -> list[float]:
+    """Return the loss of each mini-batch of BERT where all islands average the gradients of each update."""
     assert islands.text is not None
-    goal, text, many = target(calm), islands.text, 2 * islands.batches
-    trained = [
-        by_all_reduce(replace(text, lr=lr), islands.rows, islands.num_pipelines, many, islands.seed) for lr in lrs
-    ]
+    return learn_together(islands.text, islands.rows, islands.num_pipelines, islands.batches, islands.seed)
+
+
+def to_target(calm: Sequence[float], killed: Sequence[Sequence[float]], all_reduce: Sequence[Sequence[float]]) -> Row:
+    """Return how many mini-batches each run takes to the loss that the one without kills has while it still falls.
+
+    Args:
+        calm: losses without kills.
+        killed: the same with kills, at the same learning rate and at some that are faster.
+        all_reduce: of all-reduce at the faster ones.
+    """
+    goal = target(calm)
     return {
         "target": goal,
-        KILLED: reached(killed, goal),
         CALM: reached(calm, goal),
-        ALL_REDUCE: min(reached(found, goal) for found in trained),
+        KILLED: reached(killed[0], goal),
+        BEST: min(reached(each, goal) for each in killed),
+        ALL_REDUCE: min(reached(each, goal) for each in all_reduce),
     }
 
 
@@ -188,13 +196,14 @@ def samples_ratios(rows: Sequence[Row]) -> Ratios:
     if not of_bert:
         return {}
     what = "mini-batches of a small BERT in the model at a loss, with kills over"
-    by_kills = [row[KILLED] / row[CALM] for row in of_bert]
     return {
-        "samples/far_apart": ratio(by_kills, SAMPLES_GOAL, f"{what} without; one value per seed"),
+        "samples/far_apart": ratio(
+            [row[KILLED] / row[CALM] for row in of_bert], SAMPLES_GOAL, f"{what} without; one value per seed"
+        ),
         "samples/all_reduce": ratio(
-            [row[KILLED] / row[ALL_REDUCE] for row in of_bert],
+            [row[BEST] / row[ALL_REDUCE] for row in of_bert],
             None,
-            f"{what} by all-reduce without, at the best of some learning rates, in one process",
+            f"{what} all-reduce of the gradients (without kills, in one process), each at its best learning rate",
         ),
     }
 
@@ -237,7 +246,9 @@ def _said(record: Record, what: str) -> list[int]:
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Utilisation and bytes with kills, and without; speed without."""
+    """Utilisation and bytes with kills, and without; speed without. No rows give none."""
+    if not rows:
+        return {}
     of = {name: [row for row in rows if row["run"] == name] for name in (KILLED, CALM, WAITS)}
     pairs = zip(of[WAITS], of[CALM], strict=True)
     kills = sum(row["kills"] for row in of[KILLED])
