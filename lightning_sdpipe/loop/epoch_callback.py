@@ -1,5 +1,5 @@
-"""What happens on every worker around the hooks of the user: random streams begin, and at the end of an epoch, or
-before a checkpoint is saved, replicas and metrics are made equal.
+"""Work of every worker around the hooks of the user: random streams begin, and at the end of an epoch, or before a
+checkpoint is saved, replicas and metrics are made equal.
 
 What steps draw belongs to the batch, and differs between pipelines (:mod:`lightning_sdpipe.random_streams`). What is
 drawn between steps, by hooks and by anything that they call, comes from streams that are equal on all workers, so that

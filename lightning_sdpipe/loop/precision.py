@@ -1,5 +1,4 @@
-"""What a precision plugin does for one process, made right for the stages of a pipeline; and numbers that are not
-finite.
+"""Adapts a precision plugin to the stages of a pipeline, and watches for numbers that are not finite.
 
 Gradients are clipped by the norm of all parameters, which no worker of a pipeline holds together.
 
