@@ -22,8 +22,8 @@ from transformers import get_constant_schedule_with_warmup
 
 from recipes.language import LanguageModel
 from recipes.suites.faults.elastic_world import Record
-from recipes.text.batches import Batch, Masking
 from recipes.text.data import PydocText
+from recipes.text.tokens import Batch, Masking
 
 WINDOW = 200
 """Mini-batches whose mean loss counts."""
@@ -64,7 +64,7 @@ class _Numbered(Dataset[tuple[int, Tensor]]):
 
 
 class PacedBert(LanguageModel):
-    """A BERT whose forward takes some seconds more, as :class:`recipes.suites.far_apart.suite.Learner` does.
+    """A BERT whose forward takes some seconds more, as :class:`recipes.suites.far_apart.Learner` does.
 
     Args:
         text: what it learns.

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from recipes.suites.far_apart import CALM, KILLED, WAITS, Islands, measured, ratios, samples_ratios, to_target
 from recipes.suites.far_apart.samples import WINDOW, losses, reached, target
-from recipes.suites.far_apart.suite import CALM, KILLED, WAITS, Islands, measured, ratios, samples_ratios, to_target
 from recipes.suites.faults.elastic_world import Record
 
 ISLANDS = Islands(2, None, batch_seconds=1.0, slow=2.0, num_parameters=100, batches=3, latency=0.0)
