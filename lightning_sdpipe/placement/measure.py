@@ -48,7 +48,7 @@ from lightning_sdpipe.placement.links import (
 )
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network, write_network
-from lightning_sdpipe.topology.hosts import device_name, this_host
+from lightning_sdpipe.topology.groups import device_name, this_host
 
 MAYBE: Any = Link | None
 
