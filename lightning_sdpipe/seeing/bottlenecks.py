@@ -179,7 +179,7 @@ def exchange_bound(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
             cost = Charge(spent / _total(seen.series.values()))
             text = f"stage {stage} spends {spent / total:.0%} of its time on exchanges"
             overlap = Advice("exchange while the next batch is computed", "exchange=full exchange.overlap=step")
-            advice: tuple[Advice, ...] = () if _averages_gradients(seen) else (overlap,)
+            advice: tuple[Advice, ...] = () if seen.policy.get("type") == "no_sync" else (overlap,)
             advice = (*advice, Advice("send 8 bits per value", "exchange=eight_bit"))
             workers = tuple(worker for worker in sorted(seen.series) if worker.stage == stage)
             evidence = {"exchange_ms": round(spent / members / 1e3, 3)}
@@ -315,10 +315,6 @@ def _transfer(seen: Recording, meeting: Meeting) -> float:
 def _sequence(seen: Recording, meeting: Meeting) -> int:
     worker, at = meeting[0]
     return seen.series[worker].groups[at]
-
-
-def _averages_gradients(seen: Recording) -> bool:
-    return seen.policy.get("type") == "no_sync"
 
 
 def _total(series: Iterable[Series]) -> float:
