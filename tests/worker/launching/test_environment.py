@@ -70,11 +70,9 @@ def test_machines_that_would_not_find_each_other(
 
 
 def test_who_has_not_come_is_told_with_what_to_look_at() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"Not all of 1 processes have come .* \(1/2 clients joined\). Start each"
-    ):
-        with naming_the_port(LightningEnvironment()):
-            raise DistStoreError("1/2 clients joined\n  C++ frames")
+    message = r"Not all of 1 processes have come .* \(1/2 clients joined\). Start each"
+    with pytest.raises(ConfigurationError, match=message), naming_the_port(LightningEnvironment()):
+        raise DistStoreError("1/2 clients joined\n  C++ frames")
 
 
 def test_slurm_and_the_trainer_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
