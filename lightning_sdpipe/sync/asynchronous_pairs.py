@@ -17,7 +17,7 @@ from lightning_sdpipe.exchange.background import Background, Job
 from lightning_sdpipe.exchange.buckets import PublishedCopy
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import Mover, PairMean, Pending, finish
-from lightning_sdpipe.exchange.own_reference import OwnReference
+from lightning_sdpipe.exchange.references import OwnReference
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.common_reference import CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import EightBit, Half
 from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
+from lightning_sdpipe.exchange.references import CommonReference
 from lightning_sdpipe.sync import AllReduce
 from lightning_sdpipe.sync.gradient_averaging import PresentAveraging
 from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
