@@ -49,7 +49,7 @@ class Rounds(Callback):
 
         def hear(outcome: Round) -> None:
             said = {"members": outcome.members, "batches": outcome.batches, "weight": outcome.weight}
-            ways = {"again": rounds.hand_overs.retried, "taken": rounds.hand_overs.taken}
+            ways = {"again": rounds.retried, "taken": rounds.taken}
             self.diary.note(round=self.training.updates, epoch=trainer.current_epoch, **said, **ways)
             heard(outcome)
 
