@@ -77,7 +77,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "pipeline": (1880, 17),
     "placement": (3290, 25),
     "policies": (2762, 25),
-    "recipes": (8466, 123),
+    "recipes": (8294, 91),
     "scheduler": (5556, 43),
     "seeing": (2054, 18),
     "simulate": (708, 5),

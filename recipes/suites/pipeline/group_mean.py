@@ -16,8 +16,6 @@ from lightning_sdpipe.topology.groups import Replicas
 from recipes.suites.processes import run_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 
-TIMEOUT_SECONDS = 300.0
-
 Timing = dict[str, float]  # seconds of a call, by what was called
 
 
@@ -31,7 +29,7 @@ def measure(*, members: int, mebibytes: int, calls: int, repeats: int, seed: int
         repeats: timings of each.
         seed: of the models.
     """
-    by_rank = run_processes(members, _compare, members, mebibytes, calls, repeats, seed, timeout=TIMEOUT_SECONDS)
+    by_rank = run_processes(members, _compare, members, mebibytes, calls, repeats, seed)
     slowest = [{name: max(t[name] for t in timings) for name in timings[0]} for timings in zip(*by_rank, strict=True)]
     rows: list[Row] = [
         {"what": name, "members": members, "MiB": mebibytes, "ms": 1e3 * median(timing[name] for timing in slowest)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recipes.training_curve import draw
+from recipes.callbacks import draw
 
 
 def test_losses_and_accuracies_have_panels_of_their_own(tmp_path: Path) -> None:
