@@ -29,10 +29,18 @@ from lightning_sdpipe.lightning_internals import (
     profiled,
     replace,
 )
-from lightning_sdpipe.loop.batch_source import Fetcher, Item, ShardBatchSource, Turns, gives
+from lightning_sdpipe.loop.batch_source import (
+    Fetcher,
+    Item,
+    ShardBatchSource,
+    Split,
+    Turns,
+    find_place,
+    gives,
+    refuse_other_split,
+)
 from lightning_sdpipe.loop.equal_split import EqualSplit, next_sync_point, save_at_sync_points
 from lightning_sdpipe.loop.loop import ClockChecks
-from lightning_sdpipe.loop.resume_position import Split, goes_on_in_another, move_place, refuse_other_split
 from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.sample import sample_batch
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
@@ -140,9 +148,7 @@ class DealtBatchSource:
             self._dealt = None
             return self._shards.take_over(fetcher)
         before = self._dealing.origin()
-        if goes_on_in_another(self._trainer, before, self._split) and not move_place(
-            self._trainer, before, self._split, self._loader
-        ):
+        if not find_place(self._trainer, before, self._split, self._loader):
             if self._dealing.required:
                 raise refuse_other_split(before, self._split)
             return self._shards.take_over(fetcher)  # for the rest of this epoch, of which Lightning warns

@@ -39,7 +39,7 @@ from lightning_sdpipe.placement.job_store import JobStore
 from lightning_sdpipe.placement.links import Link, Pair, combine, schedule, summary, together
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network, write_network
-from lightning_sdpipe.topology.hosts import device_name, this_host
+from lightning_sdpipe.topology.groups import device_name, this_host
 
 SAMPLES, INTERVAL = 5, 0.1
 """Number of samples of a matrix product, where there is no model to measure with, and seconds for each."""

@@ -13,6 +13,7 @@ from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.membership.silence import Silence
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
+from lightning_sdpipe.scheduler.rows import About
 from lightning_sdpipe.scheduler.server.lifelines import Lines
 from lightning_sdpipe.scheduler.server.outbox import Outbox
 
@@ -31,6 +32,9 @@ class Liveness:
         self.lines = lines
         self.incarnations: dict[Worker, int] = {}
         """Incarnation of each process that is there."""
+        self.waiting: dict[Worker, int] = {}
+        """Seconds for which each process has waited for others, as its last beat since the last loss said."""
+        self._limit = limit
         self._silence = Silence(limit, now, unit)
 
     @property
@@ -65,6 +69,7 @@ class Liveness:
     def leaves(self, worker: Worker) -> None:
         """Forget the process of ``worker``, which is no longer there."""
         self.incarnations.pop(worker, None)
+        self.waiting.pop(worker, None)
         self._silence.forget(worker)
 
     def of(self, pipelines: Collection[int]) -> list[Worker]:
@@ -85,7 +90,23 @@ class Liveness:
                 "called lost for that",
                 now - silence.of_all_since,
             )
+        if lost:
+            self.waiting.clear()  # who waited for a group with a lost one gets it without that one
         return [(worker, self.incarnations[worker], seconds) for worker, seconds in lost]
+
+    def awaited(self, now: float, about: Mapping[Worker, About]) -> tuple[Worker, int, str] | None:
+        """Return a lost worker, its incarnation and what happened to it, if all others have been in a wait for half of
+        the limit: nothing goes on without it. ``about`` describes the workers."""
+        others = self.incarnations.keys() - self.lost.keys()
+        if not self.lost or not others or any(self.waiting.get(worker, 0) < self._limit / 2 for worker in others):
+            return None
+        worker, heard = next(iter(self.lost.items()))
+        where = f" on {about[worker].host}" if worker in about else ""
+        reason = (
+            f"it was silent for {now - heard:.0f} s, and all others wait: its process{where} was stopped, or lets none "
+            "of its threads run, or cannot be reached"
+        )
+        return worker, self.incarnations[worker], reason
 
     def waits(self, now: float) -> str:
         """Describe for how long no process was heard of, if that is long."""

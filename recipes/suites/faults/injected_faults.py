@@ -14,9 +14,9 @@ from typing import Any
 
 import lightning as L
 
-from lightning_sdpipe.exchange import encoded_mean, outer_state, pairs, present_rounds
+from lightning_sdpipe.exchange import encoded_mean, moving, outer_state, present_rounds
 from lightning_sdpipe.scheduler.client import client
-from lightning_sdpipe.worker.elastic import barriers, fault_tolerant_mean, state_transfer
+from lightning_sdpipe.worker.elastic import barriers, replica, state_transfer
 
 PHASES = (
     *("forward", "backward", "optimizer", "waiting", "exchange", "half_sent", "step_end"),
@@ -95,15 +95,15 @@ def inject(fault: Fault, trainer: L.Trainer, module: L.LightningModule, diary: D
         case "waiting":
             _before(client.SchedulerClient, "group", strike)
         case "exchange":
-            _before(fault_tolerant_mean._FaultTolerantPending, "wait", strike)
+            _before(replica._FaultTolerantPending, "wait", strike)
             _before(present_rounds.PresentRounds, "outcome", strike)
             _before(outer_state.OuterState, "make", strike)
-            _before(fault_tolerant_mean, "exchange_whole", strike)
+            _before(replica, "exchange_whole", strike)
         case "half_sent":
-            _after(fault_tolerant_mean._FaultTolerantPending, "commit", strike)
+            _after(replica._FaultTolerantPending, "commit", strike)
             _after(present_rounds.PresentRounds, "_reduce", strike)
             _after(encoded_mean.EncodedMean, "average", strike)
-            _after(pairs._Pair, "wait", strike)
+            _after(moving._Pair, "wait", strike)
         case "pause":
             _before(barriers.Barriers, "meet", strike)
         case "donor":

@@ -30,7 +30,6 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.simulate import Run, Slowness, Work, jittered, simulate
-from lightning_sdpipe.topology.group_generator import all_reduce_bytes
 from lightning_sdpipe.topology.groups import Replicas
 from recipes.suites.figures import require_matplotlib
 from recipes.suites.phd import figures
@@ -223,8 +222,8 @@ def _megabytes(run: Run, name: str, size: int, megabytes: float) -> float | None
     """Return what a host sends and receives over the slow links per step of its group: by formula, for the meetings
     that were counted."""
     hosts = run.work.num_pipelines // size
-    if name == "all_reduce":  # around a ring, one of whose hosts' workers has its neighbour elsewhere
-        return all_reduce_bytes(megabytes, run.work.num_pipelines)
+    if name == "all_reduce":  # around a ring (paper §5.4), one of whose hosts' workers has its neighbour elsewhere
+        return 4 * megabytes / run.work.num_pipelines * (run.work.num_pipelines - 1)
     if not name.startswith("phd"):
         return None
     meetings = [len({worker.pipeline // size for worker in group.members}) for _, group in run.groups]

@@ -9,8 +9,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.exchange.moving import GroupMean, finish
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.topology.groups import Replicas
 from recipes.suites.processes import run_processes

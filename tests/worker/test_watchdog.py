@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import LOST_CONNECTION, WorkerFailedError
-from lightning_sdpipe.worker.launching import watchdog
-from lightning_sdpipe.worker.launching.watchdog import Watchdog
+from lightning_sdpipe.worker import scheduler_connection
+from lightning_sdpipe.worker.scheduler_connection import Watchdog
 from tests import relay
 
 SIZE = 2**23  # values: more than a network holds
@@ -43,7 +43,7 @@ def receiving(group: Any) -> Iterator[tuple[Tensor, threading.Thread]]:
 @pytest.fixture
 def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.SimpleQueue[str]]:
     """What a watchdog says."""
-    monkeypatch.setattr(watchdog, "_LOOK", 0.1)
+    monkeypatch.setattr(scheduler_connection, "_LOOK", 0.1)
     monkeypatch.setattr(p2p, "_waited_for", set())  # a thread of another test may be left in a wait
     monkeypatch.setattr(dist, "get_group_rank", lambda _, rank: rank)
     said: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -1,5 +1,5 @@
-"""Exchanges that survive their members: when one is lost, the members that are left retry, or go on without a
-result.
+"""A worker as one of the replicas of its stage in an elastic job: its rendezvous with the others, and exchanges that
+survive their members. When one is lost, the members that are left retry, or go on without a result.
 
 Where pipelines are cut unlike, members of a group are whole pipelines. A pipeline has the result when each of its
 workers has that of its sections. They agree on it after each exchange; otherwise all of them give up the process group,
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import msgspec
@@ -19,12 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe import p2p
-from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.moving import Pending
-from lightning_sdpipe.exchange.pairs import exchange_whole
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.exchange.buckets import tensors_of
+from lightning_sdpipe.exchange.moving import Pending, exchange_whole
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
+from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, averaged
 from lightning_sdpipe.topology.groups import Replicas, Traffic
+from lightning_sdpipe.worker.elastic.barriers import Barriers
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
 log = logging.getLogger(__name__)
@@ -175,7 +178,7 @@ class DroppedPairs:
         self._epochs, self._line, self._traffic = epochs, line, traffic
 
     def run(self, group: Group, start: Callable[[Replicas], Pending]) -> bool:
-        """Exchange; see :class:`~lightning_sdpipe.sync.among_present.ExchangesOfPairs`."""
+        """Exchange; see :class:`~lightning_sdpipe.sync.synchronizer.ExchangeOfPair`."""
         try:
             with self._epochs.beside(group) as replicas:
                 limit = timedelta(seconds=self._line.limit)
@@ -185,3 +188,57 @@ class DroppedPairs:
             log.info("the exchange %d is dropped: %s", group.sequence, str(error).splitlines()[0])
             return False
         return True
+
+
+class ElasticRendezvous(Rendezvous):
+    """The rendezvous of one worker. It waits for no other when it sets out: a worker that comes later finds its groups
+    then."""
+
+    def __init__(self, sync: Synchronizer, barriers: Barriers) -> None:
+        super().__init__(sync)
+        self._barriers = barriers
+
+    def wait_for_others(self, position: int) -> SyncPoint:
+        """Raise an error, since data are dealt, and no pipeline runs out of its own."""
+        raise ConfigurationError("In an elastic job data are dealt, so no pipeline runs out of its own.")
+
+    def _meet_others(self, position: int) -> None:
+        self._barriers.meet()
+
+    def _leave(self) -> None:
+        if not self._sync.serves:
+            self._sync.stop()  # first: a worker that has left cannot retry a group that breaks
+        super()._leave()
+
+    def _set_out(self) -> None:
+        self._barriers.set_out()
+        self.rejoin()
+
+
+@dataclass(frozen=True)
+class ElasticReplica(Replica):
+    """A replica in an elastic job; see :class:`~lightning_sdpipe.sync.synchronizer.Replica`."""
+
+    barriers: Barriers = field(kw_only=True)
+    present: Callable[[], int] = field(kw_only=True)  # number of pipelines
+    forget: Callable[[], None] = field(kw_only=True, default=lambda: None)  # what members of groups have in common
+
+    @property
+    def count(self) -> int:
+        return self.present()
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        self.forget()
+        self.barriers.average(tensors)
+
+    def average_parameters(self) -> None:
+        if self.shared is None:
+            super().average_parameters()
+            return
+        self.barriers.average(*(tensors_of(averaged(part.parameters)) for part in self.divided))
+        self.shared.make_equal()
+
+    def average_buffers(self) -> None:
+        self.barriers.average(*(part.buffers for part in self.divided))
+        if self.shared is not None:
+            self.shared.make_buffers_equal(self.device)

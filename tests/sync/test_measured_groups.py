@@ -10,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.topology.group_generator import (
-    all_reduce_bytes,
+from lightning_sdpipe.sync.measured_groups import (
     cost,
     generate_groups,
     hosts_as_groups,
-    transfer_seconds,
 )
 
 MODEL = 98e6
@@ -27,7 +25,7 @@ TIMES = (0.10, 0.11, 0.19, 0.21)
 def papers_cluster() -> tuple[list[float], list[list[float]]]:
     """Four nodes of four alike; one type per node."""
     compute = [TIMES[device // 4] for device in range(16)]
-    inside, outside = transfer_seconds(MODEL, WITHIN), transfer_seconds(MODEL, BETWEEN)
+    inside, outside = MODEL / WITHIN, MODEL / BETWEEN
     return compute, [[inside if a // 4 == b // 4 else outside for a in range(16)] for b in range(16)]
 
 
@@ -39,15 +37,6 @@ def groupings(rest: tuple[int, ...], size: int) -> Iterator[list[tuple[int, ...]
         left = tuple(i for i in rest[1:] if i not in company)
         for others in groupings(left, size):
             yield [(rest[0], *company), *others]
-
-
-def test_what_the_papers_links_take() -> None:
-    assert transfer_seconds(MODEL, WITHIN) == pytest.approx(6.533e-3, abs=5e-7)
-    assert transfer_seconds(MODEL, BETWEEN) == pytest.approx(14.0e-3)
-
-
-def test_what_an_all_reduce_moves() -> None:
-    assert all_reduce_bytes(98, 16) == 367.5
 
 
 def test_the_papers_groups_are_its_nodes() -> None:
