@@ -280,7 +280,7 @@ def test_pages_for_users_name_public_modules_only() -> None:
         "lightning_sdpipe.loop.dealt",
         "lightning_sdpipe/membership/pipelines.py",
         "policies/versions.py",
-        "ending.py",
+        "turn_order.py",
         "exchange.moving",
         "sync.capabilities.Capabilities",
         "exchange/moving",

@@ -16,8 +16,7 @@ from dataclasses import replace
 from lightning_sdpipe.meter import DATA, GC, OWN, PHASES, SEND, WAIT_GROUP
 from lightning_sdpipe.policies.decisions import Reason
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.seeing.costs import Meeting, costs, meetings, stood_still
-from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, severity
+from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, Meeting, costs, meetings, severity, stood_still
 from lightning_sdpipe.seeing.recording import Recording, Series
 
 RECENT, LEAST = 192, 64

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from lightning_sdpipe.meter import OWN, PHASES
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.seeing.bottlenecks import bottlenecks
-from lightning_sdpipe.seeing.costs import costs
-from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, severity
+from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, costs, severity
 from lightning_sdpipe.seeing.recording import Recording, Series
 
 

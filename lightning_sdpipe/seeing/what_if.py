@@ -22,8 +22,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.seeing.bottlenecks import recent, transfers
-from lightning_sdpipe.seeing.costs import meetings
-from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, severity
+from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, meetings, severity
 from lightning_sdpipe.seeing.recording import Recording
 from lightning_sdpipe.simulate import Run, Schedule, Work, simulate
 
