@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_sdpipe.topology.hosts import this_host
+from lightning_sdpipe.topology.groups import this_host
 from torch import Tensor
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
