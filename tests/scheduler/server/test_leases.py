@@ -28,7 +28,7 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.training_asks import HeardLeases
 from lightning_sdpipe.scheduler.log.event_log import Entry, differences, read_log
-from lightning_sdpipe.scheduler.log.journal import Journal
+from lightning_sdpipe.scheduler.server.journal import Journal
 from lightning_sdpipe.scheduler.server.server import Files, Server
 from recipes.suites.late_messages import DelayedLines
 from tests.scheduler.live_scheduler import clients, serving
