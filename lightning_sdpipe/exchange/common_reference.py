@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.members import Members, Offset
+from lightning_sdpipe.exchange.codec import Members, Offset
 from lightning_sdpipe.exchange.moving import pieces_of
 from lightning_sdpipe.exchange.payloads import ErrorFeedback, Payload
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype

@@ -24,12 +24,10 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.exchange.codec import refusal
-from lightning_sdpipe.exchange.members import Members, Offset
+from lightning_sdpipe.exchange.codec import Members, Offset, refusal
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, Modulo, Payload, Spread
-from lightning_sdpipe.exchange.payloads.modulo import largest_magnitudes
-from lightning_sdpipe.exchange.payloads.payload import residual_dtype
-from lightning_sdpipe.exchange.payloads.pieces import Pieces
+from lightning_sdpipe.exchange.payloads.eight_bit import largest_magnitudes
+from lightning_sdpipe.exchange.payloads.payload import Pieces, residual_dtype
 
 LARGEST_SHARE = 4.0
 """Largest share of a mean's error that its owner adds to its own copy, as a multiple of the number of members."""
@@ -53,8 +51,6 @@ class OwnReference:
         self.block = payload.block if isinstance(payload, EightBit) else 1
         self._spreads: dict[int, Spread] = {}
         self._lengths: dict[int, int] = {}  # of pieces
-        self.parts_in_full = 0
-        """Number of parts that this worker owned and asked for in full precision, so far."""
 
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
         return (self._modulo or self._payload.on(dtype)).nbytes(n)
@@ -80,13 +76,6 @@ class OwnReference:
 
     def reduce_part(
         self, x: Tensor, at: Offset, weight: float, others: Sequence[tuple[Tensor, float]], members: int
-    ) -> tuple[Tensor, Tensor] | None:
-        combined = self._combined(x, weight, others, members)
-        self.parts_in_full += combined is None
-        return combined
-
-    def _combined(
-        self, x: Tensor, weight: float, others: Sequence[tuple[Tensor, float]], members: int
     ) -> tuple[Tensor, Tensor] | None:
         mean = x.to(residual_dtype(x.dtype)) * weight
         read, reach = torch.empty_like(mean), _Reach(x, self.block)

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import Mover, Pending, Scratch, finish, pieces_of, tag_of
+from lightning_sdpipe.exchange.moving import GroupMean, Mover, Pending, Scratch, finish, pieces_of, tag_of
 from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.payloads import Full, Payload
 from lightning_sdpipe.policies.decisions import Group

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.data.dealt import DealtBatch, DealtBatches
@@ -29,10 +29,18 @@ from lightning_sdpipe.lightning_internals import (
     profiled,
     replace,
 )
-from lightning_sdpipe.loop.batch_source import Fetcher, Item, ShardBatchSource, Turns, gives
+from lightning_sdpipe.loop.batch_source import (
+    Fetcher,
+    Item,
+    ShardBatchSource,
+    Split,
+    Turns,
+    find_place,
+    gives,
+    refuse_other_split,
+)
 from lightning_sdpipe.loop.equal_split import EqualSplit, next_sync_point, save_at_sync_points
 from lightning_sdpipe.loop.loop import ClockChecks
-from lightning_sdpipe.loop.resume_position import Split, goes_on_in_another, move_place, refuse_other_split
 from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.sample import sample_batch
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
@@ -123,7 +131,10 @@ class DealtBatchSource:
         if reason is not None and self._dealing.required:
             raise refuse_to_deal(reason)
         if reason is not None:
-            rank_zero_debug(f"Each pipeline trains its own shard: {reason}.")
+            rank_zero_info(
+                f"Batches are not dealt by speed: {reason}. Each pipeline trains its own shard, and an epoch takes as "
+                "long as the slowest one needs."
+            )
         return reason is not None
 
     def take_over(self, fetcher: DataFetcher) -> DataFetcher:
@@ -137,9 +148,7 @@ class DealtBatchSource:
             self._dealt = None
             return self._shards.take_over(fetcher)
         before = self._dealing.origin()
-        if goes_on_in_another(self._trainer, before, self._split) and not move_place(
-            self._trainer, before, self._split, self._loader
-        ):
+        if not find_place(self._trainer, before, self._split, self._loader):
             if self._dealing.required:
                 raise refuse_other_split(before, self._split)
             return self._shards.take_over(fetcher)  # for the rest of this epoch, of which Lightning warns

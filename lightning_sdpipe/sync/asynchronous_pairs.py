@@ -1,8 +1,8 @@
 """Worker's half of asynchronous AD-PSGD: it averages with a neighbour that goes on computing.
 
-Every worker publishes its model: a copy that others may average with at any time (``exchange/pairs.py``). No worker
-holds a lock while it waits for another one, which excludes deadlock without the bipartite graph of the paper (Lian et
-al. 2018). A gradient is computed on one unchanged model; its update is added to the published copy when it is ready.
+Every worker publishes its model: a copy that others may average with at any time. No worker holds a lock while it waits
+for another one, which excludes deadlock without the bipartite graph of the paper (Lian et al. 2018). A gradient is
+computed on one unchanged model; its update is added to the published copy when it is ready.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from torch import Tensor
-
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.background import Background, Job
+from lightning_sdpipe.exchange.buckets import PublishedCopy
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.exchange.moving import Mover, Pending, finish
+from lightning_sdpipe.exchange.moving import Mover, PairMean, Pending, finish
 from lightning_sdpipe.exchange.own_reference import OwnReference
-from lightning_sdpipe.exchange.pairs import PairMean
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
@@ -36,10 +34,9 @@ class AsynchronousPairs(Synchronizer):
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
-        self._published: list[Tensor] = []
-        self._computed_on: list[Tensor] = []
+        self._published = PublishedCopy([])
         self._lock = threading.Lock()  # guards the published copy
-        self._pairs = replica.pairs()
+        self._pairs = replica.pairs
         self._replicas: Replicas | None = None
         if self._pairs is not None:
             replica.client.invitations_are_lost_after = _LOST_AFTER
@@ -96,10 +93,10 @@ class AsynchronousPairs(Synchronizer):
 
     def _exchange(self, movers: MakeMover, group: Group) -> bool:
         def start(replicas: Replicas) -> Pending:
-            return movers(replicas).start(self._published, group)
+            return movers(replicas).start(self._published.tensors, group)
 
         if self._pairs is not None:
-            return self._pairs.run(group, start)
+            return self._pairs(group, start)
         assert self._replicas is not None
         finish(start(self._replicas))
         return True
@@ -124,8 +121,7 @@ class AsynchronousPairs(Synchronizer):
         return lambda replicas: EncodedMean(replicas, coding, lock=self._lock)
 
     def start(self) -> None:
-        self._published = [bucket.buffer.clone() for bucket in self.replica.exchanged]
-        self._computed_on = [tensor.clone() for tensor in self._published]
+        self._published = PublishedCopy(self.replica.exchanged)
         self._thread = threading.Thread(target=self._serve, name="AD-PSGD averaging", daemon=True)
         self._thread.start()
 
@@ -157,15 +153,11 @@ class AsynchronousPairs(Synchronizer):
 
     def _publish(self) -> None:
         with self._lock:
-            for bucket, base, published in zip(self.replica.exchanged, self._computed_on, self._published, strict=True):
-                bucket.check()
-                published.add_(bucket.buffer - base)
+            self._published.add_step()
 
     def _take_published(self) -> None:
         with self._lock:
-            for bucket, base, published in zip(self.replica.exchanged, self._computed_on, self._published, strict=True):
-                bucket.buffer.copy_(published)
-                base.copy_(published)
+            self._published.take()
 
     def _serve(self) -> None:
         while (group := self._invitations.get()) is not None:

@@ -24,14 +24,14 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.buckets import tensors_of
+from lightning_sdpipe.exchange.background import Overlapped, turn_into_changes
+from lightning_sdpipe.exchange.buckets import PublishedCopy, tensors_of
 from lightning_sdpipe.exchange.moving import Mover
-from lightning_sdpipe.exchange.overlapped import Overlapped, turn_into_changes
 from lightning_sdpipe.p2p import labelled, waiting_for
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync.mover_choice import Begin
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
@@ -57,8 +57,7 @@ class BackgroundAveraging(Synchronizer):
         self._begin = begin
         self._channel = replica.groups.side_channel(replica.timeout)
         self._lock = threading.Lock()  # guards the published copy
-        self._published: list[Tensor] = []
-        self._computed_on: list[Tensor] = []
+        self._published = PublishedCopy([])
         self._thread: threading.Thread | None = None
         self._arrived = threading.Event()
         self._failure: BaseException | None = None
@@ -86,17 +85,14 @@ class BackgroundAveraging(Synchronizer):
         start = time.perf_counter()
         with self._lock:
             members, self._members = self._members, 1
-            for tensor, base, published in zip(self._tensors(), self._computed_on, self._published, strict=True):
-                published.add_(tensor - base)
-                tensor.copy_(published)
-                base.copy_(published)
+            self._published.add_step()
+            self._published.take()
         self.statistics.count(members, 0.0, time.perf_counter() - start)
 
     def start(self) -> None:
-        self._published = [tensor.clone() for tensor in self._tensors()]
-        self._computed_on = [tensor.clone() for tensor in self._published]
+        self._published = PublishedCopy(self.replica.exchanged)
         if self._begin is not None:
-            self._begin(self._published)
+            self._begin(self._published.tensors)
         self._arrived.clear()
         self._thread = threading.Thread(target=self._run, name="averaging freely", daemon=True)
         self._thread.start()
@@ -113,14 +109,10 @@ class BackgroundAveraging(Synchronizer):
                 f"the replicas of stage {self.replica.stage} did not stop averaging with pipeline "
                 f"{self.replica.pipeline} within {2 * self.replica.timeout.total_seconds():g} s"
             )
-        for tensor, published in zip(self._tensors(), self._published, strict=True):
-            tensor.copy_(published)
+        self._published.take()
 
     def resynchronise(self) -> None:
         self.make_parameters_equal()
-
-    def _tensors(self) -> list[Tensor]:
-        return tensors_of(self.replica.exchanged)
 
     def _run(self) -> None:
         try:
@@ -130,17 +122,19 @@ class BackgroundAveraging(Synchronizer):
             self._failure = error
 
     def _go_through_rounds(self) -> None:
-        copies = [torch.empty_like(tensor) for tensor in self._published]
+        copies = [torch.empty_like(tensor) for tensor in self._published.tensors]
+        replica, size = self.replica, self.replica.count
+        members = tuple(Worker(replica.stage, pipeline) for pipeline in range(size))
         while not self._all_have_arrived():
             with self._lock:
-                for copy, published in zip(copies, self._published, strict=True):
+                for copy, published in zip(copies, self._published.tensors, strict=True):
                     copy.copy_(published)
-            group = self._meet(self.replica.everybody(sequence=self._number))
+            group = self._meet(Group(members, (1 / size,) * size, self._number, "everybody"))
             if len(group.members) > 1:
                 turn_into_changes(self._mover, copies, group)
                 with self._lock:
                     self._members = len(group.members)
-                    for change, published in zip(copies, self._published, strict=True):
+                    for change, published in zip(copies, self._published.tensors, strict=True):
                         published.add_(change)
             self._number += 1
             self._arrived.wait(self.replica.exchange.interval)

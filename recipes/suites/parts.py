@@ -12,7 +12,7 @@ Parts = Mapping[str, Callable[..., tuple[list[Row], Ratios]]]
 
 
 def run_parts(
-    suite: str, parts: Parts, only: Sequence[str], seed: int, arguments: Mapping[str, Mapping[str, Any]]
+    suite: str, parts: Parts, /, *, only: Sequence[str], seed: int, **arguments: Mapping[str, Any]
 ) -> tuple[list[Row], Ratios]:
     """Rows and ratios of those of ``parts`` that ``only`` names.
 
@@ -21,7 +21,7 @@ def run_parts(
         parts: by name.
         only: names of parts.
         seed: of all of them.
-        arguments: of each part's ``measure``.
+        arguments: of each part's ``measure``, by its name.
 
     Raises:
         ConfigurationError: a part that there is not.

@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.exchange.payloads.payload import Payload, check_flat, deliver, keep_error, refusal
-from lightning_sdpipe.exchange.payloads.pieces import Pieces
+from lightning_sdpipe.exchange.payloads.payload import Payload, Pieces, check_flat, deliver, keep_error, refusal
 
 
 class _Cast(Payload):

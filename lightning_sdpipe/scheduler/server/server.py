@@ -21,12 +21,10 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.credentials import SchedulerKeys, is_loopback
+from lightning_sdpipe.scheduler.credentials import KeyCheck, SchedulerKeys, is_loopback
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, Beginning, EventLog
-from lightning_sdpipe.scheduler.log.journal import Journal
-from lightning_sdpipe.scheduler.server.authentication import KeyCheck
+from lightning_sdpipe.scheduler.server.journal import Journal, NewestCheckpoint
 from lightning_sdpipe.scheduler.server.lifelines import Lifelines
-from lightning_sdpipe.scheduler.server.newest_checkpoint import NewestCheckpoint
 from lightning_sdpipe.scheduler.server.outbox import Addressed
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 

@@ -100,14 +100,7 @@ class SchedulerService:
         self.groups = GroupDesk(self._driver, self._extent, self.overview, self._outbox, process_groups, rows)
         self.leases = LeaseDesk(self._driver, self.groups, self._outbox)
         self.members = MembershipDesk(
-            membership,
-            self.groups,
-            self.leases,
-            process_groups,
-            presence,
-            self._outbox,
-            worker_timeout,
-            config,
+            membership, self.groups, self.leases, process_groups, presence, self._outbox, worker_timeout, config
         )
         self.members.on_decided = self.log.record_members
 

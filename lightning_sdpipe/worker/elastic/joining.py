@@ -42,9 +42,8 @@ from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient, Receive, Start
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.worker.elastic import leader, state_transfer
-from lightning_sdpipe.worker.elastic.barriers import Barriers, divided
+from lightning_sdpipe.worker.elastic.barriers import Barriers, divided, of_all_stages
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource
-from lightning_sdpipe.worker.elastic.pipeline_barriers import of_all_stages
 from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.training import Training

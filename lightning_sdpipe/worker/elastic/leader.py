@@ -16,6 +16,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning_utilities.core.rank_zero import rank_zero_only as of_everybody
 
 from lightning_sdpipe import lightning_internals
+from lightning_sdpipe.lightning_internals import known_version
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 
 _NOT_ZERO = 10**6
@@ -90,8 +91,8 @@ class LeadersCheckpoints:
 def names(trainer: Trainer) -> dict[str, list[Any]]:
     """Return where ``trainer`` writes, for workers that may have to go on there."""
     return {
-        "versions": [_version(logger) for logger in trainer.loggers],
-        "directories": [_directory(callback) for callback in _saving(trainer)],
+        "versions": [v if isinstance(v, int | str) else None for v in map(known_version, trainer.loggers)],
+        "directories": [None if each.dirpath is None else str(each.dirpath) for each in _saving(trainer)],
     }
 
 
@@ -121,15 +122,6 @@ def show_progress(trainer: Trainer, underway: bool) -> None:
         if underway:
             bar.on_train_start(trainer, trainer.lightning_module)
             bar.on_train_epoch_start(trainer, trainer.lightning_module)
-
-
-def _version(logger: Any) -> int | str | None:
-    version = lightning_internals.known_version(logger)
-    return version if isinstance(version, int | str) else None
-
-
-def _directory(callback: ModelCheckpoint) -> str | None:
-    return None if callback.dirpath is None else str(callback.dirpath)
 
 
 def _saving(trainer: Trainer) -> list[ModelCheckpoint]:

@@ -18,7 +18,7 @@ from lightning_sdpipe.heterogeneity import Delays, Slowed
 from recipes.suites.calibration import NOMINAL_ITERATION_SECONDS
 from recipes.suites.cases import seeded
 from recipes.suites.emulated import Validated, passes
-from recipes.suites.epochs.suite import epoch_lengths
+from recipes.suites.epochs import epoch_lengths
 from recipes.suites.journal import Journal
 from recipes.suites.ragged.fleets import Shape
 from recipes.suites.ratios import Row

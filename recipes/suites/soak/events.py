@@ -11,8 +11,8 @@ from pathlib import Path
 
 from recipes.suites import namespaces
 from recipes.suites.faults import small_disks
-from recipes.suites.faults.diary import Fault
 from recipes.suites.faults.elastic_world import World
+from recipes.suites.faults.injected_faults import Fault
 
 SILENCE = 2.0
 """The run's limit of silence."""
