@@ -23,9 +23,16 @@ from itertools import cycle, islice
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.anneal import anneal, neighbours
 from lightning_sdpipe.placement.arrange import arrange
-from lightning_sdpipe.placement.class_search import ClassCosts, Outline, anneal_runs, structures
+from lightning_sdpipe.placement.class_search import (
+    ClassCosts,
+    Classes,
+    Outline,
+    alike,
+    anneal_runs,
+    identical,
+    structures,
+)
 from lightning_sdpipe.placement.cost import Cost, Stages, Weights, default_order, evaluate, lower_bound
-from lightning_sdpipe.placement.device_classes import Classes, alike, identical
 from lightning_sdpipe.placement.exact import prove
 
 ROUNDS = 24

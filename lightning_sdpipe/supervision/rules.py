@@ -45,8 +45,8 @@ from lightning_sdpipe.supervision.events import (
     how,
     signal_name,
 )
+from lightning_sdpipe.supervision.script import UncaughtException
 from lightning_sdpipe.supervision.state import GONE, PipelinePhase, PipelineState, Settings
-from lightning_sdpipe.supervision.uncaught_exception import UncaughtException
 
 FAILED = 1
 

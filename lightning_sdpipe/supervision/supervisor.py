@@ -35,10 +35,9 @@ from lightning_sdpipe.supervision.events import (
 )
 from lightning_sdpipe.supervision.output import Log, OutputStream, Terminal, open_outputs
 from lightning_sdpipe.supervision.rules import FAILED, Rules
-from lightning_sdpipe.supervision.script import REPORT
+from lightning_sdpipe.supervision.script import REPORT, UncaughtException, decode
 from lightning_sdpipe.supervision.state import Settings
 from lightning_sdpipe.supervision.status_poller import StatusPoller
-from lightning_sdpipe.supervision.uncaught_exception import UncaughtException, decode
 from lightning_sdpipe.topology.mesh import Mesh
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

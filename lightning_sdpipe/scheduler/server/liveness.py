@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from lightning_sdpipe.membership.failure_detection import Silence
 from lightning_sdpipe.membership.membership import Membership
-from lightning_sdpipe.membership.silence import Silence
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.rows import About
@@ -25,8 +25,8 @@ MOST_LOST = 8
 
 
 class Liveness:
-    """Watches for silence of ``limit`` seconds; :class:`~lightning_sdpipe.membership.silence.Silence` decides what such
-    a silence means, and ``unit`` names to it what falls silent together."""
+    """Watches for silence of ``limit`` seconds; :class:`~lightning_sdpipe.membership.failure_detection.Silence` decides
+    what such a silence means, and ``unit`` names to it what falls silent together."""
 
     def __init__(self, limit: float, lines: Lines, now: float, unit: Callable[[Worker], object]) -> None:
         self.lines = lines
@@ -81,7 +81,7 @@ class Liveness:
         self, now: float, members: Collection[object], replaced: Collection[int]
     ) -> list[tuple[Worker, int, float]]:
         """Return the processes that are lost, and for how many seconds each has been silent; see
-        :meth:`~lightning_sdpipe.membership.silence.Silence.look`. Call it when :attr:`next_look` has come."""
+        :meth:`~lightning_sdpipe.membership.failure_detection.Silence.look`. Call it when :attr:`next_look` has come."""
         silence = self._silence
         before, lost = silence.of_all_since, silence.look(now, members, replaced)
         if before is None and silence.of_all_since is not None:

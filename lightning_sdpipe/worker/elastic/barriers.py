@@ -26,8 +26,8 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.membership.failure_detection import BARRIERS
 from lightning_sdpipe.membership.members import Met
-from lightning_sdpipe.membership.stuck import BARRIERS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient

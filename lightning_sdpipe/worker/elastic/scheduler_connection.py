@@ -26,8 +26,7 @@ from lightning_sdpipe.partition.pipeline_cut import PipelineCut, is_measured
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
-from lightning_sdpipe.scheduler.client.membership_client import Callbacks, CancelledError, MembershipClient
-from lightning_sdpipe.scheduler.client.store import StoreClient
+from lightning_sdpipe.scheduler.client.membership_client import Callbacks, CancelledError, MembershipClient, StoreClient
 from lightning_sdpipe.worker.scheduler_connection import MakePlans, SchedulerAddress, Watchdog
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning_sdpipe.scheduler.server.journal import Journal
 
 from lightning_sdpipe.cli import main
 from lightning_sdpipe.dealing.dealer import Dealer
@@ -29,6 +28,7 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.training_asks import HeardLeases
 from lightning_sdpipe.scheduler.log.event_log import Entry, differences, read_log
+from lightning_sdpipe.scheduler.server.journal import Journal
 from lightning_sdpipe.scheduler.server.server import Files, Server
 from recipes.suites.late_messages import DelayedLines
 from tests.scheduler.live_scheduler import clients, serving

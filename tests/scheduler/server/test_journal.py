@@ -19,7 +19,7 @@ from lightning_sdpipe.dealing.dealer import Dealer
 from lightning_sdpipe.dealing.leases import Asked, Done, Lease, Returned, Segment, Told, Trained
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.scheduler.log.event_log import Entry
-from lightning_sdpipe.scheduler.log.journal import Journal
+from lightning_sdpipe.scheduler.server.journal import Journal
 from tests.scheduler.server.test_leases import A, B, play, restored
 
 
