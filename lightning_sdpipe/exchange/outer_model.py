@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.common_reference import BROKEN_OFF, CommonReference
 from lightning_sdpipe.exchange.moving import pieces_of
 from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.exchange.payloads.payload import refusal
+from lightning_sdpipe.exchange.references import BROKEN_OFF, CommonReference
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange import transfers
-from lightning_sdpipe.exchange.common_reference import BROKEN_OFF
 from lightning_sdpipe.exchange.moving import Pending, PieceByPiece, pieces_of, tag_of
 from lightning_sdpipe.exchange.payloads import ErrorFeedback, Payload
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
+from lightning_sdpipe.exchange.references import BROKEN_OFF
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas
 

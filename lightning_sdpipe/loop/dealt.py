@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.data.dealt import DealtBatch, DealtBatches
@@ -131,7 +131,10 @@ class DealtBatchSource:
         if reason is not None and self._dealing.required:
             raise refuse_to_deal(reason)
         if reason is not None:
-            rank_zero_debug(f"Each pipeline trains its own shard: {reason}.")
+            rank_zero_info(
+                f"Batches are not dealt by speed: {reason}. Each pipeline trains its own shard, and an epoch takes as "
+                "long as the slowest one needs."
+            )
         return reason is not None
 
     def take_over(self, fetcher: DataFetcher) -> DataFetcher:

@@ -61,8 +61,16 @@ _SHORTEST_INTERVAL = 1.0
 """Seconds between heartbeats."""
 
 
+_IN_STEP = ("no_sync", "all_reduce", "local_sgd", "ad_psgd", "decentralized", "phd_psgd", "outer_rounds")
+"""Policies of methods that train equally many batches in each pipeline, so that none can be dealt."""
 _FOR_CAUSE = {
-    "data": (Advice("load its batches in more processes, or from a faster disk", "data.num_workers=4"),),
+    "data": (
+        Advice(
+            "load its batches in more processes, or from a faster disk",
+            "DataLoader(num_workers=4)",
+            "data.num_workers=4",
+        ),
+    ),
     "shares its cores": (Advice("run fewer threads, programs or workers on its machine"),),
     "gc": (Advice("collect no garbage in the midst of training: call gc.freeze() when it begins"),),
     "other": (Advice("look for a hook, callback or logger that only this rank runs"),),
@@ -207,18 +215,31 @@ def _of_host(recording: Recording, host: str, slow: Sequence[_Slow]) -> Finding:
         text,
         {"ratio": round(ratio, 3)},
         cost,
-        _for_slow_ones(recording),
+        _for_slow_ones(recording, slow),
     )
 
 
-def _for_slow_ones(recording: Recording) -> tuple[Advice, ...]:
+def _for_slow_ones(recording: Recording, slow: Sequence[_Slow]) -> tuple[Advice, ...]:
     """Return advice for a run with devices of different speed."""
-    if recording.policy.get("type") in ("no_sync", "all_reduce", "local_sgd"):
+    if any(recording.about[each.worker].follows_speed for each in slow if each.worker in recording.about):
+        text = "it gets fewer batches already; if it was as fast as its peers, see whether it is hot, shared or broken"
+        if recording.num_stages > 1:
+            text += "; if not, sdpipe place finds which stage costs least there"
+        return (Advice(text),)
+    if recording.policy.get("type") in _IN_STEP:
         return (
-            Advice("let the others go on without it", "sync=semi_decentralized"),
-            Advice("give it fewer micro-batches", "sync=all_reduce strategy.batch_by_speed=true"),
+            Advice(
+                "let the others go on without it",
+                'SDPipeStrategy(sync="semi_decentralized")',
+                "sync=semi_decentralized",
+            ),
+            Advice(
+                "give it fewer micro-batches",
+                'SDPipeStrategy(sync="all_reduce", num_micro_batches=8, batch_by_speed=True)',
+                "sync=all_reduce strategy.num_micro_batches=8 strategy.batch_by_speed=true",
+            ),
         )
-    return (Advice("make sure that it gets fewer batches, as it does by default", "strategy.data=dealt"),)
+    return (Advice("give it fewer batches", 'SDPipeStrategy(data="dealt")', "strategy.data=dealt"),)
 
 
 def _of_worker(recording: Recording, slow: _Slow) -> Finding:
@@ -240,7 +261,7 @@ def _of_worker(recording: Recording, slow: _Slow) -> Finding:
             evidence |= {f"{name}_ms": round(us / 1e3, 3), f"{name}_ms_of_peers": round(peer / 1e3, 3)}
     text = f"{recording.name(slow.worker)} {slow.ratio:.2f} × as slow as its peers ({cause})"
     cost = _cost(recording, [slow])
-    advice = _FOR_CAUSE.get(cause) or _for_slow_ones(recording)
+    advice = _FOR_CAUSE.get(cause) or _for_slow_ones(recording, [slow])
     return Finding("compute_straggler", severity(cost), (slow.worker,), slow.since, text, evidence, cost, advice)
 
 

@@ -51,11 +51,12 @@ class Charge:
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice on a finding. ``override`` is its form on the command line of recipes/, and names the strategy's argument;
-    empty where no argument does it. ``gain`` is the factor by which the run would have been faster; None where it is
-    unknown."""
+    """Advice on a finding. ``python`` is what to write in a script, and ``override`` the same on the command line of
+    recipes/; both are empty where no argument does it. ``gain`` is the factor by which the run would have been faster;
+    None where it is unknown."""
 
     text: str
+    python: str = ""
     override: str = ""
     gain: float | None = None
 

@@ -99,6 +99,7 @@ class Collectives(DDPStrategy):
 
     @cached_property
     def _run(self) -> TrainingRun:
+        """Run as this worker sees it: with a fixed number of workers, or elastic."""
         kind = TrainingRun if self.options.job is None else ElasticRun
         return kind(self.options, self, self._give_up)
 
@@ -122,10 +123,12 @@ class Collectives(DDPStrategy):
 
     @property
     def groups(self) -> ProcessGroups:
+        """Process groups of the run, and this worker's place in the mesh."""
         return self._run.groups
 
     @property
     def membership(self) -> RunConnection:
+        """Connection of this worker to the scheduler; its ``client`` speaks for the training thread."""
         assert self._run.membership is not None, "setup_environment connects to the scheduler"
         return self._run.membership
 

@@ -27,8 +27,7 @@ from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.pairing import random_pair, shift_one
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer, refusal
-from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
-from lightning_sdpipe.sync.background_averaging import BackgroundAveraging, FreeAveraging
+from lightning_sdpipe.sync.background_averaging import AsynchronousPairs, BackgroundAveraging, FreeAveraging
 from lightning_sdpipe.sync.capabilities import (
     BY_SAMPLES,
     EQUALLY,

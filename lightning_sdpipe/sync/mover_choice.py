@@ -7,11 +7,10 @@ from functools import partial
 
 from torch import Tensor
 
-from lightning_sdpipe.exchange.common_reference import CommonModel
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import GroupMean, Mover
 from lightning_sdpipe.exchange.options import Exchange
-from lightning_sdpipe.exchange.own_reference import OwnReference
+from lightning_sdpipe.exchange.references import CommonModel, OwnReference
 from lightning_sdpipe.exchange.ring_mean import ChangingRing, RingCopies, RingMean
 from lightning_sdpipe.exchange.sectioned import SectionedMover, parted
 from lightning_sdpipe.policies.decentralized import Decentralized

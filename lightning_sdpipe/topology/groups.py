@@ -157,10 +157,14 @@ class ProcessGroups:
     def replicas(self, group: dist.ProcessGroup | None = None) -> Replicas:
         """Return the replicas of this worker's stage, over ``group``, which holds them all: that of the stage if it is
         None."""
+        stage, _ = self.mesh.locate(self.rank)
+        return self._reached(group or self.stage, self.mesh.stage_ranks(stage))
+
+    def _reached(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> Replicas:
+        """Return the replicas of these global ``ranks``, by pipeline, over the ``group`` that they make up."""
         stage, pipeline = self.mesh.locate(self.rank)
-        ranks = self.mesh.stage_ranks(stage)
         in_order = sorted(ranks)
-        return Replicas(group or self.stage, [in_order.index(rank) for rank in ranks], stage, pipeline, self.traffic)
+        return Replicas(group, [in_order.index(rank) for rank in ranks], stage, pipeline, self.traffic)
 
     def open_section(
         self, owners: Sequence[int], timeout: timedelta | None, backend: str | None = None
@@ -169,11 +173,8 @@ class ProcessGroups:
         that does. Return None if this worker is none of them. Every rank must call it."""
         stage, pipeline = self.mesh.locate(self.rank)
         ranks = [self.mesh.rank(owner, i) for i, owner in enumerate(owners)]
-        in_order = sorted(ranks)
-        group = dist.new_group(in_order, timeout=timeout, backend=backend)
-        if owners[pipeline] != stage:
-            return None
-        return Replicas(group, [in_order.index(rank) for rank in ranks], stage, pipeline, self.traffic)
+        group = dist.new_group(sorted(ranks), timeout=timeout, backend=backend)
+        return self._reached(group, ranks) if owners[pipeline] == stage else None
 
     @property
     def meeting(self) -> dist.ProcessGroup:

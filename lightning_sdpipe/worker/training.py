@@ -48,8 +48,8 @@ class Training:
         rendezvous: its synchronisation state.
         client: its connection to the scheduler.
         groups: its process groups.
-        draws: name the random streams of batches.
-        guard: is told when a step runs.
+        draws: switch between the random streams of batches and steps.
+        guard: is told when a step of the user's runs, in which some collectives are refused.
         watch: looks for values that are not finite; None not to look.
         first_failure: context for waits for other workers, which may have failed.
         state: hands on what steps change in Python where they end; None if they change nothing.
@@ -112,14 +112,13 @@ class Training:
         self._first_update = update
 
     def begin(self) -> None:
-        """Start training."""
-        self.mini_batches, self.updates = 0, self._first_update
-        self._accumulated = False
+        """Start training: count from the first update on, and describe this worker to the scheduler."""
+        self.mini_batches, self.updates, self._accumulated = 0, self._first_update, False
         size = getattr(self.trainer.train_dataloader, "batch_size", None)
         samples = size * self.trainer.accumulate_grad_batches if isinstance(size, int) else None
         options = self.trainer.strategy.options  # type: ignore[attr-defined]
         sync = options.sync if isinstance(options.sync, str) else type(options.sync).__name__
-        how = options.schedule, options.num_micro_batches, sync
+        how = options.schedule, options.num_micro_batches, sync, options.batch_by_speed
         self.client.about = About(this_host(), str(self._device), self.groups.rank, samples, *how)
 
     def begin_batch(self, batch: Any, source: BatchSource) -> None:
@@ -271,6 +270,7 @@ class Training:
         self._take_over_freezing()
         self._phases.go(Event.BATCH)
         self._uneven, self.underway = False, True
+        self.client.about = self.client.about and self.client.about.following_speed()
         with self.first_failure:
             self.rendezvous.join()
 
@@ -365,9 +365,9 @@ class Training:
 def _refuse_underway(training: Training) -> None:
     if training.underway and not training.together:
         raise ConfigurationError(
-            "Something communicates with the other pipelines, saves a checkpoint, or ends the epoch between two "
-            "pauses, where batches are dealt and each pipeline is at another one. Do it at validation, at the end "
-            "of an epoch, or by ModelCheckpoint; or give SDPipeStrategy(data='sharded')."
+            "Something communicates with the other pipelines, saves a checkpoint, or ends the epoch between two sync "
+            "points, where batches are dealt and each pipeline is at another one. Do it at validation, at the end of "
+            "an epoch, or by ModelCheckpoint; or give SDPipeStrategy(data='sharded')."
         )
 
 

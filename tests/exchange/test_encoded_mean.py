@@ -12,11 +12,10 @@ from torch import Tensor
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange import encoded_mean, moving, transfers
 from lightning_sdpipe.exchange.codec import Codec, Members, owned
-from lightning_sdpipe.exchange.common_reference import CommonModel, CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean, _by_host
 from lightning_sdpipe.exchange.moving import finish
-from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload, TopK
+from lightning_sdpipe.exchange.references import CommonModel, CommonReference, OwnReference
 from tests.exchange.test_group_mean import group, values
 from tests.exchange.threads import Crew, one_thread, together
 

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from lightning_sdpipe.exchange import encoded_mean, moving
 from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.collectives import take_over
-from lightning_sdpipe.exchange.common_reference import CommonModel, CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
 from lightning_sdpipe.exchange.moving import GroupMean, Mover, PairMean, finish
 from lightning_sdpipe.exchange.outer_model import Nesterov, OuterModel
-from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.payloads import Full, OneBit, Payload
+from lightning_sdpipe.exchange.references import CommonModel, CommonReference, OwnReference
 from lightning_sdpipe.exchange.sharded_mean import ShardedMean
 from lightning_sdpipe.topology.groups import Replicas
 from tests.exchange.test_group_mean import group, values

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_sdpipe.topology.groups import this_host
 from torch import Tensor
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys
+from lightning_sdpipe.topology.groups import this_host
 from tests.features.running import as_torchrun
 from tests.features.table import refused, supported
 from tests.own_session import Script, module, script

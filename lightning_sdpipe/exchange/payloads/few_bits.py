@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.exchange.payloads.cast import Full
 from lightning_sdpipe.exchange.payloads.payload import (
+    Full,
     Payload,
     Pieces,
     add_residual,

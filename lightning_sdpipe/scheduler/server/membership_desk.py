@@ -162,11 +162,9 @@ class MembershipDesk:
     # ------------------------------------------------- requests of training threads
 
     def admits(self, peer: bytes, request: m.Request, now: float) -> bool:
-        """Return whether the service may deal with ``request`` now. If not, it is kept, or refused."""
+        """Return whether the service may deal now with the ``request`` of a worker that is in no groups. If not, it is
+        kept, or refused."""
         worker, incarnation, core = request.worker, request.incarnation, self.membership
-        session = self._groups.sessions.of(worker, incarnation)
-        if session is not None and session.active:
-            return True
         if isinstance(request, m.Hello) or (core.terms.fixed and self._groups.failure is not None):
             return True
         if (reason := core.roster.tombstone(worker.pipeline, incarnation)) is not None:

@@ -155,21 +155,20 @@ class TrainedBatches:
         self._start = segment.start
         shape = (shards, segment.stop - segment.start)
         self.flags = torch.zeros(shape, dtype=torch.uint8) if known is None else known
-        self.count = int(self.flags.sum())
+
+    @property
+    def count(self) -> int:
+        """Number of these batches."""
+        return int(self.flags.sum())
 
     def add(self, batch: Batch) -> None:
         """Note that ``batch`` is in the model."""
         home, number = batch
-        self.count += 1 - int(self.flags[home, number - self._start])
         self.flags[home, number - self._start] = 1
 
     def __contains__(self, batch: Batch) -> bool:
         home, number = batch
         return bool(self.flags[home, number - self._start])
-
-    def recount(self) -> None:
-        """Count again after the flags have changed."""
-        self.count = int(self.flags.sum())
 
 
 class RoundBatchSource(ElasticBatchSource):
@@ -273,7 +272,6 @@ class RoundBatchSource(ElasticBatchSource):
             return
         before = known.count
         self._duties.commands.least(known.flags)
-        known.recount()
         if known.count < before:
             log.warning(
                 "stages had averaged over different pipelines when one was lost; %d of its batches, which not all "

@@ -80,10 +80,6 @@ class _Place:
     """Forgets what the members of groups have in common."""
     policy: PolicyConfig
 
-    def hand_over(self, sequence: int, group: Group) -> None:
-        """Give other members of ``group`` the result of a group."""
-        (self.bases or self.rounds).hand_overs.hand_over(sequence, group)
-
 
 class ElasticRun(TrainingRun):
     """The run of one worker, as the base class describes it; its options name the job that this process belongs to."""
@@ -133,7 +129,7 @@ class ElasticRun(TrainingRun):
             Callbacks(
                 epoch=lambda epoch: self._opened.epochs.enter(epoch),
                 broke=lambda sequence: self._opened.epochs.broke(sequence),
-                hands_over=lambda sequence, group: self._opened.hand_over(sequence, group),
+                hands_over=self._hand_over,
             ),
             self._give_up,
         )
@@ -155,21 +151,9 @@ class ElasticRun(TrainingRun):
         epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic, host, depths)
         commands = CommandChannel(self._groups)
         leaving = LeaveNotice(line, job.pipeline, commands)
-        rounds = SurvivingRounds(
-            worker,
-            connection.client,
-            line,
-            epochs,
-            lambda said: self._where_to_meet().meet(said),
-            commands.on_any_stage,
-            options.run_timeout.total_seconds(),
-            traffic,
-        )
-        bases = (
-            SurvivingBases(worker, connection.client, line, epochs, self._where_to_meet, traffic)
-            if isinstance(policy, OuterRounds)
-            else None
-        )
+        common = worker, connection.client, line, epochs, self._where_to_meet, traffic
+        rounds = SurvivingRounds(commands.on_any_stage, options.run_timeout.total_seconds(), *common)
+        bases = SurvivingBases(*common) if isinstance(policy, OuterRounds) else None
         outcomes = Outcomes(line)
         if depths:
             second = self._groups.second(options.run_timeout)
@@ -177,6 +161,10 @@ class ElasticRun(TrainingRun):
         self._place = _Place(
             worker, line, connection.client, store, epochs, outcomes, commands, leaving, rounds, bases, forget, policy
         )
+
+    def _hand_over(self, sequence: int, group: Group) -> None:
+        """Give other members of ``group`` the result of a group."""
+        (self._opened.bases or self._opened.rounds).hand_over(sequence, group)
 
     def _where_to_meet(self) -> Barriers:
         assert self._barriers is not None
@@ -269,9 +257,7 @@ class ElasticRun(TrainingRun):
         self, trainer: Trainer, training: Training, checkpoints: Checkpoints, checks: ClockChecks, dealing: Dealing
     ) -> ElasticBatchSource:
         place, run = self._opened, shared(secrets.randbits(62))
-        duties = joining.StageDuties(
-            lambda: self.fit, self.take_lead, place.commands, place.leaving, place.line, place.client
-        )
+        duties = joining.StageDuties(lambda: self.fit, self.take_lead, place.commands, place.leaving)
         arguments = duties, trainer, training, place.client, self.groups, checks, run, dealing
         source: ElasticBatchSource
         if self.options.batch_by_speed:

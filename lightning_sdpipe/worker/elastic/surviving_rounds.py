@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from lightning_sdpipe.exchange.moving import pieces_of
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState
 from lightning_sdpipe.exchange.present_rounds import Batch, PresentRounds, Round
-from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
@@ -52,23 +51,44 @@ _Result = TypeVar("_Result")
 
 
 class HandOvers:
-    """Gives the results of groups to members that lack them, and receives those that this worker lacks.
+    """Base of one worker's rounds: gives the results of groups to members that lack them, and receives those that this
+    worker lacks.
 
     Args:
+        worker: this worker.
+        client: of the thread that trains.
         line: is asked after a failure.
         epochs: the groups of its replicas.
-        give: sends the result of a group to the other members of another one; returns False if it is not kept.
+        barriers: returns the barriers of its stage.
+        traffic: counts the bytes that this worker sends in rounds.
     """
 
     def __init__(
-        self, line: MembershipClient, epochs: EpochGroups, give: Callable[[int, Group, Replicas], bool]
+        self,
+        worker: Worker,
+        client: SchedulerClient,
+        line: MembershipClient,
+        epochs: EpochGroups,
+        barriers: Callable[[], Barriers],
+        traffic: Traffic,
     ) -> None:
-        self._line, self._epochs, self._give = line, epochs, give
+        self._worker, self._client, self._line, self._epochs = worker, client, line, epochs
+        self._barriers, self._traffic = barriers, traffic
         self.retried = self.taken = 0
         """Number of groups that were tried again, and of those whose result was handed over."""
         self._given: set[tuple[int, int]] = set()
 
-    def ask(self, group: Group, take: Callable[[int, Group, Group, Replicas], _Result]) -> tuple[_Result | None, Group]:
+    def _give(self, sequence: int, group: Group, replicas: Replicas) -> bool:
+        """Send the result of the group ``sequence`` to the other members of ``group``; return False if it is not kept.
+
+        Raises:
+            WorkerFailedError: one of them is gone.
+        """
+        raise NotImplementedError
+
+    def _ask(
+        self, group: Group, take: Callable[[int, Group, Group, Replicas], _Result]
+    ) -> tuple[_Result | None, Group]:
         """Return what ``take`` makes of the result of ``group``, if a member has it; else the members that try again.
 
         ``take`` is called with the source, the broken group, the group in which the source sends, and its replicas.
@@ -105,33 +125,18 @@ class HandOvers:
             log.info("the result of group %d was not taken: %s", sequence, str(error).splitlines()[0])
 
 
-class SurvivingRounds:
+class SurvivingRounds(HandOvers):
     """The rounds of gradients of one worker.
 
     Args:
-        worker: this worker.
-        client: names the members of rounds.
-        line: is asked after a failure.
-        epochs: the groups of its replicas.
-        meet: waits for the other replicas at a barrier, with what each says.
         on_any_stage: returns whether it is so on any stage of this pipeline; every stage asks at the same point.
         timeout: seconds of a transfer.
-        traffic: counts the bytes that this worker sends in rounds.
+        arguments: those of the base class.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        client: SchedulerClient,
-        line: MembershipClient,
-        epochs: EpochGroups,
-        meet: Callable[[bytes], Met],
-        on_any_stage: Callable[[bool], bool],
-        timeout: float,
-        traffic: Traffic,
-    ) -> None:
-        self._worker, self._client, self._line, self._epochs = worker, client, line, epochs
-        self._meet, self.on_any_stage, self._traffic = meet, on_any_stage, traffic
+    def __init__(self, on_any_stage: Callable[[bool], bool], timeout: float, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.on_any_stage = on_any_stage
         self._beside = Background("averaging gradients", 2 * timeout)
         self.batch: Batch | None = None
         """Batch that the next round is trained on, if any."""
@@ -139,7 +144,6 @@ class SurvivingRounds:
         """Seconds of a micro-batch, which the others learn in the next round; 0 if they are not known."""
         self.on_round: Callable[[Round], None] = lambda outcome: None
         """Called with each outcome, before the optimizer steps."""
-        self.hand_overs = HandOvers(line, epochs, lambda *given: self.rounds.hand_over(*given))
         self._rounds: PresentRounds | None = None
         self._sums: SumInPlace | None = None
         self._group: Group | None = None
@@ -200,7 +204,7 @@ class SurvivingRounds:
                 log.info("the round %d has broken: %s", group.sequence, str(error).splitlines()[0])
                 self._break_off(group)
                 self.rounds.begin_again()
-                outcome, group = self.hand_overs.ask(
+                outcome, group = self._ask(
                     group, lambda source, broken, _, replicas: self.rounds.take_over(source, broken, replicas)
                 )
         self._epochs.use(None)
@@ -216,7 +220,7 @@ class SurvivingRounds:
         Raises:
             ConfigurationError: names the pipelines that differ.
         """
-        met = self._meet(b"%x" % digest)
+        met = self._barriers().meet(b"%x" % digest)
         others = [i for i, said in zip(met.pipelines, met.values, strict=True) if said != b"%x" % digest]
         if others:
             raise ConfigurationError(
@@ -238,6 +242,9 @@ class SurvivingRounds:
 
     def _known(self, group: Group) -> None:
         self._group, self._waits = group, False
+
+    def _give(self, sequence: int, group: Group, replicas: Replicas) -> bool:
+        return self.rounds.hand_over(sequence, group, replicas)
 
     def _begin(self, group: Group) -> None:
         if len(group.members) == 1:
@@ -265,31 +272,13 @@ class SurvivingRounds:
             )
 
 
-class SurvivingBases:
-    """The rounds of an outer optimizer of one worker.
+class SurvivingBases(HandOvers):
+    """The rounds of an outer optimizer of one worker."""
 
-    Args:
-        worker: this worker.
-        client: tells the scheduler whether this worker takes part.
-        line: is asked after a failure.
-        epochs: the groups of its replicas.
-        barriers: returns the barriers of its stage.
-        traffic: counts the bytes that this worker sends in rounds.
-    """
-
-    def __init__(
-        self,
-        worker: Worker,
-        client: SchedulerClient,
-        line: MembershipClient,
-        epochs: EpochGroups,
-        barriers: Callable[[], Barriers],
-        traffic: Traffic,
-    ) -> None:
-        self._client, self._line, self._epochs, self._barriers = client, line, epochs, barriers
-        self._traffic = traffic
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        worker = self._worker
         self._alone = Replicas(cast(dist.ProcessGroup, None), {worker.pipeline: 0}, worker.stage, worker.pipeline)
-        self.hand_overs = HandOvers(line, epochs, self._give)
         self._state: OuterState | None = None
         self._round = -1
         """Sequence of the round whose result this worker has not adopted yet."""
@@ -318,7 +307,7 @@ class SurvivingBases:
                 log.info("the round %d has broken: %s", group.sequence, str(error).splitlines()[0])
                 self._epochs.use(None)
                 broken = group.sequence
-                new, group = self.hand_overs.ask(
+                new, group = self._ask(
                     group, lambda source, _, again, replicas: self.state.take_over(source, again, replicas)
                 )
                 if new is None and group.lineage is not None and group.lineage.newest >= broken:
