@@ -288,11 +288,9 @@ class RoundBatchSource(ElasticBatchSource):
 
     def _ask(self, *seconds: float) -> None:
         """Wait for more batches, or for the end of the segment."""
-        dealt = self._dealt
-        assert dealt is not None
         with self._turns.first_failure:
-            while self._next is None and (more := dealt.wait(*seconds)):
-                self._next = dealt.take()
+            while self._next is None and (more := self._batches.wait(*seconds)):
+                self._next = self._batches.take()
         if self._next is None:
             self._over = more is False
 
