@@ -28,7 +28,7 @@ from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.exchange.present_rounds import Batch, Round
 from lightning_sdpipe.loop.dealt import DealtBatchSource, batch_to_show
 from lightning_sdpipe.membership.turn_order import Command, CommandKind
-from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel
+from lightning_sdpipe.worker.elastic.leader import CommandChannel
 from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
 
 _GLANCE = 0.02  # seconds between two checks whether there are enough pipelines

@@ -39,6 +39,7 @@ from lightning_sdpipe.worker.elastic.barriers import Barriers, PipelineBarriers
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, RoundBatchSource
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, EpochPart
 from lightning_sdpipe.worker.elastic.joint_batches import JointRoundSource
+from lightning_sdpipe.worker.elastic.leader import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.elastic.replica import (
     DroppedPairs,
     ElasticRendezvous,
@@ -49,7 +50,6 @@ from lightning_sdpipe.worker.elastic.replica import (
 )
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection, SchedulerStore
 from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
-from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingBases, SurvivingRounds
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.run import TrainingRun
