@@ -34,7 +34,7 @@ from lightning_sdpipe.lightning_internals import (
     strategy_of,
 )
 from lightning_sdpipe.worker.launching import job
-from lightning_sdpipe.worker.launching.environment import choose_port, refuse_strangers
+from lightning_sdpipe.worker.launching.environment import check_tasks, choose_port, refuse_strangers
 
 _log = logging.getLogger(__name__)
 
@@ -122,6 +122,7 @@ class CheckingLauncher(SubprocessScriptLauncher):
         self._check(trainer, _given(function, args, kwargs))
         _Observer.trainer, _Observer.failed = trainer, False
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        check_tasks(self.cluster_environment, self.num_processes, self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._start_children()
         elif _JOINED in os.environ:
