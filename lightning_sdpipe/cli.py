@@ -28,13 +28,7 @@ from lightning_sdpipe.errors import ConfigurationError, carried_out
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import check_integer
-from lightning_sdpipe.scheduler.credentials import (
-    is_loopback,
-    own_keys,
-    read_scheduler_keys,
-    worker_keys_beside,
-    write_keys,
-)
+from lightning_sdpipe.scheduler import credentials
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, differences, read_log
 from lightning_sdpipe.scheduler.server.process import SchedulerSettings, serve
 from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits
@@ -196,7 +190,7 @@ def _record(options: argparse.Namespace) -> int:
 
 
 def _keygen(options: argparse.Namespace) -> int:
-    scheduler, worker = write_keys(options.directory)
+    scheduler, worker = credentials.write_keys(options.directory)
     print(f"{scheduler}: for `sdpipe scheduler --key-file`, on its machine only")
     print(f"{worker}: for every worker and for `sdpipe status --key-file`")
     return 0
@@ -205,8 +199,8 @@ def _keygen(options: argparse.Namespace) -> int:
 def _scheduler(options: argparse.Namespace) -> int:
     check_integer("--log-limit", options.log_limit, 1, "MiB")
     key_file = options.key_file
-    if key_file is None and is_loopback(options.bind):
-        key_file, worker_file = own_keys()
+    if key_file is None and credentials.is_loopback(options.bind):
+        key_file, worker_file = credentials.own_keys()
         print(
             f"only your account may connect: workers take {worker_file} unless SDPIPE_KEY_FILE names another",
             file=sys.stderr,
@@ -217,7 +211,9 @@ def _scheduler(options: argparse.Namespace) -> int:
         num_pipelines,
         None if options.policy_file else registry.to_plain(registry.from_text(options.policy, options.set)),
         options.policy_file,
-        Endpoint(options.bind, None if key_file is None else read_scheduler_keys(key_file), options.lifeline_port),
+        Endpoint(
+            options.bind, None if key_file is None else credentials.read_scheduler_keys(key_file), options.lifeline_port
+        ),
         Limits(options.worker_timeout),
         Files(options.log, options.log_limit << 20, options.journal),
         ElasticConfig(
@@ -229,7 +225,7 @@ def _scheduler(options: argparse.Namespace) -> int:
             depths=depths,
         ),
         level=logging.DEBUG if options.verbose else logging.INFO,
-        worker_keys=None if key_file is None else worker_keys_beside(key_file),
+        worker_keys=None if key_file is None else credentials.worker_keys_beside(key_file),
     )
     serve(settings, [signal.SIGINT, signal.SIGTERM], [], lambda line: print(line, flush=True))
     return 0

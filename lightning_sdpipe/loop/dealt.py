@@ -237,8 +237,6 @@ class DealtBatchSource:
         return self._now.data
 
     def _begin_segment(self) -> None:
-        dealt = self._dealt
-        assert dealt is not None
         start = self._counters.number
         self._segment = self._segment_from(start)
         self._counters.begin()
@@ -248,7 +246,7 @@ class DealtBatchSource:
         self._turns.begin_dealt()
         with self._turns.first_failure:
             self._client.greet()
-            dealt.begin(self._segment, self._dealing.seed())
+            self._batches.begin(self._segment, self._dealing.seed())
         self._looked = self._over = False
         self._look()
         if self._next is None:
@@ -263,12 +261,16 @@ class DealtBatchSource:
         assert self._segment is not None
         return self._segment.stop == self._trainer.num_training_batches
 
+    @property
+    def _batches(self) -> DealtBatches:
+        assert self._dealt is not None, "deal() has taken them"
+        return self._dealt
+
     def _look(self) -> None:
         """Look at the next batch, without waiting for another worker."""
-        assert self._dealt is not None
         if not self._looked:
             with self._turns.first_failure:
-                self._next = self._dealt.take()
+                self._next = self._batches.take()
             self._looked = True
 
     def _run_out(self) -> None:
@@ -283,11 +285,9 @@ class DealtBatchSource:
 
     def _wait(self) -> None:
         """Wait for others, until there is something to train, or will not be in this segment."""
-        dealt = self._dealt
-        assert dealt is not None
         with self._turns.first_failure:
-            while self._next is None and dealt.wait():
-                self._next = dealt.take()
+            while self._next is None and self._batches.wait():
+                self._next = self._batches.take()
         self._over = self._next is None
         if self._next is not None:
             self._turns.go_on()

@@ -295,7 +295,7 @@ def _all_data(lengths: Sequence[int], runs: Sequence[Counts], costs: ClassCosts)
 
 
 def _filled(
-    lengths: Sequence[int], sizes: Sequence[int], num_pipelines: int, rng: random.Random, attempts: int = 20
+    lengths: Sequence[int], sizes: Sequence[int], num_pipelines: int, rng: random.Random
 ) -> list[Counts] | None:
     """Return groups for every run that together use up every class; None if none were found.
 
@@ -303,7 +303,7 @@ def _filled(
     devices.
     """
     order = sorted(range(len(lengths)), key=lambda run: -lengths[run])
-    for _ in range(attempts):
+    for _ in range(20):
         left = list(sizes)
         runs: list[Counts] = [()] * len(lengths)
         for run in order:

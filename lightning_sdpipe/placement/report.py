@@ -312,10 +312,6 @@ def _averaging(placed: PlacementResult) -> list[float]:
     return [group_cost(group, exchange) for group, exchange in groups]
 
 
-def _stands_out(spent: Sequence[float]) -> bool:
-    return max(spent) > 1.01 * min(spent)
-
-
 def _stages(axes: Any, placed: PlacementResult) -> None:
     spent = _averaging(placed)
     for stage, seconds in enumerate(spent):
@@ -323,7 +319,7 @@ def _stages(axes: Any, placed: PlacementResult) -> None:
         blocks = "" if count is None else f"\n{count} block{'s' if count > 1 else ''}"
         axes.text(stage, -1.2, f"stage {stage}{blocks}", ha="center", va="top", fontsize=9.5, fontweight="bold")
         if placed.num_pipelines > 1:
-            colour = SLOW if _stands_out(spent) and seconds == max(spent) else "black"
+            colour = SLOW if seconds == max(spent) > 1.01 * min(spent) else "black"
             axes.text(stage, -0.62, shown_seconds(seconds), ha="center", va="center", fontsize=8, color=colour)
     if placed.num_pipelines > 1 or len(placed.stages) > 1:
         axes.text(-0.42, -0.62, "average / pass on", ha="right", va="center", fontsize=7.5, style="italic")

@@ -187,7 +187,7 @@ def exchange_bound(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
                 'SDPipeStrategy(exchange=Exchange(overlap="step"))',
                 "exchange=full exchange.overlap=step",
             )
-            advice: tuple[Advice, ...] = () if _averages_gradients(seen) else (overlap,)
+            advice: tuple[Advice, ...] = () if seen.policy.get("type") == "no_sync" else (overlap,)
             advice = (
                 *advice,
                 Advice("send 8 bits per value", 'SDPipeStrategy(exchange="eight_bit")', "exchange=eight_bit"),
@@ -333,10 +333,6 @@ def _transfer(seen: Recording, meeting: Meeting) -> float:
 def _sequence(seen: Recording, meeting: Meeting) -> int:
     worker, at = meeting[0]
     return seen.series[worker].groups[at]
-
-
-def _averages_gradients(seen: Recording) -> bool:
-    return seen.policy.get("type") == "no_sync"
 
 
 def _total(series: Iterable[Series]) -> float:

@@ -90,23 +90,23 @@ class _Slow:
     stop: int
 
 
-def findings(recording: Recording, rule: SlowRule = RULE) -> list[Finding]:
+def findings(recording: Recording) -> list[Finding]:
     """Return all findings, the gravest first."""
     failed = recording.failure
     found = [] if failed is None else [Finding("failed", "critical", (), recording.now, failed)]
-    slow = compute_straggler(recording, rule)
+    slow = compute_straggler(recording)
     return [*found, *blind(recording), *slow, *bottlenecks(recording, bool(slow))]
 
 
-def abstains(recording: Recording, rule: SlowRule = RULE) -> str | None:
+def abstains(recording: Recording) -> str | None:
     """Return why slow workers cannot be detected; None if they can."""
     compared = [worker for worker in recording.series if recording.replicas(worker)]
     if not recording.series:
-        return f"too short to tell (0 of {rule.needs} updates)"
+        return f"too short to tell (0 of {RULE.needs} updates)"
     if not compared:
         return "one pipeline has no other to be compared with"
     fewest = min(len(recording.series[worker]) for worker in compared)
-    return f"too short to tell ({fewest} of {rule.needs} updates)" if fewest < rule.needs else None
+    return f"too short to tell ({fewest} of {RULE.needs} updates)" if fewest < RULE.needs else None
 
 
 def compute_straggler(recording: Recording, rule: SlowRule = RULE) -> list[Finding]:

@@ -67,7 +67,9 @@ def _trace(options: argparse.Namespace) -> int:
         (reply.left_out, "had more to tell than one answer holds: ask for fewer --updates"),
     ):
         if workers:
-            print(f"sdpipe: not in the trace, since they {what}: workers {_listed(workers)}", file=sys.stderr)
+            print(
+                f"sdpipe: not in the trace, since they {what}: workers {', '.join(map(str, workers))}", file=sys.stderr
+            )
     trace = to_trace(chunks, dict(reply.workers))
     updates = trace["otherData"]["updates"]
     if not updates:
@@ -168,7 +170,3 @@ def _facts(stories: Sequence[Story], clocks: Clocks) -> dict[str, Any]:
         "clock_error_us": errors,
         "clock_slack_us": clocks.slack,
     }
-
-
-def _listed(workers: Sequence[Worker]) -> str:
-    return ", ".join(map(str, workers))

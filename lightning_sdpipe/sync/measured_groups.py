@@ -86,7 +86,7 @@ def generate_groups(
         key=lambda groups: cost(groups, compute, links),
     )
     search = _Search(compute, links, group_size, best, steps)
-    search.run()
+    search.divide(sorted(range(count), key=lambda i: (-compute[i], i)), [], 0.0)
     groups = tuple(sorted(tuple(sorted(group)) for group in search.best))
     return Grouping(groups, search.least, search.steps >= 0)
 
@@ -142,11 +142,8 @@ class _Search:
         pairs = [max(links[i][j], links[j][i]) for i, j in itertools.combinations(range(len(compute)), 2)]
         self.fastest_link = min(pairs, default=0.0) if size > 1 else 0.0
 
-    def run(self) -> None:
-        slowest_first = sorted(range(len(self.compute)), key=lambda i: (-self.compute[i], i))
-        self._divide(slowest_first, [], 0.0)
-
-    def _divide(self, rest: list[int], groups: list[list[int]], spent: float) -> None:
+    def divide(self, rest: list[int], groups: list[list[int]], spent: float) -> None:
+        """Try all ways to group ``rest``, slowest first, beside ``groups``, which cost what is ``spent``."""
         if not rest:
             if spent < self.least * (1 - 1e-12):
                 self.best, self.least = list(groups), spent
@@ -162,7 +159,7 @@ class _Search:
             left = [i for i in others if i not in company]
             if spent + seconds + self._bound(left) >= self.least * (1 - 1e-12):
                 continue
-            self._divide(left, [*groups, [first, *company]], spent + seconds)
+            self.divide(left, [*groups, [first, *company]], spent + seconds)
             if self.steps < 0:
                 return
 

@@ -17,6 +17,9 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.topology.mesh import Mesh
 
+HOST_VARIABLE = "SDPIPE_HOST"
+LONGEST_NAME = 255
+
 
 class Traffic:
     """Bytes sent to other replicas; several threads may add to them."""
@@ -270,10 +273,6 @@ class ProcessGroups:
         world = dist.group.WORLD
         assert world is not None, "open() has been called, so the world exists"
         return world
-
-
-HOST_VARIABLE = "SDPIPE_HOST"
-LONGEST_NAME = 255
 
 
 def this_host() -> str:

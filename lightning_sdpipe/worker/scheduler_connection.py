@@ -40,6 +40,14 @@ from lightning_sdpipe.worker.launching import job
 
 _PATIENCE = 2.0  # seconds in which a worker that computes, or waits for the scheduler, ends by itself
 _LOOK = 2.0  # seconds between two looks
+_BY_SIGNAL: Mapping[type[BaseException], str] = {
+    KeyboardInterrupt: "ended by Ctrl-C",
+    SIGTERMException: "ended by SIGTERM",
+}
+_LAST_WORDS = 5.0  # seconds
+_OTHERS_DEPART = 30.0  # seconds that rank 0 keeps its scheduler for the others
+MakePlans = Callable[[Sequence[PipelineCut]], Sequence[Plan]]
+"""Makes the plan of each cut, the same on every rank; all must call it."""
 
 
 class Watchdog:
@@ -91,15 +99,6 @@ class Watchdog:
     def _end(self, failure: Failure) -> None:
         print(self._describe(failure), file=sys.stderr, flush=True)
         self._give_up()
-
-
-_BY_SIGNAL: Mapping[type[BaseException], str] = {
-    KeyboardInterrupt: "ended by Ctrl-C",
-    SIGTERMException: "ended by SIGTERM",
-}
-
-_LAST_WORDS = 5.0  # seconds
-_OTHERS_DEPART = 30.0  # seconds that rank 0 keeps its scheduler for the others
 
 
 @dataclass(frozen=True)
@@ -156,10 +155,6 @@ def start_scheduler(
     assert everybody is not None
     answer = json.loads(p2p.broadcast_bytes(told, 0, everybody))
     return scheduler, SchedulerAddress(answer["address"], msgspec.convert(answer["keys"], WorkerKeys))
-
-
-MakePlans = Callable[[Sequence[PipelineCut]], Sequence[Plan]]
-"""Makes the plan of each cut, the same on every rank; all must call it."""
 
 
 class RunConnection(Protocol):

@@ -92,7 +92,7 @@ class DelayedLines:
     def __init__(self, host: str, ports: Sequence[int], seconds: float) -> None:
         listening = [socket.create_server((host, port), backlog=1024) for port in ports]
         context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=_run, args=(listening, seconds), daemon=True)
+        self._process = context.Process(target=lambda: asyncio.run(_serve(listening, seconds)), daemon=True)
         self._process.start()
         for each in listening:
             each.close()
@@ -101,10 +101,6 @@ class DelayedLines:
         """End the process, and with it all connections."""
         self._process.kill()
         self._process.join()
-
-
-def _run(listening: Sequence[socket.socket], seconds: float) -> None:
-    asyncio.run(_serve(listening, seconds))
 
 
 async def _serve(listening: Sequence[socket.socket], seconds: float) -> None:

@@ -109,16 +109,16 @@ class MembershipClient:
         """
         return self._start_or_receive("training to begin with its pipeline", timeout, e.Enrol, dict(fingerprint))
 
-    def received(self, transfer: str, update: int, timeout: float | None = None) -> Start | Receive:
+    def received(self, transfer: str, update: int) -> Start | Receive:
         """Report that the state of ``transfer`` after ``update`` updates has arrived; wait until all stages have it, or
         for another transfer if one does not get it."""
         what = f"the other stages to have the state of {transfer}"
-        return self._start_or_receive(what, timeout, e.TellReceived, transfer, update)
+        return self._start_or_receive(what, None, e.TellReceived, transfer, update)
 
-    def missed(self, transfer: str, reason: str, timeout: float | None = None) -> Start | Receive:
+    def missed(self, transfer: str, reason: str) -> Start | Receive:
         """Report that the state of ``transfer`` did not come; wait for another member to give its own."""
         what = f"another state than that of {transfer}"
-        return self._start_or_receive(what, timeout, e.TellReceived, transfer, -1, reason or "it did not come")
+        return self._start_or_receive(what, None, e.TellReceived, transfer, -1, reason or "it did not come")
 
     def depart(self, *, finished: bool, timeout: float | None = None) -> None:
         """Report that this process ends: its training has ``finished``, or it was told to. Return when the scheduler
@@ -251,24 +251,24 @@ class MembershipClient:
         with self.thread.talking() as talk:
             talk.completed(sequence)
 
-    def broken(self, group: Group, timeout: float | None = None) -> Group:
+    def broken(self, group: Group) -> Group:
         """Report that the result of ``group`` did not come; say first which process groups are left (:meth:`holds`).
 
         Waits until each other member is gone, has it, or has said the same. Returns a group of the members that are
         left without the result, to try again in (perhaps only of this worker).
         """
-        return self._regroup(group, False, timeout).group
+        return self._regroup(group, False).group
 
-    def regroup(self, group: Group, timeout: float | None = None) -> e.Again:
+    def regroup(self, group: Group) -> e.Again:
         """Retry as :meth:`broken`, where all members are to have the result or none: a ``source`` may then give
         it to those without. If that breaks, too, ask about the same group again."""
-        return self._regroup(group, True, timeout)
+        return self._regroup(group, True)
 
-    def _regroup(self, group: Group, together: bool, timeout: float | None) -> e.Again:
+    def _regroup(self, group: Group, together: bool) -> e.Again:
         with self.thread.talking() as talk:
             holds = talk.held
         what = f"the other members of group {group.sequence} to try again"
-        reply = self.thread.ask(what, e.AskRegroup, group, holds, together, timeout=timeout)
+        reply = self.thread.ask(what, e.AskRegroup, group, holds, together)
         assert isinstance(reply, e.Again)
         return reply
 

@@ -28,12 +28,16 @@ from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.exchange.present_rounds import Batch, Round
 from lightning_sdpipe.loop.dealt import DealtBatchSource, batch_to_show
 from lightning_sdpipe.membership.turn_order import Command, CommandKind
-from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel
+from lightning_sdpipe.worker.elastic.leader import CommandChannel
 from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
 
 _GLANCE = 0.02  # seconds between two checks whether there are enough pipelines
 
 State = dict[str, Any]
+log = logging.getLogger(__name__)
+_SOON = 0.05
+"""Seconds that a pipeline waits for a batch before it takes a turn without one, and that a held one waits at a time."""
+_IDLE = "idle"
 
 
 class Duties(Protocol):
@@ -133,13 +137,6 @@ class ElasticBatchSource(DealtBatchSource):
 
     def _reached(self, before: int) -> int:
         return before + 1 if self._next is None else super()._reached(before)
-
-
-log = logging.getLogger(__name__)
-
-_SOON = 0.05
-"""Seconds that a pipeline waits for a batch before it takes a turn without one, and that a held one waits at a time."""
-_IDLE = "idle"
 
 
 class TrainedBatches:
@@ -288,11 +285,9 @@ class RoundBatchSource(ElasticBatchSource):
 
     def _ask(self, *seconds: float) -> None:
         """Wait for more batches, or for the end of the segment."""
-        dealt = self._dealt
-        assert dealt is not None
         with self._turns.first_failure:
-            while self._next is None and (more := dealt.wait(*seconds)):
-                self._next = dealt.take()
+            while self._next is None and (more := self._batches.wait(*seconds)):
+                self._next = self._batches.take()
         if self._next is None:
             self._over = more is False
 

@@ -43,7 +43,7 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.worker.elastic import leader, state_transfer
 from lightning_sdpipe.worker.elastic.barriers import Barriers, divided, of_all_stages
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource
-from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice
+from lightning_sdpipe.worker.elastic.leader import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.training import Training
 

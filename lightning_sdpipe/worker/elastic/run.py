@@ -39,6 +39,7 @@ from lightning_sdpipe.worker.elastic.barriers import Barriers, PipelineBarriers
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, RoundBatchSource
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, EpochPart
 from lightning_sdpipe.worker.elastic.joint_batches import JointRoundSource
+from lightning_sdpipe.worker.elastic.leader import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.elastic.replica import (
     DroppedPairs,
     ElasticRendezvous,
@@ -49,7 +50,6 @@ from lightning_sdpipe.worker.elastic.replica import (
 )
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection, SchedulerStore
 from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
-from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingBases, SurvivingRounds
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.run import TrainingRun
@@ -250,8 +250,7 @@ class ElasticRun(TrainingRun):
         return replica
 
     def rendezvous(self, sync: Synchronizer) -> Rendezvous:
-        assert self._barriers is not None
-        return ElasticRendezvous(sync, self._barriers)
+        return ElasticRendezvous(sync, self._where_to_meet())
 
     def dealt_batches(
         self, trainer: Trainer, training: Training, checkpoints: Checkpoints, checks: ClockChecks, dealing: Dealing
@@ -282,8 +281,7 @@ class ElasticRun(TrainingRun):
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """Return the mean over the pipelines that are there, of each value over those that have it."""
-        assert self._barriers is not None
-        return self._barriers.agree(self.groups, values, lambda each: _means([*each.values()]))
+        return self._where_to_meet().agree(self.groups, values, lambda each: _means([*each.values()]))
 
     def from_leader(self, numbers: list[float]) -> list[float]:
         """Return the numbers of the pipeline that leads, or if none does, of the first that is there."""
@@ -291,13 +289,12 @@ class ElasticRun(TrainingRun):
         def leaders(each: Mapping[int, tuple[bool, list[float]]]) -> list[float]:
             return min(each.values(), key=lambda said: not said[0])[1]
 
-        assert self._barriers is not None
-        return self._barriers.agree(self.groups, (self.leads, numbers), leaders)
+        return self._where_to_meet().agree(self.groups, (self.leads, numbers), leaders)
 
     def vote(self, decision: bool, all: bool) -> bool:
-        assert self._barriers is not None
-        met = self._barriers.meet(b"1" if decision else b"0")
-        votes = [said == b"1" for each in self._barriers.said(met).values() for said in each]
+        barriers = self._where_to_meet()
+        met = barriers.meet(b"1" if decision else b"0")
+        votes = [said == b"1" for each in barriers.said(met).values() for said in each]
         return super().vote(min(votes) if all else max(votes), all)
 
     # ----------------------------------------------------------- coming, going
@@ -315,8 +312,7 @@ class ElasticRun(TrainingRun):
         elif answer.checkpoint:
             fit.go_on_from_file(answer.checkpoint)
         if state is None and len(answer.epoch.members) > 1:
-            assert self._barriers is not None
-            data_seed = fit.begin_together(self._barriers, data_seed)
+            data_seed = fit.begin_together(self._where_to_meet(), data_seed)
         self.take_lead()
         self._lead.begin(trainer)
         place.leaving.listen(trainer)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import hydra
 from lightning_sdpipe import AllReduce
 from lightning_sdpipe.heterogeneity import Heterogeneity
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
-from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.simulate import Work, jittered
 from recipes.suites import convergence, throughput
 from recipes.suites.cases import seeded
@@ -261,12 +259,8 @@ def _work(
         iterations,
         jittered(seconds, 0.1, seed),
         heterogeneity=slow,
-        exchange=partial(_constant, exchange),
+        exchange=lambda group: exchange,
     )
-
-
-def _constant(seconds: float, group: Group) -> float:
-    return seconds
 
 
 def _method(specification: Mapping[str, Any]) -> Method:

@@ -17,17 +17,6 @@ from typing import Any
 from lightning_sdpipe.errors import ConfigurationError
 from recipes.suites import cases, machine, trainings
 from recipes.suites.calibration import calibrated_scale
-from recipes.suites.cases import (
-    EMULATED,
-    REFERENCES,
-    AnyCase,
-    EmulatedCase,
-    Named,
-    RealCase,
-    named,
-    only_delays,
-    refuse_unknown,
-)
 from recipes.suites.figures import require_matplotlib, throughput_figures
 from recipes.suites.journal import Journal
 from recipes.suites.ratios import Ratios, Row, quotients, ratio, rotated
@@ -92,7 +81,7 @@ def run(
     trainings.quiet()
     journal = Journal(None if output is None else Path(output).with_suffix(".rows.jsonl"), machine.setting())
     specifications = {"methods": methods, "heterogeneity": heterogeneity, "workloads": workloads}
-    refuse_unknown("grid", only, grid)
+    cases.refuse_unknown("grid", only, grid)
     planned = [list(plan(panel, grid[panel], specifications, seed)) for panel in only]  # all, before any is measured
     rows: list[Row] = []
     for cases_of_panel in planned:
@@ -108,7 +97,7 @@ def run(
 
 def plan(
     panel: str, part: Mapping[str, Any], specifications: Mapping[str, Mapping[str, Any]], seed: int
-) -> Iterator[tuple[AnyCase, int]]:
+) -> Iterator[tuple[cases.AnyCase, int]]:
     """The cases of one part of the grid with their repeats, in the order in which they run.
 
     Raises:
@@ -122,36 +111,38 @@ def plan(
                 continue
             for method in rotated(part["methods"], repeat):
                 case = build(
-                    method=Named(method, None) if method in REFERENCES else named(specifications, "methods", method),
-                    condition=named(specifications, "heterogeneity", condition),
+                    method=cases.Named(method, None)
+                    if method in cases.REFERENCES
+                    else cases.named(specifications, "methods", method),
+                    condition=cases.named(specifications, "heterogeneity", condition),
                     scale=1.0,
                     seed=seed + repeat,
                 )
-                if method in REFERENCES:
-                    only_delays(case)
+                if method in cases.REFERENCES:
+                    cases.only_delays(case)
                 yield case, repeat
 
 
 def _builder(
     panel: str, part: Mapping[str, Any], specifications: Mapping[str, Mapping[str, Any]]
-) -> Callable[..., AnyCase]:
+) -> Callable[..., cases.AnyCase]:
     """Make a case of a method, a condition, a scale and a seed."""
     settings = {
         name: value for name, value in part.items() if name not in ("methods", "heterogeneity", "repeats", "once")
     }
     workload = settings.pop("workload")
-    kind = EmulatedCase if workload == EMULATED else RealCase
+    kind = cases.EmulatedCase if workload == cases.EMULATED else cases.RealCase
     if unknown := settings.keys() - {field.name for field in fields(kind)}:
         raise ConfigurationError(
             f"suite.grid.{panel} has workload={workload}, which does not go with {', '.join(sorted(unknown))}; "
             "change a part of the grid that has such a workload."
         )
-    if workload == EMULATED:
-        return partial(EmulatedCase, panel, **settings)
-    return partial(RealCase, panel, **settings, workload=named(specifications, "workloads", workload))
+    if workload == cases.EMULATED:
+        return partial(cases.EmulatedCase, panel, **settings)
+    return partial(cases.RealCase, panel, **settings, workload=cases.named(specifications, "workloads", workload))
 
 
-def _measured(case: AnyCase, repeat: int, journal: Journal) -> Row:
+def _measured(case: cases.AnyCase, repeat: int, journal: Journal) -> Row:
     what = (
         f"{case.workload.name} {case.shape} {case.schedule} {case.condition.name} {case.method.name}, repeat {repeat}"
     )
@@ -211,7 +202,7 @@ def ratios(rows: Sequence[Row]) -> Ratios:
         for key, (ours, other, goal) in GOALS.items():
             _, shape, condition = key.split("/")
             values = quotients(group, "samples_per_s", (ours, condition), (other, condition))
-            if values and first["workload"] == EMULATED and first["shape"] == shape:
+            if values and first["workload"] == cases.EMULATED and first["shape"] == shape:
                 meaning = f"samples/s, {shape} emulated, {first['schedule']}, {condition}: {ours} over {other}"
                 found[key + suffix] = ratio(values, goal, meaning + _headroom(group, condition, ours, other))
     return found
