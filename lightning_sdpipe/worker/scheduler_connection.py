@@ -34,6 +34,7 @@ from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
+from lightning_sdpipe.topology.groups import keep_until_the_end, open_groups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.launching import job
 
@@ -248,6 +249,7 @@ class SchedulerConnection:
         """Tell the other workers of ``exception``, unless it came from one of them. A connection that is lost, or a
         message that does not come, is told: the scheduler knows best who failed first."""
         self._watchdog.disarm()
+        keep_until_the_end(open_groups())
         self._finishes = False
         if not isinstance(exception, WorkerFailedError) or LOST_CONNECTION in str(exception):
             by_signal = _BY_SIGNAL.get(type(exception))
