@@ -79,7 +79,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "policies": (2729, 24),
     "recipes": (8248, 91),
     "scheduler": (5534, 40),
-    "seeing": (2077, 15),
+    "seeing": (2079, 15),
     "simulate": (707, 5),
     "strategy": (869, 6),
     "supervision": (1307, 12),
