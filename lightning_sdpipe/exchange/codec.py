@@ -14,6 +14,10 @@ from torch import Tensor
 from lightning_sdpipe.exchange.payloads.payload import num_blocks
 from lightning_sdpipe.policies.decisions import Group
 
+REFUSAL = 255
+"""Byte of a message that asks to exchange a part in full precision. A message of these bytes alone is a NaN in the
+values or in the header of every payload, and a part with a NaN is exchanged in full precision anyway."""
+
 
 @dataclass(frozen=True)
 class Members:
@@ -62,11 +66,6 @@ def owned(n: int, members: Sequence[int], block: int) -> dict[int, slice]:
         member: slice(min(n, span.start * block), min(n, span.stop * block))
         for member, span in zip(members, blocks, strict=True)
     }
-
-
-REFUSAL = 255
-"""Byte of a message that asks to exchange a part in full precision. A message of these bytes alone is a NaN in the
-values or in the header of every payload, and a part with a NaN is exchanged in full precision anyway."""
 
 
 class Codec(Protocol):

@@ -38,6 +38,7 @@ from lightning_sdpipe.topology.groups import Replicas
 
 PIECE = 2**22
 """Largest number of elements that are moved and committed at once."""
+_BLOCK = 2**16  # elements that are added up at once, since they fit into a processor's cache
 
 
 class Pending(Protocol):
@@ -185,9 +186,6 @@ def refuse_neighbours(group: Group) -> None:
 def tag_of(group: Group) -> int:
     """Return the tag of the messages of ``group``."""
     return group.sequence % 2**31
-
-
-_BLOCK = 2**16  # elements that are added up at once, since they fit into a processor's cache
 
 
 class GroupMean:

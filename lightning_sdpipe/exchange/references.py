@@ -46,6 +46,8 @@ from lightning_sdpipe.exchange.payloads.payload import Pieces, residual_dtype
 BROKEN_OFF = (
     "an average was broken off, and models have had nothing in common since then: all replicas must be made equal first"
 )
+LARGEST_SHARE = 4.0
+"""Largest share of a mean's error that its owner adds to its own copy, as a multiple of the number of members."""
 
 
 class CommonReference:
@@ -187,10 +189,6 @@ class CommonModel(CommonReference):
 
     def apply(self, piece: Tensor, number: int, outcome: Tensor) -> None:
         piece.copy_(self._base[number].add_(outcome))
-
-
-LARGEST_SHARE = 4.0
-"""Largest share of a mean's error that its owner adds to its own copy, as a multiple of the number of members."""
 
 
 class OwnReference:

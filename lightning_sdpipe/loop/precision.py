@@ -39,6 +39,10 @@ from lightning_sdpipe.pipeline.pipeline import Pipeline
 from lightning_sdpipe.pipeline.ready_signal import LastWait, ReadySignal
 from lightning_sdpipe.topology.groups import ProcessGroups
 
+_Scaler = TypeVar("_Scaler", bound=torch.amp.GradScaler)
+_NEVER = 2**62
+_KEPT = 64  # numbers that are looked at together, which takes as long as looking at one
+
 
 def clips_by_norm(trainer: Trainer) -> bool:
     """Return whether the Trainer clips by norm, or the module may."""
@@ -190,9 +194,6 @@ def _held(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
 
 
-_Scaler = TypeVar("_Scaler", bound=torch.amp.GradScaler)
-
-
 class _VotingScaler(ShardedGradScaler):
     """A scaler that tells ``ready`` when it is known whether any stage has overflowed."""
 
@@ -301,10 +302,6 @@ def current_scale(precision: Precision) -> float:
     """Return the factor that gradients are multiplied by now; 1 if they are not."""
     scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
-
-
-_NEVER = 2**62
-_KEPT = 64  # numbers that are looked at together, which takes as long as looking at one
 
 
 class NonfiniteWatch:

@@ -30,14 +30,7 @@ from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE
 from lightning_sdpipe.lightning_results import is_metric, metrics_of, pack_metrics, unpack_metrics
 from lightning_sdpipe.loop.user_hooks import StandIn, is_gathered
 from lightning_sdpipe.partition.ownership import Ownership
-from lightning_sdpipe.partition.python_values import (
-    GENERATORS,
-    LARGEST,
-    NotPackedError,
-    is_of_the_user,
-    pack,
-    unpack,
-)
+from lightning_sdpipe.partition.python_values import GENERATORS, LARGEST, NotPackedError, is_of_the_user, pack, unpack
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _TAG = 2**31 - 8  # that no link uses

@@ -34,6 +34,19 @@ from lightning_sdpipe.lightning_results import metrics_of
 from lightning_sdpipe.loop.epoch_callback import EpochCallback
 from lightning_sdpipe.partition.touches import METRIC, METRICS
 
+_OF_A_BATCH = (
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "configure_gradient_clipping", "on_train_batch_end"),
+)
+_OF_TRAINING = ("on_fit_start", "on_train_start", "on_train_epoch_start", *_OF_A_BATCH)
+# These work on what the evaluation steps returned or collected. The end of a *training* epoch is also where modules
+# change their own parameters, so that hook runs on every stage.
+_BATCH_END_HOOKS = ("on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
+_RESULT_HOOKS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end", *_BATCH_END_HOOKS)
+_EPOCH_END = "on_train_epoch_end"
+_WRITER_HOOKS = ("on_predict_batch_end", "on_predict_epoch_end")
+Within = Callable[[str], AbstractContextManager[None]]
+
 
 class CollectiveGuard:
     """The guard of one worker's strategy. As a context, which :meth:`running` returns, it ends what runs.
@@ -119,13 +132,6 @@ class CollectiveGuard:
 
 def _sums(tensors: Sequence[Tensor]) -> list[str]:
     return [str(tensor.sum(dtype=torch.float64).item()) for tensor in tensors]  # as text, for nan is no other nan
-
-
-_OF_A_BATCH = (
-    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    *("on_before_optimizer_step", "configure_gradient_clipping", "on_train_batch_end"),
-)
-_OF_TRAINING = ("on_fit_start", "on_train_start", "on_train_epoch_start", *_OF_A_BATCH)
 
 
 def show_whole_groups(
@@ -230,16 +236,6 @@ class _Metrics(dict[str, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return dict(self)  # ModelCheckpoint copies them so, at a point where all stages have the metrics
-
-
-# These work on what the evaluation steps returned or collected. The end of a *training* epoch is also where modules
-# change their own parameters, so that hook runs on every stage.
-_BATCH_END_HOOKS = ("on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
-_RESULT_HOOKS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end", *_BATCH_END_HOOKS)
-_EPOCH_END = "on_train_epoch_end"
-_WRITER_HOOKS = ("on_predict_batch_end", "on_predict_epoch_end")
-
-Within = Callable[[str], AbstractContextManager[None]]
 
 
 def leave_results_to_the_last_stage(

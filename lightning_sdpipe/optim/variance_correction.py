@@ -28,6 +28,12 @@ from lightning_sdpipe.optim.wrapper import OptimizerWrapper
 # Elements handled at a time, so that every operation on a bucket finds its data in the cache. In smaller buckets,
 # starting the operations costs more than the cache saves.
 _BUCKET_ELEMENTS = 1 << 20
+_Bucket = tuple[list[Tensor], list[Tensor], list[Tensor]]
+_ADAM_FAMILY = (Adam, NAdam, RAdam)  # AdamW is an Adam
+# Entries that the wrapper adds to a parameter's optimizer state.
+_MEAN = "grad_mean"
+_STEPS = "grad_mean_steps"
+_WORKERS = "num_workers"
 
 
 class MomentTensors(NamedTuple):
@@ -96,9 +102,6 @@ def _step_towards(means: list[Tensor], grads: list[Tensor], rate: float, deviati
     )
 
 
-_Bucket = tuple[list[Tensor], list[Tensor], list[Tensor]]
-
-
 def _buckets(tracks: list[MomentTensors], grad_decay: float) -> Iterator[_Bucket]:
     """Cut and pack (gradients, means, second moments), all flat, into buckets that fit into caches."""
     grads: list[Tensor] = []
@@ -134,14 +137,6 @@ def _flat(track: MomentTensors, grad_decay: float) -> tuple[Tensor, Tensor, Tens
         grad = torch.empty_like(mean).copy_(grad)
     size = (mean.numel(),)
     return grad.as_strided(size, (1,)), mean.as_strided(size, (1,)), second.as_strided(size, (1,))
-
-
-_ADAM_FAMILY = (Adam, NAdam, RAdam)  # AdamW is an Adam
-
-# Entries that the wrapper adds to a parameter's optimizer state.
-_MEAN = "grad_mean"
-_STEPS = "grad_mean_steps"
-_WORKERS = "num_workers"
 
 
 def is_adam_family(optimizer: Optimizer) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lightning_sdpipe.partition.memory import shown
+from lightning_sdpipe.partition.balance import shown
 from lightning_sdpipe.placement.model import Model
 from lightning_sdpipe.placement.network import Device, Network, Shared
 from lightning_sdpipe.placement.report import shown_seconds

@@ -178,11 +178,7 @@ class PlacementResult:
         return Placement(FORMAT, source, cost, reversible, blocks, names)
 
 
-def place(
-    network: Network,
-    asked: PlacementTask,
-    traffic: StageTraffic | None = None,
-) -> PlacementResult:
+def place(network: Network, asked: PlacementTask, traffic: StageTraffic | None = None) -> PlacementResult:
     """Search for a placement of ``asked.num_stages`` stages on all devices of ``network``.
 
     Args:

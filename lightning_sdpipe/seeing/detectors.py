@@ -105,7 +105,7 @@ def abstains(recording: Recording) -> str | None:
         return f"too short to tell (0 of {RULE.needs} updates)"
     if not compared:
         return "one pipeline has no other to be compared with"
-    fewest = min(len(recording.series[worker]) for worker in compared)
+    fewest = min(_comparable(recording, worker) for worker in compared)
     return f"too short to tell ({fewest} of {RULE.needs} updates)" if fewest < RULE.needs else None
 
 
@@ -150,18 +150,16 @@ def _slow(recording: Recording, worker: Worker, rule: SlowRule) -> _Slow | None:
     """Return the state of ``worker`` at the end of the recording if it is slow, else None."""
     mine, others = recording.series[worker], [recording.series[other] for other in recording.replicas(worker)]
     ratios = _log_ratios(mine, others, rule.block)
+    compared = [place for place, ratio in enumerate(ratios) if ratio is not None]
     found: _Slow | None = None
     in_a_row, begun, since = 0, 0.0, 0.0
-    for stop in range(rule.blocks * rule.block, len(mine) + 1, rule.step):
-        at = stop // rule.block
-        look = [ratio for ratio in ratios[at - rule.blocks : at] if ratio is not None]
-        if len(look) < rule.blocks:
-            in_a_row = 0
-            continue
+    for at in range(rule.blocks, len(compared) + 1, rule.step // rule.block):
+        places = compared[at - rule.blocks : at]
+        look = [ratio for place in places if (ratio := ratios[place]) is not None]
         median = statistics.median(look)
         error = statistics.stdev(look) / math.sqrt(rule.blocks)
         says_so = median >= math.log(rule.named) and statistics.fmean(look) >= rule.certainty * error
-        start = stop - rule.blocks * rule.block
+        start, stop = places[0] * rule.block, (places[-1] + 1) * rule.block
         if not in_a_row:
             begun, since = _begun(mine, start), mine.ends[stop - 1]
         in_a_row = in_a_row + 1 if says_so else 0
@@ -171,6 +169,13 @@ def _slow(recording: Recording, worker: Worker, rule: SlowRule) -> _Slow | None:
         else:
             found = None
     return found
+
+
+def _comparable(recording: Recording, worker: Worker) -> int:
+    """Return the number of updates that can be compared: others may have nothing to train meanwhile, as where each
+    pipeline trains a shard and waits for the slowest one at the end of an epoch."""
+    mine, others = recording.series[worker], [recording.series[other] for other in recording.replicas(worker)]
+    return len(mine) - RULE.block * _log_ratios(mine, others, RULE.block).count(None)
 
 
 def _begun(series: Series, at: int) -> float:
@@ -239,7 +244,8 @@ def _for_slow_ones(recording: Recording, slow: Sequence[_Slow]) -> tuple[Advice,
                 "sync=all_reduce strategy.num_micro_batches=8 strategy.batch_by_speed=true",
             ),
         )
-    return (Advice("give it fewer batches", 'SDPipeStrategy(data="dealt")', "strategy.data=dealt"),)
+    text = "give it fewer batches, since others wait for it at the end of an epoch"
+    return (Advice(text, 'SDPipeStrategy(data="dealt")', "strategy.data=dealt"),)
 
 
 def _of_worker(recording: Recording, slow: _Slow) -> Finding:

@@ -43,6 +43,9 @@ from lightning_sdpipe.sync.mover_choice import Begin
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
 
+MakeMover = Callable[[Replicas], Mover]
+_LOST_AFTER = 1.0  # seconds; the sender of an invitation that is lost drops the exchange later
+
 
 class BackgroundAveraging(Synchronizer):
     """Averages beside training. Memory: three further models.
@@ -215,10 +218,6 @@ class FreeAveraging(Synchronizer):
             self._beside.end()
             self._due = time.monotonic() + self.replica.exchange.interval
         return members
-
-
-MakeMover = Callable[[Replicas], Mover]
-_LOST_AFTER = 1.0  # seconds; the sender of an invitation that is lost drops the exchange later
 
 
 class AsynchronousPairs(Synchronizer):

@@ -39,6 +39,9 @@ from lightning_sdpipe.sync.rendezvous import copy_most_advanced
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, averaged
 from lightning_sdpipe.topology.groups import Replicas
 
+_BUCKET_BYTES = 25 * 2**20
+_MARKS = 2**24
+
 
 class OrderedInvitations:
     """Meetings and invitations of ``worker``, in order.
@@ -190,10 +193,6 @@ class PublishedModel(InPlace):
         self.tensors(with_step=True)
         self._copy.take()
         self._has_step = False
-
-
-_BUCKET_BYTES = 25 * 2**20
-_MARKS = 2**24
 
 
 class HybridGroups(Synchronizer):

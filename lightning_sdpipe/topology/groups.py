@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import threading
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.topology.mesh import Mesh
+
+HOST_VARIABLE = "SDPIPE_HOST"
+LONGEST_NAME = 255
 
 
 class Traffic:
@@ -117,6 +121,21 @@ def prepare_world(device: torch.device) -> None:
             f"The process group ({dist.get_backend()}) uses gloo for {device}, and gloo's collectives know tensors of "
             "the CPU and of CUDA only. Give process_group_backend the name of the accelerator's own backend."
         )
+
+
+def keep_until_the_end(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Let ``groups`` live as long as this process, which is about to end after a failure.
+
+    The destructor of a group of gloo waits for its collectives. One whose connection was lost amid a message ends with
+    its timeout only, and so would the process.
+    """
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def open_groups() -> list[dist.ProcessGroup]:
+    """Return all process groups that this process has opened by ``torch.distributed``."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 @dataclass(frozen=True)
@@ -256,10 +275,6 @@ class ProcessGroups:
         return world
 
 
-HOST_VARIABLE = "SDPIPE_HOST"
-LONGEST_NAME = 255
-
-
 def this_host() -> str:
     """Return the name of this machine, or the value of ``SDPIPE_HOST``.
 
@@ -275,6 +290,20 @@ def this_host() -> str:
 def device_name(local_rank: int) -> str:
     """Return ``host:index`` of this process's device."""
     return f"{this_host()}:{local_rank}"
+
+
+def compare_meshes(mesh: Mesh) -> None:
+    """Compare the meshes of all ranks, which must call it: those of unlike ones would open unlike groups, and wait for
+    each other.
+
+    Raises:
+        ConfigurationError: some differ; on all ranks.
+    """
+    depths = str(mesh.num_stages) if mesh.alike else f"[{', '.join(map(str, mesh.depths))}]"
+    said = _gathered(depths[:LONGEST_NAME], LONGEST_NAME, torch.device("cpu"), None)
+    if len(by_depths := {each: [rank for rank, own in enumerate(said) if own == each] for each in said}) > 1:
+        found = "; ".join(f"num_stages={each} on ranks {ranks}" for each, ranks in by_depths.items())
+        raise ConfigurationError(f"Processes of one run were given unlike arguments: {found}. Give all the same.")
 
 
 def roll_call(local_rank: int, device: torch.device) -> list[str]:

@@ -36,6 +36,40 @@ from lightning_sdpipe.worker.scheduler_connection import SchedulerAddress, sched
 
 Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
 LOOPED = ("interleaved_1f1b", "zero_bubble")  # schedules that give a worker several stages
+# Examples for options that are easily written wrongly.
+_FOR_EXAMPLE = {
+    "sync": "AllReduce()",
+    "exchange": '"eight_bit", or Exchange(EightBit(), overlap="step")',
+    "delays": "Delays(probability=0.1, seconds=0.3)",
+    "partition": '"parameters", or [3, 2]: the number of blocks of each stage',
+    "num_stages": "2, or [1, 2, 2]: those of each pipeline",
+    "blocks": '["model.embeddings", "model.layers.*"]',
+    "timeout": "timedelta(minutes=10)",
+}
+# Options of Lightning's DDPStrategy and torch's DistributedDataParallel, which its further options go to.
+_OF_DDP = {
+    **dict.fromkeys(
+        ["ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"],
+        "sync= says what is averaged, and when",
+    ),
+    "bucket_cap_mb": "sync=AllReduce(bucket_mib=...) sets the size of buckets",
+    "find_unused_parameters": "parameters without a gradient are allowed",
+    "broadcast_buffers": "buffers are averaged over the pipelines before validation and at the end of an epoch",
+    **dict.fromkeys(
+        [
+            *("static_graph", "gradient_as_bucket_view", "mixed_precision", "init_sync", "device_ids", "output_device"),
+            *("dim", "process_group", "check_reduction", "delay_all_reduce_named_params", "param_to_hook_all_reduce"),
+            *("device_mesh", "skip_all_reduce_unused_params"),
+        ],
+        "leave it out",
+    ),
+}
+_SAID_ELSEWHERE = {
+    "num_pipelines": "the number of pipelines follows: devices × num_nodes / num_stages. Give num_stages here, and the "
+    "other two to the Trainer",
+    "batch_size": "the loader's batch_size holds, and is that of one pipeline",
+    **dict.fromkeys(["devices", "num_nodes", "precision"], "give it to the Trainer"),
+}
 
 
 @dataclass(frozen=True)
@@ -235,44 +269,6 @@ def _check_division(schedule: str, num_micro_batches: int) -> None:
             "batch_by_speed=True divides micro-batches among the pipelines, and num_micro_batches is 1. Give more, for "
             "example num_micro_batches=8: with few of them, parts cannot follow the speeds."
         )
-
-
-# Examples for options that are easily written wrongly.
-_FOR_EXAMPLE = {
-    "sync": "AllReduce()",
-    "exchange": '"eight_bit", or Exchange(EightBit(), overlap="step")',
-    "delays": "Delays(probability=0.1, seconds=0.3)",
-    "partition": '"parameters", or [3, 2]: the number of blocks of each stage',
-    "num_stages": "2, or [1, 2, 2]: those of each pipeline",
-    "blocks": '["model.embeddings", "model.layers.*"]',
-    "timeout": "timedelta(minutes=10)",
-}
-
-# Options of Lightning's DDPStrategy and torch's DistributedDataParallel, which its further options go to.
-_OF_DDP = {
-    **dict.fromkeys(
-        ["ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"],
-        "sync= says what is averaged, and when",
-    ),
-    "bucket_cap_mb": "sync=AllReduce(bucket_mib=...) sets the size of buckets",
-    "find_unused_parameters": "parameters without a gradient are allowed",
-    "broadcast_buffers": "buffers are averaged over the pipelines before validation and at the end of an epoch",
-    **dict.fromkeys(
-        [
-            *("static_graph", "gradient_as_bucket_view", "mixed_precision", "init_sync", "device_ids", "output_device"),
-            *("dim", "process_group", "check_reduction", "delay_all_reduce_named_params", "param_to_hook_all_reduce"),
-            *("device_mesh", "skip_all_reduce_unused_params"),
-        ],
-        "leave it out",
-    ),
-}
-
-_SAID_ELSEWHERE = {
-    "num_pipelines": "the number of pipelines follows: devices × num_nodes / num_stages. Give num_stages here, and the "
-    "other two to the Trainer",
-    "batch_size": "the loader's batch_size holds, and is that of one pipeline",
-    **dict.fromkeys(["devices", "num_nodes", "precision"], "give it to the Trainer"),
-}
 
 
 def check_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any], hints: Mapping[str, Any]) -> None:

@@ -34,11 +34,20 @@ from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
+from lightning_sdpipe.topology.groups import keep_until_the_end, open_groups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.launching import job
 
 _PATIENCE = 2.0  # seconds in which a worker that computes, or waits for the scheduler, ends by itself
 _LOOK = 2.0  # seconds between two looks
+_BY_SIGNAL: Mapping[type[BaseException], str] = {
+    KeyboardInterrupt: "ended by Ctrl-C",
+    SIGTERMException: "ended by SIGTERM",
+}
+_LAST_WORDS = 5.0  # seconds
+_OTHERS_DEPART = 30.0  # seconds that rank 0 keeps its scheduler for the others
+MakePlans = Callable[[Sequence[PipelineCut]], Sequence[Plan]]
+"""Makes the plan of each cut, the same on every rank; all must call it."""
 
 
 class Watchdog:
@@ -90,15 +99,6 @@ class Watchdog:
     def _end(self, failure: Failure) -> None:
         print(self._describe(failure), file=sys.stderr, flush=True)
         self._give_up()
-
-
-_BY_SIGNAL: Mapping[type[BaseException], str] = {
-    KeyboardInterrupt: "ended by Ctrl-C",
-    SIGTERMException: "ended by SIGTERM",
-}
-
-_LAST_WORDS = 5.0  # seconds
-_OTHERS_DEPART = 30.0  # seconds that rank 0 keeps its scheduler for the others
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,6 @@ def start_scheduler(
     assert everybody is not None
     answer = json.loads(p2p.broadcast_bytes(told, 0, everybody))
     return scheduler, SchedulerAddress(answer["address"], msgspec.convert(answer["keys"], WorkerKeys))
-
-
-MakePlans = Callable[[Sequence[PipelineCut]], Sequence[Plan]]
-"""Makes the plan of each cut, the same on every rank; all must call it."""
 
 
 class RunConnection(Protocol):
@@ -253,6 +249,7 @@ class SchedulerConnection:
         """Tell the other workers of ``exception``, unless it came from one of them. A connection that is lost, or a
         message that does not come, is told: the scheduler knows best who failed first."""
         self._watchdog.disarm()
+        keep_until_the_end(open_groups())
         self._finishes = False
         if not isinstance(exception, WorkerFailedError) or LOST_CONNECTION in str(exception):
             by_signal = _BY_SIGNAL.get(type(exception))

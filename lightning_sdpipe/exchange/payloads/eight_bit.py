@@ -50,6 +50,17 @@ from lightning_sdpipe.exchange.payloads.payload import (
 
 LEVELS = 2**16
 TABLE = 4 * LEVELS
+MARGIN = 1 + 2**-21
+"""Factor of the step, so that rounding errors of float32 cannot take a code beyond its eight bits."""
+SMALLEST = torch.finfo(torch.float32).tiny
+"""Smallest step: smaller numbers have no reciprocal."""
+STEPS = 126
+"""Steps within θ."""
+FINEST = 2**-22
+"""Finest step, relative to the largest magnitude of a block: float32 still counts steps exactly."""
+SPARE = 4.0
+"""θ as a multiple of the largest distance seen."""
+FORGET = 0.9
 
 
 class Dither:
@@ -77,12 +88,6 @@ def table(device: torch.device) -> Tensor:
     levels = (torch.arange(LEVELS) + 0.5) / LEVELS - 0.5
     order = torch.cat([torch.randperm(LEVELS, generator=generator) for _ in range(TABLE // LEVELS)])
     return levels[order].repeat(2).to(device)
-
-
-MARGIN = 1 + 2**-21
-"""Factor of the step, so that rounding errors of float32 cannot take a code beyond its eight bits."""
-SMALLEST = torch.finfo(torch.float32).tiny
-"""Smallest step: smaller numbers have no reciprocal."""
 
 
 @dataclass(frozen=True)
@@ -159,15 +164,6 @@ def _choose_levels(values: Tensor, middle: Tensor, step: Tensor) -> None:
     torch.add(low, high - low, alpha=128 / 255, out=middle)
     torch.maximum(high.sub_(middle).mul_(MARGIN / 127), low.sub_(middle).mul_(-MARGIN / 128), out=step)
     step.clamp_(min=SMALLEST)
-
-
-STEPS = 126
-"""Steps within θ."""
-FINEST = 2**-22
-"""Finest step, relative to the largest magnitude of a block: float32 still counts steps exactly."""
-SPARE = 4.0
-"""θ as a multiple of the largest distance seen."""
-FORGET = 0.9
 
 
 @dataclass(frozen=True)

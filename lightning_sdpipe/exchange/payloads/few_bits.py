@@ -30,6 +30,7 @@ from lightning_sdpipe.exchange.payloads.payload import (
 )
 
 GATHER = 0x0102040810204080
+SEGMENT = 2**16
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,6 @@ def _signs(device: torch.device) -> Tensor:
     """Return for every byte eight signed bytes in one 64-bit word: −1 for a set bit, else 1."""
     bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
     return (1 - 2 * bits).to(torch.int8).view(torch.int64).view(-1).to(device)
-
-
-SEGMENT = 2**16
 
 
 @dataclass(frozen=True)

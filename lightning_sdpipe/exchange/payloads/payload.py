@@ -18,6 +18,10 @@ from torch import Tensor
 from lightning_sdpipe.errors import ConfigurationError
 
 CARRIED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+CPU_PIECE = 2**18
+"""Elements of a piece on a CPU: starting an operation costs about as much as copying 2¹⁴ of them."""
+DEVICE_PIECE = 2**22
+"""Elements of a piece on a GPU, where starting an operation costs more."""
 
 
 class Payload(ABC):
@@ -163,12 +167,6 @@ class ErrorFeedback:
     def drop(self) -> None:
         """Forget what was left out."""
         self.residual.zero_()
-
-
-CPU_PIECE = 2**18
-"""Elements of a piece on a CPU: starting an operation costs about as much as copying 2¹⁴ of them."""
-DEVICE_PIECE = 2**22
-"""Elements of a piece on a GPU, where starting an operation costs more."""
 
 
 class Pieces:

@@ -34,6 +34,10 @@ from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
 _GLANCE = 0.02  # seconds between two checks whether there are enough pipelines
 
 State = dict[str, Any]
+log = logging.getLogger(__name__)
+_SOON = 0.05
+"""Seconds that a pipeline waits for a batch before it takes a turn without one, and that a held one waits at a time."""
+_IDLE = "idle"
 
 
 class Duties(Protocol):
@@ -133,13 +137,6 @@ class ElasticBatchSource(DealtBatchSource):
 
     def _reached(self, before: int) -> int:
         return before + 1 if self._next is None else super()._reached(before)
-
-
-log = logging.getLogger(__name__)
-
-_SOON = 0.05
-"""Seconds that a pipeline waits for a batch before it takes a turn without one, and that a held one waits at a time."""
-_IDLE = "idle"
 
 
 class TrainedBatches:

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 _BYTES = 128
 _WHOLE_RUN = 1e9  # seconds
 _HOLD_EVERY = 1.0  # seconds
+_NOT_ZERO = 10**6
 
 
 class CommandChannel:
@@ -143,9 +144,6 @@ class LeaveNotice:
             log.debug("no word of leaving came: %s", error)
         else:
             self.given = True
-
-
-_NOT_ZERO = 10**6
 
 
 def take_place(rank: int, leads: bool) -> None:

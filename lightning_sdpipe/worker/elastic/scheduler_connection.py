@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _TELLING = 20.0
 """Seconds in which the pipeline of number 1 must have told its cut; that takes it one message."""
+_LAST_WORDS = 5.0  # seconds
 
 
 def shared_plans(line: MembershipClient, cuts: Sequence[PipelineCut], make: MakePlans) -> Sequence[Plan]:
@@ -100,9 +101,6 @@ def agree(store: StoreClient, cut: PipelineCut, mine: Sequence[int], seconds: fl
     if told is None:
         store.put(key_of(cut, "sizes"), encode(mine))
     return [*mine] if told is None else told
-
-
-_LAST_WORDS = 5.0  # seconds
 
 
 class ElasticConnection:

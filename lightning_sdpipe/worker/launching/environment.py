@@ -71,8 +71,9 @@ def naming_the_port(environment: ClusterEnvironment) -> Iterator[None]:
         if isinstance(error, DistStoreError):
             raise ConfigurationError(
                 f"Not all of {environment.world_size()} processes have come to {environment.main_address}, port "
-                f"{environment.main_port}, in time ({str(error).splitlines()[0]}). Start each machine once, under a "
-                "number of its own (NODE_RANK, or --node-rank), with the same address of the first one."
+                f"{environment.main_port}, in time ({str(error).splitlines()[0]}). Start each machine once, with "
+                "as many devices and the same address of the first one, under a number of its own (NODE_RANK, or "
+                "--node-rank)."
             ) from error
         raise
 

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 _QUIET = "ignore:Experimental rerun CLI option:UserWarning"
+_undo = ExitStack()
+_key: object = None
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,6 @@ def _drop_log_files(logging: Any) -> None:
             logger.handlers = [name for name in logger.handlers if name not in files]
     for name in files:
         del logging.handlers[name]
-
-
-_undo = ExitStack()
-_key: object = None
 
 
 def begin() -> None:

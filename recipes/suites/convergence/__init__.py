@@ -18,13 +18,13 @@ from typing import Any
 from lightning_sdpipe.optim import FrozenVariance
 from recipes.suites import cases, machine, trainings
 from recipes.suites.calibration import calibrated_scale
-from recipes.suites.cases import RealCase, named, refuse_unknown
+from recipes.suites.cases import RealCase, named
 from recipes.suites.convergence.one_process import learning_curve
 from recipes.suites.convergence.snapshots import Snapshots, evaluate
 from recipes.suites.figures import convergence_figures, require_matplotlib
 from recipes.suites.journal import Journal
 from recipes.suites.processes import run_processes
-from recipes.suites.ratios import Ratio, Ratios, Row, ratio, rotated
+from recipes.suites.ratios import Ratio, Ratios, Row, ratio, refuse_unknown, rotated
 
 LOWER_IS_BETTER = frozenset({"samples", "convergence"})
 
@@ -91,7 +91,7 @@ def run(
         ("methods", compared, methods),
         ("heterogeneity", conditions, heterogeneity),
     ):
-        refuse_unknown(kind, asked, known)  # before anything is measured
+        refuse_unknown(f"among suite.{kind}", asked, known)  # before anything is measured
     rows: list[Row] = []
     for name in only:
         experiment = experiments[name]

@@ -22,8 +22,7 @@ from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.heterogeneity import Static
 from recipes.suites.cases import seeded
 from recipes.suites.emulated import Validated, passes
-from recipes.suites.parts import check_parts
-from recipes.suites.ratios import Ratios, Row, quotients, ratio, rotated
+from recipes.suites.ratios import Ratios, Row, quotients, ratio, refuse_unknown, rotated
 from recipes.suites.trainings import TRANSFER_TIMEOUT, fit, quiet, random_features
 
 LOWER_IS_BETTER = frozenset[str]()
@@ -83,7 +82,7 @@ def run(
     Raises:
         ConfigurationError: a part that there is not.
     """
-    check_parts("epochs", only, grid)
+    refuse_unknown("a part of suite=epochs", only, grid)
     quiet()
     rows = [
         _measured(grid[panel], methods, heterogeneity, condition, what, repeat, seed + repeat)

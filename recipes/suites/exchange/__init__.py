@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from recipes.suites.exchange import ablations, busy_link, codecs, copies, slow_links, slow_trainings
-from recipes.suites.parts import run_parts
+from recipes.suites.ratios import run_parts
 
 LOWER_IS_BETTER = frozenset({"codec"})
 run = partial(

@@ -27,8 +27,7 @@ from recipes.suites.faults.elastic_world import Record, Work, World, world
 from recipes.suites.faults.injected_faults import Fault
 from recipes.suites.faults.small_disks import disk
 from recipes.suites.namespaces import NotAllowed
-from recipes.suites.parts import Parts, run_parts
-from recipes.suites.ratios import Ratios, Row, ratio
+from recipes.suites.ratios import Parts, Ratios, Row, ratio, run_parts
 
 LOWER_IS_BETTER = frozenset({"longest_step", "longest_in_join", "newcomer", "torchft"})
 

@@ -24,8 +24,7 @@ from recipes.suites.cases import seeded
 from recipes.suites.figures import require_matplotlib
 from recipes.suites.partial_reduce import figures
 from recipes.suites.partial_reduce.virtual import Digits, Method, Problem, Quadratic, at_target, train
-from recipes.suites.parts import check_parts
-from recipes.suites.ratios import Ratios, Row, quotients, ratio
+from recipes.suites.ratios import Ratios, Row, quotients, ratio, refuse_unknown
 
 LOWER_IS_BETTER = frozenset({"samples"})
 
@@ -128,7 +127,7 @@ def run(
         "emulated": lambda: [row for row in throughput.run(**emulated, seed=seed)[0] if "repeat" in row],
         "training": lambda: convergence.run(**training, seed=seed)[0],
     }
-    check_parts("partial_reduce", only, parts)
+    refuse_unknown("a part of suite=partial_reduce", only, parts)
     measured = {name: parts[name]() for name in only}
     if output is not None:
         figures.draw(measured, Path(output))
@@ -254,12 +253,7 @@ def _work(
 ) -> Work:
     slow: Heterogeneity = seeded(slowness, seed)
     return Work(
-        1,
-        num_pipelines,
-        iterations,
-        jittered(seconds, 0.1, seed),
-        heterogeneity=slow,
-        exchange=lambda group: exchange,
+        1, num_pipelines, iterations, jittered(seconds, 0.1, seed), heterogeneity=slow, exchange=lambda group: exchange
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from recipes.suites.parts import run_parts
 from recipes.suites.pipeline import bare_torch, bubble, group_mean, memory, rehearsal, step_cost
+from recipes.suites.ratios import run_parts
 
 LOWER_IS_BETTER = frozenset({"exchange", "memory", "rehearsal", "step_cost"})
 run = partial(

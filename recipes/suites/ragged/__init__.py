@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from recipes.suites import machine
-from recipes.suites.cases import Named, RealCase, named, refuse_unknown
+from recipes.suites.cases import Named, RealCase, named
 from recipes.suites.convergence import learned, train
 from recipes.suites.journal import Journal
-from recipes.suites.parts import check_parts
 from recipes.suites.ragged.fleets import Shape, network, rectangle, unlike
 from recipes.suites.ragged.trainings import BY_SPEED, Emulated, Epochs, Training
-from recipes.suites.ratios import Ratios, Row, quotients, ratio, rotated
+from recipes.suites.ratios import Ratios, Row, quotients, ratio, refuse_unknown, rotated
 from recipes.suites.trainings import quiet
 
 LOWER_IS_BETTER = frozenset({"samples", "place", "search"})
@@ -77,9 +76,9 @@ def run(
     Raises:
         ConfigurationError: a part, a fleet or a condition that there is not.
     """
-    check_parts("ragged", only, PARTS)
-    refuse_unknown("heterogeneity", conditions, heterogeneity)
-    refuse_unknown("fleets", measured, fleets)
+    refuse_unknown("a part of suite=ragged", only, PARTS)
+    refuse_unknown("among suite.heterogeneity", conditions, heterogeneity)
+    refuse_unknown("among suite.fleets", measured, fleets)
     fleets = {name: fleets[name] for name in measured}
     quiet()
     journal = Journal(None if output is None else Path(output).with_suffix(".rows.jsonl"), machine.setting())

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import product
 
 import zmq
@@ -118,13 +119,13 @@ def _service(count: int, repeats: int, seed: int) -> dict[str, list[Row]]:
     return measured
 
 
+@dataclass(frozen=True)
 class Server:
     """A process that answers workers, or echoes what they say."""
 
-    def __init__(self, address: str, keys: WorkerKeys, pid: int) -> None:
-        self.address = address
-        self.keys = keys
-        self.pid = pid
+    address: str
+    keys: WorkerKeys
+    pid: int
 
     def processor_seconds(self) -> float:
         """Used by all its threads so far."""

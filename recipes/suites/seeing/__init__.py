@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from recipes.suites.parts import run_parts
+from recipes.suites.ratios import run_parts
 from recipes.suites.seeing import named, overhead, simulated, viewers
 
 LOWER_IS_BETTER = frozenset({"overhead", "accused", "viewers"})

@@ -19,7 +19,7 @@ from recipes.suites import cases, machine, trainings
 from recipes.suites.calibration import calibrated_scale
 from recipes.suites.figures import require_matplotlib, throughput_figures
 from recipes.suites.journal import Journal
-from recipes.suites.ratios import Ratios, Row, quotients, ratio, rotated
+from recipes.suites.ratios import Ratios, Row, quotients, ratio, refuse_unknown, rotated
 from recipes.suites.worker_reports import SHARES
 
 LOWER_IS_BETTER = frozenset[str]()
@@ -81,7 +81,7 @@ def run(
     trainings.quiet()
     journal = Journal(None if output is None else Path(output).with_suffix(".rows.jsonl"), machine.setting())
     specifications = {"methods": methods, "heterogeneity": heterogeneity, "workloads": workloads}
-    cases.refuse_unknown("grid", only, grid)
+    refuse_unknown("among suite.grid", only, grid)
     planned = [list(plan(panel, grid[panel], specifications, seed)) for panel in only]  # all, before any is measured
     rows: list[Row] = []
     for cases_of_panel in planned:

@@ -70,7 +70,7 @@ def test_machines_that_would_not_find_each_other(
 
 
 def test_who_has_not_come_is_told_with_what_to_look_at() -> None:
-    message = r"Not all of 1 processes have come .* \(1/2 clients joined\). Start each"
+    message = r"Not all of 1 processes have come .* \(1/2 clients joined\). Start each machine"
     with pytest.raises(ConfigurationError, match=message), naming_the_port(LightningEnvironment()):
         raise DistStoreError("1/2 clients joined\n  C++ frames")
 
