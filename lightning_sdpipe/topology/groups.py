@@ -292,6 +292,20 @@ def device_name(local_rank: int) -> str:
     return f"{this_host()}:{local_rank}"
 
 
+def compare_meshes(mesh: Mesh) -> None:
+    """Compare the meshes of all ranks, which must call it: those of unlike ones would open unlike groups, and wait for
+    each other.
+
+    Raises:
+        ConfigurationError: some differ; on all ranks.
+    """
+    depths = str(mesh.num_stages) if mesh.alike else f"[{', '.join(map(str, mesh.depths))}]"
+    said = _gathered(depths[:LONGEST_NAME], LONGEST_NAME, torch.device("cpu"), None)
+    if len(by_depths := {each: [rank for rank, own in enumerate(said) if own == each] for each in said}) > 1:
+        found = "; ".join(f"num_stages={each} on ranks {ranks}" for each, ranks in by_depths.items())
+        raise ConfigurationError(f"Processes of one run were given unlike arguments: {found}. Give all the same.")
+
+
 def roll_call(local_rank: int, device: torch.device) -> list[str]:
     """Return ``host:index`` of every rank; all ranks must call it.
 

@@ -21,7 +21,7 @@ from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
-from lightning_sdpipe.topology.groups import ProcessGroups, roll_call
+from lightning_sdpipe.topology.groups import ProcessGroups, compare_meshes, roll_call
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.placement_file import check_shape, mesh_of
 from lightning_sdpipe.worker.assembly import Assembled
@@ -116,6 +116,7 @@ class TrainingRun:
                 if placement is not None:
                     self._placed = mesh_of(placement, devices, alike=not self.options.cuts)
                 self.options = self.options.on_hosts(self._hosts(devices))
+            compare_meshes(self.mesh)
             self._groups = ProcessGroups.open(self.mesh, self.options.run_timeout)
         environment = strategy.cluster_environment
         assert environment is not None

@@ -1,4 +1,4 @@
-"""The end of a process whose groups wait for messages that never come."""
+"""What the processes of a run tell each other first, and the end of one whose groups wait for messages in vain."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sdpipe.topology.groups import keep_until_the_end, open_groups
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.topology.groups import compare_meshes, keep_until_the_end, open_groups
+from lightning_sdpipe.topology.mesh import Mesh
 from tests.own_session import script
-from tests.workers import free_port
+from tests.workers import free_port, run_workers
 
 
 def _fails_amid_a_collective(rank: int, port: int) -> None:
@@ -35,3 +37,17 @@ def test_a_process_that_fails_ends_though_a_collective_is_stuck(tmp_path: Path) 
     with script(tmp_path / "1", work, 1, port), script(tmp_path / "0", work, 0, port) as failing:
         assert failing.wait(30) == 1
         assert "something else" in failing.printed()
+
+
+def _compares(rank: int) -> str:
+    try:
+        compare_meshes(Mesh.build(4, 1 + rank % 2))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_ranks_that_were_given_unlike_stages_all_say_so() -> None:
+    (said,) = set(run_workers(4, _compares))
+    assert "unlike arguments: num_stages=1 on ranks [0, 2]; num_stages=2 on ranks [1, 3]. Give all the same" in said
