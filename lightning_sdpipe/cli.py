@@ -28,13 +28,7 @@ from lightning_sdpipe.errors import ConfigurationError, carried_out
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import check_integer
-from lightning_sdpipe.scheduler.credentials import (
-    is_loopback,
-    own_keys,
-    read_scheduler_keys,
-    worker_keys_beside,
-    write_keys,
-)
+from lightning_sdpipe.scheduler import credentials
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, differences, read_log
 from lightning_sdpipe.scheduler.server.process import SchedulerSettings, serve
 from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits
@@ -93,81 +87,78 @@ def _parser() -> argparse.ArgumentParser:
     keygen.set_defaults(run=_keygen)
 
     scheduler = commands.add_parser("scheduler", help="serve a run until interrupted")
-    scheduler.add_argument("--bind", default="tcp://127.0.0.1:5555", help="address (default: %(default)s)")
-    scheduler.add_argument("--key-file", type=Path, help="scheduler.key; on loopback this account's own by default")
-    scheduler.add_argument(
+    add = scheduler.add_argument
+    add("--bind", default="tcp://127.0.0.1:5555", help="address (default: %(default)s)")
+    add("--key-file", type=Path, help="scheduler.key; on loopback this account's own by default")
+    add(
         "--num-stages",
         type=depths_of,
         required=True,
         metavar="M",
         help="the stages of a pipeline; or of each, as in 1,2,2, for pipelines that are cut unlike",
     )
-    scheduler.add_argument("--num-pipelines", type=int, help="N, the pipelines, unless --num-stages lists them")
-    scheduler.add_argument(
+    add("--num-pipelines", type=int, help="N, the pipelines, unless --num-stages lists them")
+    add(
         "--policy",
         default="semi_decentralized",
         help=f"{', '.join(registry.BUILT_IN)}, or one of your own, as in my_package.policies:RoundRobin "
         "(default: %(default)s)",
     )
-    scheduler.add_argument(
+    add(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
         help="a value of the policy, as in --set window=0.05 --set connectivity=5; may be repeated",
     )
-    scheduler.add_argument("--policy-file", type=Path, help="the policy as `sdpipe run` hands it over, instead")
-    scheduler.add_argument(
-        "--worker-timeout", type=float, default=30.0, help="seconds of silence until a worker counts as left"
-    )
-    scheduler.add_argument(
+    add("--policy-file", type=Path, help="the policy as `sdpipe run` hands it over, instead")
+    add("--worker-timeout", type=float, default=30.0, help="seconds of silence until a worker counts as left")
+    add(
         "--min-pipelines",
         type=int,
         default=1,
         help="of an elastic run: with fewer, the others wait instead of training (default: %(default)s)",
     )
-    scheduler.add_argument(
-        "--start-pipelines", type=int, help="of an elastic run: how many begin together (default: --min-pipelines)"
-    )
-    scheduler.add_argument(
+    add("--start-pipelines", type=int, help="of an elastic run: how many begin together (default: --min-pipelines)")
+    add(
         "--gather",
         type=float,
         default=60.0,
         help="seconds after which an elastic run begins with fewer than that, if there are --min-pipelines",
     )
-    scheduler.add_argument(
+    add(
         "--resume",
         action="store_true",
         help="if all pipelines of an elastic run are lost at once, those that come go on from its newest checkpoint; "
         "else the run is over then",
     )
-    scheduler.add_argument(
+    add(
         "--hold-limit",
         type=float,
         default=1800.0,
         help="seconds of waiting for --min-pipelines that end an elastic run (default: %(default)s)",
     )
-    scheduler.add_argument(
+    add(
         "--lifeline-port",
         type=int,
         default=0,
         help="to which the processes of a run connect, besides the scheduler's own (default: any)",
     )
-    scheduler.add_argument("--log", type=Path, help="file that gets every event and decision, as lines of JSON")
-    scheduler.add_argument(
+    add("--log", type=Path, help="file that gets every event and decision, as lines of JSON")
+    add(
         "--log-limit",
         type=int,
         default=LIMIT >> 20,
         metavar="MIB",
         help="of that file and FILE.1, which has what came before; what is older is dropped (default: %(default)s)",
     )
-    scheduler.add_argument(
+    add(
         "--journal",
         type=Path,
         help="file with the batches that are dealt, and beside it one with the path of the newest checkpoint, for a "
         "scheduler that is started again",
     )
-    scheduler.add_argument("--verbose", action="store_true", help="log every group and its reason")
+    add("--verbose", action="store_true", help="log every group and its reason")
     scheduler.set_defaults(run=_scheduler)
 
     replay = commands.add_parser(
@@ -199,7 +190,7 @@ def _record(options: argparse.Namespace) -> int:
 
 
 def _keygen(options: argparse.Namespace) -> int:
-    scheduler, worker = write_keys(options.directory)
+    scheduler, worker = credentials.write_keys(options.directory)
     print(f"{scheduler}: for `sdpipe scheduler --key-file`, on its machine only")
     print(f"{worker}: for every worker and for `sdpipe status --key-file`")
     return 0
@@ -208,8 +199,8 @@ def _keygen(options: argparse.Namespace) -> int:
 def _scheduler(options: argparse.Namespace) -> int:
     check_integer("--log-limit", options.log_limit, 1, "MiB")
     key_file = options.key_file
-    if key_file is None and is_loopback(options.bind):
-        key_file, worker_file = own_keys()
+    if key_file is None and credentials.is_loopback(options.bind):
+        key_file, worker_file = credentials.own_keys()
         print(
             f"only your account may connect: workers take {worker_file} unless SDPIPE_KEY_FILE names another",
             file=sys.stderr,
@@ -220,7 +211,9 @@ def _scheduler(options: argparse.Namespace) -> int:
         num_pipelines,
         None if options.policy_file else registry.to_plain(registry.from_text(options.policy, options.set)),
         options.policy_file,
-        Endpoint(options.bind, None if key_file is None else read_scheduler_keys(key_file), options.lifeline_port),
+        Endpoint(
+            options.bind, None if key_file is None else credentials.read_scheduler_keys(key_file), options.lifeline_port
+        ),
         Limits(options.worker_timeout),
         Files(options.log, options.log_limit << 20, options.journal),
         ElasticConfig(
@@ -232,7 +225,7 @@ def _scheduler(options: argparse.Namespace) -> int:
             depths=depths,
         ),
         level=logging.DEBUG if options.verbose else logging.INFO,
-        worker_keys=None if key_file is None else worker_keys_beside(key_file),
+        worker_keys=None if key_file is None else credentials.worker_keys_beside(key_file),
     )
     serve(settings, [signal.SIGINT, signal.SIGTERM], [], lambda line: print(line, flush=True))
     return 0

@@ -146,6 +146,6 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _first_line(text: str, width: int = 80) -> str:
+def _first_line(text: str) -> str:
     line = text.partition("\n")[0]
-    return line if len(line) <= width else line[: width - 1] + "…"
+    return line if len(line) <= 80 else line[:79] + "…"

@@ -36,7 +36,7 @@ def measure(name: str, parameters: Mapping[str, Any], seed: int, command: str) -
         What goes into the file, and which families of ratios (what is before the slash in their keys) are met from
         below.
     """
-    suite = importlib.import_module(f"recipes.suites.{name}.suite")
+    suite = importlib.import_module(f"recipes.suites.{name}")
     load_before = os.getloadavg()[0]
     rows, ratios = suite.run(**parameters, seed=seed)
     report = {

@@ -15,9 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from recipes import command_line
-from recipes.summary import Summary
-from recipes.throughput import ThroughputMeter
-from recipes.training_curve import TrainingCurve
+from recipes.callbacks import Summary, ThroughputMeter, TrainingCurve
 
 
 def train(config: DictConfig, output: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from lightning_sdpipe.checkpoints.files import Publisher, beside_it, of_predecessors, sync_directory
+from lightning_sdpipe.checkpoints.files import Publisher, beside_it, damaged, of_predecessors, sync_directory
 from lightning_sdpipe.p2p import broadcast_value
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -167,7 +169,7 @@ def read_part(
         files: reads the file with the rest.
     """
     stage, pipeline = groups.mesh.locate(groups.rank)
-    metadata = FileSystemReader(path).read_metadata()
+    metadata = _metadata(path)
     saved = metadata.state_dict_metadata
     pipelines = {key.split(".")[1] for key in saved if key.startswith(f"{_OPTIMIZER}.")}
     source = f"{_OPTIMIZER}.{pipeline % max(1, len(pipelines))}."
@@ -186,15 +188,29 @@ def read_part(
 def read_whole(path: Path, files: CheckpointIO) -> dict[str, Any]:
     """Read the checkpoint in ``path`` as one file would hold it; the optimizer's state is that of the first
     pipeline."""
-    metadata = FileSystemReader(path).read_metadata()
+    metadata = _metadata(path)
     wanted = [key for key in metadata.state_dict_metadata if key.startswith((*_OF_MODULES, f"{_OPTIMIZER}.0."))]
     return _read(path, metadata, wanted, files)
 
 
+def _metadata(path: Path) -> Metadata:
+    try:
+        return FileSystemReader(path).read_metadata()
+    except (OSError, EOFError, UnpicklingError) as error:
+        raise damaged(path) from error
+
+
 def _read(path: Path, metadata: Metadata, wanted: Sequence[str], files: CheckpointIO) -> dict[str, Any]:
-    """Read the ``wanted`` entries into their places in a checkpoint of one pipeline's optimizer."""
+    """Read the ``wanted`` entries into their places in a checkpoint of one pipeline's optimizer.
+
+    Raises:
+        ConfigurationError: a file of it was cut off, or is missing.
+    """
     values = {key: _empty(metadata.state_dict_metadata[key], "cpu") for key in wanted}
-    load(values, checkpoint_id=path, no_dist=True)
+    try:
+        load(values, checkpoint_id=path, no_dist=True)
+    except CheckpointException as error:
+        raise damaged(path) from error
     checkpoint: dict[str, Any] = files.load_checkpoint(path / _REST, weights_only=False)
     held = {key: value for key, value in values.items() if key.startswith(_OF_MODULES)}
     nested = unflatten_state_dict(held, {key: metadata.planner_data[key] for key in held})  # extra state may be a dict

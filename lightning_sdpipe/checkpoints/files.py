@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import socket
+import zipfile
 from glob import escape
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch.utils._pytree import tree_leaves
 
-from lightning_sdpipe.errors import NotWrittenError
+from lightning_sdpipe.errors import ConfigurationError, NotWrittenError
 from lightning_sdpipe.lightning_internals import WrappingCheckpointIO, is_local_path
 
 
@@ -59,7 +60,7 @@ class WholeFiles(TorchCheckpointIO):
         if storage_options is not None or not is_local_path(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        place = Path(get_filesystem(path)._strip_protocol(str(path)))
+        place = _place(path)
         mark = "" if self.publisher is None else self.publisher.mark
         beside = beside_it(place, mark, _BESIDE)
         try:
@@ -86,6 +87,33 @@ class WholeFiles(TorchCheckpointIO):
         sync_directory(place.parent)
         if self.publisher is not None:
             self.publisher.published(place)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read the checkpoint.
+
+        Raises:
+            ConfigurationError: the file was cut off, or is no checkpoint.
+        """
+        try:
+            return super().load_checkpoint(path, *args, **kwargs)
+        except Exception as error:  # torch raises any, most of which name no file
+            if is_local_path(path) and _place(path).is_file() and not zipfile.is_zipfile(_place(path)):
+                raise damaged(path) from error
+            raise
+
+
+def damaged(path: Any) -> ConfigurationError:
+    """Return the error for a checkpoint at ``path`` that cannot be read."""
+    others = sorted(other.name for other in Path(path).parent.glob("*.ckpt") if other != Path(path))
+    return ConfigurationError(
+        f"The checkpoint {path} is damaged (cut off, perhaps), or is none. Give another one, as in "
+        f"fit(ckpt_path=...); in its directory there are: {', '.join(others) or 'no others'}."
+    )
+
+
+def _place(path: Any) -> Path:
+    """Return the ``path`` of a file on this machine, which may be given as ``file://...``."""
+    return Path(get_filesystem(path)._strip_protocol(str(path)))
 
 
 _BESIDE = ".writing"

@@ -1,15 +1,23 @@
-"""Exchanges that go on while a worker computes: one after the other, in a separate thread."""
+"""Exchanges that go on while a worker computes: one after the other, in a separate thread.
+
+With ``overlap="step"``, and with ``"free"`` in elastic runs, a worker gives away a copy of its model and trains on.
+When the mean is there, it adds the difference between the mean and that copy (this is both the overlapped and the
+asynchronous form of BAGUA §3.2). So no update is lost, and the mean over the members stays what it would be.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from lightning_sdpipe import meter
 from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.moving import Mover, copied, finish, pieces_of
+from lightning_sdpipe.policies.decisions import Group
 
 
 class Job:
@@ -85,3 +93,96 @@ class Background:
     def _run(self) -> None:
         while True:
             self._jobs.get().run()
+
+
+TurnIntoChanges = Callable[[Mover, Sequence[Tensor], Group], None]
+"""Function that replaces copies of models by the changes that are to be added to these."""
+
+
+class Overlapped:
+    """Runs one exchange at a time of tensors that go on changing. Memory: a copy of the tensors; two if the mover
+    begins again after a failure.
+
+    Args:
+        mover: moves copies of the tensors.
+        timeout: seconds in which an exchange must have ended.
+        begins_again: whether the mover moves all pieces again when a member is lost.
+    """
+
+    def __init__(self, mover: Mover, timeout: float, begins_again: bool = False) -> None:
+        self._mover = mover
+        self._turn: TurnIntoChanges = turn_whole_into_changes if begins_again else turn_into_changes
+        self._background = Background("averaging models beside training", 2 * timeout)
+        self.members = 1
+        """Number of members of the exchange that is under way; 1 if none is."""
+        self._copies: list[Tensor] = []
+        self._tensors: Sequence[Tensor] = ()
+        self._job: Job | None = None
+
+    def begin(self, tensors: Sequence[Tensor], group: Group) -> None:
+        """Start to exchange ``tensors`` as they are now. The last exchange must have ended."""
+        assert self._job is None, "end() comes before the next begin()"
+        if len(group.members) == 1:
+            return
+        self.members = len(group.members)
+        self._tensors, self._copies = tensors, copied(tensors, self._copies)
+        self._job = self._background.do(lambda: self._turn(self._mover, self._copies, group))
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if an exchange has begun whose change has not been added."""
+        return self._job is not None
+
+    @property
+    def waits(self) -> bool:
+        """True if :meth:`end` would wait."""
+        return self._job is not None and not self._job.is_done
+
+    def end(self) -> float:
+        """Wait for the exchange that is under way, if there is one, and add the change to the tensors.
+
+        Returns:
+            Seconds waited.
+
+        Raises:
+            WorkerFailedError: a member is gone, or a transfer has timed out; the tensors have not changed.
+        """
+        if self._job is None:
+            return 0.0
+        job, self._job, self.members = self._job, None, 1
+        waited = job.wait()
+        for tensor, change in zip(self._tensors, self._copies, strict=True):
+            tensor.add_(change)
+        return waited
+
+
+def turn_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> None:
+    """Replace copies of models by the changes that are to be added to these, piece by piece.
+
+    Raises:
+        WorkerFailedError: a member is gone, or a transfer has timed out.
+    """
+    pending = mover.start(copies, group)
+    try:
+        for piece in pieces_of(copies):
+            if not pending.wait():
+                raise AssertionError("an exchange goes through all pieces of its tensors")
+            before = piece.clone()
+            pending.commit()
+            piece.sub_(before)
+        pending.wait()
+    except BaseException:
+        pending.abort()
+        raise
+
+
+def turn_whole_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> None:
+    """Do the same as :func:`turn_into_changes`, for a mover that begins again: pieces must be models until all have
+    been moved.
+
+    Raises:
+        WorkerFailedError: the mover gives up.
+    """
+    before = [copy.clone() for copy in copies]
+    finish(mover.start(copies, group))
+    torch._foreach_sub_(list(copies), before)

@@ -49,6 +49,31 @@ def tensors_of(buckets: Sequence[FlatBucket]) -> list[Tensor]:
     return [bucket.buffer for bucket in buckets]
 
 
+class PublishedCopy:
+    """A copy of a model, with which others may average while a step is computed on the model. It takes the memory of
+    the parameters twice.
+
+    Args:
+        buckets: the model.
+    """
+
+    def __init__(self, buckets: Sequence[FlatBucket]) -> None:
+        self._buckets = buckets
+        self.tensors = [bucket.buffer.clone() for bucket in buckets]
+        self._computed_on = [tensor.clone() for tensor in self.tensors]
+
+    def add_step(self) -> None:
+        """Add the changes of the model since :meth:`take`."""
+        for new, base, published in zip(tensors_of(self._buckets), self._computed_on, self.tensors, strict=True):
+            published.add_(new - base)
+
+    def take(self) -> None:
+        """Replace the model by the copy."""
+        for new, base, published in zip(tensors_of(self._buckets), self._computed_on, self.tensors, strict=True):
+            new.copy_(published)
+            base.copy_(published)
+
+
 def flatten(
     parameters: Iterable[nn.Parameter],
     together: Iterable[Sequence[Tensor]] = (),

@@ -1,12 +1,12 @@
-"""Movers that use the collectives of the process group of all replicas of a stage: gloo's collectives are faster than
-our own messages when all take part."""
+"""Exchanges by collectives of the process group of all replicas of a stage: gloo's are faster than messages of our own
+when all take part."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -15,41 +15,62 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import Pending, PieceByPiece, Scratch
-from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.exchange.moving import GroupMean, Pending, Scratch, pieces_of
+from lightning_sdpipe.p2p import labelled, waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas
 
 _LOOK = timedelta(seconds=0.25)
 """Time between two looks at whether a group was given up."""
 
-Collect = Callable[[Tensor, Tensor], None]
 
-
-class FullMean:
-    """Computes the mean over all replicas, weighted as the group says, which has them all; of integers (counters) the
-    largest.
+def average_all(
+    tensors: Sequence[Tensor], replicas: Replicas, weights: Sequence[float] | Mapping[int, float] | None = None
+) -> None:
+    """Give all ``replicas``, which are together, the mean of their tensors; of integers (counters) the largest.
 
     Args:
-        replicas: replicas of which this worker is one.
+        tensors: contiguous tensors, of the same lengths on all of them.
+        replicas: all replicas, of which this worker is one.
+        weights: weight of each pipeline; None for equal ones.
+
+    Raises:
+        WorkerFailedError: a replica is gone, or the group's timeout passed.
     """
+    weight = 1 / len(replicas.pipelines) if weights is None else weights[replicas.pipeline]
 
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
+    def collect(piece: Tensor, beside: Tensor) -> None:
+        floating = piece.is_floating_point()
+        torch.mul(piece, weight, out=beside) if floating else beside.copy_(piece)
+        operation = dist.ReduceOp.SUM if floating else dist.ReduceOp.MAX
+        dist.all_reduce(beside, operation, group=replicas.group)
 
-    def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
-        """See :class:`~lightning_sdpipe.exchange.moving.Mover`."""
-        weights = {worker.pipeline: weight for worker, weight in zip(group.members, group.weights, strict=True)}
-        weight = weights[self._replicas.pipeline]
+    _by_pieces(tensors, replicas, "averaging", collect)
 
-        def collect(piece: Tensor, beside: Tensor) -> None:
-            floating = piece.is_floating_point()
-            torch.mul(piece, weight, out=beside) if floating else beside.copy_(piece)
-            operation = dist.ReduceOp.SUM if floating else dist.ReduceOp.MAX
-            dist.all_reduce(beside, operation, group=self._replicas.group)
 
-        return _Collective(tensors, collect, self._replicas, "averaging")
+def take_over(tensors: Sequence[Tensor], replicas: Replicas, source: int) -> None:
+    """Give all ``replicas``, which are together, the tensors of pipeline ``source``; see :func:`average_all`."""
+
+    def collect(piece: Tensor, beside: Tensor) -> None:
+        if source == replicas.pipeline:
+            beside.copy_(piece)
+        dist.broadcast(beside, group=replicas.group, group_src=replicas.ranks[source])
+
+    _by_pieces(tensors, replicas, "taking over a model", collect)
+
+
+def _by_pieces(
+    tensors: Sequence[Tensor], replicas: Replicas, purpose: str, collect: Callable[[Tensor, Tensor], None]
+) -> None:
+    """Collect each piece beside the tensors, and copy it into them when it is whole."""
+    scratch = Scratch()
+    with labelled("exchange"):
+        for piece in pieces_of(tensors):
+            memory = scratch.lend(len(piece), piece)
+            with waiting_for(replicas.group, purpose):
+                collect(piece, memory[: len(piece)])
+            piece.copy_(memory[: len(piece)])
+            scratch.give_back(memory)
 
 
 class SumInPlace:
@@ -131,42 +152,3 @@ class _Sum:
 
     def abort(self) -> None:
         self._works.clear()
-
-
-class TakeOver:
-    """Copies the model of the replica that has all the weight in the group to all replicas.
-
-    Args:
-        replicas: replicas of which this worker is one.
-    """
-
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
-
-    def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
-        """See :class:`~lightning_sdpipe.exchange.moving.Mover`."""
-        source = group.members[group.weights.index(1.0)].pipeline
-
-        def collect(piece: Tensor, beside: Tensor) -> None:
-            if source == self._replicas.pipeline:
-                beside.copy_(piece)
-            dist.broadcast(beside, group=self._replicas.group, group_src=self._replicas.ranks[source])
-
-        return _Collective(tensors, collect, self._replicas, "taking over a model")
-
-
-class _Collective(PieceByPiece):
-    def __init__(self, tensors: Sequence[Tensor], collect: Collect, replicas: Replicas, purpose: str) -> None:
-        super().__init__(tensors)
-        self._collect, self._replicas, self._purpose = collect, replicas, purpose
-        self._scratch = Scratch()
-
-    def _compute(self, number: int, piece: Tensor) -> None:
-        self._memory = self._scratch.lend(len(piece), piece)
-        self._beside = self._memory[: len(piece)]
-        with waiting_for(self._replicas.group, self._purpose):
-            self._collect(piece, self._beside)
-
-    def commit(self) -> None:
-        self._to_come.popleft()[1].copy_(self._beside)
-        self._scratch.give_back(self._memory)

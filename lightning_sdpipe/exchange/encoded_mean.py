@@ -7,7 +7,6 @@ the owner's answer.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.exchange import transfers
-from lightning_sdpipe.exchange.codec import Codec, is_refusal, refusal
-from lightning_sdpipe.exchange.members import Members, Offset, owned
+from lightning_sdpipe.exchange.codec import Codec, Members, Offset, is_refusal, owned, refusal
 from lightning_sdpipe.exchange.moving import Pending, PieceByPiece, refuse_neighbours, tag_of
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 from lightning_sdpipe.exchange.transfers import Transfers
@@ -245,19 +243,15 @@ class _Encoded(PieceByPiece):
     def __init__(self, mover: EncodedMean, tensors: Sequence[Tensor], group: Group) -> None:
         super().__init__(tensors)
         self._mover, self._team, self._tag = mover, Members.of(group), tag_of(group)
-        self._arrived: deque[tuple[int, Tensor, Tensor]] = deque()
-        """Pieces that are not committed: number, piece, outcome."""
 
-    def _compute(self, number: int, piece: Tensor) -> None:
+    def _compute(self, number: int, piece: Tensor) -> Tensor:
         now = piece
         if self._mover.lock is not None:
             with self._mover.lock:
                 now = piece.clone()
-        self._arrived.append((number, piece, self._mover.average(now, number, self._team, self._tag)))
-        self._to_come.popleft()
+        return self._mover.average(now, number, self._team, self._tag)
 
-    def commit(self) -> None:
-        number, piece, outcome = self._arrived.popleft()
+    def _put(self, number: int, piece: Tensor, outcome: Tensor) -> None:
         with self._mover.lock or nullcontext():
             self._mover.coding.apply(piece, number, outcome)
 
@@ -265,7 +259,6 @@ class _Encoded(PieceByPiece):
         if self._to_come or self._arrived:
             self._mover.coding.aborted()
         super().abort()
-        self._arrived.clear()
 
 
 def _by_host(members: Sequence[int], hosts: Sequence[str] | Mapping[int, str]) -> list[list[int]]:

@@ -28,15 +28,15 @@ from torch import Tensor, nn
 from lightning_sdpipe.errors import NonFiniteError, WorkerFailedError
 from lightning_sdpipe.exchange.background import Background, Job
 from lightning_sdpipe.exchange.buckets import as_real
+from lightning_sdpipe.exchange.codec import Members
 from lightning_sdpipe.exchange.collectives import SumInPlace
-from lightning_sdpipe.exchange.common_reference import CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds, UnderWay
-from lightning_sdpipe.exchange.members import Members
 from lightning_sdpipe.exchange.moving import finish, tag_of
 from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round, Sums
+from lightning_sdpipe.exchange.references import CommonReference
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.topology.groups import Replicas

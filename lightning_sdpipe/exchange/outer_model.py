@@ -14,17 +14,17 @@ checkpoints. A sync point is an early round.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.common_reference import BROKEN_OFF, CommonReference
 from lightning_sdpipe.exchange.moving import pieces_of
 from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.exchange.payloads.payload import refusal
+from lightning_sdpipe.exchange.references import BROKEN_OFF, CommonReference
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class OuterOptimizer:
     def __init__(self, nesterov: Nesterov, buffer: Tensor) -> None:
         self._nesterov = nesterov
         self.base = buffer.clone()
-        self._momentum = torch.zeros_like(buffer) if nesterov.momentum else None
+        self.momentum = torch.zeros_like(buffer) if nesterov.momentum else None  # −m
 
     @torch.no_grad()
     def step(self, moved: Tensor) -> None:
@@ -62,22 +62,14 @@ class OuterOptimizer:
             moved: −Δ, the mean movement of the workers' models since the base.
         """
         self.base.add_(moved, alpha=self._nesterov.lr)
-        if self._momentum is not None:
-            self._momentum.mul_(self._nesterov.momentum).add_(moved)
-            self.base.add_(self._momentum, alpha=self._nesterov.lr * self._nesterov.momentum)
+        if self.momentum is not None:
+            self.momentum.mul_(self._nesterov.momentum).add_(moved)
+            self.base.add_(self.momentum, alpha=self._nesterov.lr * self._nesterov.momentum)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the base and −m, by reference; the latter only with momentum."""
-        return {"base": self.base} | ({"momentum": self._momentum} if self._momentum is not None else {})
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy a state of :meth:`state_dict`. A momentum that it lacks starts from zero."""
-        self.base.copy_(state["base"])
-        if self._momentum is not None:
-            self._momentum.zero_()
-            if "momentum" in state:
-                self._momentum.copy_(state["momentum"])
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The base and, with momentum, −m, by reference."""
+        return [self.base] if self.momentum is None else [self.base, self.momentum]
 
 
 @dataclass(frozen=True)
@@ -115,10 +107,6 @@ class Fragments:
     def end(self, updates: int) -> list[int]:
         """Return the fragments whose bases are adopted after this number of updates."""
         return self.begin(updates - self.delay)
-
-    def take_over(self, x: Tensor, base: Tensor) -> None:
-        """Set x ← mix · x + (1 − mix) · base, for a fragment whose round ends."""
-        x.lerp_(base, 1 - self.mix)
 
 
 class OuterModel(CommonReference):
@@ -171,7 +159,7 @@ class OuterModel(CommonReference):
 
     def state(self) -> list[Tensor]:
         """Return the base and its momentum, piece by piece, by reference."""
-        return [tensor for outer in self.outer for tensor in outer.state_dict().values()]
+        return [tensor for outer in self.outer for tensor in outer.tensors]
 
     def take_over(self, piece: Tensor, number: int) -> None:
         """Replace a piece of the model by the base, but for the share that is kept."""
@@ -184,9 +172,10 @@ class OuterModel(CommonReference):
     @property
     def momentum(self) -> list[Tensor]:
         """Momentum of the outer optimizer, by piece; none without one."""
-        return [state["momentum"] for outer in self.outer if "momentum" in (state := outer.state_dict())]
+        return [outer.momentum for outer in self.outer if outer.momentum is not None]
 
     def load_momentum(self, momenta: Sequence[Tensor]) -> None:
         """Copy the momenta of the tensors that :meth:`begin` was given."""
         for outer, piece in zip(self.outer, pieces_of(momenta), strict=True):
-            outer.load_state_dict({"base": outer.base, "momentum": piece})
+            if outer.momentum is not None:
+                outer.momentum.copy_(piece)

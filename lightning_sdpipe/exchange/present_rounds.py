@@ -30,8 +30,7 @@ from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.buckets import as_real
 from lightning_sdpipe.exchange.collectives import SumInPlace
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds, UnderWay
-from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import Mover, Pending, finish, pieces_of, tag_of
+from lightning_sdpipe.exchange.moving import GroupMean, Mover, Pending, finish, pieces_of, tag_of
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.topology.groups import Replicas

@@ -34,10 +34,10 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange import transfers
-from lightning_sdpipe.exchange.common_reference import BROKEN_OFF
 from lightning_sdpipe.exchange.moving import Pending, PieceByPiece, pieces_of, tag_of
 from lightning_sdpipe.exchange.payloads import ErrorFeedback, Payload
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
+from lightning_sdpipe.exchange.references import BROKEN_OFF
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas
 
@@ -123,17 +123,18 @@ class RingExchange(PieceByPiece):
         self.neighbours = neighbours_of(group, replicas.pipeline)
         self._replicas, self._memory, self._weight, self._tag = replicas, memory, weight, tag_of(group)
 
-    def _compute(self, number: int, piece: Tensor) -> None:
+    def _compute(self, number: int, piece: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return this worker's message and those of its neighbours; in full precision its average, and none."""
         memory, payload = self._memory, self._memory.payload
         if payload is None:
             theirs = self._swap(piece, self.neighbours)
-            self._beside = piece.clone()
-            average(self._beside, [theirs[neighbour] for neighbour in self.neighbours], self._weight)
-            return
+            mean = piece.clone()
+            average(mean, [theirs[neighbour] for neighbour in self.neighbours], self._weight)
+            return mean, {}
         z = self._copies(number, piece).difference(piece)
         residual = memory.residuals[number].residual if payload.feedback else None
-        self._mine = payload.on(piece.dtype).message(z, residual, memory.draws.getrandbits(32))
-        self._theirs = self._swap(self._mine, self.neighbours)
+        mine = payload.on(piece.dtype).message(z, residual, memory.draws.getrandbits(32))
+        return mine, self._swap(mine, self.neighbours)
 
     def _copies(self, number: int, piece: Tensor) -> NeighbourCopies:
         """Return the copies of a piece, which both ends of them have."""
@@ -141,20 +142,19 @@ class RingExchange(PieceByPiece):
             raise WorkerFailedError(BROKEN_OFF)
         return self._memory.of_pieces[number]
 
-    def commit(self) -> None:
-        """See :class:`~lightning_sdpipe.exchange.moving.Pending`."""
-        number, piece = self._to_come.popleft()
+    def _put(self, number: int, piece: Tensor, outcome: tuple[Tensor, dict[int, Tensor]]) -> None:
+        mine, theirs = outcome
         if self._memory.payload is None:
-            piece.copy_(self._beside)
+            piece.copy_(mine)
             return
         copies = self._memory.of_pieces[number]
-        copies.commit(self._memory.payload.on(piece.dtype), self._mine, self._theirs)
+        copies.commit(self._memory.payload.on(piece.dtype), mine, theirs)
         piece.copy_(copies.own)
 
     def abort(self) -> None:
         """Drop the copies until models are equal again, since a neighbour may have changed copies that this worker has
         not."""
-        if self._to_come:
+        if self._to_come or self._arrived:
             self._memory.forget()
         super().abort()
 

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import Mover, Pending, Scratch, finish, pieces_of, tag_of
-from lightning_sdpipe.exchange.own_reference import OwnReference
+from lightning_sdpipe.exchange.moving import GroupMean, Mover, Pending, Scratch, finish, pieces_of, tag_of
 from lightning_sdpipe.exchange.payloads import Full, Payload
+from lightning_sdpipe.exchange.references import OwnReference
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.topology.groups import Replicas
@@ -38,7 +37,7 @@ class ShardedMean:
         replicas: replicas of which this worker is one.
         groups: the pipelines of each group, some of which may be absent from a meeting.
         sharded: False to let all members average as one group.
-        payload: payload of messages between groups, as :class:`~lightning_sdpipe.exchange.own_reference.OwnReference`
+        payload: payload of messages between groups, as :class:`~lightning_sdpipe.exchange.references.OwnReference`
             takes it.
     """
 

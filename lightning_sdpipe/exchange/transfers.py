@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sdpipe import p2p
+from lightning_sdpipe import meter, p2p
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.p2p import unrecorded
 from lightning_sdpipe.topology.groups import Replicas
@@ -54,6 +54,7 @@ class Transfers:
 
     def wait(self) -> None:
         """Wait until all messages have arrived and left; raises as :func:`complete` does."""
+        meter.current().waiting()  # one that is in an exchange already waits anew
         complete(self.messages, self.replicas.group, self.replicas.limit, self.replicas.given_up)
         for arrived, aim in self.staged:
             aim.copy_(arrived)

@@ -29,29 +29,19 @@ JITTER = 0.05
 """Largest loss at each sample by effects that are not modelled."""
 
 
-def shared_gpu_track(rng: random.Random, samples: int = SAMPLES, interval: float = INTERVAL_SECONDS) -> list[float]:
-    """Return relative speeds of one device.
-
-    Args:
-        rng: the only source of chance; just its ``random`` is used, which all versions of Python compute alike.
-        samples: number of speeds.
-        interval: seconds between them.
-    """
+def shared_gpu_track(rng: random.Random) -> list[float]:
+    """Return relative speeds of one device. Only ``rng.random`` is used, which all versions of Python compute alike."""
     count = NEIGHBOURS[0] + int(rng.random() * (NEIGHBOURS[1] - NEIGHBOURS[0] + 1))
     rates = [
-        (interval / _between(rng, MEAN_IDLE_SECONDS), interval / _between(rng, MEAN_BUSY_SECONDS)) for _ in range(count)
+        (INTERVAL_SECONDS / _between(rng, MEAN_IDLE_SECONDS), INTERVAL_SECONDS / _between(rng, MEAN_BUSY_SECONDS))
+        for _ in range(count)
     ]  # chances per sample that a neighbour starts, and that it ends
     busy = [rng.random() < starts / (starts + ends) for starts, ends in rates]  # the share of time that it is
     speeds = []
-    for _ in range(samples):
+    for _ in range(SAMPLES):
         busy = [rng.random() >= rates[i][1] if works else rng.random() < rates[i][0] for i, works in enumerate(busy)]
         speeds.append(round((1.0 - JITTER * rng.random()) / (1 + sum(busy)), 3))
     return speeds
-
-
-def shared_gpu_tracks(tracks: int = TRACKS, seed: int = SEED) -> list[list[float]]:
-    """Return relative speeds of several devices, drawn independently."""
-    return [shared_gpu_track(random.Random(seed + index)) for index in range(tracks)]
 
 
 def _between(rng: random.Random, bounds: tuple[float, float]) -> float:
@@ -60,7 +50,8 @@ def _between(rng: random.Random, bounds: tuple[float, float]) -> float:
 
 def main(path: Path = SHARED_GPUS) -> None:
     source = f"synthetic shared GPUs: lightning_sdpipe.heterogeneity.synthetic with seed {SEED}"
-    write_tracks(path, source, INTERVAL_SECONDS, shared_gpu_tracks())
+    tracks = [shared_gpu_track(random.Random(SEED + index)) for index in range(TRACKS)]
+    write_tracks(path, source, INTERVAL_SECONDS, tracks)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.data.dealt import DealtBatch, DealtBatches
@@ -29,10 +29,18 @@ from lightning_sdpipe.lightning_internals import (
     profiled,
     replace,
 )
-from lightning_sdpipe.loop.batch_source import Fetcher, Item, ShardBatchSource, Turns, gives
+from lightning_sdpipe.loop.batch_source import (
+    Fetcher,
+    Item,
+    ShardBatchSource,
+    Split,
+    Turns,
+    find_place,
+    gives,
+    refuse_other_split,
+)
 from lightning_sdpipe.loop.equal_split import EqualSplit, next_sync_point, save_at_sync_points
 from lightning_sdpipe.loop.loop import ClockChecks
-from lightning_sdpipe.loop.resume_position import Split, goes_on_in_another, move_place, refuse_other_split
 from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.sample import sample_batch
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
@@ -123,7 +131,10 @@ class DealtBatchSource:
         if reason is not None and self._dealing.required:
             raise refuse_to_deal(reason)
         if reason is not None:
-            rank_zero_debug(f"Each pipeline trains its own shard: {reason}.")
+            rank_zero_info(
+                f"Batches are not dealt by speed: {reason}. Each pipeline trains its own shard, and an epoch takes as "
+                "long as the slowest one needs."
+            )
         return reason is not None
 
     def take_over(self, fetcher: DataFetcher) -> DataFetcher:
@@ -137,9 +148,7 @@ class DealtBatchSource:
             self._dealt = None
             return self._shards.take_over(fetcher)
         before = self._dealing.origin()
-        if goes_on_in_another(self._trainer, before, self._split) and not move_place(
-            self._trainer, before, self._split, self._loader
-        ):
+        if not find_place(self._trainer, before, self._split, self._loader):
             if self._dealing.required:
                 raise refuse_other_split(before, self._split)
             return self._shards.take_over(fetcher)  # for the rest of this epoch, of which Lightning warns
@@ -228,8 +237,6 @@ class DealtBatchSource:
         return self._now.data
 
     def _begin_segment(self) -> None:
-        dealt = self._dealt
-        assert dealt is not None
         start = self._counters.number
         self._segment = self._segment_from(start)
         self._counters.begin()
@@ -239,7 +246,7 @@ class DealtBatchSource:
         self._turns.begin_dealt()
         with self._turns.first_failure:
             self._client.greet()
-            dealt.begin(self._segment, self._dealing.seed())
+            self._batches.begin(self._segment, self._dealing.seed())
         self._looked = self._over = False
         self._look()
         if self._next is None:
@@ -254,12 +261,16 @@ class DealtBatchSource:
         assert self._segment is not None
         return self._segment.stop == self._trainer.num_training_batches
 
+    @property
+    def _batches(self) -> DealtBatches:
+        assert self._dealt is not None, "deal() has taken them"
+        return self._dealt
+
     def _look(self) -> None:
         """Look at the next batch, without waiting for another worker."""
-        assert self._dealt is not None
         if not self._looked:
             with self._turns.first_failure:
-                self._next = self._dealt.take()
+                self._next = self._batches.take()
             self._looked = True
 
     def _run_out(self) -> None:
@@ -274,11 +285,9 @@ class DealtBatchSource:
 
     def _wait(self) -> None:
         """Wait for others, until there is something to train, or will not be in this segment."""
-        dealt = self._dealt
-        assert dealt is not None
         with self._turns.first_failure:
-            while self._next is None and dealt.wait():
-                self._next = dealt.take()
+            while self._next is None and self._batches.wait():
+                self._next = self._batches.take()
         self._over = self._next is None
         if self._next is not None:
             self._turns.go_on()

@@ -21,8 +21,15 @@ from lightning_sdpipe.dealing.proportional import micro_batches_by_speed
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.lightning_internals import DataFetcher, as_combined, profiled
-from lightning_sdpipe.loop.batch_source import Fetcher, Item, begins_accumulation, gives
-from lightning_sdpipe.loop.resume_position import Split, goes_on_in_another, move_place, refuse_other_split
+from lightning_sdpipe.loop.batch_source import (
+    Fetcher,
+    Item,
+    Split,
+    begins_accumulation,
+    find_place,
+    gives,
+    refuse_other_split,
+)
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.pipeline.micro_batches import Portion
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -111,9 +118,7 @@ class JointBatchSource:
         if len(fetcher.combined_loader.flattened) > 1:
             raise refuse_to_divide("there are several train dataloaders, whose batches belong together")
         before = self._origin()
-        if goes_on_in_another(self._trainer, before, self._split) and not move_place(
-            self._trainer, before, self._split, self._loader
-        ):
+        if not find_place(self._trainer, before, self._split, self._loader):
             raise refuse_other_split(before, self._split)
         return Fetcher(fetcher, self)
 

@@ -21,7 +21,7 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import FlatBucket
 from lightning_sdpipe.exchange.payloads import Payload
-from lightning_sdpipe.loop.loss_scale import refuse_own_unscaling
+from lightning_sdpipe.loop.precision import refuse_own_unscaling
 from lightning_sdpipe.optim import FrozenVariance, VarianceCorrection, is_adam_family
 from lightning_sdpipe.pipeline.digest import options_of
 from lightning_sdpipe.topology.groups import ProcessGroups

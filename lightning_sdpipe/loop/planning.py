@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.lightning_internals import Method, current, data_source
-from lightning_sdpipe.loop.collective_guard import CollectiveGuard
+from lightning_sdpipe.loop.user_hooks import CollectiveGuard
 from lightning_sdpipe.partition import apart, plan, rehearsal
 from lightning_sdpipe.partition import profile as profiles
 from lightning_sdpipe.partition.chain import Block
@@ -48,7 +48,7 @@ class Planning:
         names: those of the blocks, if the user has named them.
         num_micro_batches: parts of a mini-batch.
         device: that on which rank 0 computes.
-        whereabouts: the guard of this worker, which is told when a step is rehearsed.
+        guard: the guard of this worker, which is told when a step is rehearsed.
         timeout: seconds that the other ranks wait for the plan.
         notes: messages for the user, filled meanwhile.
     """
@@ -58,7 +58,7 @@ class Planning:
     names: Sequence[str] | None
     num_micro_batches: int
     device: torch.device
-    whereabouts: CollectiveGuard
+    guard: CollectiveGuard
     timeout: float
     notes: list[str] = field(default_factory=list)
 
@@ -133,7 +133,7 @@ def _plans(planning: Planning) -> list[plan.Plan]:
     answer = msgspec.json.decode(data, type=_Answer)
     for note in answer.notes:
         rank_zero_info(note)
-    planning.whereabouts.communicates = answer.communicates
+    planning.guard.communicates = answer.communicates
     return [plan.decode(made) for made in answer.plans]
 
 
@@ -157,7 +157,7 @@ def _try(planning: Planning) -> bytes:
     except ConfigurationError as error:
         error.__notes__ = planning.notes
         raise
-    answer = _Answer([plan.encode(each) for each in made], planning.notes, planning.whereabouts.communicates)
+    answer = _Answer([plan.encode(each) for each in made], planning.notes, planning.guard.communicates)
     return msgspec.json.encode(answer)
 
 
@@ -217,7 +217,7 @@ def _steps(planning: Planning) -> list[StepCalls]:
 
 @contextmanager
 def _within(planning: Planning, name: str, precision: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    with planning.whereabouts.rehearsal(name), _stand_in_optimizer(planning.trainer.strategy), precision():
+    with planning.guard.rehearsal(name), _stand_in_optimizer(planning.trainer.strategy), precision():
         yield
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
@@ -20,16 +20,11 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 _TAG = 2**31 - 2
 
 
-class _SizedIterable(Protocol):
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[list[int]]: ...
-
-
 class _Dealt:
     """Every N-th batch, from that of ``pipeline`` on. With fewer batches than pipelines, those without one of their own
     repeat one, since Lightning wants every rank to have work; :func:`collect` leaves it out."""
 
-    def __init__(self, batches: _SizedIterable, pipeline: int, num_pipelines: int) -> None:
+    def __init__(self, batches: Collection[list[int]], pipeline: int, num_pipelines: int) -> None:
         self._batches = batches
         self._first = pipeline if pipeline < len(batches) else pipeline % max(1, len(batches))
         self._num_pipelines = num_pipelines

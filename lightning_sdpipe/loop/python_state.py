@@ -28,16 +28,9 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE
 from lightning_sdpipe.lightning_results import is_metric, metrics_of, pack_metrics, unpack_metrics
-from lightning_sdpipe.loop.last_stage import NoResultError, is_gathered
+from lightning_sdpipe.loop.user_hooks import StandIn, is_gathered
 from lightning_sdpipe.partition.ownership import Ownership
-from lightning_sdpipe.partition.python_values import (
-    GENERATORS,
-    LARGEST,
-    NotPackedError,
-    is_of_the_user,
-    pack,
-    unpack,
-)
+from lightning_sdpipe.partition.python_values import GENERATORS, LARGEST, NotPackedError, is_of_the_user, pack, unpack
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _TAG = 2**31 - 8  # that no link uses
@@ -374,21 +367,13 @@ def _print(value: Any) -> Any:
         return id(value)
 
 
-class NotHere:
-    """A stand-in for a value that exists on the last stage only."""
+class NotHere(StandIn):
+    """A stand-in for a value of the module's."""
 
     def __init__(self, name: str, hook: str, reason: str) -> None:
-        vars(self).update(_name=name, _hook=hook, _reason=reason)
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        name, hook, reason = vars(self).values()
-        raise NoResultError(
+        super().__init__(
             f"{name!r} was changed on the last stage by {hook} or before it in an evaluation, and what it "
             f"is now does not travel to other stages ({reason}), where it is used. Numbers, strings, tensors and "
             "random generators do, in lists, dicts and objects of your own; or use it on last stages only, where "
             "trainer.strategy.has_results is true."
         )
-
-    __getattr__ = __call__ = __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
-    __float__ = __int__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
-    __lt__ = __gt__ = __le__ = __ge__ = _refuse

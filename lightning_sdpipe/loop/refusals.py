@@ -118,10 +118,7 @@ def leave_out_example(module: LightningModule) -> Callable[[], None]:
         "model summary shows no sizes, and loggers get no graph."
     )
 
-    def undo() -> None:
-        module.example_input_array = example
-
-    return undo
+    return lambda: setattr(module, "example_input_array", example)
 
 
 def refuse_uninitialised(module: nn.Module) -> None:
@@ -183,7 +180,4 @@ def refuse_own_values(trainer: Trainer, why: str | None) -> Callable[[], None]:
 
     replace(loop, Method.MONITORED_VALUE, monitored)
 
-    def undo() -> None:
-        restore(loop, Method.MONITORED_VALUE)
-
-    return undo
+    return lambda: restore(loop, Method.MONITORED_VALUE)

@@ -1,11 +1,17 @@
-"""The view of the user's training hooks on a stage: the optimizer's groups of all stages, and no metric that is logged
-where this stage does not come.
+"""The user's methods and hooks on a stage: what of them runs where, and what they see there.
 
-A norm over ``optimizer.param_groups`` in a hook would be that of one stage. With the others' parameters in the groups,
-which have no values here, it is refused, and what a hook does to each parameter alone is done where that is.
+No collective call is allowed in a method that other stages do not run, or not to its end: the other ranks would be
+waited for in vain, or be met at another call. So a :class:`CollectiveGuard` tracks which of these methods runs.
 
-A hook around a training batch that looked for such a metric here would find none, or that of the last validation, and
-do something else than the same hook on the last stage. So it is refused.
+The results of an evaluation's steps exist on last stages only, so hooks that deal with them run there alone.
+
+Hooks of training see the optimizer's groups of all stages. A norm over ``optimizer.param_groups`` would be that of one
+stage. With the others' parameters in the groups, which have no values here, it is refused, and what a hook does to each
+parameter alone is done where that is.
+
+They see no metric that is logged where this stage does not come. A hook around a training batch that looked for such a
+metric here would find none, or that of the last validation, and do something else than the same hook on the last stage.
+So it is refused.
 """
 
 from __future__ import annotations
@@ -13,11 +19,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, Self
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.lightning_results import metrics_of
+from lightning_sdpipe.loop.epoch_callback import EpochCallback
 from lightning_sdpipe.partition.touches import METRIC, METRICS
 
 _OF_A_BATCH = (
@@ -25,6 +39,99 @@ _OF_A_BATCH = (
     *("on_before_optimizer_step", "configure_gradient_clipping", "on_train_batch_end"),
 )
 _OF_TRAINING = ("on_fit_start", "on_train_start", "on_train_epoch_start", *_OF_A_BATCH)
+# These work on what the evaluation steps returned or collected. The end of a *training* epoch is also where modules
+# change their own parameters, so that hook runs on every stage.
+_BATCH_END_HOOKS = ("on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
+_RESULT_HOOKS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end", *_BATCH_END_HOOKS)
+_EPOCH_END = "on_train_epoch_end"
+_WRITER_HOOKS = ("on_predict_batch_end", "on_predict_epoch_end")
+Within = Callable[[str], AbstractContextManager[None]]
+
+
+class CollectiveGuard:
+    """The guard of one worker's strategy. As a context, which :meth:`running` returns, it ends what runs.
+
+    Args:
+        num_stages: M. A stage that is the only one runs everything.
+        metrics: of the user's module.
+    """
+
+    def __init__(self, num_stages: int, metrics: Callable[[], Sequence[Metric]] = tuple) -> None:
+        self._num_stages = num_stages
+        self._metrics = metrics
+        self._now = ""
+        self.rehearsing = False
+        self.communicates = False
+        """True if a step that was rehearsed here communicates with the other pipelines."""
+
+    @property
+    def in_step(self) -> bool:
+        """True while a step runs."""
+        return self._now.endswith("_step")
+
+    def running(self, name: str) -> Self:
+        """Note that a step, or a hook that runs on last stages only, runs in the block of this ``with``."""
+        self._now = name
+        return self
+
+    def __enter__(self) -> None:
+        """Enter the block of what runs."""
+
+    def __exit__(self, *_: object) -> None:
+        self._now = ""
+
+    @contextmanager
+    def rehearsal(self, name: str) -> Iterator[None]:
+        """Note that one process tries a step in the block, before training, while others wait for what it finds out."""
+        self.rehearsing = True
+        before = [(metric, metric.distributed_available_fn) for metric in self._metrics()]
+        for metric, _ in before:
+            metric.distributed_available_fn = self._has_no_replicas
+        try:
+            with self.running(name):
+                yield
+        finally:
+            self.rehearsing = False
+            for metric, available in before:
+                metric.distributed_available_fn = available
+
+    def _has_no_replicas(self) -> bool:
+        """Answer a metric that would be gathered from all pipelines."""
+        self.communicates = True
+        return False
+
+    def check(self, what: str) -> None:
+        """Raise ConfigurationError if ``what``, which all ranks must call, is called where some do not come."""
+        if not self._now or self._num_stages == 1:
+            return
+        stage = self._now.removeprefix("on_").partition("_")[0]
+        instead = "on_train_batch_end" if stage == "training" else f"on_{stage}_end"
+        reason = "ends where its stage ends" if self.in_step else "runs on last stages only, where results are"
+        raise ConfigurationError(
+            f"{what} was called in {self._now}, which {reason}, so other ranks would be waited for in vain. Call it in "
+            f"{instead}, which runs on every rank."
+        )
+
+    @contextmanager
+    def result_hook(self, name: str, parameters: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
+        """Guard a hook, in the block, that runs on last stages only.
+
+        Raises:
+            ConfigurationError: the hook was the end of an epoch, and changed ``parameters``.
+        """
+        looks = self._num_stages > 1 and name.endswith("_epoch_end")
+        before = _sums(parameters()) if looks else []
+        with self.running(name):
+            yield
+        if looks and _sums(parameters()) != before:
+            raise ConfigurationError(
+                f"{name} changed parameters, and it runs on last stages only. Change them in "
+                f"{name.replace('_epoch', '')}, which runs on every rank."
+            )
+
+
+def _sums(tensors: Sequence[Tensor]) -> list[str]:
+    return [str(tensor.sum(dtype=torch.float64).item()) for tensor in tensors]  # as text, for nan is no other nan
 
 
 def show_whole_groups(
@@ -61,23 +168,32 @@ def _around(
     held: Callable[[str], AbstractContextManager[None]],
 ) -> Callable[[], None]:
     """Hold ``held(name)`` around the user's hooks of these ``names``. Return a function that undoes it."""
-    changed: list[tuple[Any, str, Any]] = []
+    hooks = _Hooks()
     for owner in (module, *callbacks):
         for name in names:
             hook = getattr(owner, name, None)
             if hook is None:
                 continue
             if name in vars(owner) or not hook.__module__.startswith(("lightning.", "lightning_sdpipe.")):
-                changed.append((owner, name, vars(owner).get(name)))
-                vars(owner)[name] = _within(hook, partial(held, name))
+                hooks.put(owner, name, _within(hook, partial(held, name)))
+    return hooks.undo
 
-    def undo() -> None:
-        for owner, name, before in changed:
+
+class _Hooks:
+    """Hooks that instances have in the place of their own."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def put(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
+        self._before.append((owner, name, vars(owner).get(name)))
+        vars(owner)[name] = hook
+
+    def undo(self) -> None:
+        for owner, name, before in self._before:
             vars(owner).pop(name)
             if before is not None:
                 vars(owner)[name] = before
-
-    return undo
 
 
 def _within(hook: Callable[..., Any], held: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
@@ -120,3 +236,143 @@ class _Metrics(dict[str, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return dict(self)  # ModelCheckpoint copies them so, at a point where all stages have the metrics
+
+
+def leave_results_to_the_last_stage(
+    module: LightningModule,
+    callbacks: Sequence[Callback],
+    is_last: bool,
+    within: Within,
+    hand_on: Callable[[str], None],
+) -> Callable[[], None]:
+    """Make hooks that deal with the results of evaluation, those of ``module`` and of callbacks that write predictions,
+    run on last stages only; ``within(hook)`` is held meanwhile. Those of other callbacks run everywhere, and end on the
+    other stages where they use a result. All stages call ``hand_on(hook)`` after the module's hooks for the end of an
+    evaluation. Return a function that undoes it."""
+    writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
+    own = [(module, name) for name in _RESULT_HOOKS] + [(writer, name) for writer in writers for name in _WRITER_HOOKS]
+    hooks = _Hooks()
+    for owner, name in own:
+        hook = _within(getattr(owner, name), partial(within, name)) if is_last else _nothing
+        hooks.put(owner, name, _then(hook, hand_on, name) if owner is module and name.endswith("_epoch_end") else hook)
+    if not is_last:
+        hooks.put(module, _EPOCH_END, _ending(getattr(module, _EPOCH_END), module, _EPOCH_END))
+        for callback in (c for c in callbacks if not isinstance(c, EpochCallback)):
+            for name in (_EPOCH_END, *(_RESULT_HOOKS if callback not in writers else ())):
+                if getattr(type(callback), name) is not getattr(Callback, name) or name in callback.__dict__:
+                    hooks.put(callback, name, _ending(getattr(callback, name), callback, name))
+    return hooks.undo
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Take the place of a hook."""
+
+
+def _then(hook: Callable[..., Any], hand_on: Callable[[str], None], name: str) -> Callable[..., Any]:
+    def then(*arguments: Any, **kwargs: Any) -> Any:
+        outcome = hook(*arguments, **kwargs)
+        hand_on(name)
+        return outcome
+
+    return then
+
+
+def _ending(hook: Callable[..., Any], owner: Callback | LightningModule, name: str) -> Callable[..., None]:
+    place = f"{type(owner).__name__}.{name}"
+
+    def ending(*arguments: Any, **kwargs: Any) -> None:
+        if name in _BATCH_END_HOOKS:
+            trainer, module, _, *more = arguments
+            result = StandIn(f"{place} uses what a step returned, which exists on last stages only.")
+            arguments = (trainer, module, result, *more)
+        try:
+            hook(*arguments, **kwargs)
+        except NoResultError:
+            return
+        except (ConfigurationError, NonFiniteError, WorkerFailedError, SchedulerError):
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"{place} failed on a stage where the results of steps do not exist, neither what they return nor what "
+                f"they collect: {type(error).__name__}: {error}. If it works on them, let it return at once unless "
+                "trainer.strategy.has_results."
+            ) from error
+
+    return ending
+
+
+class NoResultError(ConfigurationError):
+    """A result was used where there is none."""
+
+
+class StandIn:
+    """A stand-in for what exists on last stages only. It cannot be used for anything.
+
+    Args:
+        message: of the error that every use of it raises.
+    """
+
+    def __init__(self, message: str) -> None:
+        vars(self)["_message"] = message
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NoResultError(vars(self)["_message"])
+
+    __getattr__ = __call__ = __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
+    __float__ = __int__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __lt__ = __gt__ = __le__ = __ge__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
+        raise NoResultError(f"{getattr(function, '__name__', function)} was given what a step returned elsewhere.")
+
+
+class _GatherOverStage:
+    """Gathers a metric's states from the pipelines' last stages, not from all ranks."""
+
+    def __init__(self, group: ProcessGroup, check: Callable[[], None] = lambda: None) -> None:
+        self._group = group
+        self._check = check
+
+    def __call__(self, result: Tensor, group: Any = None) -> list[Tensor]:
+        self._check()
+        return gather_all_tensors(result, group or self._group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GatherOverStage:
+        return _GatherOverStage(self._group)  # metrics are cloned, process groups cannot be
+
+
+def gather_metrics_over(
+    module: LightningModule, callbacks: Sequence[Callback], group: ProcessGroup, ends_early: Callable[[], bool]
+) -> Callable[[], None]:
+    """Make torchmetrics objects of ``module`` and of ``callbacks`` compute over ``group``, unless they have a rule of
+    their own. Return a function that undoes it. ``ends_early`` returns whether a step runs that ends before this worker
+    can update what the step updates."""
+    metrics = {name: metric for name, metric in metrics_of(module, callbacks).items() if metric.dist_sync_fn is None}
+
+    def check(name: str) -> None:
+        if ends_early() and not metrics[name].update_called:
+            raise ConfigurationError(
+                f"The metric {name!r} is computed in a step on a stage that has never updated it: steps end where "
+                "their stage ends, and the update comes later. Compute it in on_train_epoch_end, or keep what the "
+                "beginning of a step needs in an attribute of the block that uses it."
+            )
+
+    for name, metric in metrics.items():
+        metric.dist_sync_fn = _GatherOverStage(group, partial(check, name))
+
+    def undo() -> None:
+        for metric in metrics.values():
+            metric.dist_sync_fn = None
+
+    return undo
+
+
+def is_gathered(metric: Metric) -> bool:
+    """Return whether ``metric`` is gathered from the pipelines' workers of one stage."""
+    return isinstance(metric.dist_sync_fn, _GatherOverStage)
+
+
+def has_own_rule(metric: Metric) -> bool:
+    """Return whether the user has said how ``metric`` is gathered from processes."""
+    return not (metric.dist_sync_fn is None or is_gathered(metric))

@@ -21,8 +21,8 @@ fails, or departs. ``pipelines.py`` has the tables of its states, and of those o
 7. *A bug ends the run.* Two pipelines that fail with the same exception would be followed by all others. A pipeline's
    failure is forgotten when it has come back and passed a barrier with others. A SchedulerError does not count, since
    one loss (of the scheduler, for instance) causes several. Nor does the failure of a newcomer while others train.
-8. *Out of reach* (``unreachable.py``). Pipelines without a common process group make another one, and report which
-   pipelines they cannot reach; if that goes on, one of them is put out.
+8. *Out of reach* (``failure_detection.py``). Pipelines without a common process group make another one, and report
+   which pipelines they cannot reach; if that goes on, one of them is put out.
 9. *A new scheduler* learns of the run when a member resumes: it waits ``recovery_grace`` seconds for the rest of the
    newest epoch that any heard of. A start outside that epoch has been replaced, and must end. No pipeline starts anew
    in its first ``settle`` seconds.

@@ -16,10 +16,6 @@ from lightning_sdpipe.membership.members import Abandoned, Donate, MemberDecisio
 from lightning_sdpipe.policies.events import Worker
 
 
-def _name(pipeline: int, count: int) -> str:
-    return f"state-{pipeline}-{count}"
-
-
 def newcomer_of(transfer: str) -> int:
     """Return the pipeline to which the transfer of that name is."""
     return int(transfer.split("-")[1])
@@ -89,7 +85,7 @@ class StateTransfers:
         failed, age = self._failed.get(pipeline, set()), {i: age for age, i in enumerate(members)}
         donor = min(members, key=lambda i: (i in failed, age[i] == 0, gives.count(i), -age[i]))
         self._count += 1
-        self._under_way[pipeline] = donation = StateTransfer(donor, pipeline, _name(pipeline, self._count))
+        self._under_way[pipeline] = donation = StateTransfer(donor, pipeline, f"state-{pipeline}-{self._count}")
         return [Donate(donor, pipeline, donation.transfer)]
 
     def copied(self, stage: int, donor: int, transfer: str, update: int) -> list[MemberDecision]:

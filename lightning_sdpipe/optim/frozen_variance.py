@@ -72,9 +72,9 @@ class FrozenVariance(OptimizerWrapper):
 
     def _step(self) -> None:
         """Step parameters that are not frozen yet by the wrapped optimizer, and the others by this one."""
-        frozen = [(group, [p for p in _trained(group) if self._is_frozen(p)]) for group in self.param_groups]
+        frozen = [(group, [p for p in self._trained(group) if self._is_frozen(p)]) for group in self.param_groups]
         gradients = {param: param.grad for _, params in frozen for param in params}
-        measured = [p for group in self.param_groups for p in _trained(group) if p not in gradients]
+        measured = [p for group in self.param_groups for p in self._trained(group) if p not in gradients]
         try:
             for param in gradients:
                 param.grad = None
@@ -130,27 +130,12 @@ class FrozenVariance(OptimizerWrapper):
         torch._foreach_addcdiv_(params, firsts, divisors, -lr / (1 - beta1**step))
 
     def _check(self, group: dict[str, Any]) -> None:
-        for option in ("capturable", "differentiable"):
-            if group.get(option):
-                raise ConfigurationError(
-                    f"FrozenVariance cannot wrap an optimizer with {option}=True, since it stops calling it: set "
-                    f"{option}=False."
-                )
+        self._refuse_options(group, "it stops calling it")
         for param in group["params"]:
             if param.is_complex():
                 raise ConfigurationError(
                     f"FrozenVariance needs real parameters, not {param.dtype}: optimize torch.view_as_real of them."
                 )
-
-
-def _trained(group: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the parameters of a group that have a gradient."""
-    for param in group["params"]:
-        if param.grad is None:
-            continue
-        if param.grad.is_sparse:
-            raise RuntimeError("FrozenVariance does not support sparse gradients; use dense ones")
-        yield param
 
 
 def _raise_to(floor: float, state: dict[str, Any]) -> None:

@@ -1,10 +1,11 @@
 """Base of optimizers that add something to the steps of another one."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -45,9 +46,27 @@ class OptimizerWrapper(Optimizer):
     def _step(self) -> None:
         """Step with the present gradients, without recording any."""
 
+    def _trained(self, group: dict[str, Any]) -> Iterator[Tensor]:
+        """Yield the parameters of a group that have a gradient."""
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            if param.grad.is_sparse:
+                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use dense ones")
+            yield param
+
     @abstractmethod
     def _check(self, group: dict[str, Any]) -> None:
         """Raise ConfigurationError for a group of parameters that the wrapper cannot handle."""
+
+    def _refuse_options(self, group: dict[str, Any], why: str) -> None:
+        """Raise ConfigurationError if the group has options by which the wrapped optimizer computes in a graph."""
+        for option in ("capturable", "differentiable"):
+            if group.get(option):
+                name = type(self).__name__
+                raise ConfigurationError(
+                    f"{name} cannot wrap an optimizer with {option}=True, since {why}: set {option}=False."
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to this and the wrapped optimizer, which share them.

@@ -28,9 +28,6 @@ _NOT_FOLLOWED = (
     *(ModuleType, BuiltinFunctionType, CodeType, Trainer, Logger),
 )
 _OF_THREADS = {"threading", "logging", "socket", "multiprocessing", "subprocess", "concurrent", "asyncio", "weakref"}
-_LIBRARIES = {*sys.stdlib_module_names, "lightning", "lightning_sdpipe", "numpy", "torch", "torchmetrics"} - {
-    "__main__"
-}
 _MISSING = object()
 
 

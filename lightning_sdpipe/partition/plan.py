@@ -12,9 +12,8 @@ import msgspec
 from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.balance import balance
+from lightning_sdpipe.partition.balance import Memory, balance
 from lightning_sdpipe.partition.chain import Block, described, ends, find_chains, join_ends, refuse_compiled
-from lightning_sdpipe.partition.memory import Memory
 from lightning_sdpipe.partition.pipeline_cut import (
     Balanced,
     InFlight,

@@ -11,23 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition import message as m
 from lightning_sdpipe.partition.effects import Effect, version_of
-from lightning_sdpipe.partition.message import (
-    BlockLayout,
-    Constant,
-    EffectLayout,
-    Layout,
-    LeafKey,
-    Message,
-    Number,
-    Opaque,
-    Part,
-    Structure,
-    TensorMeta,
-    Travels,
-    leaves_of,
-    take_apart,
-)
 from lightning_sdpipe.partition.placeholder import Absent, Placeholder
 
 
@@ -43,8 +28,8 @@ class Travel:
         metrics: metrics that the step logs beyond the end of the first stage.
     """
 
-    crossing: Mapping[int, Sequence[Sequence[LeafKey]]] = field(default_factory=dict)
-    changed: frozenset[LeafKey] = frozenset()
+    crossing: Mapping[int, Sequence[Sequence[m.LeafKey]]] = field(default_factory=dict)
+    changed: frozenset[m.LeafKey] = frozenset()
     late: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
@@ -65,7 +50,7 @@ class Sending:
         travel: what crosses the cuts.
     """
 
-    def __init__(self, received: Message | None, span: range, travel: Travel) -> None:
+    def __init__(self, received: m.Message | None, span: range, travel: Travel) -> None:
         self._received = received
         self._span = span
         self._values = travel.crossing.get(span.stop, ())
@@ -73,25 +58,25 @@ class Sending:
         self._wanted = {key for leaves in self._values for key in leaves}
         self._with_wanted = {key.block for key in self._wanted}
         self._ran = [number for number, block in enumerate(received.layout.blocks) if block] if received else []
-        self._blocks: list[BlockLayout | None] = [None] * len(span)
-        self._kept: dict[LeafKey, Tensor] = {}
-        self._versions: dict[LeafKey, int] = {}
+        self._blocks: list[m.BlockLayout | None] = [None] * len(span)
+        self._kept: dict[m.LeafKey, Tensor] = {}
+        self._versions: dict[m.LeafKey, int] = {}
         self._numbers = list(received.numbers) if received else []
-        self._last: dict[LeafKey, Tensor] = {}  # the tensors of the last block that ran
+        self._last: dict[m.LeafKey, Tensor] = {}  # the tensors of the last block that ran
 
     def add(self, block: int, effects: Sequence[Effect]) -> None:
         """Add the effects of ``block``, which has run after all that were added before."""
         self._keep_for_skipped(block)
         self._ran.append(block)
-        apart = [take_apart(effect.value) for effect in effects]
-        layout = tuple(EffectLayout(e.kind, e.place, s) for e, (_, s) in zip(effects, apart, strict=True))
+        apart = [m.take_apart(effect.value) for effect in effects]
+        layout = tuple(m.EffectLayout(e.kind, e.place, s) for e, (_, s) in zip(effects, apart, strict=True))
         self._blocks[block - self._span.start] = layout
         self._last = {}
         leaves = (leaf for of_effect, _ in apart for leaf in of_effect)
-        for leaf, (key, part) in zip(leaves, leaves_of(block, layout), strict=True):
-            if isinstance(part, Number):
+        for leaf, (key, part) in zip(leaves, m.leaves_of(block, layout), strict=True):
+            if isinstance(part, m.Number):
                 self._numbers.append(float(leaf))
-            elif isinstance(part, TensorMeta) and not isinstance(leaf, Placeholder):
+            elif isinstance(part, m.TensorMeta) and not isinstance(leaf, Placeholder):
                 self._last[key] = leaf
         if block in self._with_wanted:
             for key in self._wanted & self._last.keys():
@@ -99,15 +84,15 @@ class Sending:
                 self._versions[key] = version_of(self._kept[key])
         self._versions |= {key: version_of(tensor) for key, tensor in self._last.items() if key.kind == "output"}
 
-    def message(self) -> Message:
+    def message(self) -> m.Message:
         """Return the message: what was added, and the received values that go on."""
         received = self._received
         self._keep_for_skipped(self._span.stop)
-        at: dict[LeafKey, int] = {}
+        at: dict[m.LeafKey, int] = {}
         tensors: list[Tensor] = []
         number_of: dict[int, int] = {}  # of a tensor by its identity
 
-        def put(tensor: Tensor, leaves: Sequence[LeafKey]) -> None:
+        def put(tensor: Tensor, leaves: Sequence[m.LeafKey]) -> None:
             number = number_of.setdefault(id(tensor), len(tensors))
             if number == len(tensors):
                 tensors.append(tensor)
@@ -125,7 +110,7 @@ class Sending:
             if id(tensor) in number_of:
                 at.setdefault(key, number_of[id(tensor)])
 
-        earlier: Sequence[BlockLayout | None] = ()
+        earlier: Sequence[m.BlockLayout | None] = ()
         if received is not None:
             moved: list[int | None] = [number_of.get(id(tensor)) for tensor in received.tensors]
             for key, number in at.items():
@@ -133,10 +118,10 @@ class Sending:
                     moved[received.layout.places[key]] = number
             earlier = received.layout.with_values_at(moved)
         blocks = (block and _located(number, block, at) for number, block in zip(self._span, self._blocks, strict=True))
-        layout = Layout(tuple(map(TensorMeta.of, tensors)), (*earlier, *blocks))
-        return Message(tensors, self._numbers, layout)
+        layout = m.Layout(tuple(map(m.TensorMeta.of, tensors)), (*earlier, *blocks))
+        return m.Message(tensors, self._numbers, layout)
 
-    def _boundary(self) -> Mapping[LeafKey, Tensor]:
+    def _boundary(self) -> Mapping[m.LeafKey, Tensor]:
         """Return the output of the last block that ran."""
         if self._last or self._received is None:
             return {key: tensor for key, tensor in self._last.items() if key.kind == "output"}
@@ -147,10 +132,10 @@ class Sending:
             if key.block == layout.last_block and key.kind == "output"
         }
 
-    def _has_run(self, leaves: Sequence[LeafKey]) -> bool:
+    def _has_run(self, leaves: Sequence[m.LeafKey]) -> bool:
         return any(key.block in self._ran for key in leaves)
 
-    def _instead_of(self, key: LeafKey) -> LeafKey | None:
+    def _instead_of(self, key: m.LeafKey) -> m.LeafKey | None:
         """Return the leaf that is used in the place of a skipped block's output."""
         before = [block for block in self._ran if block < key.block]
         return key._replace(block=before[-1]) if before and key.kind == "output" else None
@@ -165,7 +150,7 @@ class Sending:
             if instead in self._last:
                 self._kept[instead] = self._last[instead].clone()
 
-    def _find(self, key: LeafKey, boundary: Mapping[LeafKey, Tensor]) -> Tensor | None:
+    def _find(self, key: m.LeafKey, boundary: Mapping[m.LeafKey, Tensor]) -> Tensor | None:
         if key in boundary:
             return boundary[key]
         if key in self._kept:
@@ -174,7 +159,7 @@ class Sending:
             return self._received.tensors[self._received.layout.places[key]]
         return None
 
-    def _unchanged(self, key: LeafKey, tensor: Tensor) -> Tensor:
+    def _unchanged(self, key: m.LeafKey, tensor: Tensor) -> Tensor:
         if self._versions.get(key, version_of(tensor)) != version_of(tensor):
             raise ConfigurationError(
                 f"A tensor of shape {tuple(tensor.shape)} that block number {key.block} of the chain made, and that a "
@@ -184,16 +169,16 @@ class Sending:
         return tensor
 
 
-def _located(number: int, block: BlockLayout, at: Mapping[LeafKey, int]) -> BlockLayout:
+def _located(number: int, block: m.BlockLayout, at: Mapping[m.LeafKey, int]) -> m.BlockLayout:
     """Return ``block`` with the tensors of the message at their places."""
-    keys = leaves_of(number, block)
+    keys = m.leaves_of(number, block)
 
-    def located(effect: EffectLayout) -> EffectLayout:
-        parts: tuple[Part, ...] = tuple(
-            Travels(at[key]) if key in at else part
+    def located(effect: m.EffectLayout) -> m.EffectLayout:
+        parts: tuple[m.Part, ...] = tuple(
+            m.Travels(at[key]) if key in at else part
             for part, (key, _) in zip(effect.structure.parts, keys, strict=False)
         )
-        return EffectLayout(effect.kind, effect.place, Structure(effect.structure.spec, parts))
+        return m.EffectLayout(effect.kind, effect.place, m.Structure(effect.structure.spec, parts))
 
     return tuple(located(effect) for effect in block) if any(key.block == number for key in at) else block
 
@@ -209,7 +194,7 @@ class Receiving:
     """
 
     def __init__(
-        self, message: Message, chain: Sequence[str], device: torch.device, changed: frozenset[LeafKey]
+        self, message: m.Message, chain: Sequence[str], device: torch.device, changed: frozenset[m.LeafKey]
     ) -> None:
         self.message = message
         self._chain = chain
@@ -234,19 +219,19 @@ class Receiving:
             for effect in layout
         ]
 
-    def _leaf(self, part: Part, block: int, numbers: Iterator[float]) -> Any:
+    def _leaf(self, part: m.Part, block: int, numbers: Iterator[float]) -> Any:
         match part:
-            case Travels(value):
+            case m.Travels(value):
                 if value not in self._tensors:
                     self._tensors[value] = self._own(value)
                 return self._tensors[value]
-            case TensorMeta():
+            case m.TensorMeta():
                 return Placeholder(part.empty("meta"), self._device, self._chain[block])
-            case Number():
+            case m.Number():
                 return part.restore(next(numbers))
-            case Opaque(kind):
+            case m.Opaque(kind):
                 return Absent(kind, self._chain[block])
-            case Constant(value):
+            case m.Constant(value):
                 return value
 
     def _own(self, value: int) -> Tensor:

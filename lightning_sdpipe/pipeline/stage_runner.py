@@ -194,10 +194,7 @@ class StageRunner:
 
 
 def begin_batch(
-    runners: Sequence[StageRunner],
-    batch: Any,
-    parts: Sequence[MicroBatch] = (),
-    optimizers: Sequence[Optimizer] = (),
+    runners: Sequence[StageRunner], batch: Any, parts: Sequence[MicroBatch] = (), optimizers: Sequence[Optimizer] = ()
 ) -> None:
     """Begin a mini-batch on the stages of ``runners``; their neighbours must have been given the same one.
 

@@ -20,7 +20,7 @@ from lightning_sdpipe.placement.model import StageTraffic
 from lightning_sdpipe.placement.network import Network, read_network
 from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, place
 from lightning_sdpipe.placement.ragged import RaggedResult, best_rectangle, place_ragged
-from lightning_sdpipe.placement.report import given, rate, rates, report, report_ragged, shape
+from lightning_sdpipe.placement.report import draw_picture, given, rate, rates, report, report_ragged, shape
 from lightning_sdpipe.topology.mesh import depths_of
 from lightning_sdpipe.topology.placement_file import write_placement
 
@@ -52,8 +52,6 @@ def _draw(placed: PlacementResult | RaggedResult, path: Path) -> None:
             f"{path}: not drawn, since a picture has a column for each stage, and these pipelines are no replicas there"
         )
         return
-    from lightning_sdpipe.placement.picture import draw_picture
-
     draw_picture(placed, path)
     print(f"{path}: the mesh and its slowest links")
 
@@ -63,38 +61,35 @@ def _parser() -> argparse.ArgumentParser:
         prog="sdpipe place",
         description="Decides which device runs which stage of which pipeline, so that slow links matter least.",
     )
-    parser.add_argument("network", type=Path, help="as `sdpipe measure` wrote it, or sites written by hand")
-    parser.add_argument(
+    add = parser.add_argument
+    add("network", type=Path, help="as `sdpipe measure` wrote it, or sites written by hand")
+    add(
         "--stages",
         type=depths_of,
         help="M, the stages of a pipeline, or those of each pipeline, like 1,2,2 (default: what trains fastest)",
     )
-    parser.add_argument(
+    add(
         "--cost",
         choices=get_args(CostModel),
         default="pipelined",
         help="how transfers between stages add up: overlapping with a flush, as in DT-FM, or as in PipeDream "
         "(default: %(default)s)",
     )
-    parser.add_argument("--micro-batches", type=int, help="of a mini-batch (default: as many as stages)")
-    parser.add_argument(
+    add("--micro-batches", type=int, help="of a mini-batch (default: as many as stages)")
+    add(
         "--sync",
         choices=("groups", "all_reduce"),
         default="groups",
         help="how pipelines wait for each other (default: %(default)s)",
     )
-    parser.add_argument("--stage-bytes", type=float, help="of a stage's parameters, if the network has no model")
-    parser.add_argument("--cut-bytes", type=float, help="of a mini-batch's activations between stages, likewise")
-    parser.add_argument(
-        "--optimizer-state", type=float, default=2.0, help="bytes for each byte of parameters: 2 for Adam"
-    )
-    parser.add_argument(
-        "--first", metavar="HOST:INDEX", help="the device that will be rank 0 (default: the network's first)"
-    )
-    parser.add_argument("--seconds", type=float, default=10.0, help="to search for (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="writes the placement, for SDPipeStrategy")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draws it; PNG or SVG (needs matplotlib)")
+    add("--stage-bytes", type=float, help="of a stage's parameters, if the network has no model")
+    add("--cut-bytes", type=float, help="of a mini-batch's activations between stages, likewise")
+    add("--optimizer-state", type=float, default=2.0, help="bytes for each byte of parameters: 2 for Adam")
+    add("--first", metavar="HOST:INDEX", help="the device that will be rank 0 (default: the network's first)")
+    add("--seconds", type=float, default=10.0, help="to search for (default: %(default)s)")
+    add("--seed", type=int, default=0)
+    add("--output", type=Path, metavar="FILE", help="writes the placement, for SDPipeStrategy")
+    add("--picture", type=Path, metavar="FILE", help="draws it; PNG or SVG (needs matplotlib)")
     return parser
 
 

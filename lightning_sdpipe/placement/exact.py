@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from lightning_sdpipe.placement.class_search import ClassCosts, Counts, Outline
 
-MOST_CLASSES = 4
 MOST_GROUPS = 2000
 """Largest number of compositions of a group with which the proof is tried: 8 devices of four classes have 165."""
 

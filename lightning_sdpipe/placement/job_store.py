@@ -90,7 +90,7 @@ class JobStore:
             self.store.wait([f"{name}/{rank}" for rank in range(self.size)], timedelta(seconds=self.patience))
         except RuntimeError as error:
             raise WorkerFailedError(
-                f"rank {_listed(self._missing(name))} did not come to {name!r} within {self.patience:.0f} s"
+                f"rank {', '.join(map(str, self._missing(name)))} did not come to {name!r} within {self.patience:.0f} s"
             ) from error
 
     def _missing(self, name: str) -> Sequence[int]:
@@ -130,7 +130,3 @@ def _as_slurm_says() -> None:
         "MASTER_ADDR": job.main_address,
         "MASTER_PORT": str(job.main_port),
     }
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

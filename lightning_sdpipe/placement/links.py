@@ -1,20 +1,217 @@
-"""Measured links, combined as a network and as text for people."""
+"""Links between all workers of a job: when each pair is measured, how, and the network that the links make."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
+from typing import Any, Protocol
 
 import msgspec
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lightning_sdpipe.partition.memory import shown
+from lightning_sdpipe.partition.balance import shown
 from lightning_sdpipe.placement.model import Model
 from lightning_sdpipe.placement.network import Device, Network, Shared
 from lightning_sdpipe.placement.report import shown_seconds
 
+Pair = tuple[int, int]
+
 SHARING = 0.8
 """Share of their bandwidth above which links that are all busy do not share a network card."""
+
+MOST_DEVICES = 64
+"""Largest number of devices with which all pairs of every two hosts are measured."""
+
+SAMPLE = 4
+"""Number of pairs of two hosts that are measured otherwise."""
+
+PINGS, WARM_UP = 32, 4
+SMALLEST, LARGEST = 2**16, 2**27
+"""Bytes of the smaller of the two messages between which the slope is taken."""
+
+LEAST_SECONDS = 0.05
+"""Least time of a message whose time is determined by its bytes."""
+
+REPEATS = 4
+"""Number of repeats, of which the quickest counts: other load on a machine only slows messages down."""
+
+
+def circle(count: int) -> list[list[Pair]]:
+    """Return rounds of disjoint pairs in which each participant meets each other once: one sits still, the others move
+    round the table.
+
+    Args:
+        count: number of participants. If it is odd, one sits out in each round.
+    """
+    table: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    rounds = []
+    for _ in range(len(table) - 1):
+        facing = zip(table[: len(table) // 2], reversed(table[len(table) // 2 :]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
+        table = [table[0], table[-1], *table[1:-1]]
+    return rounds
+
+
+def schedule(hosts: Sequence[str]) -> list[list[Pair]]:
+    """Return rounds of pairs of ranks that are measured at the same time: no host takes part in two pairs of a round,
+    since these would share its network card. First ranks of the same host meet, then hosts by the circle method, each
+    pair of their ranks in a separate round.
+
+    Args:
+        hosts: the host of each rank.
+    """
+    members = by_host(hosts)
+    inside = [[pair for meeting in circle(len(ranks)) for pair in meeting] for ranks in members]
+    rounds = []
+    for number in range(max(map(len, inside))):
+        rounds.append(
+            [
+                (ranks[pairs[number][0]], ranks[pairs[number][1]])
+                for ranks, pairs in zip(members, inside, strict=True)
+                if number < len(pairs)
+            ]
+        )
+    for meeting in circle(len(members)):
+        crossing = [sampled(members[a], members[b], len(hosts)) for a, b in meeting]
+        for number in range(max(map(len, crossing), default=0)):
+            rounds.append([pairs[number] for pairs in crossing if number < len(pairs)])
+    return rounds
+
+
+def by_host(hosts: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each host, in the order in which hosts first appear."""
+    members: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        members.setdefault(host, []).append(rank)
+    return list(members.values())
+
+
+def sampled(one: Sequence[int], other: Sequence[int], num_devices: int) -> list[Pair]:
+    """Return the pairs of ranks of two hosts that are measured: all, or some that have as few ranks in common as
+    possible."""
+    pairs = [
+        (min(a, b), max(a, b))
+        for shift in range(len(other))
+        for a, b in ((rank, other[(position + shift) % len(other)]) for position, rank in enumerate(one))
+    ]
+    return pairs if num_devices <= MOST_DEVICES else pairs[:SAMPLE]
+
+
+def together(hosts: Sequence[str]) -> list[list[Pair]]:
+    """Return rounds of the contended measurement: as many disjoint pairs of two hosts as possible, at the same
+    time."""
+    members = by_host(hosts)
+    rounds = []
+    for meeting in circle(len(members)):
+        crossing = [list(zip(members[a], members[b], strict=False)) for a, b in meeting]
+        rounds.append([pair for pairs in crossing if len(pairs) > 1 for pair in pairs])
+    return [pairs for pairs in rounds if pairs]
+
+
+class Wire(Protocol):
+    """Two ends that send tensors to each other and wait for them."""
+
+    def send(self, tensor: Tensor) -> None: ...
+
+    def receive(self, tensor: Tensor) -> None: ...
+
+
+class GlooWire:
+    """A connection of this process to one other, over gloo.
+
+    Args:
+        store: a store that both processes reach.
+        name: name of the pair, known to both.
+        leads: True on one of the two.
+        timeout: limit for making the connection, and for every transfer.
+
+    Raises:
+        RuntimeError: the connection cannot be made.
+    """
+
+    def __init__(self, store: Store, name: str, leads: bool, timeout: timedelta) -> None:
+        self._other = 1 if leads else 0
+        self._group: Any = ProcessGroupGloo(PrefixStore(name, store), 1 - self._other, 2, timeout)
+
+    def send(self, tensor: Tensor) -> None:
+        self._group.send([tensor], self._other, 0).wait()
+
+    def receive(self, tensor: Tensor) -> None:
+        self._group.recv([tensor], self._other, 0).wait()
+
+
+def latency(wire: Wire, leads: bool, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds for 8 bytes in one direction: half the median of ping-pongs, on the side that leads; 0 on the
+    other."""
+    token = torch.zeros(1, dtype=torch.int64)
+    trips = []
+    for _ in range(WARM_UP + PINGS):
+        if leads:
+            start = clock()
+            wire.send(token)
+            wire.receive(token)
+            trips.append(clock() - start)
+        else:
+            wire.receive(token)
+            wire.send(token)
+    return median(trips[WARM_UP:]) / 2 if leads else 0.0
+
+
+def bandwidth(wire: Wire, leads: bool, outward: bool, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return bytes per second, from the side that leads if ``outward``, else to it; 0 on the other side.
+
+    The size is doubled until a message takes :data:`LEAST_SECONDS`; then the slope between that size and twice that
+    size counts, so that neither latency nor the capacity of a buffer matters.
+    """
+    if not leads:
+        _follow(wire, outward)
+        return 0.0
+    size = SMALLEST
+    while _timed(wire, size, outward, clock) < LEAST_SECONDS and size < LARGEST:
+        size *= 2
+    short, long = (min(_timed(wire, amount, outward, clock) for _ in range(REPEATS)) for amount in (size, 2 * size))
+    wire.send(torch.zeros(1, dtype=torch.int64))
+    mean = 2 * size / long
+    return min(size / (long - short), 2 * mean) if long > short else mean  # a slope far above the mean is noise
+
+
+def _timed(wire: Wire, size: int, outward: bool, clock: Callable[[], float]) -> float:
+    token, payload = torch.tensor([size]), _payload(size)
+    start = clock()
+    wire.send(token)
+    if outward:
+        wire.send(payload)
+        wire.receive(token)
+    else:
+        wire.receive(payload)
+    return clock() - start
+
+
+def _follow(wire: Wire, outward: bool) -> None:
+    token = torch.zeros(1, dtype=torch.int64)
+    while True:
+        wire.receive(token)
+        if not token:
+            return
+        payload = _payload(int(token))
+        if outward:
+            wire.receive(payload)
+            wire.send(token)
+        else:
+            wire.send(payload)
+
+
+@lru_cache(maxsize=2)
+def _payload(size: int) -> Tensor:
+    """Return a tensor of ``size`` bytes, the same each time: fresh memory would first have to be mapped."""
+    return torch.zeros(size, dtype=torch.uint8)
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -108,84 +305,3 @@ def summary(network: Network, links: Sequence[Link], file: Path) -> str:
             "network interface? GLOO_SOCKET_IFNAME names the right one."
         )
     return "\n".join(lines)
-
-
-MOST_DEVICES = 64
-"""Largest number of devices with which all pairs of every two hosts are measured."""
-
-SAMPLE = 4
-"""Number of pairs of two hosts that are measured otherwise."""
-
-Pair = tuple[int, int]
-
-
-def circle(count: int) -> list[list[Pair]]:
-    """Return rounds of disjoint pairs in which each participant meets each other once: one sits still, the others move
-    round the table.
-
-    Args:
-        count: number of participants. If it is odd, one sits out in each round.
-    """
-    table: list[int | None] = [*range(count), *([None] if count % 2 else [])]
-    rounds = []
-    for _ in range(len(table) - 1):
-        facing = zip(table[: len(table) // 2], reversed(table[len(table) // 2 :]), strict=True)
-        rounds.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
-        table = [table[0], table[-1], *table[1:-1]]
-    return rounds
-
-
-def schedule(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Return rounds of pairs of ranks that are measured at the same time: no host takes part in two pairs of a round,
-    since these would share its network card. First ranks of the same host meet, then hosts by the circle method, each
-    pair of their ranks in a separate round.
-
-    Args:
-        hosts: the host of each rank.
-    """
-    members = by_host(hosts)
-    inside = [[pair for meeting in circle(len(ranks)) for pair in meeting] for ranks in members]
-    rounds = []
-    for number in range(max(map(len, inside))):
-        rounds.append(
-            [
-                (ranks[pairs[number][0]], ranks[pairs[number][1]])
-                for ranks, pairs in zip(members, inside, strict=True)
-                if number < len(pairs)
-            ]
-        )
-    for meeting in circle(len(members)):
-        crossing = [sampled(members[a], members[b], len(hosts)) for a, b in meeting]
-        for number in range(max(map(len, crossing), default=0)):
-            rounds.append([pairs[number] for pairs in crossing if number < len(pairs)])
-    return rounds
-
-
-def by_host(hosts: Sequence[str]) -> list[list[int]]:
-    """Return the ranks of each host, in the order in which hosts first appear."""
-    members: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        members.setdefault(host, []).append(rank)
-    return list(members.values())
-
-
-def sampled(one: Sequence[int], other: Sequence[int], num_devices: int) -> list[Pair]:
-    """Return the pairs of ranks of two hosts that are measured: all, or some that have as few ranks in common as
-    possible."""
-    pairs = [
-        (min(a, b), max(a, b))
-        for shift in range(len(other))
-        for a, b in ((rank, other[(position + shift) % len(other)]) for position, rank in enumerate(one))
-    ]
-    return pairs if num_devices <= MOST_DEVICES else pairs[:SAMPLE]
-
-
-def together(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Return rounds of the contended measurement: as many disjoint pairs of two hosts as possible, at the same
-    time."""
-    members = by_host(hosts)
-    rounds = []
-    for meeting in circle(len(members)):
-        crossing = [list(zip(members[a], members[b], strict=False)) for a, b in meeting]
-        rounds.append([pair for pairs in crossing if len(pairs) > 1 for pair in pairs])
-    return [pairs for pairs in rounds if pairs]

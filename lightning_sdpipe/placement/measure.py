@@ -34,12 +34,23 @@ from lightning_sdpipe.partition.factory import build
 from lightning_sdpipe.partition.plan import Profile, plan, with_crossing
 from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
-from lightning_sdpipe.placement import probe
 from lightning_sdpipe.placement.job_store import JobStore
-from lightning_sdpipe.placement.links import Link, Pair, combine, schedule, summary, together
+from lightning_sdpipe.placement.links import (
+    GlooWire,
+    Link,
+    Pair,
+    bandwidth,
+    combine,
+    latency,
+    schedule,
+    summary,
+    together,
+)
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network, write_network
-from lightning_sdpipe.topology.hosts import device_name, this_host
+from lightning_sdpipe.topology.groups import device_name, this_host
+
+MAYBE: Any = Link | None
 
 SAMPLES, INTERVAL = 5, 0.1
 """Number of samples of a matrix product, where there is no model to measure with, and seconds for each."""
@@ -79,8 +90,6 @@ def abilities(host: str, index: int, local_size: int, model: str | None, names: 
         kernel, operations = matrix_product(device)
         rate = median(sample(kernel, SAMPLES, INTERVAL, 1.0))
         return DeviceProfile(host, index, 1.0 / (rate * operations), memory, [], "")
-    from lightning_sdpipe.placement.measure import measured_blocks  # imports lightning, which takes long
-
     name, blocks = measured_blocks(model, names, device)
     return DeviceProfile(host, index, sum(block.seconds for block in blocks), memory, blocks, name)
 
@@ -104,9 +113,6 @@ def _memory(device: torch.device, local_size: int) -> int | None:
         return None
     available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     return available[0] // local_size if available else None
-
-
-MAYBE: Any = Link | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -228,9 +234,7 @@ def _measured(meeting: JobStore, pair: Pair, timeout: float) -> Link | None:
     leads = meeting.rank == pair[0]
     try:
         wire = _wire(meeting, f"pair {pair}", leads, timeout)
-        found = Link(
-            pair, probe.latency(wire, leads), probe.bandwidth(wire, leads, True), probe.bandwidth(wire, leads, False)
-        )
+        found = Link(pair, latency(wire, leads), bandwidth(wire, leads, True), bandwidth(wire, leads, False))
     except RuntimeError as error:
         return Link(pair, error=str(error).splitlines()[0])
     return found if leads else None
@@ -242,18 +246,14 @@ def _contended(meeting: JobStore, pair: Pair, timeout: float, links: Sequence[Li
     leads = meeting.rank == pair[0]
     try:
         wire = _wire(meeting, f"contended pair {pair}", leads, timeout)
-        found = Link(pair, outward=probe.bandwidth(wire, leads, True))
+        found = Link(pair, outward=bandwidth(wire, leads, True))
     except RuntimeError as error:
         return Link(pair, error=str(error).splitlines()[0])
     return found if leads else None
 
 
-def _wire(meeting: JobStore, name: str, leads: bool, timeout: float) -> probe.GlooWire:
-    return probe.GlooWire(meeting.store, name, leads, timedelta(seconds=timeout))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _wire(meeting: JobStore, name: str, leads: bool, timeout: float) -> GlooWire:
+    return GlooWire(meeting.store, name, leads, timedelta(seconds=timeout))
 
 
 def measured_blocks(model: str, names: Sequence[str] | None, device: torch.device) -> tuple[str, list[Block]]:
@@ -299,3 +299,7 @@ def measured_blocks(model: str, names: Sequence[str] | None, device: torch.devic
         )
         for block in with_crossing(profiles[-1], blocks, rehearsals[-1])
     ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -178,25 +178,19 @@ class PlacementResult:
         return Placement(FORMAT, source, cost, reversible, blocks, names)
 
 
-def place(
-    network: Network,
-    asked: PlacementTask,
-    traffic: StageTraffic | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> PlacementResult:
+def place(network: Network, asked: PlacementTask, traffic: StageTraffic | None = None) -> PlacementResult:
     """Search for a placement of ``asked.num_stages`` stages on all devices of ``network``.
 
     Args:
         network: a network that was measured, or written by hand.
         asked: the task.
         traffic: the traffic of the stages, if the network has no model, or instead of it.
-        clock: monotonic seconds.
 
     Raises:
         ConfigurationError: the devices do not form such pipelines, the traffic of the stages is unknown, the model
             cannot be cut or fits nowhere, or every placement needs a link that does not exist.
     """
-    start = clock()
+    start = time.perf_counter()
     count, stages = len(network), asked.num_stages
     if stages < 1 or count % stages:
         allowed = [m for m in range(1, count + 1) if count % m == 0]
@@ -205,7 +199,7 @@ def place(
             f"devices. Use one of {allowed}."
         )
     if traffic is not None:
-        return _by_traffic(network, asked, traffic, asked.seconds, clock)
+        return _by_traffic(network, asked, traffic, asked.seconds)
     if network.model is None:
         raise ConfigurationError(
             "Nothing says what the stages send: the network was measured without a model. Measure with `--model "
@@ -215,18 +209,16 @@ def place(
     spans = _cut_by_blocks(job)
     speeds, memories = job.speeds, set(job.memories)
     if max(speeds) <= ALIKE * min(speeds) and len(memories) == 1:
-        placed, spans = _by_cuts(job, asked, spans, start, clock)
+        placed, spans = _by_cuts(job, asked, spans, start)
     else:
-        placed, spans = _by_throughput(job, asked, spans, start, clock)
+        placed, spans = _by_throughput(job, asked, spans, start)
     return _timed(placed, job, spans)
 
 
-def _by_traffic(
-    network: Network, asked: PlacementTask, traffic: StageTraffic, seconds: float, clock: Callable[[], float]
-) -> PlacementResult:
+def _by_traffic(network: Network, asked: PlacementTask, traffic: StageTraffic, seconds: float) -> PlacementResult:
     num_pipelines = len(network) // asked.num_stages
     costs = weights(network, num_pipelines, traffic, asked.cost, asked.micro_batches)
-    found = search(costs, num_pipelines, seconds, asked.seed, clock=clock)
+    found = search(costs, num_pipelines, seconds, asked.seed)
     stages, cost = ending_with(asked.first, found.stages, costs)
     return PlacementResult(
         network,
@@ -241,14 +233,12 @@ def _by_traffic(
     )
 
 
-def _by_cuts(
-    job: PlacementJob, asked: PlacementTask, spans: Spans, start: float, clock: Callable[[], float]
-) -> tuple[PlacementResult, Spans]:
+def _by_cuts(job: PlacementJob, asked: PlacementTask, spans: Spans, start: float) -> tuple[PlacementResult, Spans]:
     """Places on equal devices, where communication decides; the cut and the placement are improved in turn."""
     best: tuple[float, PlacementResult, Spans] | None = None
     for _ in range(ALTERNATIONS):
-        left = start + asked.seconds - clock()
-        placed = _by_traffic(job.network, asked, traffic_of(job.chain, spans), left / 2, clock)
+        left = start + asked.seconds - time.perf_counter()
+        placed = _by_traffic(job.network, asked, traffic_of(job.chain, spans), left / 2)
         seconds = CutJob(job, spans).seconds(placed.stages)
         if best is not None and seconds >= best[0] * (1 - 1e-9):
             break
@@ -261,17 +251,17 @@ def _by_cuts(
 
 
 def _by_throughput(
-    job: PlacementJob, asked: PlacementTask, spans: Spans, start: float, clock: Callable[[], float]
+    job: PlacementJob, asked: PlacementTask, spans: Spans, start: float
 ) -> tuple[PlacementResult, Spans]:
     """Places on unlike devices, where the time of a mini-batch decides, of which communication is a part."""
-    first = _by_traffic(job.network, asked, traffic_of(job.chain, spans), FIRST_PART * asked.seconds, clock)
+    first = _by_traffic(job.network, asked, traffic_of(job.chain, spans), FIRST_PART * asked.seconds)
     starts = [first.stages, first.stages[::-1], default_order(asked.num_stages, job.num_pipelines)]
-    free = _fastest(job, starts, asked.seed, start + SECOND_PART * asked.seconds, clock)
+    free = _fastest(job, starts, asked.seed, start + SECOND_PART * asked.seconds)
     seconds, stages, cut = free
     if asked.first not in stages[-1]:
         starts = [_swapped(stages, asked.first, other) for other in stages[-1]] + [stages[::-1], *starts]
         ruled = replace(job, last=asked.first)
-        seconds, stages, cut = _fastest(ruled, starts, asked.seed, start + asked.seconds, clock)
+        seconds, stages, cut = _fastest(ruled, starts, asked.seed, start + asked.seconds)
     if math.isinf(seconds):
         raise ConfigurationError(
             f"Rank 0 must run a last stage, which {job.network.devices[asked.first]} cannot in any way that was tried. "
@@ -292,9 +282,7 @@ def _by_throughput(
     return placed, cut
 
 
-def _fastest(
-    job: PlacementJob, starts: Sequence[Stages], seed: int, until: float, clock: Callable[[], float]
-) -> tuple[float, Stages, Spans]:
+def _fastest(job: PlacementJob, starts: Sequence[Stages], seed: int, until: float) -> tuple[float, Stages, Spans]:
     best: tuple[float, Stages, Spans] | None = None
     for step in place_heterogeneous(job, starts, random.Random(seed)):
         if step is not None:
@@ -302,7 +290,7 @@ def _fastest(
             seconds = CutJob(job, spans).seconds(stages)
             if best is None or seconds < best[0]:
                 best = seconds, stages, spans
-        if best is not None and clock() >= until:
+        if best is not None and time.perf_counter() >= until:
             break
     assert best is not None, "it yields something, or raises"
     return best

@@ -85,9 +85,7 @@ class RaggedResult:
         return Placement(FORMAT, source, cost, False, tuple(map(tuple, self.blocks)), names)
 
 
-def place_ragged(
-    network: Network, asked: PlacementTask, depths: Sequence[int] = (), clock: Callable[[], float] = time.perf_counter
-) -> RaggedResult:
+def place_ragged(network: Network, asked: PlacementTask, depths: Sequence[int] = ()) -> RaggedResult:
     """Find the pipelines with the most mini-batches per second, of any depths or of ``depths``; devices may be left
     out.
 
@@ -95,7 +93,6 @@ def place_ragged(
         network: a network with a model.
         asked: the task with the seconds to search; its number of stages is ignored.
         depths: depths of all pipelines, if they are given; they add up to the number of devices.
-        clock: monotonic seconds.
 
     Raises:
         ConfigurationError: the model fits in no such way, or the device that will be rank 0 cannot run a last stage.
@@ -105,7 +102,7 @@ def place_ragged(
             f"--stages {','.join(map(str, depths))} are {sum(depths)} workers, and the network has {len(network)} "
             "devices. Change one of them: each stage of each pipeline is a device."
         )
-    late = _deadline(asked, clock)
+    late = _deadline(asked)
 
     def splits(fleet: Fleet) -> Iterator[tuple[Fleet, Sequence[Counts]]]:
         if not fleet.exact:
@@ -120,9 +117,7 @@ def place_ragged(
     return _best(network, asked, splits, range(1, len(network) + 1), late)
 
 
-def best_rectangle(
-    network: Network, asked: PlacementTask, clock: Callable[[], float] = time.perf_counter
-) -> RaggedResult | None:
+def best_rectangle(network: Network, asked: PlacementTask) -> RaggedResult | None:
     """Find the fastest pipelines of one depth and one cut, where devices may be left out; None if there are none, or
     too many counts to examine. For the arguments see :func:`place_ragged`."""
 
@@ -132,14 +127,14 @@ def best_rectangle(
             yield from ((of_cut, split) for split in free(of_cut))
 
     try:
-        return _best(network, asked, splits, range(1, len(network) + 1), _deadline(asked, clock))
+        return _best(network, asked, splits, range(1, len(network) + 1), _deadline(asked))
     except ConfigurationError:
         return None
 
 
-def _deadline(asked: PlacementTask, clock: Callable[[], float]) -> Callable[[], bool]:
-    until = clock() + asked.seconds
-    return lambda: clock() >= until
+def _deadline(asked: PlacementTask) -> Callable[[], bool]:
+    until = time.perf_counter() + asked.seconds
+    return lambda: time.perf_counter() >= until
 
 
 def _best(

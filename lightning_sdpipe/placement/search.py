@@ -21,11 +21,10 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.placement import class_search
 from lightning_sdpipe.placement.anneal import anneal, neighbours
 from lightning_sdpipe.placement.arrange import arrange
-from lightning_sdpipe.placement.class_search import ClassCosts, Outline, anneal_runs, structures
 from lightning_sdpipe.placement.cost import Cost, Stages, Weights, default_order, evaluate, lower_bound
-from lightning_sdpipe.placement.device_classes import Classes, alike, identical
 from lightning_sdpipe.placement.exact import prove
 
 ROUNDS = 24
@@ -159,7 +158,7 @@ class _Coarse:
 
     def __init__(
         self,
-        classes: Classes,
+        classes: class_search.Classes,
         are_identical: bool,
         weights: Weights,
         num_pipelines: int,
@@ -168,10 +167,10 @@ class _Coarse:
     ) -> None:
         self._classes, self._provable, self._weights = classes, are_identical, weights
         self._num_pipelines, self._best, self._rng = num_pipelines, best, rng
-        self._costs = ClassCosts(classes.weights)
-        self._structures = structures(weights.num_stages, rng)
+        self._costs = class_search.ClassCosts(classes.weights)
+        self._structures = class_search.structures(weights.num_stages, rng)
         self._more = cycle(lengths for lengths in self._structures if len(lengths) > FEW_RUNS)
-        self._proof: Generator[Outline | None, None, bool] | None = None
+        self._proof: Generator[class_search.Outline | None, None, bool] | None = None
         self.optimal = False
 
     @classmethod
@@ -179,11 +178,11 @@ class _Coarse:
         cls, weights: Weights, num_pipelines: int, best: Found, rng: random.Random
     ) -> Generator[None, None, _Coarse | None]:
         """Make the search; return None if the devices do not fall into few classes."""
-        classes = identical(weights)
+        classes = class_search.identical(weights)
         yield None
         are_identical = len(classes) <= MOST_CLASSES
         if not are_identical:
-            classes = yield from alike(weights)
+            classes = yield from class_search.alike(weights)
         return cls(classes, are_identical, weights, num_pipelines, best, rng) if len(classes) <= MOST_CLASSES else None
 
     def few_runs(self) -> Iterator[Stages | None]:
@@ -199,13 +198,13 @@ class _Coarse:
 
     def _runs(self, lengths: Sequence[int]) -> Iterator[Stages | None]:
         best = None
-        for outline in anneal_runs(lengths, self._classes, self._costs, self._num_pipelines, self._rng):
+        for outline in class_search.anneal_runs(lengths, self._classes, self._costs, self._num_pipelines, self._rng):
             best = outline or best
             yield None
         if best is not None:
             yield from self._of_devices(best)
 
-    def _of_devices(self, outline: Outline) -> Iterator[Stages | None]:
+    def _of_devices(self, outline: class_search.Outline) -> Iterator[Stages | None]:
         return arrange(self._classes.devices(outline.groups), self._weights, outline.limit)
 
     def prove(self, steps: int) -> Iterator[Stages | None]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from lightning_sdpipe.partition.memory import Memory
+from lightning_sdpipe.partition.balance import Memory
 from lightning_sdpipe.placement.cost import CostModel, Stages, Weights, weights
 from lightning_sdpipe.placement.model import Block, traffic_of
 from lightning_sdpipe.placement.network import Matrix, Network

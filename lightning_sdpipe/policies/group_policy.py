@@ -2,23 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_sdpipe.policies import events
 from lightning_sdpipe.policies.decisions import Decision, Group
-from lightning_sdpipe.policies.events import (
-    Answered,
-    Broken,
-    Event,
-    Joined,
-    Left,
-    Lost,
-    Progress,
-    Ready,
-    Regrouped,
-    Restarted,
-    Tick,
-    Vanished,
-    Widened,
-    Worker,
-)
 from lightning_sdpipe.policies.participants import Participants
 
 
@@ -33,10 +18,10 @@ class GroupPolicy:
     def __init__(self, num_stages: int, num_pipelines: int) -> None:
         self.participants = Participants(num_stages, num_pipelines)
 
-    def on(self, event: Event, now: float) -> list[Decision]:
+    def on(self, event: events.Event, now: float) -> list[Decision]:
         """See :class:`~lightning_sdpipe.policies.policy.Policy`. Time passes before anything else happens."""
         participants = self.participants
-        if type(event) is Ready:  # most events are
+        if type(event) is events.Ready:  # most events are
             worker, iteration = event.worker, event.iteration
             participants.check_waits(worker, iteration)
             decisions = self.time_passed(now)
@@ -45,36 +30,36 @@ class GroupPolicy:
                 self.worker_has_base(worker, event.base)
             return decisions + self.worker_ready(worker, iteration, now)
         match event:
-            case Tick():
+            case events.Tick():
                 return self.time_passed(now)
-            case Joined(worker, answered, host):
+            case events.Joined(worker, answered, host):
                 participants.check_joins(worker)
                 decisions = self.time_passed(now)
                 participants.joins(worker, answered, host)
                 return decisions + self.worker_joined(worker, now)
-            case Left(worker) | Lost(worker):
+            case events.Left(worker) | events.Lost(worker):
                 participants.check_takes_part(worker, "left")
                 decisions = self.time_passed(now)
                 participants.leaves(worker)
-                gone = self.worker_lost if type(event) is Lost else self.worker_left
+                gone = self.worker_lost if type(event) is events.Lost else self.worker_left
                 return decisions + gone(worker, now)
-            case Progress(worker):
+            case events.Progress(worker):
                 participants.check_takes_part(worker, "went on")
                 return self.time_passed(now) + self.worker_progressed(event, now)
-            case Vanished(worker):
+            case events.Vanished(worker):
                 self.worker_vanished(worker)
-            case Broken(sequence):
+            case events.Broken(sequence):
                 participants.check_group_was(sequence)
                 return self.time_passed(now) + self.group_broke(sequence, now)
-            case Restarted(next_sequence):
+            case events.Restarted(next_sequence):
                 participants.next_sequence = max(participants.next_sequence, next_sequence)
                 return self.scheduler_restarted(now)
-            case Answered(worker, iteration):
+            case events.Answered(worker, iteration):
                 participants.is_answered(worker, iteration)
                 return self.worker_answered(worker, now)
-            case Regrouped():
+            case events.Regrouped():
                 return [self.group_retries(event)]
-            case Widened(num_pipelines):
+            case events.Widened(num_pipelines):
                 if num_pipelines > participants.num_pipelines:
                     self.widened(num_pipelines)
                     participants.widen(num_pipelines)
@@ -84,27 +69,27 @@ class GroupPolicy:
         """See :class:`~lightning_sdpipe.policies.policy.Policy`."""
         return None
 
-    def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
+    def worker_ready(self, worker: events.Worker, iteration: int, now: float) -> list[Decision]:
         """Answer ``worker``, which waits for a group."""
         raise NotImplementedError(f"{type(self).__name__} must say in worker_ready how a ready worker is answered")
 
-    def worker_left(self, worker: Worker, now: float) -> list[Decision]:
+    def worker_left(self, worker: events.Worker, now: float) -> list[Decision]:
         """Handle ``worker``, which has left or, without a :meth:`worker_lost`, was lost; workers that wait for it must
         not wait for ever."""
         return []
 
-    def worker_lost(self, worker: Worker, now: float) -> list[Decision]:
+    def worker_lost(self, worker: events.Worker, now: float) -> list[Decision]:
         """Handle ``worker``, which fell silent and may come back with another model."""
         return self.worker_left(worker, now)
 
-    def worker_vanished(self, worker: Worker) -> None:
+    def worker_vanished(self, worker: events.Worker) -> None:
         """Note that ``worker``, which had left, will not come back as it was."""
 
-    def worker_joined(self, worker: Worker, now: float) -> list[Decision]:
+    def worker_joined(self, worker: events.Worker, now: float) -> list[Decision]:
         """Handle ``worker``, which takes part now."""
         return []
 
-    def worker_progressed(self, progress: Progress, now: float) -> list[Decision]:
+    def worker_progressed(self, progress: events.Progress, now: float) -> list[Decision]:
         """Handle a worker's report of its speed."""
         return []
 
@@ -112,18 +97,18 @@ class GroupPolicy:
         """Handle a group whose members did not average; it may be reported more than once."""
         return []
 
-    def group_retries(self, event: Regrouped) -> Group:
+    def group_retries(self, event: events.Regrouped) -> Group:
         """Return the group of the members of a broken one that try again."""
         return self.participants.regroup(event.members, event.weights)
 
-    def worker_has_base(self, worker: Worker, base: int) -> None:
+    def worker_has_base(self, worker: events.Worker, base: int) -> None:
         """Note the base that ``worker``, which is about to wait for a group, trains from."""
 
     def scheduler_restarted(self, now: float) -> list[Decision]:
         """Handle a restart of the scheduler; the knowledge of the one that decided before is lost."""
         return []
 
-    def worker_answered(self, worker: Worker, now: float) -> list[Decision]:
+    def worker_answered(self, worker: events.Worker, now: float) -> list[Decision]:
         """Handle ``worker``, which does not wait: it was answered as another scheduler had decided."""
         return []
 

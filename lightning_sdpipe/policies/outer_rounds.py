@@ -231,8 +231,7 @@ class OuterRoundsPolicy(GroupPolicy):
         for stage in range(self.participants.num_stages):
             if here := self._here(stage):
                 groups.append(self._with_lineage(self.participants.group(stage, here, reason)))
-        for pipeline in self._ready:
-            self._window.answered(pipeline, now)
+        self._window.answered(self._ready, now)
         self._ready, self._due = {}, math.inf
         return groups
 

@@ -152,26 +152,25 @@ class Participants:
 
         ``weights`` belong to ``pipelines`` and then ``passive``, in this order; they are equal by default.
         """
-        waiting, answered, workers = self.waiting[stage], self._answered[stage], self._workers[stage]
+        waiting, answered, worker_of = self.waiting[stage], self._answered[stage], self._workers[stage].__getitem__
         for pipeline in pipelines:
             answered[pipeline] = waiting.pop(pipeline)
         sequence = self.next_sequence
         self.next_sequence = sequence + 1
-        if passive:
-            together = [*pipelines, *passive]
-            bystanders = tuple([workers[pipeline] for pipeline in passive])
-        else:
-            together, bystanders = list(pipelines), ()
+        together = [*pipelines, *passive]
         if weights is None:
-            together.sort()
             shares = (1.0 / len(together),) * len(together)
         else:
-            of = dict(zip(together, weights, strict=True))
-            together.sort()
-            shares = tuple([of[pipeline] for pipeline in together])
-        members = tuple([workers[pipeline] for pipeline in together])
-        waits_on = tuple([workers[pipeline] for pipeline in standing])
-        return Group(members, shares, sequence, reason, bystanders, standing=waits_on)
+            shares = tuple([share for _, share in sorted(zip(together, weights, strict=True))])
+        together.sort()
+        return Group(
+            tuple(map(worker_of, together)),
+            shares,
+            sequence,
+            reason,
+            tuple(map(worker_of, passive)),
+            standing=tuple(map(worker_of, standing)),
+        )
 
     def _check_exists(self, worker: Worker) -> None:
         if not (0 <= worker.stage < self.num_stages and 0 <= worker.pipeline < self.num_pipelines):

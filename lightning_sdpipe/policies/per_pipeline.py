@@ -16,20 +16,8 @@ from typing import Any
 
 import msgspec
 
+from lightning_sdpipe.policies import events
 from lightning_sdpipe.policies.decisions import Decision
-from lightning_sdpipe.policies.events import (
-    Answered,
-    Event,
-    Joined,
-    Left,
-    Lost,
-    Progress,
-    Ready,
-    Regrouped,
-    Vanished,
-    Widened,
-    Worker,
-)
 from lightning_sdpipe.policies.participants import Participants
 from lightning_sdpipe.policies.policy import Policy, RefusedEvent
 
@@ -45,11 +33,11 @@ class PerPipeline:
         self._joined: set[int] = set()
         """Pipelines that the policy counts on."""
 
-    def on(self, event: Event, now: float) -> list[Decision]:
+    def on(self, event: events.Event, now: float) -> list[Decision]:
         """See :class:`~lightning_sdpipe.policies.policy.Policy`."""
         workers = self.participants
         match event:
-            case Ready(worker, iteration):
+            case events.Ready(worker, iteration):
                 workers.check_waits(worker, iteration)
                 waits = self._beside(worker, iteration)
                 pipeline = worker.pipeline
@@ -57,7 +45,7 @@ class PerPipeline:
                 decisions = self._policy.on(_of_pipeline(event), now) if complete else []
                 workers.waits(worker, iteration)
                 return self._answered(decisions)
-            case Joined(worker, answered, host):
+            case events.Joined(worker, answered, host):
                 self._check_exists(worker)
                 workers.check_joins(worker)
                 decisions = []
@@ -65,11 +53,11 @@ class PerPipeline:
                     before = [workers.last_answered(stage, worker.pipeline) for stage in self._others(worker)]
                     newest = max((each for each in (answered, *before) if each is not None), default=None)
                     hosts = [host, *(workers.hosts[stage].get(worker.pipeline, "") for stage in self._others(worker))]
-                    decisions = self._policy.on(Joined(_of(worker), newest, ",".join(sorted({*hosts}))), now)
+                    decisions = self._policy.on(events.Joined(_of(worker), newest, ",".join(sorted({*hosts}))), now)
                     self._joined.add(worker.pipeline)
                 workers.joins(worker, answered, host)
                 return self._answered(decisions)
-            case Left(worker) | Lost(worker):
+            case events.Left(worker) | events.Lost(worker):
                 workers.check_takes_part(worker, "left")
                 decisions = []
                 if worker.pipeline in self._joined:
@@ -77,22 +65,22 @@ class PerPipeline:
                     self._joined.discard(worker.pipeline)
                 workers.leaves(worker)
                 return self._answered(decisions)
-            case Progress(worker):
+            case events.Progress(worker):
                 workers.check_takes_part(worker, "went on")
                 last = worker.stage == self._depths[worker.pipeline] - 1
                 if not (last and worker.pipeline in self._joined):
                     return []
                 return self._answered(self._policy.on(_of_pipeline(event), now))
-            case Answered(worker, iteration):
+            case events.Answered(worker, iteration):
                 workers.is_answered(worker, iteration)
                 if worker.pipeline not in self._joined:
                     return []
                 return self._answered(self._policy.on(_of_pipeline(event), now))
-            case Vanished():
+            case events.Vanished():
                 return self._answered(self._policy.on(_of_pipeline(event), now))
-            case Regrouped():
+            case events.Regrouped():
                 return self._policy.on(event, now)  # its members do not wait to be answered
-            case Widened():
+            case events.Widened():
                 raise RefusedEvent(f"there are {len(self._depths)} pipelines, each with a number of stages of its own")
         return self._answered(self._policy.on(event, now))
 
@@ -110,19 +98,19 @@ class PerPipeline:
             for member in group.members:
                 if not group.passive or member not in group.passive:
                     for stage in range(self._depths[member.pipeline]):
-                        self.participants.answer(Worker(stage, member.pipeline))
+                        self.participants.answer(events.Worker(stage, member.pipeline))
         return decisions
 
     def _active(self, pipeline: int) -> int:
         """Return how many workers of ``pipeline`` have joined."""
         return sum(pipeline in active for active in self.participants.active)
 
-    def _others(self, worker: Worker) -> list[int]:
+    def _others(self, worker: events.Worker) -> list[int]:
         """Return the other stages of the worker's pipeline that have joined."""
         active = self.participants.active
         return [j for j in range(len(active)) if j != worker.stage and worker.pipeline in active[j]]
 
-    def _beside(self, worker: Worker, iteration: int) -> int:
+    def _beside(self, worker: events.Worker, iteration: int) -> int:
         """Return how many other workers of its pipeline wait.
 
         Raises:
@@ -139,7 +127,7 @@ class PerPipeline:
             found += other is not None
         return found
 
-    def _check_exists(self, worker: Worker) -> None:
+    def _check_exists(self, worker: events.Worker) -> None:
         pipelines = len(self._depths)
         if not (0 <= worker.pipeline < pipelines and 0 <= worker.stage < self._depths[worker.pipeline]):
             raise RefusedEvent(
@@ -147,8 +135,8 @@ class PerPipeline:
             )
 
 
-def _of(worker: Worker) -> Worker:
-    return Worker(0, worker.pipeline)
+def _of(worker: events.Worker) -> events.Worker:
+    return events.Worker(0, worker.pipeline)
 
 
 def _of_pipeline(event: Any) -> Any:

@@ -114,7 +114,7 @@ def make(name: str, values: Mapping[str, object]) -> PolicyConfig:
         if value not in kind.__struct_fields__:
             raise ConfigurationError(f"{value} is not a value of {name}{nearest(value, kind.__struct_fields__)}")
     try:
-        return msgspec.convert(_with_infinity(values), kind)
+        return msgspec.convert({name: math.inf if value == "inf" else value for name, value in values.items()}, kind)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{error}; given for {name}: {dict(values)!r}") from error
 
@@ -174,10 +174,6 @@ def from_json(text: str | bytes) -> PolicyConfig:
     except ValueError as error:
         raise ConfigurationError(f"a policy must be JSON, but this is not: {text!r}") from error
     return from_plain(plain)
-
-
-def _with_infinity(values: Mapping[str, object]) -> dict[str, object]:
-    return {name: math.inf if value == "inf" else value for name, value in values.items()}
 
 
 def _folders() -> Iterable[str]:

@@ -309,8 +309,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
         if stage.versions is not None:
             for group in groups:
                 stage.versions.met(group.sequence, [worker.pipeline for worker in group.members])
-        for pipeline in waiting:
-            stage.window.answered(pipeline, now)
+        stage.window.answered(waiting, now)
         stage.releases += 1
         self._reset(number)
         return groups

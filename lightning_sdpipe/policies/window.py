@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 from typing import Literal
 
 SMALLEST_FRACTION = 1 / 64
@@ -108,11 +109,12 @@ class AdaptiveWindow:
             fraction = SMALLEST_FRACTION
         self._fractions[worker] = fraction
 
-    def answered(self, worker: int, now: float) -> None:
-        """Note that ``worker`` got a group and computes from now on."""
-        self._released_at[worker] = now
-        self._expected.pop(worker, None)
-        self._expected[worker] = now
+    def answered(self, workers: Iterable[int], now: float) -> None:
+        """Note that ``workers`` got a group and compute from now on."""
+        for worker in workers:
+            self._released_at[worker] = now
+            self._expected.pop(worker, None)
+            self._expected[worker] = now
 
     def arrived(self, worker: int, now: float) -> None:
         """Note that ``worker`` is ready again: the time since its last group is one iteration without the waiting."""

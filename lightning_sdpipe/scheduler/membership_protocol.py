@@ -90,7 +90,7 @@ class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
     last. In ``epoch`` it cannot reach the pipelines ``misses``. It has made ``update`` updates (-1: unknown).
     ``joined`` says whether it believes that it takes part in groups, ``rows`` what it did since the last beat, and
     ``dealt`` how far it is with the batches that it was dealt. ``spans`` are there when the scheduler has asked for
-    them."""
+    them. For ``waits`` seconds it has been in its present wait for another worker (0: in none)."""
 
     holds: tuple[Count, ...]
     epoch: Count
@@ -104,6 +104,7 @@ class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
     rows: NewRows | None = None
     dealt: tuple[Segment, Done] | None = None
     spans: Spans | None = None
+    waits: Count = 0
 
 
 class TellSnapshot(MemberRequest, frozen=True, gc=False, tag="snapshot"):

@@ -104,7 +104,7 @@ Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=255)]
 
 class About(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Description of a worker for people, with the samples of one of its updates, if known, and how its pipeline is
-    run."""
+    run: ``follows_speed`` says that a slow pipeline gets fewer batches or micro-batches."""
 
     host: Text
     device: Text
@@ -113,9 +113,14 @@ class About(msgspec.Struct, frozen=True, array_like=True, gc=False):
     schedule: Text = ""
     micro_batches: Count = 1
     sync: Text = ""
+    follows_speed: bool = False
 
     def __str__(self) -> str:
         return f"{self.host}, {self.device}"
+
+    def following_speed(self) -> About:
+        """Return the description of the same worker, whose pipeline gets batches by its speed."""
+        return msgspec.structs.replace(self, follows_speed=True)
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -16,8 +16,7 @@ from dataclasses import replace
 from lightning_sdpipe.meter import DATA, GC, OWN, PHASES, SEND, WAIT_GROUP
 from lightning_sdpipe.policies.decisions import Reason
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.seeing.costs import Meeting, costs, meetings, stood_still
-from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, severity
+from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, Meeting, costs, meetings, severity, stood_still
 from lightning_sdpipe.seeing.recording import Recording, Series
 
 RECENT, LEAST = 192, 64
@@ -100,14 +99,18 @@ def stalling(seen: Recording) -> list[Finding]:
 _AGAINST_STALLS = {
     "without a core": (Advice("run fewer threads, programs or workers on the machine"),),
     "gc": (Advice("collect no garbage in the midst of training: call gc.freeze() when it begins"),),
-    "data": (Advice("load batches in more processes", "data.num_workers=4"),),
+    "data": (Advice("load batches in more processes", "DataLoader(num_workers=4)", "data.num_workers=4"),),
 }
 
 
 def _wait_less(seen: Recording) -> tuple[Advice, ...]:
     if seen.policy.get("type") == "semi_decentralized":
-        return (Advice("wait as long as is worth it for those that stall", "sync.window=auto"),)
-    return (Advice("let the others go on without those that stall", "sync=semi_decentralized"),)
+        if seen.policy.get("window") == "auto":
+            return ()
+        python = 'SDPipeStrategy(sync=SemiDecentralized(window="auto"))'
+        return (Advice("wait as long as is worth it for those that stall", python, "sync.window=auto"),)
+    python = 'SDPipeStrategy(sync="semi_decentralized")'
+    return (Advice("let the others go on without those that stall", python, "sync=semi_decentralized"),)
 
 
 class _Stalls:
@@ -179,9 +182,16 @@ def exchange_bound(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
         if spent >= EXCHANGE_BOUND * total:
             cost = Charge(spent / _total(seen.series.values()))
             text = f"stage {stage} spends {spent / total:.0%} of its time on exchanges"
-            overlap = Advice("exchange while the next batch is computed", "exchange=full exchange.overlap=step")
-            advice: tuple[Advice, ...] = () if _averages_gradients(seen) else (overlap,)
-            advice = (*advice, Advice("send 8 bits per value", "exchange=eight_bit"))
+            overlap = Advice(
+                "exchange while the next batch is computed",
+                'SDPipeStrategy(exchange=Exchange(overlap="step"))',
+                "exchange=full exchange.overlap=step",
+            )
+            advice: tuple[Advice, ...] = () if seen.policy.get("type") == "no_sync" else (overlap,)
+            advice = (
+                *advice,
+                Advice("send 8 bits per value", 'SDPipeStrategy(exchange="eight_bit")', "exchange=eight_bit"),
+            )
             workers = tuple(worker for worker in sorted(seen.series) if worker.stage == stage)
             evidence = {"exchange_ms": round(spent / members / 1e3, 3)}
             found.append(
@@ -195,9 +205,10 @@ def transfers(seen: Recording, met: Sequence[Meeting]) -> dict[int, tuple[float,
     and the microseconds in all. Where the scheduler holds groups back, their members wait for it, too; these groups are
     left out."""
     found = dict[int, tuple[float, int, float]]()
+    unknown = None if seen.reasons else ""  # a scheduler tells the reasons of its last rounds only
     for meeting in met:
         worker, at = meeting[0]
-        if seen.reasons.get(seen.series[worker].groups[at], "") in NOT_HELD:
+        if seen.reasons.get(seen.series[worker].groups[at], unknown) in NOT_HELD:
             spent, members, total = found.get(worker.stage, (0.0, 0, 0.0))
             total += sum(sum(seen.series[member].us[place]) for member, place in meeting)
             found[worker.stage] = spent + len(meeting) * _transfer(seen, meeting), members + len(meeting), total
@@ -214,7 +225,7 @@ def data_bound(seen: Recording) -> list[Finding]:
     cost = Charge(sum(loading[worker] for worker in bound) / _total(seen.series.values()))
     share = statistics.median(shares[worker] for worker in bound)
     text = f"{len(bound)} of {len(shares)} workers wait for batches, {share:.0%} of their time"
-    advice = (Advice("load batches in more processes", "data.num_workers=4"),)
+    advice = _AGAINST_STALLS["data"]
     evidence = {"share": round(share, 3)}
     return [Finding("data_bound", severity(cost), tuple(bound), _since(seen, bound), text, evidence, cost, advice)]
 
@@ -237,7 +248,8 @@ def unbalanced_cut(seen: Recording) -> list[Finding]:
     text = f"stage {longest} computes {stages[longest] / mean:.2f} × as long as the mean stage"
     evidence = {"update_ms": round(now / 1e3, 3), "update_ms_if_equal": round(equal / 1e3, 3)}
     workers = tuple(worker for worker in sorted(seen.series) if worker.stage == longest)
-    advice = (Advice("cut the model where measured times are equal", "partition=balanced"),)
+    python = 'SDPipeStrategy(partition="balanced")'
+    advice = (Advice("cut the model where measured times are equal", python, "partition=balanced"),)
     return [Finding("unbalanced_cut", severity(cost), workers, _since(seen, workers), text, evidence, cost, advice)]
 
 
@@ -267,8 +279,11 @@ def enforced_often(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
     if cost.stood < FOR_ENFORCED:
         return []
     rounds = seen.policy.get("connectivity")
-    override = f"sync.connectivity={2 * rounds}" if isinstance(rounds, int) else ""
-    advice = (Advice("enforce that all are connected over more rounds", override),)
+    python, override = "", ""
+    if isinstance(rounds, int):
+        python = f"SDPipeStrategy(sync=SemiDecentralized(connectivity={2 * rounds}))"
+        override = f"sync.connectivity={2 * rounds}"
+    advice = (Advice("enforce that all are connected over more rounds", python, override),)
     share = len(enforced) / len(known)
     text = f"{share:.0%} of groups are enforced"
     workers = tuple(sorted({worker for meeting in enforced for worker, _ in meeting}))
@@ -298,7 +313,9 @@ def drifting(seen: Recording) -> list[Finding]:
     text = f"the model of {seen.name(worst)} is {further[worst]:.1f} × as far from those of its groups as others are"
     advice: tuple[Advice, ...] = (Advice("compare its data, learning rate and device with those of its replicas"),)
     if "staleness" in seen.policy and seen.policy["staleness"] is None:
-        advice = (Advice("bound by how many updates a worker may lag", "sync.staleness=8"), *advice)
+        method = {"ad_psgd": "ADPSGD", "phd_psgd": "PHDPSGD"}.get(seen.policy.get("type", ""), "SemiDecentralized")
+        python = f"SDPipeStrategy(sync={method}(staleness=8))"
+        advice = (Advice("bound by how many updates a worker may lag", python, "sync.staleness=8"), *advice)
     evidence = {"ratio": round(further[worst], 3)}
     return [Finding("drifting", "warning", tuple(further), _since(seen, further), text, evidence, None, advice)]
 
@@ -316,10 +333,6 @@ def _transfer(seen: Recording, meeting: Meeting) -> float:
 def _sequence(seen: Recording, meeting: Meeting) -> int:
     worker, at = meeting[0]
     return seen.series[worker].groups[at]
-
-
-def _averages_gradients(seen: Recording) -> bool:
-    return seen.policy.get("type") == "no_sync"
 
 
 def _total(series: Iterable[Series]) -> float:

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from lightning_sdpipe.meter import OWN, PHASES
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.seeing.bottlenecks import bottlenecks
-from lightning_sdpipe.seeing.costs import costs
-from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, severity
+from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, costs, severity
 from lightning_sdpipe.seeing.recording import Recording, Series
 
 
@@ -62,8 +61,16 @@ _SHORTEST_INTERVAL = 1.0
 """Seconds between heartbeats."""
 
 
+_IN_STEP = ("no_sync", "all_reduce", "local_sgd", "ad_psgd", "decentralized", "phd_psgd", "outer_rounds")
+"""Policies of methods that train equally many batches in each pipeline, so that none can be dealt."""
 _FOR_CAUSE = {
-    "data": (Advice("load its batches in more processes, or from a faster disk", "data.num_workers=4"),),
+    "data": (
+        Advice(
+            "load its batches in more processes, or from a faster disk",
+            "DataLoader(num_workers=4)",
+            "data.num_workers=4",
+        ),
+    ),
     "shares its cores": (Advice("run fewer threads, programs or workers on its machine"),),
     "gc": (Advice("collect no garbage in the midst of training: call gc.freeze() when it begins"),),
     "other": (Advice("look for a hook, callback or logger that only this rank runs"),),
@@ -83,23 +90,23 @@ class _Slow:
     stop: int
 
 
-def findings(recording: Recording, rule: SlowRule = RULE) -> list[Finding]:
+def findings(recording: Recording) -> list[Finding]:
     """Return all findings, the gravest first."""
     failed = recording.failure
     found = [] if failed is None else [Finding("failed", "critical", (), recording.now, failed)]
-    slow = compute_straggler(recording, rule)
+    slow = compute_straggler(recording)
     return [*found, *blind(recording), *slow, *bottlenecks(recording, bool(slow))]
 
 
-def abstains(recording: Recording, rule: SlowRule = RULE) -> str | None:
+def abstains(recording: Recording) -> str | None:
     """Return why slow workers cannot be detected; None if they can."""
     compared = [worker for worker in recording.series if recording.replicas(worker)]
     if not recording.series:
-        return f"too short to tell (0 of {rule.needs} updates)"
+        return f"too short to tell (0 of {RULE.needs} updates)"
     if not compared:
         return "one pipeline has no other to be compared with"
-    fewest = min(len(recording.series[worker]) for worker in compared)
-    return f"too short to tell ({fewest} of {rule.needs} updates)" if fewest < rule.needs else None
+    fewest = min(_comparable(recording, worker) for worker in compared)
+    return f"too short to tell ({fewest} of {RULE.needs} updates)" if fewest < RULE.needs else None
 
 
 def compute_straggler(recording: Recording, rule: SlowRule = RULE) -> list[Finding]:
@@ -143,18 +150,16 @@ def _slow(recording: Recording, worker: Worker, rule: SlowRule) -> _Slow | None:
     """Return the state of ``worker`` at the end of the recording if it is slow, else None."""
     mine, others = recording.series[worker], [recording.series[other] for other in recording.replicas(worker)]
     ratios = _log_ratios(mine, others, rule.block)
+    compared = [place for place, ratio in enumerate(ratios) if ratio is not None]
     found: _Slow | None = None
     in_a_row, begun, since = 0, 0.0, 0.0
-    for stop in range(rule.blocks * rule.block, len(mine) + 1, rule.step):
-        at = stop // rule.block
-        look = [ratio for ratio in ratios[at - rule.blocks : at] if ratio is not None]
-        if len(look) < rule.blocks:
-            in_a_row = 0
-            continue
+    for at in range(rule.blocks, len(compared) + 1, rule.step // rule.block):
+        places = compared[at - rule.blocks : at]
+        look = [ratio for place in places if (ratio := ratios[place]) is not None]
         median = statistics.median(look)
         error = statistics.stdev(look) / math.sqrt(rule.blocks)
         says_so = median >= math.log(rule.named) and statistics.fmean(look) >= rule.certainty * error
-        start = stop - rule.blocks * rule.block
+        start, stop = places[0] * rule.block, (places[-1] + 1) * rule.block
         if not in_a_row:
             begun, since = _begun(mine, start), mine.ends[stop - 1]
         in_a_row = in_a_row + 1 if says_so else 0
@@ -164,6 +169,13 @@ def _slow(recording: Recording, worker: Worker, rule: SlowRule) -> _Slow | None:
         else:
             found = None
     return found
+
+
+def _comparable(recording: Recording, worker: Worker) -> int:
+    """Return the number of updates that can be compared: others may have nothing to train meanwhile, as where each
+    pipeline trains a shard and waits for the slowest one at the end of an epoch."""
+    mine, others = recording.series[worker], [recording.series[other] for other in recording.replicas(worker)]
+    return len(mine) - RULE.block * _log_ratios(mine, others, RULE.block).count(None)
 
 
 def _begun(series: Series, at: int) -> float:
@@ -208,18 +220,32 @@ def _of_host(recording: Recording, host: str, slow: Sequence[_Slow]) -> Finding:
         text,
         {"ratio": round(ratio, 3)},
         cost,
-        _for_slow_ones(recording),
+        _for_slow_ones(recording, slow),
     )
 
 
-def _for_slow_ones(recording: Recording) -> tuple[Advice, ...]:
+def _for_slow_ones(recording: Recording, slow: Sequence[_Slow]) -> tuple[Advice, ...]:
     """Return advice for a run with devices of different speed."""
-    if recording.policy.get("type") in ("no_sync", "all_reduce", "local_sgd"):
+    if any(recording.about[each.worker].follows_speed for each in slow if each.worker in recording.about):
+        text = "it gets fewer batches already; if it was as fast as its peers, see whether it is hot, shared or broken"
+        if recording.num_stages > 1:
+            text += "; if not, sdpipe place finds which stage costs least there"
+        return (Advice(text),)
+    if recording.policy.get("type") in _IN_STEP:
         return (
-            Advice("let the others go on without it", "sync=semi_decentralized"),
-            Advice("give it fewer micro-batches", "sync=all_reduce strategy.batch_by_speed=true"),
+            Advice(
+                "let the others go on without it",
+                'SDPipeStrategy(sync="semi_decentralized")',
+                "sync=semi_decentralized",
+            ),
+            Advice(
+                "give it fewer micro-batches",
+                'SDPipeStrategy(sync="all_reduce", num_micro_batches=8, batch_by_speed=True)',
+                "sync=all_reduce strategy.num_micro_batches=8 strategy.batch_by_speed=true",
+            ),
         )
-    return (Advice("make sure that it gets fewer batches, as it does by default", "strategy.data=dealt"),)
+    text = "give it fewer batches, since others wait for it at the end of an epoch"
+    return (Advice(text, 'SDPipeStrategy(data="dealt")', "strategy.data=dealt"),)
 
 
 def _of_worker(recording: Recording, slow: _Slow) -> Finding:
@@ -241,7 +267,7 @@ def _of_worker(recording: Recording, slow: _Slow) -> Finding:
             evidence |= {f"{name}_ms": round(us / 1e3, 3), f"{name}_ms_of_peers": round(peer / 1e3, 3)}
     text = f"{recording.name(slow.worker)} {slow.ratio:.2f} × as slow as its peers ({cause})"
     cost = _cost(recording, [slow])
-    advice = _FOR_CAUSE.get(cause) or _for_slow_ones(recording)
+    advice = _FOR_CAUSE.get(cause) or _for_slow_ones(recording, [slow])
     return Finding("compute_straggler", severity(cost), (slow.worker,), slow.since, text, evidence, cost, advice)
 
 

@@ -1,10 +1,30 @@
-"""Results of a detector: a finding, its cost, and advice."""
+"""Results of detectors: a finding, its cost, and advice; and the costs of slow pipelines for the others, from the rows
+of all workers.
+
+The functions are pure. The members of a group wait until the last one has come. The member that stood still least came
+last, and is charged what each of the others stood still beyond that. If it had been held up itself, in its last group,
+it passes the charge on to the members that it waited for there, up to the length of that wait; else a chain of pairs
+would hide half of what its slowest member costs.
+
+Within a pipeline, a stage waits for a slow one whatever the groups: the time for which a pipeline's workers wait for
+its stages, beyond that of other pipelines, is charged to it, too.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lightning_sdpipe.meter import EXCHANGE, FOR_NEIGHBOURS, OWN, WAIT_GROUP, WAIT_STAGE
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.seeing.recording import Recording
+
+FOR_STAGES = (*FOR_NEIGHBOURS, WAIT_STAGE)
+Meeting = Sequence[tuple[Worker, int]]
+"""Workers of a stage that met, each with the place of its update in its series."""
 
 WARNING, CRITICAL = 0.03, 0.10
 """Shares of all workers' time for which they stood still because of a finding, from which on it is a warning, or
@@ -31,11 +51,12 @@ class Charge:
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice on a finding. ``override`` is its form on the command line of recipes/, and names the strategy's argument;
-    empty where no argument does it. ``gain`` is the factor by which the run would have been faster; None where it is
-    unknown."""
+    """Advice on a finding. ``python`` is what to write in a script, and ``override`` the same on the command line of
+    recipes/; both are empty where no argument does it. ``gain`` is the factor by which the run would have been faster;
+    None where it is unknown."""
 
     text: str
+    python: str = ""
     override: str = ""
     gain: float | None = None
 
@@ -63,3 +84,73 @@ def severity(cost: Charge | None) -> str:
     if cost is None or WARNING <= cost.stood < CRITICAL:
         return "warning"
     return "note" if cost.stood < WARNING else "critical"
+
+
+def meetings(recording: Recording) -> list[Meeting]:
+    """Return groups of at least two members with known rows, in the order in which they were decided. Where no worker
+    has waited for a group, gradients are averaged, and all replicas meet in each update."""
+    by_sequence = any(group >= 0 for series in recording.series.values() for group in series.groups)
+    met: defaultdict[tuple[int, int], list[tuple[Worker, int]]] = defaultdict(list)
+    for worker, series in sorted(recording.series.items()):
+        for at, number in enumerate(series.groups if by_sequence else series.numbers):
+            if number >= 0:
+                met[number, worker.stage].append((worker, at))
+    return [members for _, members in sorted(met.items()) if len(members) > 1]
+
+
+def stood_still(recording: Recording, worker: Worker, at: int) -> float:
+    """Return the microseconds for which the worker stood still in this update for its group, the exchange included."""
+    us = recording.series[worker].us[at]
+    return us[WAIT_GROUP] + us[EXCHANGE]
+
+
+def costs(recording: Recording, begun: float = -math.inf) -> dict[int, Charge]:
+    """Return what each pipeline cost, from a moment of the scheduler's clock on."""
+    seen = {w: [at for at, end in enumerate(s.ends) if end > begun] for w, s in recording.series.items()}
+    seen = {worker: places for worker, places in seen.items() if places}
+    total = sum(sum(recording.series[worker].us[at]) for worker, places in seen.items() for at in places)
+    charged = _charges(recording, begun)
+    found = {}
+    for pipeline in sorted({worker.pipeline for worker in seen}):
+        inner, lacks = 0.0, 0.0
+        for worker in (worker for worker in seen if worker.pipeline == pipeline):
+            peers = [other for other in recording.replicas(worker) if other in seen]
+            if peers:
+                waits, own = (
+                    _mean(recording, worker, seen[worker], phases)
+                    - statistics.median(_mean(recording, peer, seen[peer], phases) for peer in peers)
+                    for phases in (FOR_STAGES, range(OWN))
+                )
+                inner += max(0.0, waits) * len(seen[worker])
+                lacks = max(lacks, own * len(seen[worker]))
+        found[pipeline] = Charge((charged[pipeline] + inner) / total, lacks / total) if total else Charge()
+    return found
+
+
+def _charges(recording: Recording, begun: float) -> defaultdict[int, float]:
+    """Return the microseconds for which others stood still in their groups for each pipeline."""
+    charged: defaultdict[int, float] = defaultdict(float)
+    held_up: dict[Worker, dict[int, float]] = {}
+    """Pipelines that held each worker up in its last group, and for how long."""
+    for members in meetings(recording):
+        still = {worker: stood_still(recording, worker, at) for worker, at in members}
+        last = min(still, key=still.__getitem__)
+        passed = held_up.get(last, {})
+        for worker, at in members:
+            left = still[worker] - still[last]
+            blamed: dict[int, float] = {}
+            for pipeline, long in passed.items():
+                blamed[pipeline] = min(left, long)
+                left -= blamed[pipeline]
+            blamed[last.pipeline] = blamed.get(last.pipeline, 0.0) + left
+            if worker != last:
+                held_up[worker] = blamed
+                if recording.series[worker].ends[at] > begun:
+                    for pipeline, long in blamed.items():
+                        charged[pipeline] += long
+    return charged
+
+
+def _mean(recording: Recording, worker: Worker, places: Sequence[int], phases: Sequence[int]) -> float:
+    us = recording.series[worker].us
+    return statistics.fmean(sum(us[at][phase] for phase in phases) for at in places)

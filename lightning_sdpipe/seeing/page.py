@@ -14,6 +14,7 @@ from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.seeing.detectors import abstains, findings
 from lightning_sdpipe.seeing.finding import Advice, Finding
 from lightning_sdpipe.seeing.recording import Recording, of_scheduler
+from lightning_sdpipe.seeing.what_if import with_gains
 
 SCHEMA = 1
 """Version of the result of :func:`to_plain`; it grows where a key has gone, or has another meaning."""
@@ -23,7 +24,7 @@ HEALTHY = 0
 EXIT = {"blind": 12, "critical": 11, "warning": 10}
 """Exit statuses of ``sdpipe status --once``, the gravest first; a traceback's is 1."""
 IN_ONE_LINE = ("failed", "blind", "compute_straggler", "slow_host")
-"""Kinds of findings that the last line of a run words; others are counted there."""
+"""Kinds of findings that the last line of a run words rather than others, even if they cost little."""
 
 _WIDTH = 40
 RECENT = 64
@@ -77,7 +78,7 @@ def said(finding: Finding) -> str:
 def recommended(advice: Advice) -> str:
     """Return an advice as text for people."""
     gain = "" if advice.gain is None else f" ({advice.gain:.2f} × as fast)"
-    return advice.text + (f": {advice.override}" if advice.override else "") + gain
+    return advice.text + (f": {advice.python}" if advice.python else "") + gain
 
 
 def to_plain(recording: Recording, status: Status | None, found: Sequence[Finding] | None = None) -> dict[str, object]:
@@ -115,17 +116,22 @@ def last_line(address: str, keys: WorkerKeys | None) -> str | None:
 
 
 def in_one_line(recording: Recording) -> str:
-    """Return the run's speed, and which worker was slow; further findings of little cost are left out."""
+    """Return the run's speed, which worker was slow or what else held it up, and what to pass; further findings are
+    counted, and those of little cost left out."""
     found = findings(recording)
     named = [finding for finding in found if finding.kind in IN_ONE_LINE]
-    more = [finding for finding in found if finding.severity != "note" and finding not in named[:1]]
-    parts = [said(finding) for finding in named[:1]]
-    if not parts:
-        parts = [abstains(recording) or "no worker was slower than its replicas"]
-    if more:
-        parts.append(f"{len(more)} more finding{'s' * (len(more) > 1)}")
+    costly = [finding for finding in found if finding.severity != "note" and finding not in named[:1]]
+    shown, more = (named or costly)[:1], costly if named else costly[1:]
     rate = recording.samples_per_second()
-    return "sdpipe: " + "; ".join([*([] if rate is None else [f"{_rounded(rate)} samples/s"]), *parts])
+    parts = [] if rate is None else [f"{_rounded(rate)} samples/s"]
+    if not named:
+        parts.append(abstains(recording) or "no worker was slower than its replicas")
+    for finding in shown:
+        advice = sorted(with_gains(recording, finding).advice, key=lambda each: -(each.gain or 0.0))
+        parts.append(" → ".join([said(finding), *map(recommended, advice[:1])]))
+    if more:
+        parts.append(f"{len(more)} more (log_dir= keeps a log, which sdpipe status reads)")
+    return "sdpipe: " + "; ".join(parts)
 
 
 def bar(shares: Sequence[float], width: int = _WIDTH) -> str:

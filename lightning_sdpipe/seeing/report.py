@@ -22,7 +22,7 @@ from lightning_sdpipe.policies.events import Event, Joined, Left, Lost, Worker
 from lightning_sdpipe.scheduler.log.event_log import Record, read_log
 from lightning_sdpipe.seeing.detectors import abstains, findings
 from lightning_sdpipe.seeing.finding import Finding
-from lightning_sdpipe.seeing.page import HEALTHY, IN_ONE_LINE, in_one_line, recommended, said
+from lightning_sdpipe.seeing.page import HEALTHY, in_one_line, recommended, said
 from lightning_sdpipe.seeing.recording import Recording, Series, of_record
 from lightning_sdpipe.seeing.what_if import advised
 from lightning_sdpipe.simulate.run import lags
@@ -78,8 +78,9 @@ def write(log: Path, output: Path) -> None:
 
 
 def _headline(recording: Recording, found: Sequence[Finding]) -> str:
-    others = [each for each in found if each.kind not in IN_ONE_LINE]
-    return "\n".join([in_one_line(recording), *(f"{each.severity}: {said(each)}" for each in others[:4])])
+    line = in_one_line(recording)
+    others = [each for each in found if said(each) not in line]
+    return "\n".join([line, *(f"{each.severity}: {said(each)}" for each in others[:4])])
 
 
 def _page(log: str, record: Record, recording: Recording, found: Sequence[Finding], picture: bytes) -> str:

@@ -28,23 +28,22 @@ def _parser() -> argparse.ArgumentParser:
         prog="sdpipe serve", description="Shows a run in a browser, and to Prometheus; needs the extra `serve`."
     )
     add_scheduler(parser)
-    parser.add_argument("--port", type=int, default=PORT, help="default: %(default)s; 0 is any that is free")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="that it listens at; others than loopback need --token-file"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--port", type=int, default=PORT, help="default: %(default)s; 0 is any that is free")
+    add("--host", default="127.0.0.1", help="that it listens at; others than loopback need --token-file")
+    add(
         "--token-file",
         type=Path,
         help=f"with {_SHORTEST_TOKEN} characters or more, which requests must have, and only you may read",
     )
-    parser.add_argument(
+    add(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
         help="by which browsers may call this machine, besides its own name and loopback; may be repeated",
     )
-    parser.add_argument("--timeout", type=float, default=3.0, help="seconds to wait for the scheduler's answers")
+    add("--timeout", type=float, default=3.0, help="seconds to wait for the scheduler's answers")
     return parser
 
 
@@ -55,7 +54,7 @@ def _serve(options: argparse.Namespace) -> int:
             f"--host {options.host} can be reached by other machines; give --token-file too, or leave it at 127.0.0.1"
         )
     try:
-        from lightning_sdpipe.seeing import view, web
+        from lightning_sdpipe.seeing import web
     except ImportError as error:
         raise ConfigurationError(
             f"sdpipe serve needs {error.name}; install it: pip install 'lightning-sdpipe[serve]'"
@@ -70,7 +69,7 @@ def _serve(options: argparse.Namespace) -> int:
         print(f"{at} shows the run at {address}; /status.json, /metrics and /healthz are for machines", flush=True)
 
     try:
-        asyncio.run(web.serve(view.View(follower, options.timeout), options.host, options.port, hosts, token, opened))
+        asyncio.run(web.serve(web.View(follower, options.timeout), options.host, options.port, hosts, token, opened))
     except OSError as error:
         raise ConfigurationError(
             f"nothing can listen at {options.host}, port {options.port} ({error.strerror}); give another --port"

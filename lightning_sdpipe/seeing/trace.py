@@ -24,9 +24,8 @@ from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.connection import ask
 from lightning_sdpipe.scheduler.rows import MOST_UPDATES, About, SpanChunk
-from lightning_sdpipe.seeing.clocks import Clock, Clocks, deliveries, settle
 from lightning_sdpipe.seeing.command import add_scheduler, scheduler_of
-from lightning_sdpipe.seeing.stories import Piece, Story, paired, read
+from lightning_sdpipe.seeing.spans import Clock, Clocks, Piece, Story, deliveries, paired, read, settle
 
 FORMAT = "sdpipe-trace/1"
 
@@ -68,7 +67,9 @@ def _trace(options: argparse.Namespace) -> int:
         (reply.left_out, "had more to tell than one answer holds: ask for fewer --updates"),
     ):
         if workers:
-            print(f"sdpipe: not in the trace, since they {what}: workers {_listed(workers)}", file=sys.stderr)
+            print(
+                f"sdpipe: not in the trace, since they {what}: workers {', '.join(map(str, workers))}", file=sys.stderr
+            )
     trace = to_trace(chunks, dict(reply.workers))
     updates = trace["otherData"]["updates"]
     if not updates:
@@ -169,7 +170,3 @@ def _facts(stories: Sequence[Story], clocks: Clocks) -> dict[str, Any]:
         "clock_error_us": errors,
         "clock_slack_us": clocks.slack,
     }
-
-
-def _listed(workers: Sequence[Worker]) -> str:
-    return ", ".join(map(str, workers))

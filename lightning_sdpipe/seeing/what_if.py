@@ -22,8 +22,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.seeing.bottlenecks import recent, transfers
-from lightning_sdpipe.seeing.costs import meetings
-from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, severity
+from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, meetings, severity
 from lightning_sdpipe.seeing.recording import Recording
 from lightning_sdpipe.simulate import Run, Schedule, Work, simulate
 
@@ -103,11 +102,18 @@ def advised(recording: Recording, found: Sequence[Finding]) -> list[Finding]:
     model = what_if(recording)
     if model is None:
         return list(found)
-    told = []
-    for finding in found:
-        advice = [replace(each, gain=_gain(recording, model, finding, each.override)) for each in finding.advice]
-        told.append(replace(finding, advice=tuple(advice)))
-    return [*told, *windows(recording, model)]
+    return [*(_with_gains(recording, model, finding) for finding in found), *windows(recording, model)]
+
+
+def with_gains(recording: Recording, finding: Finding) -> Finding:
+    """Return the finding with the gain of each advice, as far as it can be told."""
+    model = what_if(recording)
+    return finding if model is None else _with_gains(recording, model, finding)
+
+
+def _with_gains(recording: Recording, model: WhatIf, finding: Finding) -> Finding:
+    advice = [replace(each, gain=_gain(recording, model, finding, each.override)) for each in finding.advice]
+    return replace(finding, advice=tuple(advice))
 
 
 def windows(recording: Recording, model: WhatIf) -> list[Finding]:
@@ -131,6 +137,7 @@ def windows(recording: Recording, model: WhatIf) -> list[Finding]:
         return []
     short = run.mean_group_size > model.unedited.mean_group_size
     cost = Charge(1 - 1 / gain)
+    python = f"SDPipeStrategy(sync=SemiDecentralized(window={window!r}))".replace("'", '"')
     return [
         Finding(
             "window_short" if short else "window_long",
@@ -140,7 +147,7 @@ def windows(recording: Recording, model: WhatIf) -> list[Finding]:
             f"with a {'longer' if short else 'shorter'} window the run would be {gain:.2f} × as fast",
             {"gain": round(gain, 3), "group": round(run.mean_group_size, 2)},
             cost,
-            (Advice("wait so long for others", f"sync.window={window}", gain),),
+            (Advice("wait so long for others", python, f"sync.window={window}", gain),),
         )
     ]
 
@@ -202,7 +209,7 @@ def _policy(recording: Recording) -> PolicyConfig | None:
     name = recording.policy.get("type")
     if name == "no_sync":
         sync = {about.sync for about in recording.about.values()}
-        return AllReduceModels() if sync == {"AllReduce"} else None
+        return AllReduceModels() if sync in ({"AllReduce"}, {"all_reduce"}) else None
     return registry.from_plain(recording.policy) if name in registry.BUILT_IN else None
 
 

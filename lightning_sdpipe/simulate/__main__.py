@@ -129,47 +129,46 @@ def _parser() -> argparse.ArgumentParser:
         description="Runs a policy around pipelines under a virtual clock.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--policy", default="semi_decentralized", help="a name, or my_package.policies:RoundRobin")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--policy", default="semi_decentralized", help="a name, or my_package.policies:RoundRobin")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
+    add(
         "--num-stages",
         type=depths_of,
         default=(4,),
         metavar="M",
         help="the stages of a pipeline; or of each, as in 1,2,2, which hold equal parts of one model",
     )
-    parser.add_argument("--num-pipelines", type=int, help="N, the pipelines; 4 unless --num-stages lists them")
-    parser.add_argument(
+    add("--num-pipelines", type=int, help="N, the pipelines; 4 unless --num-stages lists them")
+    add(
         "--speeds",
         type=speeds_of,
         help="relative speed of each stage's device, like 1,0.5, and like 1/0.5,0.5/0.5,0.5 for each pipeline, "
         "which is cut so that its stages take equally long (default: all 1)",
     )
-    parser.add_argument("--iterations", type=int, default=100, help="mini-batches of each pipeline")
-    parser.add_argument("--schedule", default="1f1b", help="1f1b, gpipe or pipedream")
-    parser.add_argument("--num-micro-batches", type=int, help="of a mini-batch; M, and 1 under pipedream")
-    parser.add_argument(
-        "--seconds", type=float, default=0.1, help="that a stage computes for a mini-batch, of the deepest pipeline"
-    )
-    parser.add_argument("--jitter", type=float, default=0.05, help="share by which that varies")
-    parser.add_argument("--exchange", type=float, default=0.0, help="seconds that a group takes to average")
-    parser.add_argument(
+    add("--iterations", type=int, default=100, help="mini-batches of each pipeline")
+    add("--schedule", default="1f1b", help="1f1b, gpipe or pipedream")
+    add("--num-micro-batches", type=int, help="of a mini-batch; M, and 1 under pipedream")
+    add("--seconds", type=float, default=0.1, help="that a stage computes for a mini-batch, of the deepest pipeline")
+    add("--jitter", type=float, default=0.05, help="share by which that varies")
+    add("--exchange", type=float, default=0.0, help="seconds that a group takes to average")
+    add(
         "--announce",
         choices=["early", "late"],
         help="early: before the last backward or within it; late: after the step; as the policy does by default",
     )
-    parser.add_argument(
+    add(
         "--heterogeneity",
         choices=["none", "a", "b", "static", "trace"],
         help="stragglers (default: static with --factors, else b)",
     )
-    parser.add_argument(
+    add(
         "--factors",
         type=float,
         nargs="+",
         help=f"how many times as slow each device is, by global rank (default of static: {_FACTORS})",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    add("--seed", type=int, default=0, help="of everything that is drawn")
     return parser
 
 

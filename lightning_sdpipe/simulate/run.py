@@ -13,10 +13,10 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import BrokenRule, Decision, Group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Lost, Progress, Ready, Worker
-from lightning_sdpipe.policies.mixing import mean_mixing_matrix, mixing_radius
 from lightning_sdpipe.policies.pairing import uniform
 from lightning_sdpipe.policies.policy import Policy, PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.policies.sync_graph import mean_mixing_matrix, mixing_radius
 from lightning_sdpipe.simulate.dealing import DealtEpochs, Epochs
 from lightning_sdpipe.simulate.pipelines import Pipelines, Work
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
 from lightning_sdpipe.checkpoints.files import whole_files, with_whole_files
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, NotWrittenError
+from lightning_sdpipe.loop.batch_source import Split
 from lightning_sdpipe.loop.freezing import restore_groups
-from lightning_sdpipe.loop.resume_position import Split
 from lightning_sdpipe.p2p import broadcast_value, waiting_for
 from lightning_sdpipe.strategy.collectives import Collectives
 
@@ -92,7 +92,7 @@ class CheckpointHooks(Collectives):
             return self.module.state_dict()
         alone = self._checkpoints.only_held or self._run.membership is None  # else the run is over, nothing under way
         if not alone:
-            self._whereabouts.check("save_checkpoint")
+            self._guard.check("save_checkpoint")
             self.training.pause()
         return self._checkpoints.module_state()
 
@@ -133,8 +133,10 @@ class CheckpointHooks(Collectives):
             if broadcast_value(self._run.leads, 0, self.groups.everybody):  # its stages may hear of it at other times
                 self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io, self._run.publisher)
             return
+        in_its_place = self.is_global_zero and is_distributed(filepath)  # a file would be moved into that directory
         try:
-            self._save_checkpoint(checkpoint, filepath, storage_options)
+            with replacing(Path(filepath)) if in_its_place else nullcontext():
+                super().save_checkpoint(checkpoint, filepath, storage_options)
         except NotWrittenError as error:
             if self.options.on_checkpoint_error == "stop":
                 raise
@@ -142,13 +144,6 @@ class CheckpointHooks(Collectives):
             self._lacks_checkpoint = True
         else:
             self._lacks_checkpoint = False
-
-    def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        if self.is_global_zero and is_distributed(filepath):  # a file would be moved into that directory
-            with replacing(Path(filepath)):
-                super().save_checkpoint(checkpoint, filepath, storage_options)
-        else:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if is_distributed(checkpoint_path):

@@ -21,7 +21,7 @@ from lightning_sdpipe import lightning_internals, meter
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.lightning_results import metrics_of
 from lightning_sdpipe.loop.batch_source import BatchSource
-from lightning_sdpipe.loop.collective_guard import CollectiveGuard
+from lightning_sdpipe.loop.user_hooks import CollectiveGuard
 from lightning_sdpipe.p2p import backend_for, waiting_for
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync.synchronizer import SyncStatistics
@@ -30,7 +30,6 @@ from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.tcp_store import open_store
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic.run import ElasticRun
-from lightning_sdpipe.worker.fixed_run import FixedRun
 from lightning_sdpipe.worker.launching.environment import keep_gloo_on_loopback
 from lightning_sdpipe.worker.launching.launcher import give_up
 from lightning_sdpipe.worker.options import Options
@@ -100,7 +99,8 @@ class Collectives(DDPStrategy):
 
     @cached_property
     def _run(self) -> TrainingRun:
-        kind = FixedRun if self.options.job is None else ElasticRun
+        """Run as this worker sees it: with a fixed number of workers, or elastic."""
+        kind = TrainingRun if self.options.job is None else ElasticRun
         return kind(self.options, self, self._give_up)
 
     def _give_up(self) -> None:  # a method, since a lambda cannot be pickled for "spawn" and "forkserver"
@@ -123,10 +123,12 @@ class Collectives(DDPStrategy):
 
     @property
     def groups(self) -> ProcessGroups:
+        """Process groups of the run, and this worker's place in the mesh."""
         return self._run.groups
 
     @property
     def membership(self) -> RunConnection:
+        """Connection of this worker to the scheduler; its ``client`` speaks for the training thread."""
         assert self._run.membership is not None, "setup_environment connects to the scheduler"
         return self._run.membership
 
@@ -184,7 +186,7 @@ class Collectives(DDPStrategy):
         return Worker(*self.groups.mesh.locate(self.groups.rank))
 
     @cached_property
-    def _whereabouts(self) -> CollectiveGuard:
+    def _guard(self) -> CollectiveGuard:
         return CollectiveGuard(self.options.num_stages, self._metrics)
 
     def _metrics(self) -> list[Metric]:
@@ -195,7 +197,7 @@ class Collectives(DDPStrategy):
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another
         there, and logged values are reduced at the end of the epoch."""
-        if self._whereabouts.in_step or (self._training is not None and self._training.updating):
+        if self._guard.in_step or (self._training is not None and self._training.updating):
             return tensor
         group = group or self.groups.stage
         number = isinstance(tensor, Tensor) and tensor.ndim == 0 and tensor.is_floating_point()
@@ -211,7 +213,7 @@ class Collectives(DDPStrategy):
         return total.to(tensor.dtype) if number else total
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        self._whereabouts.check("reduce_boolean_decision")
+        self._guard.check("reduce_boolean_decision")
         with self._together("a decision"):
             return self._run.vote(decision, all)
 
@@ -224,19 +226,19 @@ class Collectives(DDPStrategy):
         # torch.distributed.nn scatters by global rank
         if sync_grads and backend_for(self.root_device, group) == "gloo":
             raise ConfigurationError("all_gather(sync_grads=True) needs NCCL; on gloo, torch cannot do it in a group.")
-        if self._whereabouts.rehearsing:
-            self._whereabouts.communicates = True
+        if self._guard.rehearsing:
+            self._guard.communicates = True
             return torch.stack([tensor] * dist.get_world_size(group))
         with self._together("all_gather", group):
             return super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._whereabouts.check("barrier")
+        self._guard.check("barrier")
         with self._together("a barrier"):
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
-        self._whereabouts.check("broadcast")
+        self._guard.check("broadcast")
         with self._together("a broadcast"):
             return super().broadcast(obj, src)
 

@@ -173,7 +173,7 @@ class SetupHooks(TrainingSetup):
                     options.blocks,
                     options.num_micro_batches,
                     self.root_device,
-                    self._whereabouts,
+                    self._guard,
                     options.run_timeout.total_seconds(),
                 )
                 return plan_on_rank_zero(planning)

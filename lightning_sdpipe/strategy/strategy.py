@@ -26,13 +26,12 @@ from lightning_sdpipe.data.loader import PipelineLoader
 from lightning_sdpipe.errors import ONLY_LIGHTNING
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
+from lightning_sdpipe.loop.batch_source import split_of
 from lightning_sdpipe.loop.optimizers import follow
 from lightning_sdpipe.loop.predictions import collect, deal_batches
-from lightning_sdpipe.loop.resume_position import split_of
 from lightning_sdpipe.partition.pipeline_cut import Partition
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.seeing.page import last_line
-from lightning_sdpipe.strategy import option_checks
 from lightning_sdpipe.strategy.setup_hooks import SetupHooks
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 from lightning_sdpipe.worker.assembly import Assembled
@@ -40,7 +39,7 @@ from lightning_sdpipe.worker.elastic.shared_evaluation import Evaluation
 from lightning_sdpipe.worker.launching import elastic_job
 from lightning_sdpipe.worker.launching.environment import ElasticEnvironment, environment_for
 from lightning_sdpipe.worker.launching.launcher import end_after_failure
-from lightning_sdpipe.worker.options import Schedule, resolve
+from lightning_sdpipe.worker.options import Schedule, check_arguments, resolve
 
 
 class SDPipeStrategy(SetupHooks):
@@ -158,7 +157,7 @@ class SDPipeStrategy(SetupHooks):
         **unknown: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
-        option_checks.check(given, unknown, get_type_hints(SDPipeStrategy.__init__))
+        check_arguments(given, unknown, get_type_hints(SDPipeStrategy.__init__))
         job = elastic_job.from_environment(os.environ)
         self.options = resolve(given, job)
         environment = cluster_environment or environment_for(bool(self.options.depths))

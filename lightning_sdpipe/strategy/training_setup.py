@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.loop import loop
-from lightning_sdpipe.loop.adaptation import adapt
-from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource
+from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource, Split
 from lightning_sdpipe.loop.dealt import Dealing
-from lightning_sdpipe.loop.epoch_callback import EpochCallback
+from lightning_sdpipe.loop.epoch_callback import EpochCallback, StreamSwitches, agree, agree_in_evaluations
+from lightning_sdpipe.loop.freezing import adapt_finetuning
 from lightning_sdpipe.loop.joint import JointBatchSource
-from lightning_sdpipe.loop.logged_values import agree, agree_in_evaluations
 from lightning_sdpipe.loop.loop import ClockChecks
-from lightning_sdpipe.loop.loss_scale import current_scale
-from lightning_sdpipe.loop.nonfinite import NonfiniteWatch
 from lightning_sdpipe.loop.optimizers import (
     OptimizerProgress,
     agree_on_groups,
@@ -27,10 +26,15 @@ from lightning_sdpipe.loop.optimizers import (
     refuse_unfit_momentum,
     refuse_unlike_options,
 )
+from lightning_sdpipe.loop.precision import NonfiniteWatch, adapt_precision, current_scale
 from lightning_sdpipe.loop.python_state import PythonState
-from lightning_sdpipe.loop.refusals import refuse_own_values, refuse_several_optimizers
-from lightning_sdpipe.loop.resume_position import Split
-from lightning_sdpipe.loop.stream_switches import StreamSwitches
+from lightning_sdpipe.loop.refusals import leave_out_example, refuse_own_values, refuse_several_optimizers
+from lightning_sdpipe.loop.user_hooks import (
+    gather_metrics_over,
+    leave_results_to_the_last_stage,
+    refuse_metrics_elsewhere,
+    show_whole_groups,
+)
 from lightning_sdpipe.loop.weight_averaging import averaging_of
 from lightning_sdpipe.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_sdpipe.sync.methods import deals
@@ -74,30 +78,15 @@ class TrainingSetup(CheckpointHooks):
             self.membership.client,
             self.groups,
             draws,
-            self._whereabouts,
+            self._guard,
             NonfiniteWatch(where, buckets, self.root_device, losses=not scaled) if watch else None,
             self._first_failure,
             self._state if parts.changed_late else None,
         )
+        adapt_precision(trainer, parts.ownership, self.groups, parts.pipeline, self._training.ready, parts.sections)
         self._undo = [
             draws.undo,
-            *adapt(
-                trainer,
-                self.groups,
-                parts.ownership,
-                parts.pipeline,
-                buckets,
-                self._whereabouts,
-                self._training.ready,
-                lambda: self._checkpoints.whole_groups(self.optimizers[0]),
-                lambda: self._checkpoints.whole_groups_shown(self.optimizers),
-                self._state.hand_on,
-                parts.logged_late,
-                parts.sections,
-            ),
-        ]
-        self._undo = [
-            *self._undo,
+            *self._adapt_hooks(trainer)[::-1],  # several may have changed the same hook
             refuse_own_values(trainer, self._why_alike),
             agree_in_evaluations(trainer, self.groups, self._first_failure),
         ]
@@ -110,6 +99,32 @@ class TrainingSetup(CheckpointHooks):
         shared = EpochCallback(self.groups, turns, self._run.share, self._random_states, checks, draws, meet)
         self._state.make_alike()
         shared.put_first(trainer)
+
+    def _adapt_hooks(self, trainer: Trainer) -> list[Callable[[], None]]:
+        """Adapt the hooks of the module and of callbacks, and their metrics, to this stage. Return functions that undo
+        it."""
+        module, guard, parts, mesh = self.module, self._guard, self._parts, self.groups.mesh
+        callbacks: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        is_last, is_cut = mesh.is_last(self.groups.rank), mesh.num_stages > 1
+
+        def held() -> list[Tensor]:
+            return [bucket.buffer for bucket in parts.freezing.buckets]
+
+        undo = [
+            leave_results_to_the_last_stage(
+                module, callbacks, is_last, partial(guard.result_hook, parameters=held), self._state.hand_on
+            ),
+            gather_metrics_over(module, callbacks, self.groups.stage, lambda: not is_last and guard.in_step),
+            adapt_finetuning(callbacks, lambda: self._checkpoints.whole_groups(self.optimizers[0])),
+        ]
+        if is_cut:
+            undo.append(leave_out_example(module))
+            undo.append(
+                show_whole_groups(module, callbacks, lambda: self._checkpoints.whole_groups_shown(self.optimizers))
+            )
+        if not is_last:
+            undo.append(refuse_metrics_elsewhere(module, callbacks, parts.logged_late))
+        return undo
 
     def _meet_at_the_end(self, hook: str) -> None:
         """Agree with other workers on what ``hook`` finds, which ends an epoch."""
@@ -152,7 +167,7 @@ class TrainingSetup(CheckpointHooks):
         if not deals(data, method, self.mesh.num_pipelines, self.membership.client.policy):
             return ShardBatchSource(trainer, self.training)
         asked = data == "dealt"
-        in_step = None if asked or not self._whereabouts.communicates else "a step communicates with other pipelines"
+        in_step = None if asked or not self._guard.communicates else "a step communicates with other pipelines"
         dealing = Dealing(self._seed, origin, asked, on_any_worker, in_step)
         return self._run.dealt_batches(trainer, self.training, self._checkpoints, checks, dealing)
 

@@ -47,42 +47,33 @@ def _parser() -> argparse.ArgumentParser:
         description="Trains on this machine with N pipelines of M processes each, which are started again when they "
         "die: a scheduler, N supervised jobs, one terminal.",
     )
-    parser.add_argument("--pipelines", type=int, required=True, metavar="N", help="pipelines, each a job of its own")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--pipelines", type=int, required=True, metavar="N", help="pipelines, each a job of its own")
+    add(
         "--stages",
         type=depths_of,
         default=(1,),
         metavar="M",
         help="processes of a pipeline (1); or of each, as in 1,2,2, for pipelines that are cut unlike",
     )
-    parser.add_argument(
-        "--restarts", type=int, default=10, metavar="K", help="of each pipeline, until it is given up (%(default)s)"
-    )
-    parser.add_argument(
-        "--min-pipelines", type=int, default=1, metavar="P", help="fewer than these do not train (%(default)s)"
-    )
-    parser.add_argument(
-        "--gather", type=float, help="seconds after which it begins without those that have not come (60)"
-    )
-    parser.add_argument(
-        "--hold-limit", type=float, help="seconds of waiting for --min-pipelines that end the run (1800)"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint if all pipelines are lost at once"
-    )
-    parser.add_argument("--worker-timeout", type=float, help="seconds of silence until a process counts as lost (30)")
-    parser.add_argument("--policy", help="of the scheduler; that of the script's sync= by default")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
-    parser.add_argument(
+    add("--restarts", type=int, default=10, metavar="K", help="of each pipeline, until it is given up (%(default)s)")
+    add("--min-pipelines", type=int, default=1, metavar="P", help="fewer than these do not train (%(default)s)")
+    add("--gather", type=float, help="seconds after which it begins without those that have not come (60)")
+    add("--hold-limit", type=float, help="seconds of waiting for --min-pipelines that end the run (1800)")
+    add("--resume", action="store_true", help="go on from the newest checkpoint if all pipelines are lost at once")
+    add("--worker-timeout", type=float, help="seconds of silence until a process counts as lost (30)")
+    add("--policy", help="of the scheduler; that of the script's sync= by default")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
+    add(
         "--bind",
         default="tcp://127.0.0.1:*",
         help="where the scheduler listens (%(default)s); beyond loopback it gets keys, and pipelines may come from "
         "other machines",
     )
-    parser.add_argument("--logs", type=Path, help="a directory to be made for logs, keys and the scheduler's journal")
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
-    parser.add_argument("script", metavar="SCRIPT", help="yours; it makes a Trainer with SDPipeStrategy, and fits")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the script")
+    add("--logs", type=Path, help="a directory to be made for logs, keys and the scheduler's journal")
+    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
+    add("script", metavar="SCRIPT", help="yours; it makes a Trainer with SDPipeStrategy, and fits")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the script")
     return parser
 
 

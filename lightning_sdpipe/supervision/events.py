@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from lightning_sdpipe.supervision.uncaught_exception import UncaughtException
+from lightning_sdpipe.supervision.script import UncaughtException
 
 # --------------------------------------------------------------------- events
 

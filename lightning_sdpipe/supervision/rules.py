@@ -25,28 +25,9 @@ import math
 import signal
 from collections.abc import Callable
 
-from lightning_sdpipe.supervision.events import (
-    INTERRUPTED,
-    Begin,
-    Decision,
-    Event,
-    Finish,
-    Launch,
-    LaunchScheduler,
-    ProcessEnded,
-    Raising,
-    Say,
-    SchedulerEnded,
-    Seen,
-    Show,
-    SignalReceived,
-    Stop,
-    TimePassed,
-    how,
-    signal_name,
-)
+from lightning_sdpipe.supervision import events
+from lightning_sdpipe.supervision.script import UncaughtException
 from lightning_sdpipe.supervision.state import GONE, PipelinePhase, PipelineState, Settings
-from lightning_sdpipe.supervision.uncaught_exception import UncaughtException
 
 FAILED = 1
 
@@ -73,25 +54,25 @@ class Rules:
         """Exit code of the run, once its end has begun."""
         self._kill_at = math.inf
         self._finished = False
-        self._out: list[Decision] = []
+        self._out: list[events.Decision] = []
 
-    def on(self, event: Event, now: float) -> list[Decision]:
+    def on(self, event: events.Event, now: float) -> list[events.Decision]:
         """Return the decisions that follow from ``event``, to be carried out in this order."""
         match event:
-            case Begin():
+            case events.Begin():
                 for pipeline in self._pipelines:
                     self._launch(pipeline)
-            case ProcessEnded():
+            case events.ProcessEnded():
                 self._ended(event, now)
-            case Raising():
+            case events.Raising():
                 self._raising(event, now)
-            case Seen():
+            case events.Seen():
                 self._seen(event, now)
-            case SchedulerEnded():
+            case events.SchedulerEnded():
                 self._scheduler_ended(event)
-            case SignalReceived():
+            case events.SignalReceived():
                 self._told(event, now)
-            case TimePassed():
+            case events.TimePassed():
                 pass
         self._let_time_pass(now)
         self._choose_whom_to_show()
@@ -118,9 +99,9 @@ class Rules:
         pipeline.phase, pipeline.due = PipelinePhase.RUNNING, math.inf
         pipeline.alive, pipeline.ends = set(range(self._settings.depth(pipeline.number))), []
         pipeline.told = pipeline.pressed = pipeline.trained = False
-        self._out.append(Launch(pipeline.number, pipeline.again))
+        self._out.append(events.Launch(pipeline.number, pipeline.again))
 
-    def _ended(self, event: ProcessEnded, now: float) -> None:
+    def _ended(self, event: events.ProcessEnded, now: float) -> None:
         pipeline = self._pipelines[event.pipeline]
         if event.rank not in pipeline.alive:
             raise ValueError(f"{event} of a process that does not run")
@@ -131,7 +112,9 @@ class Rules:
         if event.code and pipeline.phase is PipelinePhase.RUNNING:
             if pipeline.left_the_script:
                 self._blemished = True
-                self._out.append(Say(f"pipeline {pipeline.number} failed after the training ({self._describe(event)})"))
+                self._out.append(
+                    events.Say(f"pipeline {pipeline.number} failed after the training ({self._describe(event)})")
+                )
             else:
                 pipeline.begin_to_end(now, self._settings.grace)
         if pipeline.phase is PipelinePhase.ENDING:
@@ -145,7 +128,7 @@ class Rules:
         else:  # the scheduler knows whether it has trained; perhaps for too short a time to be seen
             pipeline.due = now + self._settings.silence
 
-    def _raising(self, event: Raising, now: float) -> None:
+    def _raising(self, event: events.Raising, now: float) -> None:
         """Note an exception in a process that will end, perhaps not soon. If another process failed first, that one's
         own report is better."""
         pipeline = self._pipelines[event.pipeline]
@@ -156,7 +139,7 @@ class Rules:
             or self._ends_with is not None
         ):
             return
-        end = ProcessEnded(event.pipeline, event.rank, FAILED, event.raised)
+        end = events.ProcessEnded(event.pipeline, event.rank, FAILED, event.raised)
         pipeline.ends.append(end)
         pipeline.begin_to_end(now, self._settings.grace)
         self._say_why(pipeline, end)
@@ -171,7 +154,7 @@ class Rules:
         if pipeline.again >= self._settings.restarts:
             pipeline.phase = PipelinePhase.GIVEN_UP
             budget = f"its budget of {self._settings.restarts} restarts is used up"
-            self._out.append(Say(f"pipeline {pipeline.number} is given up: {budget}"))
+            self._out.append(events.Say(f"pipeline {pipeline.number} is given up: {budget}"))
             self._end_if_too_few()
             return
         pipeline.again += 1
@@ -186,17 +169,17 @@ class Rules:
         for other in self._pipelines:
             if other.phase is PipelinePhase.WAITING and self._ends_with is None:
                 other.phase = PipelinePhase.GIVEN_UP
-                self._out.append(Say(f"pipeline {other.number} does not start again: the training is over"))
+                self._out.append(events.Say(f"pipeline {other.number} does not start again: the training is over"))
 
     def _turn_away(self, pipeline: PipelineState, now: float) -> None:
         """End a pipeline that does not train yet while the others have finished."""
         pipeline.phase, pipeline.due, pipeline.told = PipelinePhase.ENDING, now + self._settings.farewell, True
         late = f"pipeline {pipeline.number} comes too late: the training is over"
-        self._out += [Say(late), Stop(pipeline.number, signal.SIGTERM)]
+        self._out += [events.Say(late), events.Stop(pipeline.number, signal.SIGTERM)]
 
     # ----------------------------------------------------------------- reasons
 
-    def _say_why(self, pipeline: PipelineState, event: ProcessEnded) -> None:
+    def _say_why(self, pipeline: PipelineState, event: events.ProcessEnded) -> None:
         """Report the reason at once, unless this process failed because of another one of its pipeline, whose reason
         may yet come."""
         follows = event.code == 0 or (event.raised is not None and event.raised.follows_another)
@@ -204,7 +187,7 @@ class Rules:
             return
         pipeline.told = True
         reason = self._describe(pipeline.reason)
-        self._out.append(Say(f"pipeline {pipeline.number} lost ({reason}); {self._who_goes_on()}"))
+        self._out.append(events.Say(f"pipeline {pipeline.number} lost ({reason}); {self._who_goes_on()}"))
 
     def _who_goes_on(self) -> str:
         if not self._any_came:
@@ -212,12 +195,12 @@ class Rules:
         others = sum(pipeline.trains for pipeline in self._pipelines)
         return f"{others} of {self._settings.num_pipelines} go on"
 
-    def _describe(self, end: ProcessEnded) -> str:
-        return f"stage {self._stage_of(end.pipeline, end.rank)}{how(end)}"
+    def _describe(self, end: events.ProcessEnded) -> str:
+        return f"stage {self._stage_of(end.pipeline, end.rank)}{events.how(end)}"
 
     # --------------------------------------------------------------- scheduler
 
-    def _seen(self, event: Seen, now: float) -> None:
+    def _seen(self, event: events.Seen, now: float) -> None:
         if self._ends_with is not None:
             return
         if event.failure is not None:
@@ -226,7 +209,7 @@ class Rules:
         self._leader = event.leader
         if event.lives:
             if event.resumed is not None and self._lives.isdisjoint(event.lives.values()):
-                self._out.append(Say(f"no pipeline was left; training goes on from {event.resumed}"))
+                self._out.append(events.Say(f"no pipeline was left; training goes on from {event.resumed}"))
             self._lives = frozenset(event.lives.values())
         for pipeline in self._pipelines:
             if pipeline.phase is not PipelinePhase.RUNNING:
@@ -241,15 +224,17 @@ class Rules:
             elif pipeline.life is not None and (reason := event.gone.get(pipeline.life)) is not None:
                 self._is_given_up(pipeline, reason, now)
 
-    def _came(self, pipeline: PipelineState, life: str, event: Seen, now: float) -> None:
+    def _came(self, pipeline: PipelineState, life: str, event: events.Seen, now: float) -> None:
         pipeline.life, pipeline.trained, self._any_came = life, True, True
         if pipeline.lost_at is not None:
             where = "" if event.update is None else f", at update {event.update}"
-            self._out.append(Say(f"pipeline {pipeline.number} is back after {now - pipeline.lost_at:.1f} s{where}"))
+            self._out.append(
+                events.Say(f"pipeline {pipeline.number} is back after {now - pipeline.lost_at:.1f} s{where}")
+            )
             pipeline.lost_at = None
         if not self._all_came and all(other.life is not None for other in self._pipelines):
             self._all_came = True
-            self._out.append(Say(f"all {self._settings.num_pipelines} pipelines train"))
+            self._out.append(events.Say(f"all {self._settings.num_pipelines} pipelines train"))
 
     def _is_given_up(self, pipeline: PipelineState, reason: str, now: float) -> None:
         """Note that the scheduler goes on without the pipeline. Its processes are told so, perhaps when they wake, and
@@ -261,9 +246,9 @@ class Rules:
         pipeline.stops_training()
         pipeline.silent_since = pipeline.lost_at = now
         pipeline.told = True
-        self._out.append(Say(f"pipeline {pipeline.number} lost ({reason}); {self._who_goes_on()}"))
+        self._out.append(events.Say(f"pipeline {pipeline.number} lost ({reason}); {self._who_goes_on()}"))
 
-    def _judge_the_finished(self, pipeline: PipelineState, event: Seen, now: float) -> None:
+    def _judge_the_finished(self, pipeline: PipelineState, event: events.Seen, now: float) -> None:
         if pipeline.number in event.ever:
             self._finished_training(pipeline, now)
         elif event.asked >= pipeline.ended_at:
@@ -273,16 +258,16 @@ class Rules:
                 FAILED,
             )
 
-    def _scheduler_ended(self, event: SchedulerEnded) -> None:
+    def _scheduler_ended(self, event: events.SchedulerEnded) -> None:
         if self._ends_with is not None or self._finished:
             return
-        how = "killed" if event.code == -signal.SIGKILL else f"exit code {event.code}"
+        ended = "killed" if event.code == -signal.SIGKILL else f"exit code {event.code}"
         if self._scheduler_again >= self._settings.restarts:
             budget = f"its budget of {self._settings.restarts} restarts is used up"
-            self._end(f"the scheduler ended ({how}), and {budget}", FAILED)
+            self._end(f"the scheduler ended ({ended}), and {budget}", FAILED)
             return
         self._scheduler_again += 1
-        self._out += [Say(f"the scheduler ended ({how}); it starts again"), LaunchScheduler()]
+        self._out += [events.Say(f"the scheduler ended ({ended}); it starts again"), events.LaunchScheduler()]
 
     # --------------------------------------------------------------------- end
 
@@ -315,21 +300,21 @@ class Rules:
             needed = f"{len(left)} of {self._settings.num_pipelines} pipelines are left, and it needs {least}"
             self._end(f"{needed} (--min-pipelines)", FAILED)
 
-    def _told(self, event: SignalReceived, now: float) -> None:
+    def _told(self, event: events.SignalReceived, now: float) -> None:
         if self._ends_with is not None and self._kill_at > now:
             self._kill_at = now  # a second signal kills at once
             return
-        name = "Ctrl-C" if event.signal == signal.SIGINT else signal_name(event.signal)
-        self._end(name, INTERRUPTED + event.signal, event.signal)
+        name = "Ctrl-C" if event.signal == signal.SIGINT else events.signal_name(event.signal)
+        self._end(name, events.INTERRUPTED + event.signal, event.signal)
 
     def _end(self, reason: str, code: int, by: int = signal.SIGTERM) -> None:
         if self._ends_with is not None:
             return
         self._ends_with, self._kill_at = code, -math.inf  # the time is set when time passes
-        self._out.append(Say(f"the run ends: {reason}"))
+        self._out.append(events.Say(f"the run ends: {reason}"))
         for pipeline in self._pipelines:
             if pipeline.alive:
-                self._out.append(Stop(pipeline.number, by))
+                self._out.append(events.Stop(pipeline.number, by))
                 pipeline.due, pipeline.silent_since = math.inf, None
             elif pipeline.phase not in GONE:
                 pipeline.phase = PipelinePhase.GIVEN_UP
@@ -343,8 +328,10 @@ class Rules:
             if silent and pipeline.phase is PipelinePhase.RUNNING:
                 pipeline.silent_since = None
                 self._out += [
-                    Say(f"pipeline {pipeline.number} is killed: {self._settings.silence:g} s later it has not ended"),
-                    Stop(pipeline.number, signal.SIGKILL),
+                    events.Say(
+                        f"pipeline {pipeline.number} is killed: {self._settings.silence:g} s later it has not ended"
+                    ),
+                    events.Stop(pipeline.number, signal.SIGKILL),
                 ]
             if pipeline.due > now:
                 continue
@@ -352,7 +339,7 @@ class Rules:
                 self._launch(pipeline)
             elif pipeline.phase is PipelinePhase.ENDING:
                 pipeline.due, pipeline.pressed = math.inf, True
-                self._out.append(Stop(pipeline.number, signal.SIGKILL))
+                self._out.append(events.Stop(pipeline.number, signal.SIGKILL))
             elif pipeline.phase is PipelinePhase.RUNNING:  # it has ended; whether it has trained is unknown
                 self._finished_training(pipeline, now)
 
@@ -361,7 +348,9 @@ class Rules:
             self._kill_at = now + self._settings.farewell
         elif self._kill_at <= now:
             self._kill_at = math.inf
-            self._out += [Stop(pipeline.number, signal.SIGKILL) for pipeline in self._pipelines if pipeline.alive]
+            self._out += [
+                events.Stop(pipeline.number, signal.SIGKILL) for pipeline in self._pipelines if pipeline.alive
+            ]
 
     def _finish_if_over(self) -> None:
         if self._finished or any(pipeline.alive or pipeline.phase not in GONE for pipeline in self._pipelines):
@@ -370,7 +359,7 @@ class Rules:
         if self._ends_with is None:
             succeeded = any(pipeline.phase is PipelinePhase.FINISHED for pipeline in self._pipelines)
             self._ends_with = 0 if succeeded and not self._blemished else FAILED
-        self._out.append(Finish(self._ends_with))
+        self._out.append(events.Finish(self._ends_with))
 
     # ---------------------------------------------------------------- terminal
 
@@ -380,4 +369,4 @@ class Rules:
         chosen = next((one for one in (self._leader, self._shown) if one in alive), min(alive, default=None))
         if chosen is not None and chosen != self._shown:
             self._shown = chosen
-            self._out.append(Show(chosen))
+            self._out.append(events.Show(chosen))

@@ -15,30 +15,13 @@ from pathlib import Path
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess, reserve_port
 from lightning_sdpipe.scheduler.server.stop_signals import stop_signals
+from lightning_sdpipe.supervision import events
 from lightning_sdpipe.supervision.children import Child, Keeper
-from lightning_sdpipe.supervision.events import (
-    Begin,
-    Decision,
-    Event,
-    Finish,
-    Launch,
-    LaunchScheduler,
-    ProcessEnded,
-    Raising,
-    Say,
-    SchedulerEnded,
-    Seen,
-    Show,
-    SignalReceived,
-    Stop,
-    TimePassed,
-)
 from lightning_sdpipe.supervision.output import Log, OutputStream, Terminal, open_outputs
 from lightning_sdpipe.supervision.rules import FAILED, Rules
-from lightning_sdpipe.supervision.script import REPORT
+from lightning_sdpipe.supervision.script import REPORT, UncaughtException, decode
 from lightning_sdpipe.supervision.state import Settings
 from lightning_sdpipe.supervision.status_poller import StatusPoller
-from lightning_sdpipe.supervision.uncaught_exception import UncaughtException, decode
 from lightning_sdpipe.topology.mesh import Mesh
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -94,7 +77,7 @@ class Supervisor:
         command: Sequence[str],
         environment: Mapping[str, str],
         scheduler: SchedulerProcess,
-        look: Callable[[float], Seen],
+        look: Callable[[float], events.Seen],
         logs: Path,
         terminal: Terminal,
     ) -> None:
@@ -109,7 +92,7 @@ class Supervisor:
             number: _Job(Log(logs / f"pipeline-{number}.log", terminal.say)) for number in range(settings.num_pipelines)
         }
         self._selector = selectors.DefaultSelector()
-        self._events: deque[Event] = deque()
+        self._events: deque[events.Event] = deque()
         self._keeper: Keeper | None = None
         self._shown = -1
         self._code: int | None = None
@@ -132,7 +115,7 @@ class Supervisor:
                 if self._scheduler.can_start:
                     self._scheduler.start()
                 looker = StatusPoller(self._look, wake)
-                self._events.append(Begin())
+                self._events.append(events.Begin())
                 while self._code is None:
                     self._turn(signals, woken, looker)
                 return self._code
@@ -170,12 +153,12 @@ class Supervisor:
             starts = not self._scheduler.started and not self._scheduler.pid and self._scheduler.can_start
             if starts and self._rules.asks:
                 self._scheduler.begin()
-        event = self._events.popleft() if self._events else TimePassed()
+        event = self._events.popleft() if self._events else events.TimePassed()
         for decision in self._rules.on(event, time.monotonic()):
             self._carry_out(decision)
 
     def _hear(self, numbers: bytes) -> None:
-        self._events.extend(SignalReceived(number) for number in numbers if number in _STOPS)
+        self._events.extend(events.SignalReceived(number) for number in numbers if number in _STOPS)
         size = self._terminal.size() if signal.SIGWINCH in numbers else None
         if size is not None:
             for job in self._jobs.values():
@@ -193,13 +176,13 @@ class Supervisor:
             self._check_scheduler()
             return
         if self._scheduler.has_ended():
-            self._events.append(SchedulerEnded(self._scheduler.bury()))
+            self._events.append(events.SchedulerEnded(self._scheduler.bury()))
 
-    def _bury(self, process: _Rank) -> ProcessEnded:
+    def _bury(self, process: _Rank) -> events.ProcessEnded:
         code = process.child.bury()
         self._hear_report(process)
         self._close(process)
-        return ProcessEnded(process.pipeline, process.rank, code, process.raised if code > 0 else None)
+        return events.ProcessEnded(process.pipeline, process.rank, code, process.raised if code > 0 else None)
 
     def _hear_report(self, process: _Rank) -> None:
         try:
@@ -209,7 +192,7 @@ class Supervisor:
         self._forget(process.report)
         process.raised = process.raised or decode(said)
         if process.raised is not None and process.rank in self._jobs[process.pipeline].ranks:
-            self._events.append(Raising(process.pipeline, process.rank, process.raised))
+            self._events.append(events.Raising(process.pipeline, process.rank, process.raised))
 
     def _close(self, process: _Rank) -> None:
         for stream in process.streams.values():
@@ -224,20 +207,20 @@ class Supervisor:
 
     # --------------------------------------------------------------- decisions
 
-    def _carry_out(self, decision: Decision) -> None:
+    def _carry_out(self, decision: events.Decision) -> None:
         match decision:
-            case Launch(number, again):
+            case events.Launch(number, again):
                 self._launch(number, again)
-            case Stop(number, which):
+            case events.Stop(number, which):
                 for process in self._jobs[number].ranks.values():
                     process.child.signal(which)
-            case Say(line):
+            case events.Say(line):
                 self._terminal.say(line)
-            case Show(number):
+            case events.Show(number):
                 self._shown = number
-            case LaunchScheduler():
+            case events.LaunchScheduler():
                 self._launch_scheduler()
-            case Finish(code):
+            case events.Finish(code):
                 self._code = code
 
     def _launch(self, number: int, again: int) -> None:
@@ -251,7 +234,9 @@ class Supervisor:
             try:
                 job.ranks[rank] = self._start(number, rank, job)
             except OSError as error:  # out of processes or memory, perhaps for a moment
-                self._events.append(ProcessEnded(number, rank, FAILED, UncaughtException("OSError", str(error), "")))
+                self._events.append(
+                    events.ProcessEnded(number, rank, FAILED, UncaughtException("OSError", str(error), ""))
+                )
 
     def _start(self, number: int, rank: int, job: _Job) -> _Rank:
         assert job.port is not None
@@ -309,7 +294,7 @@ class Supervisor:
 
     def _scheduler_failed(self, error: SchedulerError) -> None:
         self._terminal.say(str(error))
-        self._events.append(SchedulerEnded(FAILED))
+        self._events.append(events.SchedulerEnded(FAILED))
 
     def _end_everything(self) -> None:
         """End all that still runs: after the last decision only the scheduler, after an exception here perhaps

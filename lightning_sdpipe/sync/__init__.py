@@ -26,17 +26,3 @@ NAMES = {
     "semi_decentralized": SemiDecentralized,
 }
 """Methods with their defaults by the names that users give, as in ``conf/sync``."""
-
-__all__ = [
-    "ADPSGD",
-    "PHDPSGD",
-    "AllReduce",
-    "Decentralized",
-    "DiLoCo",
-    "HetPipe",
-    "LocalSGD",
-    "NoSync",
-    "ParameterServer",
-    "PartialReduce",
-    "SemiDecentralized",
-]

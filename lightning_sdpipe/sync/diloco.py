@@ -15,8 +15,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig, refusal
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.sync.capabilities import OUTER, WHOLE, Capabilities, Needs, of_policy
 from lightning_sdpipe.sync.incompatible import ONE_CUT, Incompatible
-from lightning_sdpipe.sync.outer_averaging import OuterAveraging
-from lightning_sdpipe.sync.outer_groups import OuterGroups
+from lightning_sdpipe.sync.outer_averaging import OuterAveraging, OuterGroups
 from lightning_sdpipe.sync.quorum_averaging import QuorumAveraging
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
@@ -149,13 +148,12 @@ class DiLoCo:
         return row
 
     def build(self, replica: Replica) -> Synchronizer:
-        nesterov, bases = Nesterov(self.lr, self.momentum), replica.bases()
+        nesterov = Nesterov(self.lr, self.momentum)
         if self.group is not None:
             return OuterGroups(replica, nesterov, self.every, self.group.announces == "late")
-        if bases is not None or self._of_bases:
+        if replica.bases is not None or self._of_bases:
             delay = max(self.delay, 1) if replica.exchange.overlap == "step" else 0
-            by_samples = self.weights == "samples"
-            return QuorumAveraging(replica, nesterov, Fragments(self.every, delay=delay), bases, by_samples)
+            return QuorumAveraging(replica, nesterov, Fragments(self.every, delay=delay), self.weights == "samples")
         keeps = replica.exchange.overlap == "step"
         delay = max(self.delay, 1) if keeps else self.delay
         return OuterAveraging(replica, nesterov, Fragments(self.every, self.fragments, delay, self.mix), keeps)

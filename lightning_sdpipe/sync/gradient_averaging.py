@@ -13,16 +13,15 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import NonFiniteError
 from lightning_sdpipe.exchange.buckets import tensors_of
-from lightning_sdpipe.exchange.common_reference import CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
 from lightning_sdpipe.exchange.present_rounds import Round
+from lightning_sdpipe.exchange.references import CommonReference
 from lightning_sdpipe.exchange.sectioned import SectionedRounds, accompany
-from lightning_sdpipe.sync.among_present import RoundsOfPresent
-from lightning_sdpipe.sync.equal_replicas import copy_most_advanced_parts
 from lightning_sdpipe.sync.mover_choice import hosts_of
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+from lightning_sdpipe.sync.rendezvous import copy_most_advanced_parts
+from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfPresent, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
 
 

@@ -1,19 +1,31 @@
-"""Worker's half of PHD-PSGD: gradients are averaged within a group, models between groups.
+"""Worker's half of PHD-PSGD: gradients are averaged within a group, models between groups, in meetings.
 
-Other workers average with a worker's model itself, or with a copy that it has published.
+Other workers average with a worker's model itself, or with a copy that it has published. A worker learns of the meeting
+that answers it from its training's connection, and of invitations from its heartbeats' connection, so they can arrive
+in another order. All members of a group have the same meetings, and keep equal models only if each carries them out,
+with its steps, in the same order. So an invitation waits for the boundary that was decided before it: where the worker
+waited, it has carried out all its meetings, and goes on. If the worker waits in that boundary, it waits for the step to
+end: the others get a model that contains the step. A worker goes on from its boundary when it has carried out all
+invitations that were decided before.
+
+There is no deadlock: a worker that carries a meeting out waits for members that still have meetings of lower numbers,
+or end a step for which they need no worker that waits for this one (``policies/phd_psgd.py``,
+``policies/following_stages.py``).
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, WorkerFailedError
-from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
-from lightning_sdpipe.exchange.collectives import FullMean
+from lightning_sdpipe.exchange.buckets import FlatBucket, PublishedCopy, tensors_of
+from lightning_sdpipe.exchange.collectives import average_all
 from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.sectioned import accompany
@@ -23,68 +35,164 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.following_stages import mean_of_groups
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
-from lightning_sdpipe.sync.equal_replicas import copy_most_advanced
-from lightning_sdpipe.sync.ordered_invitations import OrderedInvitations
+from lightning_sdpipe.sync.rendezvous import copy_most_advanced
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, averaged
 from lightning_sdpipe.topology.groups import Replicas
 
+_BUCKET_BYTES = 25 * 2**20
+_MARKS = 2**24
 
-class SharedModel(Protocol):
-    """A model that meetings change. Methods of one object may not run at the same time."""
+
+class OrderedInvitations:
+    """Meetings and invitations of ``worker``, in order.
+
+    Args:
+        worker: this worker.
+        carry_out: takes part in a meeting, with the newest step if the second argument says so; returns the seconds
+            waited for others. It is called by one thread at a time.
+        timeout: limit of every wait.
+    """
+
+    def __init__(self, worker: Worker, carry_out: Callable[[Group, bool], float], timeout: timedelta) -> None:
+        self._worker = worker
+        self._carry_out = carry_out
+        self._seconds = timeout.total_seconds()
+        self._changed = threading.Condition()
+        self._invited: deque[tuple[Group, int | None]] = deque()
+        self._standing = self._busy = self._closing = False
+        self._passed: int | None = None
+        """Iteration of the last boundary that this worker has gone on from since it joined."""
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def invite(self, group: Group, after: int | None) -> None:
+        """Queue ``group``, of which this worker is a passive member. The scheduler decided it after it had answered
+        iteration ``after``; called in the order of decisions, by any thread."""
+        with self._changed:
+            self._invited.append((group, after))
+            self._changed.notify_all()
+
+    def begin(self) -> None:
+        """Start taking part. Invitations that came before are carried out, too."""
+        self._closing, self._passed = False, None
+        self._thread = threading.Thread(target=self._serve, name="meetings of groups", daemon=True)
+        self._thread.start()
+
+    def stand(self) -> None:
+        """Mark the step as over: invitations may use its result, until :meth:`go_on`."""
+        with self._changed:
+            self._standing = True
+            self._changed.notify_all()
+
+    def go_on(self, iteration: int, group: Group) -> float:
+        """Carry out ``group``, which answers ``iteration``, when all earlier decisions are carried out.
+
+        Returns:
+            Seconds waited for others in it.
+
+        Raises:
+            WorkerFailedError: another worker failed or does not come, now or in an invitation.
+        """
+        with self._changed:
+            self._wait(lambda: self._done_before(group), "earlier meetings")
+        waited = self._carry_out(group, True)
+        with self._changed:
+            self._standing, self._passed = False, iteration
+            self._changed.notify_all()
+        return waited
+
+    def end(self) -> None:
+        """Stop taking part, when all invitations have arrived: carries out the remaining ones.
+
+        Raises:
+            WorkerFailedError: another worker failed or does not come.
+        """
+        if self._thread is None:
+            return
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            self._wait(lambda: not self._invited and not self._busy, "its last meetings")
+        self._thread.join()
+        self._thread = None
+
+    def _done_before(self, group: Group) -> bool:
+        return not self._busy and not (self._invited and self._invited[0][0].sequence < group.sequence)
+
+    def _may_begin(self) -> bool:
+        if not self._invited:
+            return self._closing
+        group, after = self._invited[0]
+        behind = after is not None and (self._passed is None or self._passed < after)
+        return not behind and (self._standing or self._worker not in group.standing)
+
+    def _wait(self, there: Callable[[], bool], what: str) -> None:
+        """Wait for a condition, with the lock held."""
+        arrived = self._changed.wait_for(lambda: self._failure is not None or there(), self._seconds)
+        if self._failure is not None:
+            raise self._failure
+        if not arrived:
+            next_one = f", of which group {self._invited[0][0]} comes next" if self._invited else ""
+            raise WorkerFailedError(
+                f"worker {self._worker} waited {self._seconds:g} s until {what} with other groups were over{next_one}"
+            )
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._may_begin)
+                if not self._invited:
+                    return
+                group, _ = self._invited.popleft()
+                self._busy = True
+            failure: Exception | None = None
+            try:
+                self._carry_out(group, self._worker in group.standing)
+            except Exception as error:  # raised where the training next asks; a thread could only print it
+                failure = error
+            with self._changed:
+                self._busy, self._failure = False, failure
+                self._changed.notify_all()
+            if failure is not None:
+                return
+
+
+class InPlace:
+    """The model itself, for meetings of workers that do not compute meanwhile. Its methods may not run at the same
+    time."""
+
+    def __init__(self, buckets: Sequence[FlatBucket]) -> None:
+        self._buckets = buckets
 
     def tensors(self, with_step: bool) -> list[Tensor]:
         """Return the tensors that a meeting averages in place; with the optimizer's changes since the last boundary,
         or without them if the worker computes."""
+        assert with_step, "the model may not change while a step is computed on it"
+        return tensors_of(self._buckets)
 
     def take(self) -> None:
         """End a boundary: the model becomes the result of the meetings, and the next step begins."""
 
 
-class InPlace:
-    """The model itself, for meetings of workers that do not compute meanwhile."""
+class PublishedModel(InPlace):
+    """A copy of the model without the step that is being computed; the step is added when it is ready."""
 
     def __init__(self, buckets: Sequence[FlatBucket]) -> None:
-        self._buckets = buckets
-
-    def tensors(self, with_step: bool) -> list[Tensor]:
-        """See :class:`SharedModel`."""
-        assert with_step, "the model may not change while a step is computed on it"
-        return tensors_of(self._buckets)
-
-    def take(self) -> None:
-        """See :class:`SharedModel`."""
-
-
-class PublishedModel:
-    """A copy of the model without the step that is being computed; the step is added when it is ready. The copy costs
-    the memory of the parameters twice."""
-
-    def __init__(self, buckets: Sequence[FlatBucket]) -> None:
-        self._buckets = buckets
-        self._published = [bucket.buffer.clone() for bucket in buckets]
-        self._computed_on = [tensor.clone() for tensor in self._published]
+        super().__init__(buckets)
+        self._copy = PublishedCopy(buckets)
         self._has_step = False
 
     def tensors(self, with_step: bool) -> list[Tensor]:
-        """See :class:`SharedModel`."""
+        """See the base class, as for the next method."""
         if with_step and not self._has_step:
-            for new, base, published in zip(tensors_of(self._buckets), self._computed_on, self._published, strict=True):
-                published.add_(new - base)
+            self._copy.add_step()
             self._has_step = True
-        return self._published
+        return self._copy.tensors
 
     def take(self) -> None:
-        """See :class:`SharedModel`."""
-        for new, base, published in zip(
-            tensors_of(self._buckets), self._computed_on, self.tensors(with_step=True), strict=True
-        ):
-            new.copy_(published)
-            base.copy_(published)
+        self.tensors(with_step=True)
+        self._copy.take()
         self._has_step = False
-
-
-_BUCKET_BYTES = 25 * 2**20
-_MARKS = 2**24
 
 
 class HybridGroups(Synchronizer):
@@ -122,7 +230,7 @@ class HybridGroups(Synchronizer):
             own_links = replica.groups.side_channel(replica.timeout) if policy.asynchronous else None
             replicas, payload = replica.groups.replicas(own_links), replica.exchange.payload
             self._mover = ShardedMean(replicas, self._groups, policy.sharded, payload)
-            self._model: SharedModel = InPlace([])
+            self._model = InPlace([])
             self._meetings = OrderedInvitations(self._worker, self._carry_out, replica.timeout)
             replica.client.on_invitation = self._meetings.invite
 
@@ -253,9 +361,7 @@ class HybridGroups(Synchronizer):
         self.resynchronise()
         if self._meets:
             weights = dict(zip((p for group in self._groups for p in group), mean_of_groups(self._groups), strict=True))
-            everybody = self.replica.everybody([weights[pipeline] for pipeline in range(len(self.replica.ranks))])
-            tensors = tensors_of(averaged(self.replica.parameters))
-            finish(FullMean(self.replica.groups.replicas()).start(tensors, everybody))
+            average_all(tensors_of(averaged(self.replica.parameters)), self.replica.groups.replicas(), weights)
 
     def _refuse_other_groups(self) -> None:
         """Refuse a scheduler with other groups than the run's own, where a standing scheduler decides."""

@@ -27,8 +27,7 @@ from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.pairing import random_pair, shift_one
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer, refusal
-from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
-from lightning_sdpipe.sync.background_averaging import BackgroundAveraging, FreeAveraging
+from lightning_sdpipe.sync.background_averaging import AsynchronousPairs, BackgroundAveraging, FreeAveraging
 from lightning_sdpipe.sync.capabilities import (
     BY_SAMPLES,
     EQUALLY,
@@ -43,7 +42,7 @@ from lightning_sdpipe.sync.gradient_averaging import GradientAveraging, PresentA
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.model_averaging import LateAveraging, ModelAveraging
 from lightning_sdpipe.sync.mover_choice import Begin, mover_among_all, mover_among_groups, mover_in_a_ring
-from lightning_sdpipe.sync.stale_synchronous import StaleSynchronous
+from lightning_sdpipe.sync.parameter_server import StaleSynchronous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
 
 
@@ -82,7 +81,7 @@ class AllReduce:
         return {None: GRADIENTS, "equal": EQUALLY, "samples": BY_SAMPLES}[self.weights]
 
     def build(self, replica: Replica) -> Synchronizer:
-        size, rounds = int(self.bucket_mib * 2**20), replica.rounds()
+        size, rounds = int(self.bucket_mib * 2**20), replica.rounds
         if rounds is not None:
             by_samples = self.weights == "samples" or (self.weights is None and replica.exchange.is_plain)
             return PresentAveraging(replica, rounds, size, by_samples)
@@ -196,7 +195,7 @@ class ByPolicy:
 def _averaging(
     replica: Replica, every: int, mover: Mover, begin: Begin | None, meet: Callable[[Group], Group]
 ) -> Synchronizer:
-    if replica.exchange.overlap == "free" and replica.mover() is not None:
+    if replica.exchange.overlap == "free" and replica.mover is not None:
         return FreeAveraging(replica, mover)
     if replica.exchange.overlap == "free":
         return BackgroundAveraging(replica, mover, meet, begin)

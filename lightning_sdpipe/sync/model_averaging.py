@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe import meter
+from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.moving import Mover, finish
-from lightning_sdpipe.exchange.overlapped import Overlapped
 from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.mover_choice import Begin, mover_among_groups
@@ -51,7 +51,7 @@ class ModelAveraging(Synchronizer):
         self._late: Overlapped | None = None
         if replica.exchange.overlap == "step":
             self._late = Overlapped(
-                self._mover, replica.timeout.total_seconds(), begins_again=replica.mover() is not None
+                self._mover, replica.timeout.total_seconds(), begins_again=replica.mover is not None
             )
         self._inequality = 1.0
         """Inequality k Σ w² of weights, averaged over the last groups."""

@@ -7,12 +7,10 @@ from functools import partial
 
 from torch import Tensor
 
-from lightning_sdpipe.exchange.common_reference import CommonModel
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import Mover
+from lightning_sdpipe.exchange.moving import GroupMean, Mover
 from lightning_sdpipe.exchange.options import Exchange
-from lightning_sdpipe.exchange.own_reference import OwnReference
+from lightning_sdpipe.exchange.references import CommonModel, OwnReference
 from lightning_sdpipe.exchange.ring_mean import ChangingRing, RingCopies, RingMean
 from lightning_sdpipe.exchange.sectioned import SectionedMover, parted
 from lightning_sdpipe.policies.decentralized import Decentralized
@@ -20,8 +18,7 @@ from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.pairing import ring
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.synchronizer import Replica
-from lightning_sdpipe.topology.groups import Replicas
-from lightning_sdpipe.topology.hosts import hosts_of_replicas, require_names, this_host
+from lightning_sdpipe.topology.groups import Replicas, hosts_of_replicas, require_names, this_host
 
 Begin = Callable[[Sequence[Tensor]], None]
 MakeMover = Callable[[Replicas, Mapping[int, str] | None], Mover]
@@ -84,7 +81,7 @@ def _counts(replica: Replica) -> list[int]:
 
 def mover_among_groups(replica: Replica) -> Mover:
     """Return the mover of models among groups that change; in an elastic job, among the pipelines that are present."""
-    if (surviving := replica.mover()) is not None:
+    if (surviving := replica.mover) is not None:
         return surviving
     exchange = replica.exchange
     if exchange.is_plain:
@@ -127,7 +124,7 @@ def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:
 
 def mover_in_a_ring(replica: Replica) -> tuple[Mover, Begin | None]:
     """Return the mover of models between neighbours of a ring, and a function as that of :func:`mover_among_all`."""
-    if (surviving := replica.mover()) is not None:
+    if (surviving := replica.mover) is not None:
         return surviving, None
     payload = None if replica.exchange.is_full else replica.exchange.payload
     movers = [RingMean(replicas, payload) for replicas in replicas_for(replica)]

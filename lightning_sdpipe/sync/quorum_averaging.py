@@ -1,14 +1,15 @@
 """Worker's half of DiLoCo by quorum: rounds of those that are ready, whose bases may differ.
 
 A round goes on at once, or with ``overlap="step"`` beside the next mini-batches. Its outcome is put into the model by
-the thread that trains, whole. Where pipelines come and go, ``bases`` carries rounds out among those that are there.
+the thread that trains, whole. Where pipelines come and go, ``Replica.bases`` carries rounds out among those that are
+there.
 
 With a ``delay`` above 1 a worker trains on while the scheduler has no group for it yet, for ``every`` more updates at
 most. It gives the model of the moment when the group is known, and adopts the new base as soon as that is there, for
 which it waits only after ``delay`` updates. So a round takes as many mini-batches as it has to, one that misses it does
-not stand still until the next, and its own next one is due ``every`` updates after it began.
-Stages of one pipeline would see both at different updates; so with several of them the group is waited for, and the
-base is adopted after ``delay`` updates.
+not stand still until the next, and its own next one is due ``every`` updates after it began. Stages of one pipeline
+would see both at different updates; so with several of them the group is waited for, and the base is adopted after
+``delay`` updates.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov, OuterMode
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState, OwnBase
 from lightning_sdpipe.p2p import labelled, waiting_for
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.sync.among_present import RoundsOfBases
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
 from lightning_sdpipe.sync.synchronizer import Replica
 
@@ -42,18 +42,10 @@ class QuorumAveraging(OuterAveraging):
         replica: this worker.
         nesterov: options of the outer optimizer.
         schedule: of the rounds, with one fragment.
-        bases: rounds where pipelines come and go; else None.
         by_samples: whether members of a round weigh as much as they have trained samples; else all weigh the same.
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        nesterov: Nesterov,
-        schedule: Fragments,
-        bases: RoundsOfBases | None,
-        by_samples: bool = False,
-    ) -> None:
+    def __init__(self, replica: Replica, nesterov: Nesterov, schedule: Fragments, by_samples: bool) -> None:
         self._late = schedule.delay > 0
         super().__init__(replica, nesterov, schedule, keeps=False)
         self._roams = schedule.delay > 1 and replica.groups.mesh.num_stages == 1
@@ -68,9 +60,9 @@ class QuorumAveraging(OuterAveraging):
         self._samples = self._samples_sent = 0.0
         """Samples since the last round, and those that are in the round under way."""
         (self._whole,) = self._fragments
-        self._state, self._bases = OuterState(self._whole.common), bases
-        if bases is not None:
-            bases.arrange(self._state)
+        self._state, self._bases = OuterState(self._whole.common), replica.bases
+        if self._bases is not None:
+            self._bases.arrange(self._state)
         self._beside = Background("a round of bases beside training", 2 * replica.timeout.total_seconds())
         self._job: Job | None = None
         self._underway = False

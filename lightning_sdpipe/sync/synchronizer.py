@@ -1,4 +1,4 @@
-"""Base of every worker's half of a synchronisation method, as the strategy calls it."""
+"""Base of every worker's half of a synchronisation method, as the strategy calls it, and the replica that it is for."""
 
 from __future__ import annotations
 
@@ -12,18 +12,75 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
-from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
-from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.exchange.collectives import average_all
+from lightning_sdpipe.exchange.moving import Mover, Pending
 from lightning_sdpipe.exchange.options import Exchange
+from lightning_sdpipe.exchange.outer_state import NewBase, OuterState
+from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
 from lightning_sdpipe.exchange.sectioned import OwnSections
 from lightning_sdpipe.pipeline.gradients import GradientExchange
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
-from lightning_sdpipe.sync.among_present import ExchangesOfPairs, RoundsOfBases, RoundsOfPresent
 from lightning_sdpipe.topology.groups import ProcessGroups, Replicas, Traffic
+
+
+class RoundsOfPresent(Protocol):
+    """Rounds of gradients among replicas that come and go."""
+
+    @property
+    def rounds(self) -> PresentRounds:
+        """Rounds that take the gradients of this worker."""
+
+    @property
+    def on_any_stage(self) -> Callable[[bool], bool]:
+        """Returns a function that tells whether something is true on any stage of this pipeline. Every stage asks at
+        the same point."""
+
+    def arrange(
+        self,
+        parameters: Sequence[nn.Parameter],
+        cap: int,
+        watch: bool,
+        exchange: Exchange,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        """Set the parameters whose gradients are averaged from now on, and how these travel; see
+        :class:`~lightning_sdpipe.exchange.encoded_rounds.EncodedPresentRounds`."""
+
+    def begin(self, update: int, weight: float) -> None:
+        """Take part in the round of ``update``. Do not wait."""
+
+    def finish(self) -> tuple[Round, float]:
+        """Wait for the outcome; return it with the seconds until the members were known."""
+
+    def check_equal(self, digest: int) -> None:
+        """End the run if the digests of the replicas, which are all together, differ."""
+
+
+class RoundsOfBases(Protocol):
+    """Rounds of an outer optimizer among replicas that come and go."""
+
+    def arrange(self, state: OuterState) -> None:
+        """Set the state of this worker."""
+
+    def run(self, tensors: Sequence[Tensor], group: Group) -> NewBase | None:
+        """Compute the outcome of the round of ``group`` for the model ``tensors``; None if the round was dropped. Any
+        thread may call it."""
+
+    def accept(self, new: NewBase, adopt: Callable[[], None]) -> None:
+        """Call ``adopt``, by which this worker takes over the outcome of the last round; the thread that trains calls
+        it."""
+
+    def meet(self, tensors: Sequence[Tensor], since: int) -> None:
+        """Run a round of all replicas, which are together, unless none has trained since the last one; ``since`` is
+        the number of updates that this worker has made."""
+
+
+ExchangeOfPair = Callable[[Group, Callable[[Replicas], Pending]], bool]
+"""Exchanges between the two members of a group, all of it or nothing, where either may be lost; returns whether it was
+done. The function begins the exchange between these replicas. Any thread may call it."""
 
 
 @dataclass
@@ -114,6 +171,10 @@ class Replica:
     averages: list[Tensor] = field(default_factory=list)  # of the weights over time; made equal with them
     sections: OwnSections | None = None  # of the chain; None where the replicas of the stage hold what it holds
     shared: SharedParameters | None = None  # with other stages, whose copies follow after each exchange; with sections
+    rounds: RoundsOfPresent | None = None  # these four: where replicas come and go
+    bases: RoundsOfBases | None = None  # if the method has an outer optimizer
+    pairs: ExchangeOfPair | None = None  # exchanges beside training
+    mover: Mover | None = None  # averages models in groups, some of whose members may be lost
 
     @property
     def stage(self) -> int:
@@ -160,27 +221,9 @@ class Replica:
         pairs = zip(self.divided, among, strict=True)
         return [ReplicatedPart(part.parameters, part.buffers, replicas) for part, replicas in pairs]
 
-    def rounds(self) -> RoundsOfPresent | None:
-        """Return the rounds that average gradients among the replicas that are present, where these come and go; else
-        None."""
-        return None
-
-    def bases(self) -> RoundsOfBases | None:
-        """Return the rounds of an outer optimizer among the replicas that are present, where these come and go; else
-        None."""
-        return None
-
-    def pairs(self) -> ExchangesOfPairs | None:
-        """Return how pairs exchange beside training where one of the two may be lost; None if that ends the run."""
-        return None
-
-    def mover(self) -> Mover | None:
-        """Return the mover that averages models in groups, where the exchange does not choose it; else None."""
-        return None
-
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Make ``tensors`` the mean over all replicas, which are together; integers (counters) become the largest."""
-        finish(FullMean(self.groups.replicas()).start(tensors, self.everybody()))
+        average_all(tensors, self.groups.replicas())
 
     def average_parameters(self) -> None:
         """Average the parameters in the same way, except frozen ones that are integers."""
@@ -188,13 +231,13 @@ class Replica:
             self.average(tensors_of(averaged(self.parameters)))
             return
         for part in self.parts:
-            finish(FullMean(part.among).start(tensors_of(averaged(part.parameters)), self.everybody()))
+            average_all(tensors_of(averaged(part.parameters)), part.among)
         self.shared.make_equal()
 
     def average_buffers(self) -> None:
         """Average the buffers in the same way."""
         for part in self.parts:
-            finish(FullMean(part.among).start(part.buffers, self.everybody()))
+            average_all(part.buffers, part.among)
         if self.shared is not None:
             self.shared.make_buffers_equal(self.device)
 
@@ -204,12 +247,6 @@ class Replica:
         if self.shared is not None:
             self.shared.make_equal()
             self.shared.make_buffers_equal(self.device)
-
-    def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
-        """Return all replicas of the stage as a group, with equal weights by default."""
-        size = self.count
-        members = tuple(Worker(self.stage, pipeline) for pipeline in range(size))
-        return Group(members, tuple(weights or [1 / size] * size), sequence, "everybody")
 
 
 def averaged(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:
@@ -327,20 +364,12 @@ class Synchronizer:
     def take(self, state: Mapping[str, Any]) -> None:
         """Take over the state of another pipeline's :meth:`handover`; called before training."""
 
-    def _average(self, buckets: Sequence[FlatBucket]) -> None:
-        self.replica.average(tensors_of(buckets))
-
     def average_buffers(self) -> None:
         """Make buffers and averages of the weights equal, as :meth:`make_parameters_equal` does parameters."""
         if self.replica.sections is None:
             self.replica.average([*self.replica.buffers, *self.replica.averages])
         else:
             self.replica.average_buffers()
-
-    def _take_over(self, pipeline: int) -> None:
-        """Give all replicas the parameters of that pipeline's replica."""
-        group = self.replica.everybody([float(number == pipeline) for number in range(len(self.replica.ranks))])
-        finish(TakeOver(self.replica.groups.replicas()).start(tensors_of(self.replica.parameters), group))
 
 
 @runtime_checkable

@@ -1,9 +1,12 @@
-"""The process groups of a run, opened once per process."""
+"""The process groups of a run, opened once per process, and the hosts that its processes are on."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -14,26 +17,23 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.topology.mesh import Mesh
 
+HOST_VARIABLE = "SDPIPE_HOST"
+LONGEST_NAME = 255
+
 
 class Traffic:
     """Bytes sent to other replicas; several threads may add to them."""
 
-    def __init__(self) -> None:
-        self.bytes = 0
+    def __init__(self, sent: int = 0) -> None:
+        self.bytes = sent
         self._lock = threading.Lock()
 
     def add(self, sent: int) -> None:
         with self._lock:
             self.bytes += sent
 
-    def __reduce__(self) -> tuple[Callable[[int], Traffic], tuple[int]]:
-        return _traffic_of, (self.bytes,)  # a lock stays where it is
-
-
-def _traffic_of(sent: int) -> Traffic:
-    traffic = Traffic()
-    traffic.add(sent)
-    return traffic
+    def __reduce__(self) -> tuple[type[Traffic], tuple[int]]:
+        return Traffic, (self.bytes,)  # a lock stays where it is
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,21 @@ def prepare_world(device: torch.device) -> None:
         )
 
 
+def keep_until_the_end(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Let ``groups`` live as long as this process, which is about to end after a failure.
+
+    The destructor of a group of gloo waits for its collectives. One whose connection was lost amid a message ends with
+    its timeout only, and so would the process.
+    """
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def open_groups() -> list[dist.ProcessGroup]:
+    """Return all process groups that this process has opened by ``torch.distributed``."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 @dataclass(frozen=True)
 class ProcessGroups:
     """This worker's place in the mesh and its groups: ``pipeline`` holds the stages of its pipeline, ``stage`` the
@@ -161,10 +176,14 @@ class ProcessGroups:
     def replicas(self, group: dist.ProcessGroup | None = None) -> Replicas:
         """Return the replicas of this worker's stage, over ``group``, which holds them all: that of the stage if it is
         None."""
+        stage, _ = self.mesh.locate(self.rank)
+        return self._reached(group or self.stage, self.mesh.stage_ranks(stage))
+
+    def _reached(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> Replicas:
+        """Return the replicas of these global ``ranks``, by pipeline, over the ``group`` that they make up."""
         stage, pipeline = self.mesh.locate(self.rank)
-        ranks = self.mesh.stage_ranks(stage)
         in_order = sorted(ranks)
-        return Replicas(group or self.stage, [in_order.index(rank) for rank in ranks], stage, pipeline, self.traffic)
+        return Replicas(group, [in_order.index(rank) for rank in ranks], stage, pipeline, self.traffic)
 
     def open_section(
         self, owners: Sequence[int], timeout: timedelta | None, backend: str | None = None
@@ -173,11 +192,8 @@ class ProcessGroups:
         that does. Return None if this worker is none of them. Every rank must call it."""
         stage, pipeline = self.mesh.locate(self.rank)
         ranks = [self.mesh.rank(owner, i) for i, owner in enumerate(owners)]
-        in_order = sorted(ranks)
-        group = dist.new_group(in_order, timeout=timeout, backend=backend)
-        if owners[pipeline] != stage:
-            return None
-        return Replicas(group, [in_order.index(rank) for rank in ranks], stage, pipeline, self.traffic)
+        group = dist.new_group(sorted(ranks), timeout=timeout, backend=backend)
+        return self._reached(group, ranks) if owners[pipeline] == stage else None
 
     @property
     def meeting(self) -> dist.ProcessGroup:
@@ -257,3 +273,81 @@ class ProcessGroups:
         world = dist.group.WORLD
         assert world is not None, "open() has been called, so the world exists"
         return world
+
+
+def this_host() -> str:
+    """Return the name of this machine, or the value of ``SDPIPE_HOST``.
+
+    Raises:
+        ConfigurationError: the name is too long to be sent.
+    """
+    name = os.environ.get(HOST_VARIABLE) or socket.gethostname()
+    if len(name.encode()) > LONGEST_NAME:
+        raise ConfigurationError(f"The host name {name!r} is too long; set {HOST_VARIABLE} to one of up to 255 bytes.")
+    return name
+
+
+def device_name(local_rank: int) -> str:
+    """Return ``host:index`` of this process's device."""
+    return f"{this_host()}:{local_rank}"
+
+
+def compare_meshes(mesh: Mesh) -> None:
+    """Compare the meshes of all ranks, which must call it: those of unlike ones would open unlike groups, and wait for
+    each other.
+
+    Raises:
+        ConfigurationError: some differ; on all ranks.
+    """
+    depths = str(mesh.num_stages) if mesh.alike else f"[{', '.join(map(str, mesh.depths))}]"
+    said = _gathered(depths[:LONGEST_NAME], LONGEST_NAME, torch.device("cpu"), None)
+    if len(by_depths := {each: [rank for rank, own in enumerate(said) if own == each] for each in said}) > 1:
+        found = "; ".join(f"num_stages={each} on ranks {ranks}" for each, ranks in by_depths.items())
+        raise ConfigurationError(f"Processes of one run were given unlike arguments: {found}. Give all the same.")
+
+
+def roll_call(local_rank: int, device: torch.device) -> list[str]:
+    """Return ``host:index`` of every rank; all ranks must call it.
+
+    Args:
+        local_rank: that of this process, among those of its host.
+        device: a device whose tensors the default group can send.
+    """
+    return _gathered(device_name(local_rank), LONGEST_NAME + 1 + 10, device, None)
+
+
+def hosts_of_replicas(groups: ProcessGroups, device: torch.device) -> list[str]:
+    """Return the machine of each pipeline's replica of this worker's stage. All of these replicas must call it.
+
+    Args:
+        groups: this worker's process groups.
+        device: a device whose tensors the stage's group can send.
+
+    Raises:
+        ConfigurationError: machines cannot be told from each other.
+    """
+    by_rank = _gathered(this_host(), LONGEST_NAME, device, groups.stage)
+    names = [by_rank[rank] for rank in groups.replicas().ranks]
+    require_names(enumerate(names))
+    return names
+
+
+def require_names(hosts: Iterable[tuple[int, str]]) -> None:
+    """Raise ConfigurationError unless the machines of pipelines, given with their names, can be told from each
+    other."""
+    if unnamed := {pipeline: name for pipeline, name in hosts if name.partition(".")[0] in ("", "localhost")}:
+        raise ConfigurationError(
+            f"hierarchy='hosts' needs to tell machines apart, but those of pipelines {[*unnamed]} are named "
+            f"{next(iter(unnamed.values()))!r}. Give each machine a name, or set the environment variable "
+            f"{HOST_VARIABLE} to one; or use hierarchy='flat'."
+        )
+
+
+def _gathered(name: str, longest: int, device: torch.device, group: dist.ProcessGroup | None) -> list[str]:
+    """Gather a string from every member of a group, from all ranks if it is None."""
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    written = name.encode()
+    mine[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
+    everybody = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everybody, mine.to(device), group=group)
+    return [bytes(sent.tolist()).rstrip(b"\0").decode() for sent in everybody]

@@ -13,6 +13,8 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -23,7 +25,7 @@ from torch.distributed.distributed_c10d import Store, default_pg_timeout
 log = logging.getLogger(__name__)
 
 _ANSWERS = 5.0  # seconds within which TCPStore itself gives up, after its timeout
-_PATIENCE = 60.0  # seconds after which rank 0 tells whom it waits for
+_PATIENCE = 60.0  # seconds after which a rank tells whom it waits for
 _OF_THE_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun, whose agent listens at MASTER_PORT then
 
 
@@ -47,28 +49,37 @@ def open_store(
     if world_size == 1:
         return HashStore()
     if rank > 0 or os.environ.get(_OF_THE_AGENT) == str(True):
-        return _connected(host, port, world_size, timeout)
+        with _told(f"Rank {rank} waits for rank 0 at {host}:{port}", timeout):
+            return _connected(host, port, world_size, timeout)
     options: dict[str, Any] = {"use_libuv": os.environ.get("USE_LIBUV", "1") == "1"}
     listener = listen(host, port, one_machine)
     if listener is not None:
         options["master_listen_fd"] = listener.detach()
     else:
         log.info(f"MASTER_ADDR={host} is no address of this machine, so the store listens on all of its interfaces")
-    waits = f"{host}:{port} waits for the other processes of {world_size}, for {timeout.total_seconds():g} s at most"
-    told = threading.Timer(_PATIENCE, log.warning, [f"Rank 0 at {waits}. Has every machine been started?"])
-    told.daemon = True
-    told.start()
-    try:
+    with _told(f"Rank 0 at {host}:{port} waits for the other processes of {world_size}", timeout):
         return TCPStore(host, port, world_size, True, timeout, **options)
+
+
+@contextmanager
+def _told(waits: str, timeout: timedelta) -> Iterator[None]:
+    """Tell people after a while what is waited for in the block."""
+    said = f"{waits}, for {timeout.total_seconds():g} s at most. Has every machine been started (under SLURM, by srun)?"
+    timer = threading.Timer(_PATIENCE, log.warning, [said])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
     finally:
-        told.cancel()
+        timer.cancel()
 
 
 def _connected(host: str, port: int, world_size: int, timeout: timedelta) -> Store:
     """Return a client of the store of rank 0.
 
     A TCPStore itself would wait without a limit, and ignore Ctrl-C, if a program there accepts the connection and says
-    nothing: another one than rank 0, or a rank 0 that is stopped. So a thread makes it.
+    nothing: another one than rank 0, or a rank 0 that is stopped. It may try for twice its timeout where nothing
+    listens. So a thread makes it.
     """
     outcome: SimpleQueue[Store | Exception] = SimpleQueue()
 
@@ -83,13 +94,25 @@ def _connected(host: str, port: int, world_size: int, timeout: timedelta) -> Sto
     try:
         came = outcome.get(timeout=seconds)
     except Empty:
-        raise RuntimeError(
-            f"The program at MASTER_ADDR={host}, MASTER_PORT={port} has accepted a connection, and not answered as the "
-            f"store of rank 0 within {seconds:g} s. Check that rank 0 runs, and that the port is no other program's."
-        ) from None
+        came = TimeoutError(f"no answer within {seconds:g} s")
     if isinstance(came, Exception):
-        raise came
+        raise RuntimeError(f"MASTER_ADDR={host}, MASTER_PORT={port}: {_why_not(host, port)}") from came
     return came
+
+
+def _why_not(host: str, port: int) -> str:
+    """Return why the store of rank 0 was not reached there."""
+    try:
+        socket.create_connection((host, port), _ANSWERS).close()
+    except OSError as error:
+        return (
+            f"rank 0 was not reached there ({error.strerror or error}). Check that its machine has been started, and "
+            "that the address is one by which this machine reaches it."
+        )
+    return (
+        "a program there has accepted a connection, and not answered as the store of rank 0. Check that rank 0 runs, "
+        "and that the port is no other program's."
+    )
 
 
 def listen(host: str, port: int, one_machine: bool) -> socket.socket | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -145,12 +145,9 @@ def assemble(
         pipeline = FlushPipeline(
             runners, num_workers, freezing.trained, shared, delays, options.schedule, options.num_micro_batches
         )
-    assembled = Assembled(ownership, ownerships, cut_model, runners, pipeline, freezing, buffers, delays)
-    return (
-        assembled
-        if sections is None
-        else replace(assembled, sections=sections, own_sections=own_sections, shared=shared)
-    )
+    copies = None if sections is None else shared
+    parts = ownership, ownerships, cut_model, runners, pipeline, freezing, buffers, delays
+    return Assembled(*parts, sections, own_sections, copies)
 
 
 def _open_sections(module: LightningModule, sections: Sections, groups: ProcessGroups, options: Options) -> OwnSections:

@@ -1,11 +1,18 @@
 """One worker's connection to the scheduler: how it finds the scheduler, which rank 0 starts unless one runs already;
-its client; and what each process is told when a worker fails."""
+its client; what each process is told when a worker fails; and the end of one that cannot end by itself.
+
+gloo offers no way to wake a thread that waits for a tensor of another process while that process lives, or for one that
+was under way when the connection was lost. So when a run is over and a worker has not noticed within a few seconds,
+another thread, the :class:`Watchdog`, prints the reason and gives up. It also looks whether what is waited for can
+still come.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,17 +34,71 @@ from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
+from lightning_sdpipe.topology.groups import keep_until_the_end, open_groups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.launching import job
-from lightning_sdpipe.worker.launching.watchdog import Watchdog
 
+_PATIENCE = 2.0  # seconds in which a worker that computes, or waits for the scheduler, ends by itself
+_LOOK = 2.0  # seconds between two looks
 _BY_SIGNAL: Mapping[type[BaseException], str] = {
     KeyboardInterrupt: "ended by Ctrl-C",
     SIGTERMException: "ended by SIGTERM",
 }
-
 _LAST_WORDS = 5.0  # seconds
 _OTHERS_DEPART = 30.0  # seconds that rank 0 keeps its scheduler for the others
+MakePlans = Callable[[Sequence[PipelineCut]], Sequence[Plan]]
+"""Makes the plan of each cut, the same on every rank; all must call it."""
+
+
+class Watchdog:
+    """A timer that is armed when another worker has failed, and disarmed when this one has noticed.
+
+    Args:
+        describe: describes a failure, for people.
+        give_up: ends this process's wait.
+        lost: called once, in another thread, when the connection has ended over which this worker waits for a message.
+    """
+
+    def __init__(
+        self, describe: Callable[[Failure], str], give_up: Callable[[], None], lost: Callable[[str], None]
+    ) -> None:
+        self._describe = describe
+        self._give_up = give_up
+        self._lost = lost
+        self._timer: threading.Timer | None = None
+        self._noticed = threading.Event()
+        self._looking = threading.Thread(target=self._look, name="watchdog", daemon=True)
+
+    def watch(self) -> None:
+        """Look from now on, until it is disarmed, whether what is waited for can come."""
+        self._looking.start()
+
+    def arm(self, failure: Failure) -> None:
+        if not self._noticed.is_set():
+            self._timer = threading.Timer(_PATIENCE, self._end, [failure])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def disarm(self) -> None:
+        self._noticed.set()
+        if self._looking.is_alive():
+            self._looking.join(_PATIENCE)  # it refers to process groups, which must not outlive the interpreter there
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        before: set[p2p.Transfer] = set()
+        while not self._noticed.wait(_LOOK):
+            now = p2p.waited_for()
+            for error in (transfer.lost() for transfer in before & now):
+                if error is not None:
+                    self._lost(str(error))
+                    return
+            before = now
+
+    def _end(self, failure: Failure) -> None:
+        print(self._describe(failure), file=sys.stderr, flush=True)
+        self._give_up()
 
 
 @dataclass(frozen=True)
@@ -94,10 +155,6 @@ def start_scheduler(
     assert everybody is not None
     answer = json.loads(p2p.broadcast_bytes(told, 0, everybody))
     return scheduler, SchedulerAddress(answer["address"], msgspec.convert(answer["keys"], WorkerKeys))
-
-
-MakePlans = Callable[[Sequence[PipelineCut]], Sequence[Plan]]
-"""Makes the plan of each cut, the same on every rank; all must call it."""
 
 
 class RunConnection(Protocol):
@@ -192,6 +249,7 @@ class SchedulerConnection:
         """Tell the other workers of ``exception``, unless it came from one of them. A connection that is lost, or a
         message that does not come, is told: the scheduler knows best who failed first."""
         self._watchdog.disarm()
+        keep_until_the_end(open_groups())
         self._finishes = False
         if not isinstance(exception, WorkerFailedError) or LOST_CONNECTION in str(exception):
             by_signal = _BY_SIGNAL.get(type(exception))

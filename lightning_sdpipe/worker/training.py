@@ -19,13 +19,11 @@ from torch.optim import Optimizer
 from lightning_sdpipe import meter
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import loop
-from lightning_sdpipe.loop.adaptation import last_wait
 from lightning_sdpipe.loop.batch_source import BatchSource
-from lightning_sdpipe.loop.collective_guard import CollectiveGuard
-from lightning_sdpipe.loop.loss_scale import loss_scale
-from lightning_sdpipe.loop.nonfinite import NonfiniteWatch
+from lightning_sdpipe.loop.epoch_callback import Point, StreamSwitches
+from lightning_sdpipe.loop.precision import NonfiniteWatch, last_wait, loss_scale
 from lightning_sdpipe.loop.python_state import PythonState
-from lightning_sdpipe.loop.stream_switches import Point, StreamSwitches
+from lightning_sdpipe.loop.user_hooks import CollectiveGuard
 from lightning_sdpipe.pipeline.gradients import loss_with_gradients
 from lightning_sdpipe.pipeline.micro_batches import refuse_time_first, weight_of
 from lightning_sdpipe.pipeline.ready_signal import ReadySignal
@@ -34,8 +32,7 @@ from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.rows import About
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint, SyncState
 from lightning_sdpipe.sync.synchronizer import Synchronizer
-from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.topology.hosts import this_host
+from lightning_sdpipe.topology.groups import ProcessGroups, this_host
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.phases import Event, Phase, Phases
 
@@ -51,8 +48,8 @@ class Training:
         rendezvous: its synchronisation state.
         client: its connection to the scheduler.
         groups: its process groups.
-        draws: name the random streams of batches.
-        whereabouts: is told when a step runs.
+        draws: switch between the random streams of batches and steps.
+        guard: is told when a step of the user's runs, in which some collectives are refused.
         watch: looks for values that are not finite; None not to look.
         first_failure: context for waits for other workers, which may have failed.
         state: hands on what steps change in Python where they end; None if they change nothing.
@@ -65,7 +62,7 @@ class Training:
     client: SchedulerClient
     groups: ProcessGroups
     draws: StreamSwitches
-    whereabouts: CollectiveGuard
+    guard: CollectiveGuard
     watch: NonfiniteWatch | None
     first_failure: AbstractContextManager[None]
     state: PythonState | None = None
@@ -115,14 +112,13 @@ class Training:
         self._first_update = update
 
     def begin(self) -> None:
-        """Start training."""
-        self.mini_batches, self.updates = 0, self._first_update
-        self._accumulated = False
+        """Start training: count from the first update on, and describe this worker to the scheduler."""
+        self.mini_batches, self.updates, self._accumulated = 0, self._first_update, False
         size = getattr(self.trainer.train_dataloader, "batch_size", None)
         samples = size * self.trainer.accumulate_grad_batches if isinstance(size, int) else None
         options = self.trainer.strategy.options  # type: ignore[attr-defined]
         sync = options.sync if isinstance(options.sync, str) else type(options.sync).__name__
-        how = options.schedule, options.num_micro_batches, sync
+        how = options.schedule, options.num_micro_batches, sync, options.batch_by_speed
         self.client.about = About(this_host(), str(self._device), self.groups.rank, samples, *how)
 
     def begin_batch(self, batch: Any, source: BatchSource) -> None:
@@ -151,7 +147,7 @@ class Training:
                 return loss_with_gradients(loss, trained, nothing, scale, self.sync.gradients, share=share)
             return self.parts.pipeline.rest(loss) if self.updating else loss
         precision, freezing = self.trainer.precision_plugin, self.parts.freezing
-        with self.whereabouts.running("training_step"), self.first_failure, freezing:
+        with self.guard.running("training_step"), self.first_failure, freezing:
             context, stream, closes = precision.train_step_context, self.draws.stream, self._closes
             scale = loss_scale(precision, self._device) if self._scales else None
             more = closes, freezing.generation, source.portion, self.trainer.optimizers if self._is_cut else ()
@@ -210,7 +206,7 @@ class Training:
 
     def evaluate(self, name: str, batch: Any, arguments: tuple[Any, ...], context: Any) -> Any:
         """Run another of the user's steps: return what the last of this worker's stages returned."""
-        with self.whereabouts.running(name), self.first_failure:
+        with self.guard.running(name), self.first_failure:
             step = Step(name, arguments, context, self.draws.stream)
             output = [runner.evaluate(batch, step) for runner in self.parts.runners][-1]
         self.draws.between_steps(Point.STEP_ENDED)
@@ -239,7 +235,7 @@ class Training:
         Raises:
             ConfigurationError: not all pipelines reach this point.
         """
-        if self.whereabouts.in_step and self._uneven:
+        if self.guard.in_step and self._uneven:
             raise ConfigurationError(
                 "The training step communicates with other pipelines, and a pipeline that has fewer batches than they "
                 "would not take part. Use a map-style dataset of equal shards (as Lightning's own sampler makes them)."
@@ -247,7 +243,7 @@ class Training:
         if self.together:
             return
         _refuse_underway(self)
-        if not self.whereabouts.in_step:
+        if not self.guard.in_step:
             self.drain()
         with self._phases.within(Event.LEAVE), self.first_failure:
             self._look_before_sharing()
@@ -274,6 +270,7 @@ class Training:
         self._take_over_freezing()
         self._phases.go(Event.BATCH)
         self._uneven, self.underway = False, True
+        self.client.about = self.client.about and self.client.about.following_speed()
         with self.first_failure:
             self.rendezvous.join()
 
@@ -368,9 +365,9 @@ class Training:
 def _refuse_underway(training: Training) -> None:
     if training.underway and not training.together:
         raise ConfigurationError(
-            "Something communicates with the other pipelines, saves a checkpoint, or ends the epoch between two "
-            "pauses, where batches are dealt and each pipeline is at another one. Do it at validation, at the end "
-            "of an epoch, or by ModelCheckpoint; or give SDPipeStrategy(data='sharded')."
+            "Something communicates with the other pipelines, saves a checkpoint, or ends the epoch between two sync "
+            "points, where batches are dealt and each pipeline is at another one. Do it at validation, at the end of "
+            "an epoch, or by ModelCheckpoint; or give SDPipeStrategy(data='sharded')."
         )
 
 

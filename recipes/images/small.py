@@ -1,22 +1,24 @@
-"""Data sets of small pictures, which fit into memory."""
+"""Data sets of small pictures, which fit into memory, and the formats that they are kept in."""
 
 from __future__ import annotations
 
+import gzip
+import math
 from abc import abstractmethod
 from pathlib import Path
 
 import lightning as L
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from recipes.images.augmentation import shift_and_flip
-from recipes.images.cifar import read_cifar10
-from recipes.images.idx import read_idx
 from recipes.missing import MissingDataError
 
 Pictures = tuple[Tensor, Tensor]
 _PADDING = 4  # pixels
+_CIFAR_RECORD = 1 + 3 * 32 * 32  # a label, and the pixels: all red ones, all green ones, all blue ones
+_UNSIGNED_BYTES = 0x08  # of the IDX format
 
 
 class _Small(L.LightningDataModule):
@@ -118,3 +120,51 @@ class PictureDataset(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image = self.images[index].float() / 127.5 - 1
         return shift_and_flip(image, _PADDING) if self._augment else image, self.labels[index]
+
+
+def shift_and_flip(image: Tensor, padding: int) -> Tensor:
+    """``image``, of shape ``(channels, height, width)``, moved by up to ``padding`` pixels over a margin of zeros, and
+    mirrored left to right every other time. Random numbers come from torch's global generator."""
+    _, height, width = image.shape
+    top, left = torch.randint(2 * padding + 1, (2,)).tolist()
+    moved = F.pad(image, (padding,) * 4)[:, top : top + height, left : left + width]
+    return moved.flip(-1) if torch.rand(()) < 0.5 else moved
+
+
+def read_cifar10(file: Path) -> tuple[Tensor, Tensor]:
+    """Read CIFAR-10's binary version: pictures, uint8 of shape ``(n, 3, 32, 32)``, and labels, int64 of shape ``(n,)``.
+
+    Raises:
+        ValueError: the file does not consist of such records.
+    """
+    data = file.read_bytes()
+    if not data or len(data) % _CIFAR_RECORD:
+        raise ValueError(
+            f"{file} has {len(data)} bytes, which is no multiple of the {_CIFAR_RECORD} of a CIFAR-10 record"
+        )
+    records = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, _CIFAR_RECORD)
+    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
+
+
+def read_idx(file: Path) -> Tensor:
+    """Read the array in an IDX file of unsigned bytes, packed with gzip or not: MNIST and Fashion-MNIST are kept so.
+
+    Layout: two zero bytes, the kind of the numbers, how many dimensions there are, each of these as a big-endian
+    32-bit number, and then the numbers.
+
+    Returns:
+        A uint8 tensor of the shape that the file gives.
+
+    Raises:
+        ValueError: the file is of another format, or is not as long as it says.
+    """
+    data = file.read_bytes()
+    if data[:2] == b"\x1f\x8b":
+        data = gzip.decompress(data)
+    if len(data) < 4 or data[:3] != bytes([0, 0, _UNSIGNED_BYTES]):
+        raise ValueError(f"{file} is not an IDX file of unsigned bytes: it starts with {data[:4]!r}")
+    start = 4 + 4 * data[3]
+    shape = [int.from_bytes(data[at : at + 4], "big") for at in range(4, start, 4)]
+    if len(data) - start != math.prod(shape):
+        raise ValueError(f"{file} holds {len(data) - start} numbers, but says that its shape is {shape}")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=start).view(shape)

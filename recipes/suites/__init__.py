@@ -1,1 +1,1 @@
-"""The benchmark suites: one module each, whose `run` returns rows and ratios."""
+"""The benchmark suites: a folder each, whose `run` returns rows and ratios."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, cast, get_args
 
@@ -13,6 +13,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Delays, Heterogeneity, Slowed
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.simulate import Schedule, Work, simulate
+from recipes.suites.ratios import refuse_unknown
 
 REFERENCES = ("lightning_ddp", "bare_torch")
 
@@ -37,14 +38,8 @@ def named(specifications: Mapping[str, Mapping[str, Any]], kind: str, name: str)
     Raises:
         ConfigurationError: it is not among them.
     """
-    refuse_unknown(kind, [name], specifications[kind])
+    refuse_unknown(f"among suite.{kind}", [name], specifications[kind])
     return Named(name, specifications[kind][name])
-
-
-def refuse_unknown(kind: str, asked: Iterable[str], known: Collection[str]) -> None:
-    """Refuse what is not in this part of a suite's configuration."""
-    if unknown := [name for name in asked if name not in known]:
-        raise ConfigurationError(f"{unknown[0]!r} is not among suite.{kind}; there are {', '.join(known)}.")
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,19 @@
-"""Messages between workers of this process arrive later than they do: the latency of links that only have a rate.
+"""Emulated latency, which must be labelled so: of messages between workers, and of lines to a scheduler far away.
 
-A message is sent at once, over whatever link there is, and its receiver has it so much later. So messages that follow
-each other on one link are late once, as those of a stream are, and a sender waits for the link only. What is measured
-so must be labelled *emulated*. Late is what goes through ``transfers.begin``, and the state of a newcomer as a whole.
+Between workers a message is sent at once, over whatever link there is, and its receiver has it so much later. So
+messages that follow each other on one link are late once, as those of a stream are, and a sender waits for the link
+only. Late is what goes through ``transfers.begin``, and the state of a newcomer as a whole.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import multiprocessing
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -22,6 +26,9 @@ from lightning_sdpipe.worker.elastic import state_transfer
 
 ON_THE_WAY = 3
 """Latencies before a state has come, besides its size over the rate: both sides connect, and it is sent."""
+
+AT_ONCE = 65536
+"""Bytes."""
 
 
 class Late:
@@ -71,3 +78,72 @@ def arrive_late(seconds: float) -> None:
 
     transfers.begin = begin_late
     setattr(state_transfer, "receive_state", cast(Callable[..., Any], receive_late))  # noqa: B010  # of another signature
+
+
+class DelayedLines:
+    """A process that listens at ``host`` on each of ``ports`` until it is closed, and forwards what TCP connections
+    say, and that they close, to the same port of this machine, ``seconds`` later in each direction. Connections are
+    made at once. It is in the namespace of the network that the calling thread is in.
+
+    Raises:
+        OSError: one of the ports cannot be had.
+    """
+
+    def __init__(self, host: str, ports: Sequence[int], seconds: float) -> None:
+        listening = [socket.create_server((host, port), backlog=1024) for port in ports]
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(target=lambda: asyncio.run(_serve(listening, seconds)), daemon=True)
+        self._process.start()
+        for each in listening:
+            each.close()
+
+    def close(self) -> None:
+        """End the process, and with it all connections."""
+        self._process.kill()
+        self._process.join()
+
+
+async def _serve(listening: Sequence[socket.socket], seconds: float) -> None:
+    for each in listening:
+        await asyncio.start_server(_Forwarding(each.getsockname()[1], seconds), sock=each)
+    await asyncio.Event().wait()  # for ever
+
+
+class _Forwarding:
+    """A function that forwards a connection to ``port``."""
+
+    def __init__(self, port: int, seconds: float) -> None:
+        self._port, self._seconds = port, seconds
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:  # no scheduler listens at the moment
+            writer.transport.abort()
+            return
+        await asyncio.gather(self._forward(reader, back), self._forward(there, writer))
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Forward what one side says until it closes."""
+        clock = asyncio.get_running_loop().time
+        said: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+        hearing = asyncio.ensure_future(self._hear(reader, said))
+        with contextlib.suppress(OSError):  # the other side has gone, as its own direction says
+            while True:
+                due, data = await said.get()
+                await asyncio.sleep(due - clock())
+                if not data:
+                    break
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+        await hearing
+
+    async def _hear(self, reader: asyncio.StreamReader, said: asyncio.Queue[tuple[float, bytes]]) -> None:
+        clock, data = asyncio.get_running_loop().time, b"more"
+        while data:
+            try:
+                data = await reader.read(AT_ONCE)
+            except OSError:  # of a process that was killed with something unread
+                data = b""
+            said.put_nowait((clock() + self._seconds, data))

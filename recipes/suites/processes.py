@@ -23,6 +23,8 @@ from recipes.suites import namespaces
 
 Result = TypeVar("Result")
 TRANSFER_TIMEOUT = timedelta(seconds=60)
+PATIENCE = 300.0
+"""Seconds that processes may take by default."""
 _GRACE_SECONDS = 2.0
 
 
@@ -31,7 +33,7 @@ class _Failure:
     trace: str
 
 
-def run_processes(count: int, work: Callable[..., Result], *arguments: Any, timeout: float) -> list[Result]:
+def run_processes(count: int, work: Callable[..., Result], *arguments: Any, timeout: float = PATIENCE) -> list[Result]:
     """Works as :func:`in_processes`, of ranks that gloo connects."""
     with tempfile.TemporaryDirectory() as directory:
         connected = partial(_connected, f"file://{directory}/store", count, TRANSFER_TIMEOUT, work)

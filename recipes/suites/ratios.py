@@ -1,16 +1,55 @@
-"""Reports of a suite: rows of raw measurements, and ratios of two things that were measured in the same run."""
+"""Parts of a suite and what they report: rows of raw measurements, and ratios of two things that were measured in the
+same run."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from lightning_sdpipe.errors import ConfigurationError
 
 Row = dict[str, Any]
 Ratio = dict[str, Any]
 Ratios = dict[str, Ratio]
+Parts = Mapping[str, Callable[..., tuple[list[Row], Ratios]]]
 Name = TypeVar("Name")
+
+
+def run_parts(
+    suite: str, parts: Parts, /, *, only: Sequence[str], seed: int, **arguments: Mapping[str, Any]
+) -> tuple[list[Row], Ratios]:
+    """Rows and ratios of those of ``parts`` that ``only`` names.
+
+    Args:
+        suite: its name, for messages.
+        parts: by name.
+        only: names of parts.
+        seed: of all of them.
+        arguments: of each part's ``measure``, by its name.
+
+    Raises:
+        ConfigurationError: a part that there is not.
+    """
+    refuse_unknown(f"a part of suite={suite}", (*only, *arguments), parts)
+    rows: list[Row] = []
+    ratios: Ratios = {}
+    for name in only:
+        own_rows, own_ratios = parts[name](**arguments[name], seed=seed)
+        rows += own_rows
+        ratios |= own_ratios
+    return rows, ratios
+
+
+def refuse_unknown(what: str, asked: Iterable[str], known: Collection[str]) -> None:
+    """Refuse names that are not ``what``, for instance a part of a suite.
+
+    Raises:
+        ConfigurationError: says which names there are.
+    """
+    if unknown := [name for name in asked if name not in known]:
+        raise ConfigurationError(f"{unknown[0]!r} is not {what}; there are {', '.join(known)}.")
 
 
 def ratio(values: Sequence[float], goal: float | None, meaning: str) -> Ratio:

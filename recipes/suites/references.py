@@ -20,7 +20,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
-from recipes.suites.emulated import FEATURES, LEARNING_RATE, EmulatedChain
+from recipes.suites.cases import EmulatedCase, only_delays
+from recipes.suites.emulated import FEATURES, LEARNING_RATE, EmulatedChain, passes
 from recipes.suites.processes import TRANSFER_TIMEOUT, run_processes
 from recipes.suites.stages import CPU
 from recipes.suites.worker_reports import Counters, Probe, WorkerReport, counters
@@ -62,57 +63,25 @@ def lightning_ddp() -> DDPStrategy:
     return DDPStrategy(start_method="fork", process_group_backend="gloo")
 
 
-def bare_torch(
-    num_stages: int,
-    num_pipelines: int,
-    num_micro_batches: int,
-    forward_seconds: float,
-    backward_seconds: float,
-    num_parameters: int,
-    delays: Delays,
-    iterations: int,
-    warm_up: int,
-) -> list[WorkerReport]:
+def bare_torch(case: EmulatedCase, seconds: float) -> list[WorkerReport]:
     """Train emulated blocks in torch's 1F1B, with the gradients all-reduced over each stage before each step.
 
     Args:
-        num_stages: M.
-        num_pipelines: N.
-        num_micro_batches: of a mini-batch.
-        forward_seconds: of a micro-batch on one stage.
-        backward_seconds: likewise.
-        num_parameters: of a stage.
-        delays: what is injected.
-        iterations: in all.
-        warm_up: how many of them do not count.
+        case: what is trained.
+        seconds: of a micro-batch on one stage.
+
+    Raises:
+        ConfigurationError: a heterogeneity that it cannot be given.
     """
-    return run_processes(
-        num_stages * num_pipelines,
-        _train,
-        num_stages,
-        num_micro_batches,
-        (num_stages, forward_seconds, backward_seconds, num_parameters),
-        delays,
-        iterations,
-        warm_up,
-        timeout=TIMEOUT_SECONDS,
-    )
+    return run_processes(case.workers, _train, case, passes(seconds), only_delays(case), timeout=TIMEOUT_SECONDS)
 
 
-def _train(
-    rank: int,
-    num_stages: int,
-    num_micro_batches: int,
-    chain: tuple[int, float, float, int],
-    delays: Delays,
-    iterations: int,
-    warm_up: int,
-) -> WorkerReport:
+def _train(rank: int, case: EmulatedCase, seconds: tuple[float, float], delays: Delays) -> WorkerReport:
+    num_stages, num_pipelines, num_micro_batches = case.num_stages, case.num_pipelines, case.num_micro_batches
     pipeline, stage = divmod(rank, num_stages)  # torch wants stage j on rank j; ours go the other way
-    num_pipelines = dist.get_world_size() // num_stages
     own_pipeline = _group([range(i * num_stages, (i + 1) * num_stages) for i in range(num_pipelines)], pipeline)
     own_stage = _group([range(j, dist.get_world_size(), num_stages) for j in range(num_stages)], stage)
-    block = EmulatedChain(*chain).blocks[stage]
+    block = EmulatedChain(num_stages, *seconds, case.num_parameters).blocks[stage]
     features, sent = torch.empty(1, FEATURES), torch.empty(1, FEATURES, requires_grad=True)
     runner = PipelineStage(
         block, stage, num_stages, CPU, input_args=features if stage == 0 else sent, output_args=sent, group=own_pipeline
@@ -123,8 +92,8 @@ def _train(
     batch = torch.rand(num_micro_batches, FEATURES, generator=torch.Generator().manual_seed(pipeline))
     inputs, target = (batch,) if stage == 0 else (), batch if stage == num_stages - 1 else None
     before, averaging = counters(injector), 0.0
-    for iteration in range(iterations):
-        if iteration == warm_up:
+    for iteration in range(case.iterations):
+        if iteration == case.warm_up:
             before, averaging = counters(injector), 0.0
         optimizer.zero_grad()
         injector.before_forward(iteration)
@@ -137,9 +106,8 @@ def _train(
         averaging += time.perf_counter() - start
         optimizer.step()
     used = counters(injector, averaging=averaging) - before
-    counted = iterations - warm_up
-    _, forward_seconds, backward_seconds, _ = chain
-    computed = counted * num_micro_batches * (forward_seconds + backward_seconds)  # torch does not say: as emulated
+    counted = case.iterations - case.warm_up
+    computed = counted * num_micro_batches * sum(seconds)  # torch does not say: as emulated
     members = counted * num_pipelines
     return WorkerReport(stage, pipeline, counted, replace(used, computed=computed, groups=counted, members=members))
 

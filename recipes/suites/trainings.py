@@ -49,17 +49,7 @@ def _emulated(case: EmulatedCase) -> tuple[list[WorkerReport], int]:
     parts = 1 if case.schedule == "pipedream" else case.num_micro_batches
     seconds = case.micro_batch_seconds * case.scale * case.num_micro_batches / parts
     if case.method.name == "bare_torch":
-        reports = bare_torch(
-            case.num_stages,
-            case.num_pipelines,
-            case.num_micro_batches,
-            *passes(seconds),
-            case.num_parameters,
-            only_delays(case),
-            case.iterations,
-            case.warm_up,
-        )
-        return reports, case.num_micro_batches
+        return bare_torch(case, seconds), case.num_micro_batches
     torch.manual_seed(case.seed)
     module = EmulatedChain(case.num_stages, *passes(seconds), num_parameters=case.num_parameters)
     loader = random_features(case.iterations * case.num_pipelines, case.num_micro_batches)

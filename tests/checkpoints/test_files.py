@@ -18,12 +18,13 @@ import pytest
 import torch
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.checkpoints import files
 from lightning_sdpipe.checkpoints.distributed import DistributedWriter, read_whole
 from lightning_sdpipe.checkpoints.files import WholeFiles
-from lightning_sdpipe.errors import NotWrittenError, WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError, NotWrittenError, WorkerFailedError
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh, OnePipeline
 from tests.workers import run_workers
@@ -60,6 +61,43 @@ def test_what_was_there_stays_when_the_disk_is_full(tmp_path: Path) -> None:
     assert whole.load_checkpoint(path, weights_only=True)["epoch"] == 10
     whole.save_checkpoint(checkpoint(20), path)
     assert whole.load_checkpoint(path, weights_only=True)["epoch"] == 20
+
+
+HARMED: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "half": lambda data: data[: len(data) // 2],
+    "zeros": lambda data: bytes(len(data)),
+    "else": lambda data: b"not found",
+}
+
+
+@pytest.mark.parametrize("harm", HARMED)
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_file_that_was_cut_off_is_named_with_those_beside_it(tmp_path: Path, harm: str, weights_only: bool) -> None:
+    whole, path = WholeFiles(), tmp_path / "last.ckpt"
+    for place in (path, tmp_path / "epoch=3.ckpt"):
+        whole.save_checkpoint(checkpoint(1000), place)
+    path.write_bytes(HARMED[harm](path.read_bytes()))
+    with pytest.raises(ConfigurationError, match=r"checkpoint .*/last.ckpt is damaged .* there are: epoch=3.ckpt\."):
+        whole.load_checkpoint(path, weights_only=weights_only)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "meta.pt"])
+@pytest.mark.parametrize("harm", ["empty", "half", None])
+def test_a_distributed_checkpoint_with_a_file_that_was_cut_off_is_named(
+    tmp_path: Path, file: str, harm: str | None
+) -> None:
+    path = tmp_path / "last.ckpt"
+    save({"state_dict": {"weight": torch.ones(1000)}}, checkpoint_id=path, no_dist=True)
+    WholeFiles().save_checkpoint({"epoch": 1}, path / "meta.pt")
+    assert read_whole(path, WholeFiles())["epoch"] == 1
+    if harm is None:
+        (path / file).unlink()
+    else:
+        (path / file).write_bytes(HARMED[harm]((path / file).read_bytes()))
+    with pytest.raises((ConfigurationError, FileNotFoundError), match=r"last.ckpt( is damaged|/meta.pt)"):
+        read_whole(path, WholeFiles())
 
 
 class Writers:

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import LOST_CONNECTION, WorkerFailedError
 from lightning_sdpipe.exchange import moving, transfers
+from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.collectives import SumInPlace
-from lightning_sdpipe.exchange.common_reference import CommonModel, CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.outer_model import Nesterov, OuterModel
-from lightning_sdpipe.exchange.overlapped import Overlapped
-from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.payloads import EightBit, OneBit
+from lightning_sdpipe.exchange.references import CommonModel, CommonReference, OwnReference
 from lightning_sdpipe.exchange.ring_mean import RingMean
 from lightning_sdpipe.policies import Group
 from lightning_sdpipe.policies.decentralized import with_neighbours

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe.exchange import moving
-from lightning_sdpipe.exchange.collectives import FullMean, SumInPlace, TakeOver
+from lightning_sdpipe.exchange.collectives import SumInPlace, average_all, take_over
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.topology.groups import Replicas
 from tests.exchange.test_group_mean import group, values
@@ -21,14 +21,9 @@ def collect(rank: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     moving.PIECE = 30
     here = Replicas(dist.group.WORLD, range(3)[::-1], 0, 2 - rank)  # type: ignore[arg-type]
     mean = [values(here.pipeline, 100), torch.tensor(here.pipeline), values(here.pipeline, 6).view(2, 3).half()]
-    own = mean[0].clone()
-    pending = FullMean(here).start(mean, group(range(3), WEIGHTS))
-    assert pending.wait()
-    assert torch.equal(mean[0], own), "the model changes in commit only"
-    pending.commit()
-    finish(pending)
+    average_all(mean, here, WEIGHTS)
     copied = [values(here.pipeline, 100), torch.tensor(here.pipeline)]
-    finish(TakeOver(here).start(copied, group(range(3), (0.0, 1.0, 0.0))))
+    take_over(copied, here, 1)
     sums, before = [values(here.pipeline, 100), values(here.pipeline, 6).double()], here.traffic.bytes
     finish(SumInPlace(here).start(sums, group(range(3), (1.0,) * 3)))
     assert here.traffic.bytes - before == 4 * (100 * 4 + 6 * 8) // 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +11,11 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange import encoded_mean, moving, transfers
-from lightning_sdpipe.exchange.codec import Codec
-from lightning_sdpipe.exchange.common_reference import CommonModel, CommonReference
+from lightning_sdpipe.exchange.codec import Codec, Members, owned
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean, _by_host
-from lightning_sdpipe.exchange.members import Members, owned
 from lightning_sdpipe.exchange.moving import finish
-from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload, TopK
+from lightning_sdpipe.exchange.references import CommonModel, CommonReference, OwnReference
 from tests.exchange.test_group_mean import group, values
 from tests.exchange.threads import Crew, one_thread, together
 
@@ -115,8 +114,19 @@ def test_full_precision_is_the_mean_with_any_weights_and_on_any_hosts(crew: Crew
                     torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-5)
 
 
+class Counting(OwnReference):
+    """Counts the parts that a worker owned and asked for in full precision."""
+
+    parts_in_full = 0
+
+    def reduce_part(self, *arguments: Any) -> tuple[Tensor, Tensor] | None:
+        combined = super().reduce_part(*arguments)
+        self.parts_in_full += combined is None
+        return combined
+
+
 def test_eight_bits_follow_models_that_come_closer_and_ask_for_full_precision_where_they_jump(crew: Crew) -> None:
-    codings = [OwnReference(EightBit(block=64)) for _ in range(N)]
+    codings = [Counting(EightBit(block=64)) for _ in range(N)]
 
     def train(rank: int, tensors: list[Tensor]) -> None:
         for index, tensor in enumerate(tensors):

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from lightning_sdpipe.errors import NonFiniteError, WorkerFailedError
 from lightning_sdpipe.exchange.background import Background
 from lightning_sdpipe.exchange.collectives import SumInPlace
-from lightning_sdpipe.exchange.common_reference import CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.encoded_rounds import EncodedPresentRounds, EncodedRounds
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload
 from lightning_sdpipe.exchange.present_rounds import Round
+from lightning_sdpipe.exchange.references import CommonReference
 from lightning_sdpipe.optim import FrozenVariance
 from lightning_sdpipe.policies import Group, Worker
 from tests.exchange.test_group_mean import values

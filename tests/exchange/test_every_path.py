@@ -11,18 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.exchange import encoded_mean, moving
-from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
-from lightning_sdpipe.exchange.common_reference import CommonModel, CommonReference
+from lightning_sdpipe.exchange.background import Overlapped
+from lightning_sdpipe.exchange.collectives import take_over
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
-from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.exchange.moving import GroupMean, Mover, PairMean, finish
 from lightning_sdpipe.exchange.outer_model import Nesterov, OuterModel
-from lightning_sdpipe.exchange.overlapped import Overlapped
-from lightning_sdpipe.exchange.own_reference import OwnReference
-from lightning_sdpipe.exchange.pairs import PairMean
 from lightning_sdpipe.exchange.payloads import Full, OneBit, Payload
+from lightning_sdpipe.exchange.references import CommonModel, CommonReference, OwnReference
 from lightning_sdpipe.exchange.sharded_mean import ShardedMean
 from lightning_sdpipe.topology.groups import Replicas
 from tests.exchange.test_group_mean import group, values
@@ -54,7 +51,6 @@ def outer(here: Replicas, hosts: Sequence[str] | None, start: Sequence[Tensor]) 
 
 WITHOUT_HOSTS: dict[str, tuple[Make, Callable[[Sequence[int]], bool]]] = {
     "GroupMean": (lambda here, hosts, start: GroupMean(here), lambda members: True),
-    "FullMean": (lambda here, hosts, start: FullMean(here), lambda members: len(members) == 4),
     "PairMean": (lambda here, hosts, start: PairMean(here, threading.Lock()), lambda members: len(members) == 2),
     "ShardedMean, groups of one": (
         lambda here, hosts, start: ShardedMean(here, [[0], [1], [2], [3]]),
@@ -146,7 +142,7 @@ def test_groups_of_equal_models_count_as_their_members_do(crews: dict[int, tuple
 def test_a_model_that_has_all_the_weight_is_taken_over(crews: dict[int, tuple[Crew, Crew]]) -> None:
     def work(rank: int) -> list[Tensor]:
         tensors = models(rank)
-        finish(TakeOver(crews[4][0].replicas(rank)).start(tensors, group(range(4), (0.0, 1.0, 0.0, 0.0))))
+        take_over(tensors, crews[4][0].replicas(rank), 1)
         return tensors
 
     for tensors in together(4, work):

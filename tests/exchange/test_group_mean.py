@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange import moving
-from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import Scratch, finish
+from lightning_sdpipe.exchange.moving import GroupMean, Scratch, finish
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.topology.groups import Replicas
 from tests.workers import run_workers

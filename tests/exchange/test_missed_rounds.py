@@ -10,9 +10,8 @@ from torch import Tensor
 
 from lightning_sdpipe.exchange import moving
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean, SentMean
-from lightning_sdpipe.exchange.missed_rounds import History, MadeBase
 from lightning_sdpipe.exchange.outer_model import Nesterov
-from lightning_sdpipe.exchange.outer_state import OuterState, OwnBase
+from lightning_sdpipe.exchange.outer_state import History, MadeBase, OuterState, OwnBase
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Payload
 from lightning_sdpipe.policies import Group
 from lightning_sdpipe.policies.decisions import Lineage

@@ -13,10 +13,9 @@ from torch import Tensor
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange import moving
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.exchange.moving import Mover
-from lightning_sdpipe.exchange.own_reference import OwnReference
-from lightning_sdpipe.exchange.pairs import PairMean, exchange_whole
+from lightning_sdpipe.exchange.moving import Mover, PairMean, exchange_whole
 from lightning_sdpipe.exchange.payloads import EightBit
+from lightning_sdpipe.exchange.references import OwnReference
 from lightning_sdpipe.topology.groups import Replicas
 from tests.exchange.test_group_mean import group, values
 from tests.exchange.threads import Crew, together

@@ -7,7 +7,7 @@ from torch import Tensor
 from lightning_sdpipe.exchange.payloads import EightBit, ErrorFeedback, Payload
 from lightning_sdpipe.exchange.ring_mean import NeighbourCopies, average, weight_of_each
 from lightning_sdpipe.policies import pairing
-from lightning_sdpipe.policies.mixing import mixing_radius
+from lightning_sdpipe.policies.sync_graph import mixing_radius
 
 
 def matrix(size: int) -> list[list[float]]:

@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sdpipe.exchange.common_reference import CommonModel
+from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import Mover, finish
-from lightning_sdpipe.exchange.overlapped import Overlapped
-from lightning_sdpipe.exchange.own_reference import OwnReference
+from lightning_sdpipe.exchange.moving import GroupMean, Mover, finish
 from lightning_sdpipe.exchange.payloads import EightBit, OneBit
+from lightning_sdpipe.exchange.references import CommonModel, OwnReference
 from lightning_sdpipe.exchange.ring_mean import RingMean
 from lightning_sdpipe.exchange.sectioned import OwnSections, SectionedMover, SectionedRounds
 from lightning_sdpipe.policies import Group, Worker

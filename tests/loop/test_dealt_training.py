@@ -426,7 +426,7 @@ class Saves(Callback):
     [
         (DataLoader(Endless(), BATCH), [], "an IterableDataset is read in order"),
         ([DataLoader(Numbered(8)), DataLoader(Numbered(8))], [], "there are several train dataloaders"),
-        (DataLoader(Numbered(8)), [Saves()], "saves a checkpoint, or ends the epoch between two pauses"),
+        (DataLoader(Numbered(8)), [Saves()], "saves a checkpoint, or ends the epoch between two sync points"),
     ],
     ids=["iterable", "several", "between"],
 )

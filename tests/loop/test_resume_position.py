@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_sdpipe.loop.resume_position import Split, place_in, refuse_other_split
+from lightning_sdpipe.loop.batch_source import Split, place_in, refuse_other_split
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.loop.stream_switches import StreamSwitches
+from lightning_sdpipe.loop.epoch_callback import StreamSwitches
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.random_streams import RandomStreams
 from lightning_sdpipe.topology.mesh import Mesh

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from lightning_sdpipe.membership.unreachable import (
+from lightning_sdpipe.membership.failure_detection import (
     EPOCHS,
     IN_A_ROW,
     LONGEST_PAUSE,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sdpipe.membership.silence import Silence
+from lightning_sdpipe.membership.failure_detection import Silence
 from lightning_sdpipe.policies import Worker
 
 LIMIT = 5.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_sdpipe.membership.failure_detection import BARRIERS, Stuck
 from lightning_sdpipe.membership.members import Exchanging
-from lightning_sdpipe.membership.stuck import BARRIERS, Stuck
 from lightning_sdpipe.policies import Worker
 
 A, B, C = (Worker(0, i) for i in range(3))

@@ -256,7 +256,7 @@ def test_flat_buckets_and_other_layouts_give_the_same() -> None:
 def test_tensors_larger_than_a_bucket_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = parameters(), parameters()
     run(VarianceCorrection(Adam(whole), num_workers=4), whole, range(5))
-    monkeypatch.setattr("lightning_sdpipe.optim.moments._BUCKET_ELEMENTS", 6)
+    monkeypatch.setattr("lightning_sdpipe.optim.variance_correction._BUCKET_ELEMENTS", 6)
     run(VarianceCorrection(Adam(cut), num_workers=4), cut, range(5))
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
 

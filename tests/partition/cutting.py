@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sdpipe.check import Made, compute
 from lightning_sdpipe.partition import rehearsal
-from lightning_sdpipe.partition.one_process import Made, compute
 from lightning_sdpipe.partition.plan import Plan, plan
 from lightning_sdpipe.partition.rehearsal import StepCalls
 

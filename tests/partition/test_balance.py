@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.balance import balance
-from lightning_sdpipe.partition.memory import Memory
+from lightning_sdpipe.partition.balance import Memory, balance
 
 Problem = tuple[list[float], list[float], list[float]]
 

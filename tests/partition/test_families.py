@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
+from lightning_sdpipe.check import Made, compute
 from lightning_sdpipe.partition.chain import find_blocks
-from lightning_sdpipe.partition.one_process import Made, compute
 from tests.partition.families import FAMILIES
 
 BLOCKS = {

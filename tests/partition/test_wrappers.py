@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_sdpipe.check import Made, compute
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.chain import find_chain
-from lightning_sdpipe.partition.one_process import Made, compute
 from tests.partition.families import FAMILIES
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe import AllReduce, ConfigurationError, SDPipeStrategy
 from lightning_sdpipe.heterogeneity import Static
-from lightning_sdpipe.topology.hosts import device_name, this_host
+from lightning_sdpipe.topology.groups import device_name, this_host
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
 from tests.features.running import Regression, assert_same, on_four_ranks, pipelines, train_loader, weights

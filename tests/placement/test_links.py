@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from lightning_sdpipe.placement import probe
+from lightning_sdpipe.placement import links as measured
 from lightning_sdpipe.placement.links import Link, combine, summary
 from lightning_sdpipe.placement.measure import DeviceProfile, relative
 from lightning_sdpipe.placement.model import Block
@@ -35,14 +35,14 @@ class Line:
 
 def test_latency_is_half_of_a_ping_pong() -> None:
     line = Line()
-    assert probe.latency(line, True, line.clock) == pytest.approx(SECONDS + 8 / RATE)
-    assert len(line.sent) == 2 * (probe.PINGS + probe.WARM_UP)
+    assert measured.latency(line, True, line.clock) == pytest.approx(SECONDS + 8 / RATE)
+    assert len(line.sent) == 2 * (measured.PINGS + measured.WARM_UP)
 
 
 @pytest.mark.parametrize("outward", [True, False])
 def test_bandwidth_is_the_slope_so_that_latency_does_not_matter(outward: bool) -> None:
     line = Line()
-    assert probe.bandwidth(line, True, outward, line.clock) == pytest.approx(RATE)
+    assert measured.bandwidth(line, True, outward, line.clock) == pytest.approx(RATE)
     assert max(line.sent) == 2 * max(size for size in line.sent if size != max(line.sent))
 
 
@@ -57,7 +57,7 @@ class Noise(Line):
 
 def test_a_slope_that_cannot_be_is_noise() -> None:
     line = Noise()
-    assert probe.bandwidth(line, True, True, line.clock) == pytest.approx(2 * probe.SMALLEST / 3.0)
+    assert measured.bandwidth(line, True, True, line.clock) == pytest.approx(2 * measured.SMALLEST / 3.0)
 
 
 DEVICES = [Device("a", 0, 1.0), Device("a", 1, 1.0), Device("b", 0, 0.5), Device("b", 1, 0.5)]

@@ -18,8 +18,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import lightning_sdpipe.placement.measure  # noqa: F401  # before processes fork, since it takes long
 from lightning_sdpipe import cli
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.placement import links
 from lightning_sdpipe.placement import measure as command
-from lightning_sdpipe.placement import probe
 from lightning_sdpipe.placement.job_store import JobStore
 from lightning_sdpipe.placement.links import Link
 from lightning_sdpipe.placement.network import Network, read_network
@@ -118,7 +118,7 @@ def _measure(rank: int, model: str | None) -> Network | str:
 
 @pytest.mark.distributed
 def test_everybody_learns_the_links_the_speeds_and_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "LEAST_SECONDS", 0.002)
+    monkeypatch.setattr(links, "LEAST_SECONDS", 0.002)
     first, *others = run_workers(4, _measure, f"{__name__}:chain")
     assert others == [first] * 3
     assert isinstance(first, Network)

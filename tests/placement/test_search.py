@@ -13,9 +13,8 @@ import pytest
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement import cases
 from lightning_sdpipe.placement.arrange import arrange
-from lightning_sdpipe.placement.class_search import ClassCosts, anneal_runs, structures
+from lightning_sdpipe.placement.class_search import ClassCosts, alike, anneal_runs, identical, structures
 from lightning_sdpipe.placement.cost import CostModel, Weights, default_order, evaluate, lower_bound, weights
-from lightning_sdpipe.placement.device_classes import alike, identical
 from lightning_sdpipe.placement.exact import prove
 from lightning_sdpipe.placement.model import StageTraffic
 from lightning_sdpipe.placement.network import Device, Network

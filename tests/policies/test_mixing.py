@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.policies.mixing import mean_mixing_matrix, mixing_radius
+from lightning_sdpipe.policies.sync_graph import mean_mixing_matrix, mixing_radius
 
 
 @given(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.policies.mixing import Matrix, mixing_radius
 from lightning_sdpipe.policies.pairing import draw, similarities
+from lightning_sdpipe.policies.sync_graph import Matrix, mixing_radius
 
 PAPERS = [[0, 0.5, 0.25, 0.25], [0.5, 0, 0.25, 0.25], [0.25, 0.25, 0, 0.5], [0.25, 0.25, 0.5, 0]]
 EVEN = [[(i != j) / 3 for j in range(4)] for i in range(4)]

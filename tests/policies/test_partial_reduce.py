@@ -15,10 +15,10 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Delays, Static
 from lightning_sdpipe.policies import Broken, Decision, Event, Group, GroupPolicy, Joined, Left, Ready, Reason, Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.policies.mixing import largest_learning_rate, mean_mixing_matrix, mixing_radius, network_error
 from lightning_sdpipe.policies.pairing import uniform
 from lightning_sdpipe.policies.partial_reduce import QUEUED, PartialReduce, fewest_groups, weights
 from lightning_sdpipe.policies.registry import build
+from lightning_sdpipe.policies.sync_graph import largest_learning_rate, mean_mixing_matrix, mixing_radius, network_error
 from lightning_sdpipe.simulate import Work, jittered, simulate
 from tests.policies.scripted import NaiveSyncGraph, brief, join_all
 

@@ -19,7 +19,7 @@ from hydra import compose, initialize_config_dir
 
 from lightning_sdpipe.errors import ConfigurationError
 from recipes import bench
-from recipes.suites.pipeline import suite as pipeline
+from recipes.suites import pipeline
 from recipes.suites.processes import run_processes
 from recipes.suites.ratios import ratio, rotated
 from tests.own_session import script
@@ -53,7 +53,7 @@ def app(*arguments: str) -> None:
 def test_every_suite_takes_its_parameters_and_knows_which_way_its_goals_lie(name: str) -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("bench", [f"suite={name}"])
-    suite = importlib.import_module(f"recipes.suites.{name}.suite")
+    suite = importlib.import_module(f"recipes.suites.{name}")
     inspect.signature(suite.run).bind(**config.suite, seed=config.seed)
     assert all("/" not in family for family in suite.LOWER_IS_BETTER)
 

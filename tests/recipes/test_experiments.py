@@ -12,9 +12,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from torch import Tensor
 
+from recipes.callbacks import TrainingCurve
 from recipes.classification import ResNet, relative_rate
 from recipes.language import LanguageModel
-from recipes.training_curve import TrainingCurve
 from tests.recipes.images.test_images import write_imagenet
 
 CONF = Path(__file__).parents[2] / "conf"

@@ -31,6 +31,8 @@ class Model(L.LightningModule):
                 raise ZeroDivisionError("the user's own mistake")
             if self.case.startswith("killed"):
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.case == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
         return self.net(batch[0]).square().mean()  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,6 +51,7 @@ def main(case: str, start_method: Any = "popen", **environment: str) -> None:
         "partition": {"num_stages": 2, "partition": [3, 2]},
         "small_batch": {"num_stages": 2, "num_micro_batches": 9},
         "killed_all_reduce": {"num_stages": 1, "sync": AllReduce()},
+        "stopped": {"num_stages": 1, "sync": AllReduce()},
         "killed_het_pipe": {"num_stages": 1, "sync": HetPipe(sync_every=1)},
         "killed_ad_psgd": {"num_stages": 1, "sync": ADPSGD(asynchronous=True)},
     }.get(case, {"num_stages": 2})

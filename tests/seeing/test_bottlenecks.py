@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.rows import About, Chunk
-from lightning_sdpipe.seeing.bottlenecks import bottlenecks, stalling, update_time
+from lightning_sdpipe.seeing.bottlenecks import NOT_HELD, bottlenecks, stalling, update_time
 from lightning_sdpipe.seeing.detectors import findings
 from lightning_sdpipe.seeing.finding import Finding
+from lightning_sdpipe.seeing.page import in_one_line
 from lightning_sdpipe.seeing.recording import Recording, of_log
 from lightning_sdpipe.simulate import Work, jittered, simulate
 from tests.scheduler.rows import one_row
@@ -155,6 +157,29 @@ def test_exchanges_that_take_long(tmp_path: Path) -> None:
         "exchange=full exchange.overlap=step",
         "exchange=eight_bit",
     ]
+
+
+@pytest.mark.parametrize("known", [10**6, 20], ids=["all", "of the last rounds"])
+def test_groups_that_were_held_back_are_no_slow_exchanges_whatever_reasons_are_known(
+    known: int, tmp_path: Path
+) -> None:
+    """A scheduler tells those of its last rounds, and a log has all."""
+    seen = log_of(
+        tmp_path,
+        stalls(0, 1, 2, 3, seconds=0.1),
+        SemiDecentralized(window=0.05),
+        exchange=lambda group: 0.0005 if group.reason in NOT_HELD else 0.05,
+    )
+    assert set(seen.reasons.values()) - NOT_HELD
+    kept = dict([*seen.reasons.items()][-known:])
+    assert "exchange_bound" not in kinds(replace(seen, reasons=kept))
+
+
+def test_the_last_line_words_what_else_held_the_run_up(tmp_path: Path) -> None:
+    line = in_one_line(log_of(tmp_path, exchange=lambda _: 0.015))
+    assert "; no worker was slower than its replicas; stage 0 spends " in line
+    assert ' → exchange while the next batch is computed: SDPipeStrategy(exchange=Exchange(overlap="step")) (' in line
+    assert line.endswith(" × as fast)")
 
 
 def test_loading_that_takes_long(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.rows import Chunk, UpdateRow
-from lightning_sdpipe.seeing.costs import Charge, costs
-from lightning_sdpipe.seeing.finding import severity
+from lightning_sdpipe.seeing.finding import Charge, costs, severity
 from lightning_sdpipe.seeing.recording import Recording
 from lightning_sdpipe.simulate import Work, jittered, simulate
 from tests.seeing.recordings import recording, row_of, simulated

@@ -65,6 +65,21 @@ def test_it_is_named_at_the_first_update_at_which_it_can_be() -> None:
         assert (abstains(seen) == "too short to tell (95 of 96 updates)") == (names == [])
 
 
+@pytest.mark.parametrize(("updates", "names"), [(96, []), (192, [C])])
+def test_it_is_named_by_the_updates_that_others_make_meanwhile(updates: int, names: list[Worker]) -> None:
+    """Each trains a shard of 32 batches an epoch, and C takes twice as long, so that others rest half of the time."""
+    segments = updates // 32
+    times = {C: chunks(C, steady(120, updates))}
+    for worker in (A, B, D):
+        times[worker] = [
+            Chunk(worker, 1, chunk.at + number // 2 * 1.92, chunk.rows)
+            for number, chunk in enumerate(chunks(worker, steady(60, 32 * segments, worker.pipeline)))
+        ]
+    seen = recording(times)
+    assert named(seen) == names
+    assert (abstains(seen) is None) == (names == [C])
+
+
 def test_what_slows_a_machine_slows_all_of_its_workers_alike() -> None:
     """At update 96 the second half of all is twice as slow, at the same time."""
     own = [*steady(60, 96), *steady(120, 96)]

@@ -27,7 +27,8 @@ def pair(updates: int, factor: float, samples: int | None = 32) -> Recording:
 def test_the_last_line_says_how_fast_it_was_and_who_was_slow() -> None:
     line = in_one_line(pair(128, 1.5))
     slow = "stage 0 of pipeline 1 (gpu7, cuda:1) 1.50 × as slow as its peers (forward)"
-    assert line == f"sdpipe: 703 samples/s; {slow}: others stood still 16.5 %"
+    advice = '→ give it fewer batches, since others wait for it at the end of an epoch: SDPipeStrategy(data="dealt")'
+    assert line == f"sdpipe: 703 samples/s; {slow}: others stood still 16.5 % {advice}"
     assert in_one_line(pair(128, 1.0)) == "sdpipe: 1.0k samples/s; no worker was slower than its replicas"
     assert in_one_line(pair(44, 1.5)) == "sdpipe: 703 samples/s; too short to tell (44 of 96 updates)"
     assert in_one_line(pair(44, 1.5, None)) == "sdpipe: too short to tell (44 of 96 updates)"
@@ -41,7 +42,8 @@ def test_a_page_has_findings_bars_and_a_legend() -> None:
         "CRITICAL stage 0 of pipeline 1 (gpu7, cuda:1) 1.50 × as slow as its peers (forward): others stood still 16.5 %"
         "  [compute_straggler]"
     )
-    assert lines[1] == "         → make sure that it gets fewer batches, as it does by default: strategy.data=dealt"
+    assert lines[1].startswith("         → give it fewer batches, ")
+    assert lines[1].endswith(': SDPipeStrategy(data="dealt")')
     assert lines[3:] == [
         "stage  pipeline  rank  where         updates  ms    own   the last 64 updates",
         "0      0         0     gpu7, cuda:0  128      91.0  60.0  " + "f" * 4 + "b" * 22 + "." * 14,
@@ -71,7 +73,8 @@ def test_machines_are_told_the_same_with_a_number_for_what_it_means() -> None:
     assert plain["abstains"] is None
     assert finding["cost"] == {"stood": pytest.approx(30 / 182), "lacks": pytest.approx(30 / 182)}
     (advice,) = finding["advice"]
-    assert (advice["override"], advice["gain"]) == ("strategy.data=dealt", None)
+    assert (advice["python"], advice["gain"]) == ('SDPipeStrategy(data="dealt")', None)
+    assert advice["override"] == "strategy.data=dealt"
     assert plain["samples_per_second"] == 703.297
     assert plain["updates"][0]["phases_us"]["wait_group"] == 31_000.0
     assert plain["updates"][0]["host"] == "gpu7"

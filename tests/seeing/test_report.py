@@ -56,7 +56,7 @@ def test_a_report_is_one_page_without_scripts_that_loads_nothing(
     (picture,) = page.sources
     assert picture.startswith("data:image/png;base64,")
     assert "workers stall in turn" in page.text
-    assert "→ let the others go on without those that stall: sync=semi_decentralized" in page.text
+    assert '→ let the others go on without those that stall: SDPipeStrategy(sync="semi_decentralized")' in page.text
     assert "stage 1 of pipeline 0 (vm, cpu)" in page.text
 
 

@@ -35,7 +35,6 @@ from tests.scheduler.live_scheduler import clients, serving
 from tests.seeing.recordings import chunks, recording
 
 web = pytest.importorskip("lightning_sdpipe.seeing.web")
-view = pytest.importorskip("lightning_sdpipe.seeing.view")
 parser = pytest.importorskip("prometheus_client.parser")
 
 HOSTS = frozenset({"127.0.0.1", "localhost"})
@@ -139,7 +138,7 @@ def seen(status: Any, host: str = "gpu7") -> Any:
     one, two = Worker(0, 0), Worker(0, 1)
     about = {worker: About(host, f"cuda:{worker.pipeline}", worker.pipeline) for worker in (one, two)}
     slow = chunks(two, [90.0] * 128, every=100.0)
-    shown = view.View(Fixed((recording({one: chunks(one, [60.0] * 128, every=100.0), two: slow}, about), status)), 1.0)
+    shown = web.View(Fixed((recording({one: chunks(one, [60.0] * 128, every=100.0), two: slow}, about), status)), 1.0)
     shown.refresh()
     return shown
 
@@ -153,7 +152,7 @@ def test_what_is_shown_is_what_the_log_has(tmp_path: Path) -> None:
         clients(server.address, Worker(0, 0), Worker(0, 1), credentials=credentials) as both,
     ):
         follower = Follower(server.address, credentials)
-        shown = view.View(follower, 5.0)
+        shown = web.View(follower, 5.0)
         for client in both:
             client.join()
         for iteration in range(50):
@@ -212,12 +211,12 @@ def test_a_page_has_findings_and_bars_and_takes_nothing_for_markup(status: Any) 
     assert any(word.startswith("→ ") for word in page.words), "what to do"
     assert any("others stood still 15.0 %" in word for word in page.words)
     assert 'title="forward 40.0 %"' in text
-    Page(view.View(Fixed(), 1.0).page().decode())
+    Page(web.View(Fixed(), 1.0).page().decode())
 
 
 def test_a_scheduler_that_is_silent_does_not_look_healthy(status: Any) -> None:
     follower = Fixed(seen(status)._seen)
-    shown = view.View(follower, 1.0)
+    shown = web.View(follower, 1.0)
     with at(shown) as connection:
         assert get(connection, "/healthz")[:2] == (200, "ok\n")
         follower.seen = None
@@ -289,7 +288,7 @@ def test_many_workers_are_added_up_by_stage() -> None:
     totals = {Worker(j, i): Totals() for j in range(2) for i in range(200)}
     for each in totals.values():
         each.updates, each.us[2] = 3, 500_000
-    found = Samples(view.exposition(totals, None, [], True).decode())
+    found = Samples(web.exposition(totals, None, [], True).decode())
     assert found("updates_total", stage="1", pipeline="all") == 600
     assert found("phase_seconds_total", stage="1", pipeline="all", phase="forward") == 100
     assert len(found.all) == 2 * (1 + len(PHASES)) + 1
@@ -299,7 +298,7 @@ def test_findings_have_a_cost_or_none(status: Any) -> None:
     """What others stood still, in the gauge."""
     found = Samples(seen(status).metrics().decode())
     assert found("finding_cost", kind="compute_straggler", who="0.1") == pytest.approx(0.15)
-    unknown = view.exposition({}, status, [Finding("blind", "blind", (), 0.0, "too little")], True)
+    unknown = web.exposition({}, status, [Finding("blind", "blind", (), 0.0, "too little")], True)
     assert math.isnan(Samples(unknown.decode())("finding_cost", kind="blind", who=""))
 
 

@@ -21,8 +21,7 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.scheduler.client.training_asks import SpanReport
 from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys, read_worker_keys
 from lightning_sdpipe.scheduler.rows import About, SpanChunk
-from lightning_sdpipe.seeing.clocks import Delivery, settle
-from lightning_sdpipe.seeing.stories import read
+from lightning_sdpipe.seeing.spans import Delivery, read, settle
 from lightning_sdpipe.seeing.trace import to_trace
 from tests.scheduler.live_scheduler import clients, serving
 

@@ -12,22 +12,28 @@ import hydra
 import pytest
 
 import lightning_sdpipe.seeing
+from lightning_sdpipe import ADPSGD, PHDPSGD, Decentralized, LocalSGD, PartialReduce
+from lightning_sdpipe import __all__ as ALL
 from lightning_sdpipe.configuration import check
-from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies import Worker, registry
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.rows import About
-from lightning_sdpipe.seeing.detectors import findings
+from lightning_sdpipe.seeing.detectors import compute_straggler, findings
 from lightning_sdpipe.seeing.finding import Finding
+from lightning_sdpipe.seeing.page import in_one_line
 from lightning_sdpipe.seeing.recording import Recording, of_log
 from lightning_sdpipe.seeing.what_if import advised, what_if
 from lightning_sdpipe.simulate import Work, jittered, simulate
+from lightning_sdpipe.sync.capabilities import capabilities_of
+from lightning_sdpipe.sync.methods import method_of
 from tests.recipes.test_conf import composed
 from tests.seeing.recordings import Own, simulated_log
 
 GOLDEN = Path(__file__).parent / "golden"
 STEADY = jittered(0.06, 0.05)
+FOLLOWS = About("here", "cpu", 0, follows_speed=True)
 SLOW = Worker(0, 3)
 
 
@@ -84,7 +90,33 @@ def test_a_gain_is_given_for_what_the_strategy_can_do(tmp_path: Path) -> None:
     finding = found_in(log_of(tmp_path, slowed, AllReduceModels()))["compute_straggler"]
     gains = {advice.override: advice.gain for advice in finding.advice}
     assert gains["sync=semi_decentralized"] == pytest.approx(3.5 / 2, rel=0.1)
-    assert gains["sync=all_reduce strategy.batch_by_speed=true"] is None
+    assert gains["sync=all_reduce strategy.num_micro_batches=8 strategy.batch_by_speed=true"] is None
+    line = in_one_line(log_of(tmp_path / "again", slowed, AllReduceModels()))
+    assert re.search(
+        r'let the others go on without it: SDPipeStrategy\(sync="semi_decentralized"\) \(1\.\d\d × as', line
+    )
+
+
+@pytest.mark.parametrize("sync", ["AllReduce", "all_reduce"])
+def test_averages_of_gradients_are_simulated_however_they_were_asked_for(sync: str, tmp_path: Path) -> None:
+    about = About("here", "cpu", 0, 8, "1f1b", 1, sync)
+    seen = log_of(tmp_path, slowed, AllReduceModels(), about=about)
+    assert what_if(replace(seen, policy={"type": "no_sync"})) is not None
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [SemiDecentralized(), PartialReduce(), LocalSGD(8), ADPSGD(), Decentralized(), PHDPSGD()],
+    ids=registry.name_of,
+)
+def test_no_dealing_is_advised_where_the_method_refuses_it(policy: PolicyConfig, tmp_path: Path) -> None:
+    """Nor what the run does already."""
+    seen = replace(log_of(tmp_path, slowed, AllReduceModels()), policy=registry.to_plain(policy))
+    (finding,) = compute_straggler(seen)
+    dealt = capabilities_of(method_of(policy)).deals is None
+    assert ('SDPipeStrategy(data="dealt")' in [each.python for each in finding.advice]) == dealt
+    (finding,) = compute_straggler(replace(seen, about=dict.fromkeys(seen.series, FOLLOWS)))
+    assert [each.python for each in finding.advice] == [""]
 
 
 def test_no_gain_is_given_where_the_simulation_does_not_tell_what_was_measured(tmp_path: Path) -> None:
@@ -145,3 +177,13 @@ def test_each_override_is_one_that_the_strategy_takes() -> None:
         config = composed("trainer.devices=8", *override.split())
         check(config)
         hydra.utils.instantiate(config.strategy if not override.startswith("data.") else config.data)
+
+
+def test_what_is_advised_for_a_script_is_python_that_the_strategy_takes() -> None:
+    told = set()
+    for path in Path(lightning_sdpipe.seeing.__file__).parent.glob("*.py"):
+        told |= set(re.findall(r"""['"](SDPipeStrategy\(.+?\))['"][,\n.)]""", path.read_text()))
+    assert len(told) >= 9
+    for python in told:
+        python = re.sub(r"\{method\}", "ADPSGD", python)
+        eval(re.sub(r"\{[^}]+\}", "4", python), {name: getattr(lightning_sdpipe, name) for name in ALL})

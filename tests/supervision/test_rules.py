@@ -27,8 +27,8 @@ from lightning_sdpipe.supervision.events import (
     TimePassed,
 )
 from lightning_sdpipe.supervision.rules import Rules
+from lightning_sdpipe.supervision.script import UncaughtException
 from lightning_sdpipe.supervision.state import Settings
-from lightning_sdpipe.supervision.uncaught_exception import UncaughtException
 
 KILLED, TERM = -signal.SIGKILL, signal.SIGTERM
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sdpipe.supervision.script import REPORT, command
-from lightning_sdpipe.supervision.uncaught_exception import UncaughtException, decode
+from lightning_sdpipe.supervision.script import REPORT, UncaughtException, command, decode
 
 CHAINED = """
 import sys

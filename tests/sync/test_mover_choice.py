@@ -25,7 +25,7 @@ from lightning_sdpipe import (
 )
 from lightning_sdpipe.loop.optimizers import refuse_unfit_momentum
 from lightning_sdpipe.optim import FrozenVariance
-from lightning_sdpipe.topology.hosts import HOST_VARIABLE
+from lightning_sdpipe.topology.groups import HOST_VARIABLE
 from tests.strategy.test_strategy import Regression, data, fit
 from tests.sync.test_methods import EqualReplicas, Gentle, Uneven, train
 

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.sync.ordered_invitations import OrderedInvitations
+from lightning_sdpipe.sync.hybrid_groups import OrderedInvitations
 
 ME, OTHER = Worker(0, 0), Worker(0, 1)
 

@@ -16,7 +16,7 @@ from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.policies import Group
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.sync import DiLoCo, outer_averaging, outer_groups
+from lightning_sdpipe.sync import DiLoCo, outer_averaging
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from tests.sync.stage import SIZE, Stage, change, equal
@@ -95,7 +95,7 @@ def test_bases_momenta_and_models_are_averaged_in_the_groups_of_the_policy(
     stage: Stage, group: SemiDecentralized | PartialReduce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moving, "PIECE", 32)
-    monkeypatch.setattr(outer_groups, "PIECE", 32)
+    monkeypatch.setattr(outer_averaging, "PIECE", 32)
     groups: list[Group] = []
     found = stage.run(DiLoCo(EVERY, LR, MOMENTUM, group=group), Exchange(), equal, Work(False), groups=groups)
     expected = by_formula(groups)

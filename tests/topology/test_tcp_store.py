@@ -86,8 +86,23 @@ def test_a_program_that_accepts_connections_and_says_nothing_is_not_waited_for_f
     monkeypatch.setattr(tcp_store, "_ANSWERS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        with pytest.raises(RuntimeError, match=f"at MASTER_ADDR=127.0.0.1, MASTER_PORT={port} has accepted"):
+        with pytest.raises(
+            RuntimeError, match=f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: a program there has accepted"
+        ):
             open_store("127.0.0.1", port, 1, 2, True, timedelta(seconds=0.2))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
+def test_a_rank_that_does_not_reach_rank_zero_says_so(
+    host: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch itself tries again after its timeout, and may say that another program had answered."""
+    monkeypatch.setattr(tcp_store, "_ANSWERS", 0.1)
+    monkeypatch.setattr(tcp_store, "_PATIENCE", 0.01)
+    port = free_port()
+    with pytest.raises(RuntimeError, match=f"MASTER_ADDR={host}, MASTER_PORT={port}: rank 0 was not reached there"):
+        open_store(host, port, 3, 4, False, timedelta(seconds=0.5))
+    assert f"Rank 3 waits for rank 0 at {host}:{port}, for 0.5 s at most. Has every machine been started" in caplog.text
 
 
 def test_an_address_of_another_machine_cannot_be_bound() -> None:

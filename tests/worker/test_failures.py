@@ -16,9 +16,13 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
+from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys
+from lightning_sdpipe.topology.groups import this_host
 from tests.features.running import as_torchrun
 from tests.features.table import refused, supported
 from tests.own_session import Script, module, script
+from tests.scheduler.live_scheduler import serving
 from tests.scripts import endings, run_case
 from tests.strategy.test_strategy import Regression, fit
 from tests.workers import free_port
@@ -111,6 +115,31 @@ def test_a_worker_that_is_killed_ends_the_run_whatever_the_method(tmp_path: Path
         assert survivor.wait(20) == 1
         assert killed.left() == survivor.left() == []
         assert re.search(message, survivor.printed()), survivor.printed()
+
+
+@supported(
+    "Failures",
+    "`SIGSTOP` of any rank, or a machine that cannot be reached",
+    "ends all ranks when nothing was heard of it for half a minute and all others wait",
+)
+@pytest.mark.distributed
+def test_a_worker_that_is_stopped_ends_those_that_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And itself, when it wakes up."""
+    port = free_port()
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    with serving(NoSync(), 1, 2, keys=read_scheduler_keys(own_keys()[0]), worker_timeout=3.0) as standing:
+        monkeypatch.setenv("SDPIPE_SCHEDULER", standing.address)
+        with (
+            script(tmp_path / "0", as_torchrun, 0, port, 2, run_case.main, ("stopped",)) as survivor,
+            script(tmp_path / "1", as_torchrun, 1, port, 2, run_case.main, ("stopped",)) as stopped,
+        ):
+            assert survivor.wait(60) == 1
+            os.kill(stopped.pid, signal.SIGCONT)
+            assert stopped.wait(20) == 1
+            printed = survivor.printed()
+    found = rf"\(rank 1\) failed first and ended the run: it was silent for \d+ s, .* on {this_host()} was stopped"
+    assert re.search(found, printed), printed
 
 
 WHAT_RUNS = [

@@ -22,9 +22,9 @@ from lightning_sdpipe import (
     SemiDecentralized,
 )
 from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
-from lightning_sdpipe.worker.fixed_run import FixedRun
 from lightning_sdpipe.worker.launching.environment import environment_for
 from lightning_sdpipe.worker.options import Options
+from lightning_sdpipe.worker.run import TrainingRun
 
 
 def test_defaults_are_those_of_the_strategy() -> None:
@@ -49,7 +49,7 @@ def test_arguments_are_resolved() -> None:
 def test_a_run_on_hosts_has_new_options(sync: Any, name: str) -> None:
     options = SDPipeStrategy(1, sync=sync).options
     workers: Any = SimpleNamespace(num_nodes=2, num_processes=2)
-    run = FixedRun(options, workers, lambda: None)
+    run = TrainingRun(options, workers, lambda: None)
     run.check()
     assert getattr(run.options.method.policy, name) == ((0, 1), (2, 3))
     assert options.method.policy == options.sync == sync
@@ -58,7 +58,7 @@ def test_a_run_on_hosts_has_new_options(sync: Any, name: str) -> None:
 def test_a_run_whose_workers_do_not_fit_is_refused() -> None:
     workers: Any = SimpleNamespace(num_nodes=1, num_processes=3)
     with pytest.raises(ConfigurationError, match="3"):
-        FixedRun(SDPipeStrategy(2).options, workers, lambda: None).check()
+        TrainingRun(SDPipeStrategy(2).options, workers, lambda: None).check()
 
 
 def unlike(stages: Any = (1, 2, 2), **options: Any) -> Options:
@@ -141,13 +141,13 @@ def test_a_placement_may_have_the_cut_of_each_pipeline(tmp_path: Path) -> None:
         SDPipeStrategy(2, **placed)
     workers: Any = SimpleNamespace(num_nodes=1, num_processes=5, cluster_environment=None)
     with pytest.raises(ConfigurationError, match=r"for pipelines of 1, 2, 2 stages .* Give num_stages=\[1, 2, 2\]"):
-        FixedRun(unlike((2, 2, 1), placement=tmp_path / "p"), workers, lambda: None).check()
+        TrainingRun(unlike((2, 2, 1), placement=tmp_path / "p"), workers, lambda: None).check()
 
 
 def test_the_workers_of_unlike_pipelines_are_counted() -> None:
     workers: Any = SimpleNamespace(num_nodes=1, num_processes=4, cluster_environment=None)
     with pytest.raises(ConfigurationError, match=r"num_stages=\[1, 2, 2\] are 5 workers, and .* are 4"):
-        FixedRun(unlike(), workers, lambda: None).check()
+        TrainingRun(unlike(), workers, lambda: None).check()
 
 
 def test_the_processes_of_torchrun_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,4 +156,4 @@ def test_the_processes_of_torchrun_are_counted(monkeypatch: pytest.MonkeyPatch) 
     torchrun = environment_for(True)
     workers: Any = SimpleNamespace(num_nodes=2, num_processes=3, world_size=4, cluster_environment=torchrun)
     with pytest.raises(ConfigurationError, match=r"num_stages=\[1, 2, 2\] are 5 workers, and torchrun has started 4"):
-        FixedRun(unlike(), workers, lambda: None).check()
+        TrainingRun(unlike(), workers, lambda: None).check()

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from lightning_sdpipe import PHDPSGD, AllReduce, EightBit, Exchange, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.loop.joint import JointBatchSource
-from lightning_sdpipe.topology.hosts import device_name
+from lightning_sdpipe.topology.groups import device_name
 from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
 from tests.policies.by_script import Scripted
 

@@ -1,11 +1,8 @@
 """Payloads: encodings of tensors in messages, which trade precision for bytes."""
 
-from lightning_sdpipe.exchange.payloads.cast import Full, Half
-from lightning_sdpipe.exchange.payloads.eight_bit import EightBit
-from lightning_sdpipe.exchange.payloads.modulo import Modulo, Spread
-from lightning_sdpipe.exchange.payloads.one_bit import OneBit
-from lightning_sdpipe.exchange.payloads.payload import ErrorFeedback, Payload
-from lightning_sdpipe.exchange.payloads.top_k import TopK
+from lightning_sdpipe.exchange.payloads.eight_bit import EightBit, Modulo, Spread
+from lightning_sdpipe.exchange.payloads.few_bits import OneBit, TopK
+from lightning_sdpipe.exchange.payloads.payload import ErrorFeedback, Full, Half, Payload
 
 NAMES = {"eight_bit": EightBit, "full": Full, "half": Half, "one_bit": OneBit, "top_k": TopK}
 """Payloads with their defaults by the names that users give, as in ``conf/exchange``."""

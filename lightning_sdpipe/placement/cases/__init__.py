@@ -46,6 +46,6 @@ def named(name: str) -> Network:
     return read_network(path)
 
 
-def traffic(num_stages: int = 8) -> StageTraffic:
+def traffic() -> StageTraffic:
     """Return what stages of three layers send in the published code, whose pipelines have eight of them."""
-    return StageTraffic.even(num_stages, STAGE_BYTES, CUT_BYTES)
+    return StageTraffic.even(8, STAGE_BYTES, CUT_BYTES)

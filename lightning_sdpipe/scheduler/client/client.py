@@ -88,6 +88,7 @@ class SchedulerClient:
         self._leasing: tuple[Segment, int] | None = None
         """The lease that was asked for, last at ``_lease_asked``, and has not come in time."""
         self._lease_asked = 0.0
+        self._asks.spans.meter = meter.current()
         line.thread.on_invitation = self._follow
         self._connection = line.connect(m.routing_id(line.worker, line.incarnation))
 
@@ -116,7 +117,6 @@ class SchedulerClient:
         self._asks.about = self.about
         self._ask(m.Join)
         self._wait(m.Join, e.Noted, "the scheduler to let it join")
-        self._asks.spans.meter = meter.current()
         meter.current().start()
 
     def leave(self) -> None:

@@ -33,8 +33,8 @@ from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.membership.failure_detection import BARRIERS
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Met
-from lightning_sdpipe.membership.stuck import BARRIERS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e

@@ -33,7 +33,7 @@ A scheduler that is started again hears of the run from its members by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import zmq
 
@@ -46,7 +46,6 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.client_thread import Callbacks, CancelledError, ClientThread, RunOverError
 from lightning_sdpipe.scheduler.client.connection import Connection
 from lightning_sdpipe.scheduler.client.conversation import Conversation
-from lightning_sdpipe.scheduler.client.store import StoreClient
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
 from lightning_sdpipe.scheduler.membership_protocol import Start
 
@@ -110,16 +109,16 @@ class MembershipClient:
         """
         return self._start_or_receive("training to begin with its pipeline", timeout, e.Enrol, dict(fingerprint))
 
-    def received(self, transfer: str, update: int, timeout: float | None = None) -> Start | Receive:
+    def received(self, transfer: str, update: int) -> Start | Receive:
         """Report that the state of ``transfer`` after ``update`` updates has arrived; wait until all stages have it, or
         for another transfer if one does not get it."""
         what = f"the other stages to have the state of {transfer}"
-        return self._start_or_receive(what, timeout, e.TellReceived, transfer, update)
+        return self._start_or_receive(what, None, e.TellReceived, transfer, update)
 
-    def missed(self, transfer: str, reason: str, timeout: float | None = None) -> Start | Receive:
+    def missed(self, transfer: str, reason: str) -> Start | Receive:
         """Report that the state of ``transfer`` did not come; wait for another member to give its own."""
         what = f"another state than that of {transfer}"
-        return self._start_or_receive(what, timeout, e.TellReceived, transfer, -1, reason or "it did not come")
+        return self._start_or_receive(what, None, e.TellReceived, transfer, -1, reason or "it did not come")
 
     def depart(self, *, finished: bool, timeout: float | None = None) -> None:
         """Report that this process ends: its training has ``finished``, or it was told to. Return when the scheduler
@@ -252,24 +251,24 @@ class MembershipClient:
         with self.thread.talking() as talk:
             talk.completed(sequence)
 
-    def broken(self, group: Group, timeout: float | None = None) -> Group:
+    def broken(self, group: Group) -> Group:
         """Report that the result of ``group`` did not come; say first which process groups are left (:meth:`holds`).
 
         Waits until each other member is gone, has it, or has said the same. Returns a group of the members that are
         left without the result, to try again in (perhaps only of this worker).
         """
-        return self._regroup(group, False, timeout).group
+        return self._regroup(group, False).group
 
-    def regroup(self, group: Group, timeout: float | None = None) -> e.Again:
+    def regroup(self, group: Group) -> e.Again:
         """Retry as :meth:`broken`, where all members are to have the result or none: a ``source`` may then give
         it to those without. If that breaks, too, ask about the same group again."""
-        return self._regroup(group, True, timeout)
+        return self._regroup(group, True)
 
-    def _regroup(self, group: Group, together: bool, timeout: float | None) -> e.Again:
+    def _regroup(self, group: Group, together: bool) -> e.Again:
         with self.thread.talking() as talk:
             holds = talk.held
         what = f"the other members of group {group.sequence} to try again"
-        reply = self.thread.ask(what, e.AskRegroup, group, holds, together, timeout=timeout)
+        reply = self.thread.ask(what, e.AskRegroup, group, holds, together)
         assert isinstance(reply, e.Again)
         return reply
 
@@ -279,3 +278,46 @@ class MembershipClient:
         reply = self.thread.ask(what, kind, *fields, timeout=timeout)
         assert isinstance(reply, e.Start | e.Get)
         return reply if isinstance(reply, e.Start) else reply.receive
+
+
+class StoreClient:
+    """Sends requests over ``line``; may be called from any thread."""
+
+    def __init__(self, line: ClientThread) -> None:
+        self._line = line
+
+    def put(self, key: str, value: bytes, timeout: float | None = None) -> None:
+        """Set ``key`` for all processes."""
+        self._ask(f"the scheduler to keep {key}", timeout, "put", (key,), value)
+
+    def fetch(self, keys: Sequence[str], timeout: float | None = None) -> tuple[bytes | None, ...]:
+        """Return the present values of ``keys``, None where there is none."""
+        what = f"the scheduler to say what is at {', '.join(keys)}"
+        return self._ask(what, timeout, "fetch", tuple(keys)).values
+
+    def wait(
+        self, keys: Sequence[str], timeout: float | None = None, cancelled: Callable[[], bool] | None = None
+    ) -> tuple[bytes, ...]:
+        """Return the values of ``keys`` when all are there.
+
+        Raises:
+            CancelledError: ``cancelled``, which is called often, has returned true.
+        """
+        what = f"another worker to set {', '.join(keys)}"
+        reply = self._ask(what, timeout, "wait", tuple(keys), cancelled=cancelled)
+        return tuple(value for value in reply.values if value is not None)
+
+    def add(self, key: str, amount: int, timeout: float | None = None) -> int:
+        """Add to the number at ``key``, 0 at first; return the sum."""
+        return self._ask(f"the scheduler to add to {key}", timeout, "add", (key,), b"", amount).count
+
+    def remove(self, key: str, timeout: float | None = None) -> bool:
+        """Remove ``key``; return whether it was there."""
+        return self._ask(f"the scheduler to forget {key}", timeout, "remove", (key,)).count > 0
+
+    def _ask(
+        self, what: str, timeout: float | None, *fields: object, cancelled: Callable[[], bool] | None = None
+    ) -> e.Stored:
+        reply = self._line.ask(what, e.Store, *fields, timeout=timeout, cancelled=cancelled)
+        assert isinstance(reply, e.Stored)
+        return reply

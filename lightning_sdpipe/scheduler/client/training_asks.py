@@ -101,9 +101,10 @@ class TrainingAsks:
         self._open[kind] = [request]
         return request
 
-    def told(self) -> tuple[bool, NewRows | None, tuple[Segment, Done] | None, Spans | None]:
+    def told(self) -> tuple[bool, NewRows | None, tuple[Segment, Done] | None, Spans | None, int]:
         """Return a beat's report on the training thread; rows and spans are reported once."""
-        return self.joined, self.rows.take(), self.leases.progress(), self.spans.take()
+        waits = 0 if self.spans.meter is None else int(self.spans.meter.seconds_waiting())
+        return self.joined, self.rows.take(), self.leases.progress(), self.spans.take(), waits
 
     def asks(self, *kinds: Kind) -> bool:
         """Return whether a request of any of these kinds is open."""

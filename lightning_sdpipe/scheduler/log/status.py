@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from lightning_sdpipe.policies import mixing, sync_graph
+from lightning_sdpipe.policies import sync_graph
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Broken, Event, Joined, Left, Lost, Progress, Ready, Worker
 from lightning_sdpipe.policies.policy import Unit
@@ -96,7 +96,7 @@ class StageStatus(msgspec.Struct, frozen=True):
         if not groups or any(row.weights for row in groups):
             return None
         size = sum(len(row.pipelines) for row in groups) / len(groups)
-        return mixing.largest_learning_rate(1.0, len(self.active()), size, rho)
+        return sync_graph.largest_learning_rate(1.0, len(self.active()), size, rho)
 
     def _meetings(self) -> list[Encounter]:
         return [Encounter(row.round, row.pipelines, _group(row)) for row in self.groups if row.round >= self.since]

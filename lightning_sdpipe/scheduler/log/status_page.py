@@ -6,8 +6,8 @@ import json
 
 import msgspec
 
-from lightning_sdpipe.policies import mixing
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.sync_graph import network_error
 from lightning_sdpipe.scheduler.log.status import StageStatus, Status, WorkerStatus
 
 PAIRS_UP_TO = 16
@@ -136,7 +136,7 @@ def _sync_graph(number: int, stage: StageStatus, status: Status) -> list[str]:
     ]
     rate = None if rho is None else stage.largest_learning_rate(rho)
     if rho is not None and rate is not None:
-        error = mixing.network_error(rho)
+        error = network_error(rho)
         lines.append(f"  P-Reduce's theorem 1: ρ̄ {error:.3g}, for learning rates up to {rate:.3g} where L = 1")
     pipelines, met = stage.active(), stage.rounds_since_met()
     if len(pipelines) <= PAIRS_UP_TO:

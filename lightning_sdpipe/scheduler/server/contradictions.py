@@ -50,10 +50,12 @@ class Extent:
             there = _said((stages, pipelines, *self.depths))
             raise RefusedEvent(f"worker {worker} does not exist in {there}")
 
-    def beside(self, member: Worker) -> list[Worker]:
-        """Return the workers that a member of a group represents besides itself: the others of its pipeline, where
-        groups are of whole pipelines."""
-        return [Worker(j, member.pipeline) for j in range(1, self.depths[member.pipeline])] if self.depths else []
+    def represented_by(self, members: Sequence[Worker]) -> Sequence[Worker]:
+        """Return the workers that ``members`` of a group represent: all of their pipelines, where groups are of whole
+        pipelines, and else themselves."""
+        if not self.depths:
+            return members
+        return [Worker(j, member.pipeline) for member in members for j in range(self.depths[member.pipeline])]
 
     def stands_for(self, worker: Worker) -> Worker:
         """Return the group member that represents ``worker``."""
@@ -87,6 +89,8 @@ def contradiction(
     if not exists and not (isinstance(request, e.Enrol) and request.resumes is None):  # its refusal names the remedy
         return f"worker {worker} does not exist in {num_stages} stages × at most {most_pipelines} pipelines"
     match request:
+        case m.Ready():  # most requests are
+            return None
         case m.AskLease(segment=segment) | e.Beat(dealt=(segment, _)):
             return _of_leases(segment, ())
         case e.AskRegroup(group=group):

@@ -20,8 +20,8 @@ from operator import itemgetter
 
 import msgspec
 
+from lightning_sdpipe.membership.failure_detection import Stuck
 from lightning_sdpipe.membership.members import Met
-from lightning_sdpipe.membership.stuck import Stuck
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e

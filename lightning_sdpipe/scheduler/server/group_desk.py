@@ -67,18 +67,13 @@ class GroupDesk:
     ) -> None:
         self.rows = rows
         self.sessions = Sessions()
-        self.reported = ReportedAnswers(extent.beside)
+        self.reported = ReportedAnswers(extent.represented_by)
         self.extent = extent
         self.failure: m.Failure | None = None
         self._driver = driver
         self._overview = overview
         self._outbox = outbox
         self._process_groups = process_groups
-
-    @property
-    def deadline(self) -> float:
-        """Time at which the policy is due."""
-        return self._driver.deadline
 
     # -------------------------------------------------------- coming and going
 
@@ -164,7 +159,7 @@ class GroupDesk:
 
     def lose(self, pipeline: int, left: bool, now: float) -> None:
         """End the participation of ``pipeline`` of an elastic run: it has left, or is lost."""
-        for session in self.sessions:
+        for session in self.sessions.values():
             if session.worker.pipeline != pipeline:
                 continue
             active = session.active
@@ -202,7 +197,7 @@ class GroupDesk:
             self.failure = failure
             logger.error("%s; the run is over", failure)
         over = self.failure.said()
-        for session in self.sessions:
+        for session in self.sessions.values():
             self._outbox.say(session.peer, over)
             self._outbox.say(session.member_peer, over)
 
@@ -264,7 +259,7 @@ class GroupDesk:
         """Return the active workers that are not ready and for which ``worker`` may wait: replicas of its stage, or all
         workers where groups are of whole pipelines."""
         among = (
-            sorted(self.sessions, key=lambda s: s.worker)
+            sorted(self.sessions.values(), key=lambda s: s.worker)
             if self.extent.depths
             else self.sessions.of_stage(worker.stage)
         )
@@ -303,38 +298,31 @@ class GroupDesk:
             PolicyFailed: one of these workers is not ready.
         """
         try:
-            sessions = [self.sessions[member] for member in group.members]
-            beside = [self.sessions[worker] for member in group.members for worker in self.extent.beside(member)]
+            members = [self.sessions[member] for member in group.members]
+            everybody = [self.sessions[worker] for worker in self.extent.represented_by(group.members)]
             if group.passive:
-                self._answer_and_invite(sessions, beside, group)
+                self._answer_and_invite(members, everybody, group)
                 return
-            invited = tuple([session.invitations for session in sessions])
-            answer = m.Answer(
-                group, tuple([session.iteration for session in sessions]), invited if any(invited) else ()
-            )
-            for session in (*sessions, *beside):
+            invited = tuple([session.invitations for session in members])
+            answer = m.Answer(group, tuple([session.iteration for session in members]), invited if any(invited) else ())
+            for session in everybody:
                 self._answer(session, answer)
         except (IllegalInput, KeyError) as error:
             raise PolicyFailed(f"{group} cannot go out: {error}") from error
 
     def _carry_out(self, decisions: list[Decision], now: float) -> None:
-        if not decisions:
-            return
-        verbose = logger.isEnabledFor(logging.DEBUG)
         for group in decisions:
-            if verbose:
-                logger.debug("group %d of stage %d: %s", group.sequence, group.stage, group.reason)
             if (ready := self._process_groups.ready_to_go(group, now)) is not None:
                 self.send(ready)
 
-    def _answer_and_invite(self, sessions: list[Session], beside: list[Session], group: Group) -> None:
-        """Invite passive members and those ``beside`` them; answer the others."""
+    def _answer_and_invite(self, members: list[Session], everybody: list[Session], group: Group) -> None:
+        """Invite passive members and those that they represent; answer the others."""
         answer = m.Answer(
             group,
-            tuple(None if s.worker in group.passive else s.iteration for s in sessions),
-            tuple(s.invitations for s in sessions),
+            tuple(None if s.worker in group.passive else s.iteration for s in members),
+            tuple(s.invitations for s in members),
         )
-        for session in (*sessions, *beside):
+        for session in everybody:
             if self.extent.stands_for(session.worker) in group.passive:
                 session.invitations += 1
                 self._outbox.say(session.member_peer, m.Invitation(group, session.answered))

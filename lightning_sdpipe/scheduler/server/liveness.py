@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from lightning_sdpipe.membership.failure_detection import Silence
 from lightning_sdpipe.membership.membership import Membership
-from lightning_sdpipe.membership.silence import Silence
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
+from lightning_sdpipe.scheduler.rows import About
 from lightning_sdpipe.scheduler.server.lifelines import Lines
 from lightning_sdpipe.scheduler.server.outbox import Outbox
 
@@ -24,13 +25,16 @@ MOST_LOST = 8
 
 
 class Liveness:
-    """Watches for silence of ``limit`` seconds; :class:`~lightning_sdpipe.membership.silence.Silence` decides what such
-    a silence means, and ``unit`` names to it what falls silent together."""
+    """Watches for silence of ``limit`` seconds; :class:`~lightning_sdpipe.membership.failure_detection.Silence` decides
+    what such a silence means, and ``unit`` names to it what falls silent together."""
 
     def __init__(self, limit: float, lines: Lines, now: float, unit: Callable[[Worker], object]) -> None:
         self.lines = lines
         self.incarnations: dict[Worker, int] = {}
         """Incarnation of each process that is there."""
+        self.waiting: dict[Worker, int] = {}
+        """Seconds for which each process has waited for others, as its last beat since the last loss said."""
+        self._limit = limit
         self._silence = Silence(limit, now, unit)
 
     @property
@@ -65,6 +69,7 @@ class Liveness:
     def leaves(self, worker: Worker) -> None:
         """Forget the process of ``worker``, which is no longer there."""
         self.incarnations.pop(worker, None)
+        self.waiting.pop(worker, None)
         self._silence.forget(worker)
 
     def of(self, pipelines: Collection[int]) -> list[Worker]:
@@ -76,7 +81,7 @@ class Liveness:
         self, now: float, members: Collection[object], replaced: Collection[int]
     ) -> list[tuple[Worker, int, float]]:
         """Return the processes that are lost, and for how many seconds each has been silent; see
-        :meth:`~lightning_sdpipe.membership.silence.Silence.look`. Call it when :attr:`next_look` has come."""
+        :meth:`~lightning_sdpipe.membership.failure_detection.Silence.look`. Call it when :attr:`next_look` has come."""
         silence = self._silence
         before, lost = silence.of_all_since, silence.look(now, members, replaced)
         if before is None and silence.of_all_since is not None:
@@ -85,7 +90,23 @@ class Liveness:
                 "called lost for that",
                 now - silence.of_all_since,
             )
+        if lost:
+            self.waiting.clear()  # who waited for a group with a lost one gets it without that one
         return [(worker, self.incarnations[worker], seconds) for worker, seconds in lost]
+
+    def awaited(self, now: float, about: Mapping[Worker, About]) -> tuple[Worker, int, str] | None:
+        """Return a lost worker, its incarnation and what happened to it, if all others have been in a wait for half of
+        the limit: nothing goes on without it. ``about`` describes the workers."""
+        others = self.incarnations.keys() - self.lost.keys()
+        if not self.lost or not others or any(self.waiting.get(worker, 0) < self._limit / 2 for worker in others):
+            return None
+        worker, heard = next(iter(self.lost.items()))
+        where = f" on {about[worker].host}" if worker in about else ""
+        reason = (
+            f"it was silent for {now - heard:.0f} s, and all others wait: its process{where} was stopped, or lets none "
+            "of its threads run, or cannot be reached"
+        )
+        return worker, self.incarnations[worker], reason
 
     def waits(self, now: float) -> str:
         """Describe for how long no process was heard of, if that is long."""

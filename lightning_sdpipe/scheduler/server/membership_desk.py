@@ -121,6 +121,8 @@ class MembershipDesk:
                     self._decide(w.FellSilent(worker, incarnation, f"was silent for {seconds:.1f} s"), now)
             if fixed:
                 self._leases.end_if_all_wait_for(self._presence.lost, now)
+                if (awaited := self._presence.awaited(now, self._groups.rows.about)) and not core.recovering:
+                    self._decide(w.Failed(*awaited), now)
         self._answers.remake(now)
 
     def handle(self, peer: bytes, request: e.Request, now: float) -> None:
@@ -160,11 +162,9 @@ class MembershipDesk:
     # ------------------------------------------------- requests of training threads
 
     def admits(self, peer: bytes, request: m.Request, now: float) -> bool:
-        """Return whether the service may deal with ``request`` now. If not, it is kept, or refused."""
+        """Return whether the service may deal now with the ``request`` of a worker that is in no groups. If not, it is
+        kept, or refused."""
         worker, incarnation, core = request.worker, request.incarnation, self.membership
-        session = self._groups.sessions.of(worker, incarnation)
-        if session is not None and session.active:
-            return True
         if isinstance(request, m.Hello) or (core.terms.fixed and self._groups.failure is not None):
             return True
         if (reason := core.roster.tombstone(worker.pipeline, incarnation)) is not None:
@@ -271,6 +271,7 @@ class MembershipDesk:
             case e.Beat(epoch=epoch):
                 self._answers.beats(request, now)
                 self._update = max(self._update, request.update)
+                self._presence.waiting[worker] = request.waits
                 if request.misses:
                     self._decide(w.Misses(worker, incarnation, epoch, request.misses), now)
                 say(peer, self.spans.note(request, peer, now))

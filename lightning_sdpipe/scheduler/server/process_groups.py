@@ -75,7 +75,7 @@ class ProcessGroupRegistry:
         if len(workers) < 2:
             return self._membership.epoch.number
         members = [self._extent.stands_for(worker) for worker in workers]
-        everybody = [each for member in members for each in (member, *self._extent.beside(member))]
+        everybody = self._extent.represented_by(members)
         shared = frozenset.intersection(*(self._holds.get(worker, frozenset()) for worker in everybody))
         return max(shared, default=None)
 

@@ -136,7 +136,7 @@ class SpanDesk:
     @property
     def deadline(self) -> float:
         """Time at which :meth:`tick` is due."""
-        return min((asking.until for asking in self._asking), default=math.inf)
+        return self._asking[0].until if self._asking else math.inf  # the first is due first
 
     def ask(self, peer: bytes, request: m.AskSpans, now: float) -> None:
         """Note the request of the program behind ``peer``, which may repeat it."""

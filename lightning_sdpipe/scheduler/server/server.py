@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 import secrets
 import threading
@@ -20,22 +21,22 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.credentials import SchedulerKeys, is_loopback
+from lightning_sdpipe.scheduler.credentials import KeyCheck, SchedulerKeys, is_loopback
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, Beginning, EventLog
-from lightning_sdpipe.scheduler.log.journal import Journal
-from lightning_sdpipe.scheduler.server.authentication import KeyCheck
+from lightning_sdpipe.scheduler.server.journal import Journal, NewestCheckpoint
 from lightning_sdpipe.scheduler.server.lifelines import Lifelines
-from lightning_sdpipe.scheduler.server.newest_checkpoint import NewestCheckpoint
 from lightning_sdpipe.scheduler.server.outbox import Addressed
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
-LONGEST_WAIT_MS = 60_000
+LONGEST_WAIT = 60.0
+MOST_AT_ONCE = 32
+"""Messages that are dealt with before they are answered, and the server looks again at what is due."""
 MOST_UNREAD = 256
 """Replies kept for a client that does not read them; it repeats the requests whose replies were dropped."""
 MOST_UNHANDLED = 128
 """Requests kept of one client; what it sends beyond that waits on its own side."""
 
-_MORE_FOLLOWS, _IS_THERE_MORE = zmq.SNDMORE, zmq.RCVMORE
+_MORE_FOLLOWS, _NO_WAIT = zmq.SNDMORE, zmq.NOBLOCK
 
 
 @dataclass(frozen=True)
@@ -195,31 +196,20 @@ class Server:
         if socket is None or self._context is None:
             raise SchedulerError("the scheduler's server was run before it was opened")
         with ControlThread(self._context, self._stop_message, stop, self._key_check), self._lifelines(self._context):
-            now, due, patience = clock(), service.deadline(), -2
             while True:
-                # Rounded up, since waking before the deadline would spin until it has come.
-                needed = min(int((due - now) * 1000) + 1, LONGEST_WAIT_MS) if due > now else 0
-                if needed != patience:
-                    socket.setsockopt(zmq.RCVTIMEO, needed)
-                    patience = needed
-                try:
-                    identity, frame = _receive(socket)
-                except zmq.Again:
+                if service.deadline() <= (now := clock()):
+                    self._send(socket, service.tick(now))
+                replies: list[Addressed] = []
+                for identity, frame in _messages(socket, service.deadline() - now):
+                    if identity == self._stop_message.identity:
+                        self._send(socket, replies)
+                        return
                     now = clock()
-                    self._send(socket, service.tick(now))
-                    due = service.deadline()
-                    continue
-                if identity == self._stop_message.identity:
-                    return
-                now = clock()
-                if identity == self._lifeline_notice.identity:
-                    self._send(socket, service.line_ended(frame, now))
-                else:
-                    self._send(socket, self._handle(identity, frame, now))
-                due = service.deadline()
-                if due <= now:
-                    self._send(socket, service.tick(now))
-                    due = service.deadline()
+                    if identity == self._lifeline_notice.identity:
+                        replies += service.line_ended(frame, now)
+                    else:
+                        replies += self._handle(identity, frame, now)
+                self._send(socket, replies)  # all at once, which wakes up the thread that writes to the network once
 
     @contextlib.contextmanager
     def _lifelines(self, context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[None]:
@@ -285,13 +275,20 @@ class Server:
         self.close()
 
 
-def _receive(socket: zmq.Socket[bytes]) -> tuple[bytes, bytes]:
-    """Return a peer and the frame that it sent. ``recv_multipart`` does the same, and takes twice as long."""
-    peer, frame = socket.recv(), socket.recv()
-    while socket.getsockopt(_IS_THERE_MORE):  # no worker sends more frames
-        socket.recv()
-        frame = b""
-    return peer, frame
+def _messages(socket: zmq.Socket[bytes], seconds: float) -> Iterator[tuple[bytes, bytes]]:
+    """Wait so long for a message; yield it, and those that wait behind it, as peers and the frames that they sent.
+    ``recv_multipart`` does the same, and takes twice as long."""
+    # Rounded up, since waking before the deadline would spin until it has come.
+    socket.setsockopt(zmq.RCVTIMEO, math.ceil(1000 * min(max(seconds, 0.0), LONGEST_WAIT)))
+    flags = 0
+    with contextlib.suppress(zmq.Again):
+        for _ in range(MOST_AT_ONCE):
+            peer, frame = socket.recv(flags), socket.recv(copy=False)
+            data = b"" if frame.more else frame.bytes  # no worker sends more frames
+            while frame.more:
+                frame = socket.recv(copy=False)
+            yield peer, data
+            flags = _NO_WAIT
 
 
 class StopMessage:

@@ -38,7 +38,7 @@ from lightning_sdpipe.scheduler.server.outbox import Addressed, Outbox
 from lightning_sdpipe.scheduler.server.policy_driver import PolicyDriver, PolicyFailed
 from lightning_sdpipe.scheduler.server.process_groups import ProcessGroupRegistry
 from lightning_sdpipe.scheduler.server.row_desk import RowDesk
-from lightning_sdpipe.scheduler.server.session import Session
+from lightning_sdpipe.scheduler.server.session import Session, peers_of
 
 logger = logging.getLogger(__name__)
 
@@ -100,14 +100,7 @@ class SchedulerService:
         self.groups = GroupDesk(self._driver, self._extent, self.overview, self._outbox, process_groups, rows)
         self.leases = LeaseDesk(self._driver, self.groups, self._outbox)
         self.members = MembershipDesk(
-            membership,
-            self.groups,
-            self.leases,
-            process_groups,
-            presence,
-            self._outbox,
-            worker_timeout,
-            config,
+            membership, self.groups, self.leases, process_groups, presence, self._outbox, worker_timeout, config
         )
         self.members.on_decided = self.log.record_members
 
@@ -125,7 +118,7 @@ class SchedulerService:
 
     def deadline(self) -> float:
         """Time at which :meth:`tick` is due."""
-        return min(self.groups.deadline, self.members.deadline(), self.members.spans.deadline)
+        return min(self._driver.deadline, self.members.deadline(), self.members.spans.deadline)
 
     def tick(self, now: float) -> list[Addressed]:
         """Let time pass; return the messages to send."""
@@ -140,26 +133,21 @@ class SchedulerService:
 
     def handle(self, peer: bytes, request: m.Request | m.Question | e.Request, now: float) -> list[Addressed]:
         """Deal with a message from ``peer``; return the messages to send."""
-        if isinstance(request, m.AskStatus):
-            return [(peer, m.StatusReply(self.status(now)))]
-        if isinstance(request, m.AskRows):
-            return [(peer, self.groups.rows.answer(request, now))]
-        if isinstance(request, m.AskSpans):
-            self.members.spans.ask(peer, request, now)
-            return self._outbox.sent()
-        worker = request.worker
-        if not self.groups.sessions.is_socket_of(peer, worker, request.incarnation):
+        if not isinstance(request, e.FromWorker):
+            return self._tell(peer, request, now)
+        worker, extent = request.worker, self._extent
+        session = self.groups.sessions.of(worker, request.incarnation)
+        if peer not in (peers_of(worker, request.incarnation) if session is None else session.peers):
             self.ignore("impersonating", peer, f"it speaks for worker {worker}")
             return []
         try:
-            extent = self._extent
             reason = contradiction(request, extent.num_stages, self._most_pipelines, bool(extent.depths))
             if reason is not None:
                 raise RefusedEvent(reason)
             if isinstance(request, e.MemberRequest):
                 self.members.handle(peer, request, now)
                 self._dispatch_due(now)
-            elif self.members.admits(peer, request, now):
+            elif (session is not None and session.active) or self.members.admits(peer, request, now):
                 self._dispatch(peer, request, now)
             else:
                 self._dispatch_due(now)
@@ -206,8 +194,8 @@ class SchedulerService:
             looks_back=self._looks_back,
             stages=overview.stages(
                 now,
-                {session.worker: session.state.value for session in sessions},
-                {session.worker: round(now - session.heard, 3) for session in sessions},
+                {session.worker: session.state.value for session in sessions.values()},
+                {session.worker: round(now - session.heard, 3) for session in sessions.values()},
                 self._sync_graphs(),
             ),
             members=self.members.status(now),
@@ -220,6 +208,17 @@ class SchedulerService:
         assert not self._outbox.sent()
 
     # ---------------------------------------------------------------- requests
+
+    def _tell(self, peer: bytes, question: m.Question, now: float) -> list[Addressed]:
+        """Return the messages that answer a program which is no worker."""
+        match question:
+            case m.AskStatus():
+                return [(peer, m.StatusReply(self.status(now)))]
+            case m.AskRows():
+                return [(peer, self.groups.rows.answer(question, now))]
+            case m.AskSpans():
+                self.members.spans.ask(peer, question, now)
+                return self._outbox.sent()
 
     def _dispatch_due(self, now: float) -> None:
         """Deal with the kept requests that are due."""

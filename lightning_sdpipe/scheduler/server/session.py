@@ -79,18 +79,23 @@ class ReceivedRequests:
         return True
 
 
+def peers_of(worker: Worker, id: int) -> tuple[bytes, bytes]:
+    """Return the identities of the sockets of that start of ``worker``: of its training, and of its heartbeats."""
+    return m.routing_id(worker, id), e.peer_of(worker, id)
+
+
 class Session:
     """One start of a worker; ``id`` is its incarnation."""
 
     __slots__ = (
-        *("answer", "answered", "heard", "id", "invitations", "iteration", "member_peer", "peer", "received"),
+        *("answer", "answered", "heard", "id", "invitations", "iteration", "member_peer", "peer", "peers", "received"),
         *("state", "worker"),
     )
 
     def __init__(self, worker: Worker, id: int, now: float) -> None:
         self.worker = worker
         self.id = id
-        self.peer, self.member_peer = m.routing_id(worker, id), e.peer_of(worker, id)
+        self.peers = self.peer, self.member_peer = peers_of(worker, id)
         self.state = AWAY
         self.iteration: int | None = None
         """Iteration of the last ready that was accepted."""
@@ -145,42 +150,22 @@ class Session:
         return f"Session({self.worker}, {self.state.value}, iteration={self.iteration}, answer={self.answer})"
 
 
-class Sessions:
+class Sessions(dict[Worker, Session]):
     """The current session of each worker that ever joined."""
-
-    def __init__(self) -> None:
-        self._current: dict[Worker, Session] = {}
 
     def begin(self, worker: Worker, id: int, now: float) -> Session:
         """Begin the session of a new start of ``worker``, in place of an older one."""
-        session = self._current[worker] = Session(worker, id, now)
+        session = self[worker] = Session(worker, id, now)
         return session
-
-    def is_socket_of(self, peer: bytes, worker: Worker, id: int) -> bool:
-        """Return whether ``peer`` may speak for ``worker`` in that session."""
-        session = self._current.get(worker)
-        if session is not None and session.id == id:
-            return peer in (session.peer, session.member_peer)
-        return peer in (m.routing_id(worker, id), e.peer_of(worker, id))
 
     def of(self, worker: Worker, id: int) -> Session | None:
         """Return the session ``id`` of ``worker``, if it is the current one."""
-        session = self._current.get(worker)
+        session = self.get(worker)
         return session if session is not None and session.id == id else None
-
-    def get(self, worker: Worker) -> Session | None:
-        """Return the current session of ``worker``, if it ever joined."""
-        return self._current.get(worker)
-
-    def __getitem__(self, worker: Worker) -> Session:
-        return self._current[worker]
-
-    def __iter__(self) -> Iterator[Session]:
-        return iter(list(self._current.values()))
 
     def of_stage(self, stage: int) -> list[Session]:
         """Return the sessions of ``stage``, by pipeline."""
-        return sorted((s for s in self if s.worker.stage == stage), key=lambda session: session.worker)
+        return sorted((s for s in self.values() if s.worker.stage == stage), key=lambda session: session.worker)
 
     def active_in(self, stage: int) -> list[Worker]:
         """Return the workers of ``stage`` that the policy counts on, by pipeline."""
@@ -188,12 +173,12 @@ class Sessions:
 
     def takes_part(self, worker: Worker) -> bool:
         """Return whether the policy counts on ``worker``."""
-        session = self._current.get(worker)
+        session = self.get(worker)
         return session is not None and session.active
 
     def validate(self) -> None:
         """Raise AssertionError if the sessions contradict each other or themselves."""
-        for worker, session in self._current.items():
+        for worker, session in self.items():
             session.validate()
             assert session.worker == worker, session
 
@@ -205,14 +190,16 @@ class ReportedAnswers:
     the others; with an exchange that overlaps training they may even be groups ahead. So a worker brings every answer
     that another member could still ask for. For each other worker this is the last answer that the two shared, since
     members of a later group have heard of the earlier ones. A ready that such an answer is for gets exactly that
-    answer: no iteration is lost, and none is done twice. ``beside`` returns the workers that a member represents
-    besides itself.
+    answer: no iteration is lost, and none is done twice. ``represented_by`` returns the workers that members of a group
+    represent.
     """
 
-    def __init__(self, beside: Callable[[Worker], Sequence[Worker]] = lambda member: ()) -> None:
+    def __init__(
+        self, represented_by: Callable[[Sequence[Worker]], Sequence[Worker]] = lambda members: members
+    ) -> None:
         self.answers: dict[Worker, dict[int, m.Answer]] = {}
         """Answers by worker and iteration of the readies that they answer."""
-        self._beside = beside
+        self._represented_by = represented_by
         self._reported: dict[Worker, Sequence[m.Answer]] = {}
 
     def keep(self, answers: Sequence[m.Answer], reporter: Worker) -> None:
@@ -254,6 +241,6 @@ class ReportedAnswers:
             for member, iteration in zip(answer.group.members, answer.iterations, strict=False):
                 if iteration is None:
                     continue
-                for worker in (member, *self._beside(member)):
+                for worker in self._represented_by([member]):
                     if worker != reporter:
                         yield worker, iteration, answer

@@ -5,34 +5,32 @@ answer, which of them have come and what each said. The barriers of a stage are 
 training, in which all do the same things in the same order. Before its first segment a worker is alone: the first
 pipelines have begun together, and a newcomer has not come to where the others are.
 
-:class:`ElasticRendezvous` and :class:`ElasticReplica` use barriers where the classes of an ordinary run use
-collectives, since the number of replicas changes.
+Where pipelines are cut unlike and their stages are no replicas, all workers of a pipeline meet together: stage 0 asks
+the scheduler, with what every stage has to say, and the others take over the answer. So all stages know the same
+pipelines to be there, and each averages its sections among these.
 """
 
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange import transfers
-from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.membership.failure_detection import BARRIERS
 from lightning_sdpipe.membership.members import Met
-from lightning_sdpipe.membership.stuck import BARRIERS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
-from lightning_sdpipe.sync.among_present import ExchangesOfPairs, RoundsOfBases, RoundsOfPresent
-from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, averaged
 from lightning_sdpipe.topology.groups import ProcessGroups, Replicas
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
@@ -245,15 +243,9 @@ class Barriers:
 
 def divided(parts: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
     """Return the floating-point tensors of each of ``parts``, and the integers; empty ones are left out."""
-    both = [split(tensors) for tensors in parts]
-    return [floating for floating, _ in both], [integers for _, integers in both]
-
-
-def split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the floating-point tensors, and the integers; empty ones are left out."""
-    some = [tensor for tensor in tensors if tensor.numel()]
-    floating = [tensor for tensor in some if tensor.is_floating_point()]
-    return floating, [tensor for tensor in some if not tensor.is_floating_point()]
+    some = [[tensor for tensor in tensors if tensor.numel()] for tensors in parts]
+    floating = [[tensor for tensor in part if tensor.is_floating_point()] for part in some]
+    return floating, [[tensor for tensor in part if not tensor.is_floating_point()] for part in some]
 
 
 def pack(integers: Sequence[Tensor]) -> bytes:
@@ -283,77 +275,78 @@ def unpack_max(integers: Sequence[Tensor], each: Sequence[bytes]) -> None:
             tensor.copy_(part.view(tensor.shape))
 
 
-class ElasticRendezvous(Rendezvous):
-    """The rendezvous of one worker. It waits for no other when it sets out: a worker that comes later finds its groups
-    then."""
-
-    def __init__(self, sync: Synchronizer, barriers: Barriers) -> None:
-        super().__init__(sync)
-        self._barriers = barriers
-
-    def wait_for_others(self, position: int) -> SyncPoint:
-        """Raise an error, since data are dealt, and no pipeline runs out of its own."""
-        raise ConfigurationError("In an elastic job data are dealt, so no pipeline runs out of its own.")
-
-    def _meet_others(self, position: int) -> None:
-        self._barriers.meet()
-
-    def _leave(self) -> None:
-        if not self._sync.serves:
-            self._sync.stop()  # first: a worker that has left cannot retry a group that breaks
-        super()._leave()
-
-    def _set_out(self) -> None:
-        self._barriers.set_out()
-        self.rejoin()
+def of_all_stages(groups: ProcessGroups, mine: Any) -> list[Any]:
+    """Return what each stage of this worker's pipeline gives, by stage. Every stage must call it, with JSON values."""
+    _, pipeline = groups.mesh.locate(groups.rank)
+    ranks = groups.mesh.pipeline_ranks(pipeline)
+    return [p2p.broadcast_value(mine, rank, groups.everybody) for rank in ranks]
 
 
-@dataclass(frozen=True)
-class ElasticReplica(Replica):
-    """A replica in an elastic job; see :class:`~lightning_sdpipe.sync.synchronizer.Replica`."""
+class PipelineBarriers(Barriers):
+    """The barriers of one worker; every stage of its pipeline must call each method at the same point.
 
-    barriers: Barriers = field(kw_only=True)
-    means: Mover = field(kw_only=True)  # averages among the members of a group, some of which may be lost
-    present: Callable[[], int] = field(kw_only=True)  # number of pipelines
-    of_present: RoundsOfPresent = field(kw_only=True)
-    of_bases: RoundsOfBases | None = field(kw_only=True, default=None)
-    of_pairs: ExchangesOfPairs = field(kw_only=True)
-    forget: Callable[[], None] = field(kw_only=True, default=lambda: None)  # what members of groups have in common
+    Args:
+        worker: this worker.
+        line: its client of the scheduler.
+        epochs: the process groups of its run.
+        point: see :class:`~lightning_sdpipe.worker.elastic.barriers.Barriers`, as for ``met``.
+        met: called after each barrier.
+        groups: this worker's process groups.
+        sections: numbers of the sections that it exchanges, in order.
+    """
 
-    @property
-    def count(self) -> int:
-        return self.present()
+    def __init__(
+        self,
+        worker: Worker,
+        line: MembershipClient,
+        epochs: EpochGroups,
+        point: Callable[[], str],
+        met: Callable[[], None],
+        groups: ProcessGroups,
+        sections: Sequence[int],
+    ) -> None:
+        super().__init__(Worker(0, worker.pipeline), line, epochs, point, met)
+        self._speaks = worker.stage == 0
+        self._groups, self._sections = groups, sections
 
-    def mover(self) -> Mover:
-        return self.means
+    def meet(self, says: bytes = b"") -> Met:
+        """See the base class; the pipeline says what all of its stages do."""
+        of_stages = of_all_stages(self._groups, b64encode(says).decode())
+        return super().meet(msgspec.msgpack.encode([b64decode(each) for each in of_stages]))
 
-    def rounds(self) -> RoundsOfPresent:
-        return self.of_present
+    def said(self, met: Met) -> dict[int, list[bytes]]:
+        """Return what each pipeline has said that came to ``met``, by stage."""
+        return {
+            pipeline: msgspec.msgpack.decode(value, type=list[bytes])
+            for pipeline, value in zip(met.pipelines, met.values, strict=True)
+        }
 
-    def bases(self) -> RoundsOfBases | None:
-        return self.of_bases
+    def pack(self, integers: Sequence[Sequence[Tensor]]) -> bytes:
+        """See the base class; the integers of a section are said by the stage that exchanges it."""
+        return msgspec.msgpack.encode(dict(zip(self._sections, map(pack, integers), strict=True)))
 
-    def pairs(self) -> ExchangesOfPairs:
-        return self.of_pairs
+    def unpack_max(self, integers: Sequence[Sequence[Tensor]], each: Sequence[Sequence[bytes]]) -> None:
+        """See the base class."""
+        of_pipelines: list[dict[int, bytes]] = [{} for _ in each]
+        for sections, values in zip(of_pipelines, each, strict=True):
+            for value in values:
+                sections |= msgspec.msgpack.decode(value, type=dict[int, bytes])
+        for number, own in zip(self._sections, integers, strict=True):
+            unpack_max(own, [sections[number] for sections in of_pipelines])
 
-    def average(self, tensors: Sequence[Tensor]) -> None:
-        self.forget()
-        self.barriers.average(tensors)
+    def agree(self, groups: ProcessGroups, mine: Any, decide: Callable[[Mapping[int, Any]], _Decision]) -> _Decision:
+        """Return what ``decide`` makes of what the first ranks of the pipelines say, which run their last stages."""
+        said = self.said(self.meet(json.dumps(mine).encode()))
+        return decide({pipeline: json.loads(values[-1]) for pipeline, values in said.items()})
 
-    def average_parameters(self) -> None:
-        if self.shared is None:
-            super().average_parameters()
-            return
-        self.barriers.average(*(tensors_of(averaged(part.parameters)) for part in self.divided))
-        self.shared.make_equal()
+    def pass_by(self) -> None:
+        """Tell the scheduler that this worker is past what the last stages gather, which may then be stuck."""
+        if self._last is not None:
+            self._epochs.use(self._group(self._last, dict.fromkeys(self._last.pipelines, 1.0)))
+            self._epochs.use(None)
 
-    def average_buffers(self) -> None:
-        self.barriers.average(*(part.buffers for part in self.divided))
-        if self.shared is not None:
-            self.shared.make_buffers_equal(self.device)
-
-    def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
-        raise ConfigurationError(
-            "This method of synchronisation asks for all replicas of a stage at once, and in an elastic job they come "
-            "and go. Use SemiDecentralized(), PartialReduce(), LocalSGD(every=...), ADPSGD() or NoSync()."
-        )
+    def _ask(self, key: str, says: bytes) -> Met:
+        said = "" if not self._speaks else msgspec.json.encode(super()._ask(key, says)).decode()
+        pipeline = self._worker.pipeline
+        heard = p2p.broadcast_value(said, self._groups.mesh.rank(0, pipeline), self._groups.everybody)
+        return msgspec.json.decode(heard, type=Met)

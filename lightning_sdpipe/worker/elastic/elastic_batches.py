@@ -4,27 +4,40 @@ All that changes the pipeline happens between two turns, where Lightning's count
 together: it gives its state to a newcomer, it leaves, it takes over from the leader. All waiting for batches happens
 there, too, so that a worker that waits can still give its state. So the end of a segment is a turn of its own, in which
 nothing is trained.
+
+Where all pipelines make every update together (:class:`RoundBatchSource`), every turn but the last of a segment is a
+round of gradients. A pipeline without a batch takes its turn, too: it gives no gradient, and steps with those of the
+others. So replicas stay equal, and know which batches are in the model. Those batches count. A batch of a pipeline that
+is gone is dealt again, and passed over by all if its gradient was in a round. The counters, and with them learning
+rates, follow the model as well, alike in all pipelines. With several stages, a pipeline that goes in a round may have
+been in it on some stages only. The stages of each other pipeline then agree on the batches that are in the model of all
+of them. A batch that is not is trained again.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from typing import Any, Protocol
 
-from lightning.pytorch import Trainer
+import torch
+from torch import Tensor
 
 from lightning_sdpipe.dealing.leases import Segment
-from lightning_sdpipe.loop.batch_source import Turns
-from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource
-from lightning_sdpipe.loop.loop import ClockChecks
+from lightning_sdpipe.exchange.present_rounds import Batch, Round
+from lightning_sdpipe.loop.dealt import DealtBatchSource, batch_to_show
 from lightning_sdpipe.membership.turn_order import Command, CommandKind
-from lightning_sdpipe.scheduler.client.client import SchedulerClient
-from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel
+from lightning_sdpipe.worker.elastic.leader import CommandChannel
+from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
 
 _GLANCE = 0.02  # seconds between two checks whether there are enough pipelines
 
 State = dict[str, Any]
+log = logging.getLogger(__name__)
+_SOON = 0.05
+"""Seconds that a pipeline waits for a batch before it takes a turn without one, and that a held one waits at a time."""
+_IDLE = "idle"
 
 
 class Duties(Protocol):
@@ -44,20 +57,10 @@ class Duties(Protocol):
 
 class ElasticBatchSource(DealtBatchSource):
     """The batch source of one worker, which carries out ``duties`` between its turns. See
-    :class:`~lightning_sdpipe.loop.dealt.DealtBatchSource` for methods without a docstring."""
+    :class:`~lightning_sdpipe.loop.dealt.DealtBatchSource` for the other arguments, and methods without a docstring."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        turns: Turns,
-        client: SchedulerClient,
-        groups: ProcessGroups,
-        checks: ClockChecks,
-        run: int,
-        dealing: Dealing,
-        duties: Duties,
-    ) -> None:
-        super().__init__(trainer, turns, client, groups, checks, run, dealing)
+    def __init__(self, duties: Duties, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._duties = duties
         self._waits_between_turns = False
         self._given: list[int] | None = None
@@ -134,3 +137,191 @@ class ElasticBatchSource(DealtBatchSource):
 
     def _reached(self, before: int) -> int:
         return before + 1 if self._next is None else super()._reached(before)
+
+
+class TrainedBatches:
+    """The batches of a segment that are in the model of this stage.
+
+    Args:
+        segment: numbers of each shard's batches.
+        shards: number of shards.
+        known: value of :attr:`flags` in another pipeline.
+    """
+
+    def __init__(self, segment: Segment, shards: int, known: Tensor | None = None) -> None:
+        self._start = segment.start
+        shape = (shards, segment.stop - segment.start)
+        self.flags = torch.zeros(shape, dtype=torch.uint8) if known is None else known
+
+    @property
+    def count(self) -> int:
+        """Number of these batches."""
+        return int(self.flags.sum())
+
+    def add(self, batch: Batch) -> None:
+        """Note that ``batch`` is in the model."""
+        home, number = batch
+        self.flags[home, number - self._start] = 1
+
+    def __contains__(self, batch: Batch) -> bool:
+        home, number = batch
+        return bool(self.flags[home, number - self._start])
+
+
+class RoundBatchSource(ElasticBatchSource):
+    """The batch source of one worker. See :class:`~lightning_sdpipe.worker.elastic.elastic_batches.ElasticBatchSource`
+    for methods without a docstring."""
+
+    def __init__(self, *arguments: Any, rounds: SurvivingRounds) -> None:
+        super().__init__(*arguments)
+        self._rounds = rounds
+        rounds.on_round = self._hear
+        self._in_model: TrainedBatches | None = None
+        self._idle = self._doubts = False
+        self._members: set[int] = set()
+        self._received: Tensor | None = None
+
+    @property
+    def state(self) -> State:
+        known = self._in_model if self._turns.underway else None
+        return super().state | {"in_model": None if known is None else known.flags.clone()}
+
+    def load(self, state: State) -> None:
+        super().load(state)
+        self._received = state["in_model"]
+
+    def _next_turn(self) -> Any:
+        self._between_turns()
+        if not self._turns.underway:
+            self._begin_segment()
+            self._between_turns()
+        return self._begin_turn()
+
+    def _begin_segment(self) -> None:
+        self._members = set()
+        super()._begin_segment()
+
+    def _segment_from(self, start: int) -> Segment:
+        segment = super()._segment_from(start)
+        received, self._received = self._received, None
+        self._in_model = TrainedBatches(segment, self._num_pipelines, received)
+        return segment
+
+    def _hear(self, outcome: Round) -> None:
+        """Note the outcome of a round, before the optimizer steps."""
+        assert self._in_model is not None
+        for batch in outcome.batches:
+            self._in_model.add(batch)
+        self._doubts |= not self._members <= {*outcome.members}
+        self._members = {*outcome.members}
+
+    # ------------------------------------------------------------- between turns
+
+    def _between_turns(self) -> None:
+        self._idle = False
+        commands = self._duties.commands
+        if commands.speaks:
+            self._waits_between_turns = True
+            while not self.serve():
+                time.sleep(_SOON)
+                if self._turns.underway:  # others may be in their turns, and wait for this one
+                    self._idle = True
+                    break
+            passed = self._pass_over()
+            if self._turns.underway and self._next is None and not self._over and not self._idle:
+                self._ask(_SOON)
+                passed += self._pass_over()
+            self._idle |= self._turns.underway and self._next is None and not self._over
+            self._waits_between_turns = False
+            commands.send(Command(CommandKind.GO, f"{passed} {_IDLE if self._idle else ''}"))
+        else:
+            while (command := commands.receive()).kind is not CommandKind.GO:
+                self._agree() if command.kind is CommandKind.AGREE else self._act(command)
+            number, idle = command.text.split(" ")
+            for _ in range(int(number)):
+                self._need()
+                self._drop()
+            self._idle = idle == _IDLE
+            if not self._idle and self._turns.underway and not self._over:
+                self._need()
+        self._duties.between()
+
+    def _pass_over(self) -> int:
+        """Drop, on stage 0, batches that are in the model already; return how many."""
+        passed = 0
+        if self._doubts or self._is_known():
+            self._doubts = False
+            if not self._duties.commands.alone:
+                self._duties.commands.send(Command(CommandKind.AGREE))
+                self._agree()
+        while self._is_known():
+            passed += 1
+            self._drop()
+        return passed
+
+    def _is_known(self) -> bool:
+        known, batch = self._in_model, self._next
+        return known is not None and batch is not None and (batch.home, batch.number) in known
+
+    def _agree(self) -> None:
+        known = self._in_model
+        if known is None:
+            return
+        before = known.count
+        self._duties.commands.least(known.flags)
+        if known.count < before:
+            log.warning(
+                "stages had averaged over different pipelines when one was lost; %d of its batches, which not all "
+                "stages have in their models, are trained again",
+                before - known.count,
+            )
+
+    def _drop(self) -> None:
+        """Drop the next batch, which is in the model already."""
+        self._trained += 1
+        self._client.trained(self._trained)
+        self._looked = False
+        self._look()
+
+    def _ask(self, *seconds: float) -> None:
+        """Wait for more batches, or for the end of the segment."""
+        with self._turns.first_failure:
+            while self._next is None and (more := self._batches.wait(*seconds)):
+                self._next = self._batches.take()
+        if self._next is None:
+            self._over = more is False
+
+    def _need(self) -> None:
+        """Wait for a batch: stage 0 has one, or knows that there will be none."""
+        if self._next is None and not self._over:
+            self._ask()
+
+    # ---------------------------------------------------------------------- turns
+
+    def _begin_turn(self) -> Any:
+        if self._idle:
+            self._now, self._closes, self._rounds.batch = None, True, None
+            self._turns.begin_turn(has_batch=False, gives_nothing=True)
+            return batch_to_show(self._loader)
+        batch = super()._begin_turn()
+        if self._now is not None:
+            self._turns.begin_turn(has_batch=True)  # the turn before it may have had no batch
+        self._rounds.batch = None if self._now is None else (self._now.home, self._now.number)
+        return batch
+
+    def _run_out(self) -> None:
+        """No-op: the pipeline goes on taking turns, without a batch."""
+
+    def _end_turn(self) -> None:
+        super()._end_turn()
+        known, segment = self._in_model, self._segment
+        assert known is not None
+        assert segment is not None
+        missing = known.flags.numel() - known.count
+        if self._over and missing:
+            log.warning("%d of %s, by all pipelines, are not in the model", missing, segment)
+
+    def _reached(self, before: int) -> int:
+        assert self._in_model is not None
+        assert self._segment is not None
+        return self._segment.start + math.floor(self._in_model.count / self._num_pipelines + 1e-9)

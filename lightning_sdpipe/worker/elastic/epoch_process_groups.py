@@ -30,8 +30,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import Mover
+from lightning_sdpipe.exchange.moving import GroupMean, Mover
 from lightning_sdpipe.exchange.sectioned import SectionedMover
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies.decisions import Group

@@ -38,14 +38,12 @@ from lightning_sdpipe.membership.state_transfers import newcomer_of
 from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient, Receive, Start
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.worker.elastic import leader, state_transfer
-from lightning_sdpipe.worker.elastic.barriers import Barriers, divided
+from lightning_sdpipe.worker.elastic.barriers import Barriers, divided, of_all_stages
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource
-from lightning_sdpipe.worker.elastic.pipeline_barriers import of_all_stages
-from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice
+from lightning_sdpipe.worker.elastic.leader import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.training import Training
 
@@ -290,32 +288,23 @@ class StageDuties:
         take_lead: makes its pipeline lead, if it is its turn.
         commands: those of stage 0.
         leaving: the notice that it was told to end.
-        line: its client of the scheduler.
-        client: the same, of the thread that trains.
     """
 
     def __init__(
-        self,
-        fit: Callable[[], Fit],
-        take_lead: Callable[[], None],
-        commands: CommandChannel,
-        leaving: LeaveNotice,
-        line: MembershipClient,
-        client: SchedulerClient,
+        self, fit: Callable[[], Fit], take_lead: Callable[[], None], commands: CommandChannel, leaving: LeaveNotice
     ) -> None:
-        self._fit, self._take_lead, self.commands = fit, take_lead, commands
-        self._leaving, self._line, self._client = leaving, line, client
+        self._fit, self._take_lead, self.commands, self._leaving = fit, take_lead, commands, leaving
 
     def order(self) -> Command | None:
-        leaving = self._leaving.given
-        return turn_order(leaving, self._line.donations, "" if leaving else self._line.held_up)
+        leaving, line = self._leaving.given, self._fit().line
+        return turn_order(leaving, line.donations, "" if leaving else line.held_up)
 
     def act(self, command: Command, turns: State) -> None:
         fit = self._fit()
         if command.kind is CommandKind.LEAVE:
             self.commands.done()  # when one stage leaves, all of them must end at once
             if fit.training.sync.serves:
-                self._client.leave()
+                fit.training.client.leave()
             fit.training.sync.stop()  # others may wait for exchanges that are under way
             fit.checkpoints.wait()
             raise SIGTERMException
@@ -324,4 +313,5 @@ class StageDuties:
 
     def between(self) -> None:
         self._take_lead()
-        self._line.has_made(self._fit().trainer.global_step)
+        fit = self._fit()
+        fit.line.has_made(fit.trainer.global_step)

@@ -21,9 +21,9 @@ from lightning_sdpipe.dealing.joint_rounds import JointRounds, members_of, there
 from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.exchange.present_rounds import Round
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
+from lightning_sdpipe.loop.batch_source import Split
 from lightning_sdpipe.loop.dealt import batch_to_show
 from lightning_sdpipe.loop.joint import refuse_own_split, refuse_to_divide
-from lightning_sdpipe.loop.resume_position import Split
 from lightning_sdpipe.membership.turn_order import Command, CommandKind
 from lightning_sdpipe.pipeline.micro_batches import Portion
 from lightning_sdpipe.topology.groups import ProcessGroups

@@ -13,7 +13,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.loop import loop
@@ -31,31 +30,29 @@ from lightning_sdpipe.scheduler.client.membership_client import Callbacks, Membe
 from lightning_sdpipe.sync.mover_choice import among_those_present, own_host
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
-from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.topology.hosts import roll_call
+from lightning_sdpipe.topology.groups import ProcessGroups, roll_call
 from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic import joining, leader, refusals
-from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous, ElasticReplica
-from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource
+from lightning_sdpipe.worker.elastic.barriers import Barriers, PipelineBarriers
+from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, RoundBatchSource
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, EpochPart
-from lightning_sdpipe.worker.elastic.fault_tolerant_mean import (
+from lightning_sdpipe.worker.elastic.joint_batches import JointRoundSource
+from lightning_sdpipe.worker.elastic.leader import CommandChannel, LeaveNotice
+from lightning_sdpipe.worker.elastic.replica import (
     DroppedPairs,
+    ElasticRendezvous,
+    ElasticReplica,
     FaultTolerantMean,
     Outcomes,
     PipelineOutcomes,
 )
-from lightning_sdpipe.worker.elastic.joint_batches import JointRoundSource
-from lightning_sdpipe.worker.elastic.pipeline_barriers import PipelineBarriers
-from lightning_sdpipe.worker.elastic.round_batches import RoundBatchSource
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection, SchedulerStore
 from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
-from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice
-from lightning_sdpipe.worker.elastic.surviving_bases import SurvivingBases
-from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
+from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingBases, SurvivingRounds
 from lightning_sdpipe.worker.options import Options
-from lightning_sdpipe.worker.run import vote_in_the_world
+from lightning_sdpipe.worker.run import TrainingRun
 from lightning_sdpipe.worker.training import Training
 
 log = logging.getLogger(__name__)
@@ -70,6 +67,8 @@ class _Place:
     worker: Worker
     line: MembershipClient
     client: SchedulerClient
+    store: Callable[..., SchedulerStore]
+    """Makes a store of that name; its waits end when a second argument, if any, returns true."""
     epochs: EpochGroups
     outcomes: Outcomes
     commands: CommandChannel
@@ -81,33 +80,20 @@ class _Place:
     """Forgets what the members of groups have in common."""
     policy: PolicyConfig
 
-    def hand_over(self, sequence: int, group: Group) -> None:
-        """Give other members of ``group`` the result of a group."""
-        (self.bases or self.rounds).hand_over(sequence, group)
 
+class ElasticRun(TrainingRun):
+    """The run of one worker, as the base class describes it; its options name the job that this process belongs to."""
 
-class ElasticRun:
-    """The run of one worker; its options name the job that this process belongs to.
-
-    Args:
-        options: those of the strategy.
-        strategy: knows its processes and devices by the time that any method is called.
-        give_up: ends this process's wait for a tensor that will never come; called in another thread.
-    """
+    membership: ElasticConnection | None
 
     def __init__(self, options: Options, strategy: DDPStrategy, give_up: Callable[[], None]) -> None:
         assert options.job is not None
-        self.options = options
-        self._strategy = strategy
-        self._give_up = give_up
+        super().__init__(options, strategy, give_up)
         self._job = job = options.job
         self._mesh = OnePipeline.of(job.world_size, job.pipeline, job.pipeline + 1, not options.cuts)  # N comes later
         self._lead = leader.Leadership(job.rank, job.pipeline)
-        self._groups: ProcessGroups | None = None
-        self.membership: ElasticConnection | None = None
         self._place: _Place | None = None
         self._barriers: Barriers | None = None
-        self.evaluations: SharedEvaluations | None = None
         self._fit: joining.Fit | None = None
 
     # ------------------------------------------------------------------ places
@@ -115,15 +101,6 @@ class ElasticRun:
     @property
     def mesh(self) -> OnePipeline:
         return self._mesh
-
-    @property
-    def groups(self) -> ProcessGroups:
-        assert self._groups is not None, "setup_environment opens the groups"
-        return self._groups
-
-    @property
-    def opened(self) -> bool:
-        return self._groups is not None
 
     def check(self) -> None:
         if self.options.placement is not None:
@@ -152,7 +129,7 @@ class ElasticRun:
             Callbacks(
                 epoch=lambda epoch: self._opened.epochs.enter(epoch),
                 broke=lambda sequence: self._opened.epochs.broke(sequence),
-                hands_over=lambda sequence, group: self._opened.hand_over(sequence, group),
+                hands_over=self._hand_over,
             ),
             self._give_up,
         )
@@ -165,8 +142,8 @@ class ElasticRun:
             self._groups = ProcessGroups.open(self._mesh, options.run_timeout)
         line = connection.line
 
-        def store(name: str, cancelled: Callable[[], bool]) -> SchedulerStore:
-            return SchedulerStore(line.store, name, _CONNECTING, cancelled)
+        def store(name: str, *cancelled: Callable[[], bool]) -> SchedulerStore:
+            return SchedulerStore(line.store, name, _CONNECTING, *cancelled)
 
         traffic = self._groups.traffic
         among, forget = among_those_present(options.exchange, policy, job.pipeline)
@@ -174,28 +151,20 @@ class ElasticRun:
         epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic, host, depths)
         commands = CommandChannel(self._groups)
         leaving = LeaveNotice(line, job.pipeline, commands)
-        rounds = SurvivingRounds(
-            worker,
-            connection.client,
-            line,
-            epochs,
-            lambda said: self._where_to_meet().meet(said),
-            commands.on_any_stage,
-            options.run_timeout.total_seconds(),
-            traffic,
-        )
-        bases = (
-            SurvivingBases(worker, connection.client, line, epochs, self._where_to_meet, traffic)
-            if isinstance(policy, OuterRounds)
-            else None
-        )
+        common = worker, connection.client, line, epochs, self._where_to_meet, traffic
+        rounds = SurvivingRounds(commands.on_any_stage, options.run_timeout.total_seconds(), *common)
+        bases = SurvivingBases(*common) if isinstance(policy, OuterRounds) else None
         outcomes = Outcomes(line)
         if depths:
             second = self._groups.second(options.run_timeout)
             outcomes = PipelineOutcomes(line, self._mesh.rank(0, job.pipeline), second)
         self._place = _Place(
-            worker, line, connection.client, epochs, outcomes, commands, leaving, rounds, bases, forget, policy
+            worker, line, connection.client, store, epochs, outcomes, commands, leaving, rounds, bases, forget, policy
         )
+
+    def _hand_over(self, sequence: int, group: Group) -> None:
+        """Give other members of ``group`` the result of a group."""
+        (self._opened.bases or self._opened.rounds).hand_over(sequence, group)
 
     def _where_to_meet(self) -> Barriers:
         assert self._barriers is not None
@@ -259,26 +228,17 @@ class ElasticRun:
             Barriers(*where) if sections is None else PipelineBarriers(*where, self.groups, sections.numbers)
         )
         self.evaluations = SharedEvaluations(self._job.pipeline, self._barriers, self.groups)
+        exchanges: dict[str, Any] = {
+            "rounds": place.rounds,
+            "bases": place.bases,
+            "pairs": DroppedPairs(place.epochs, line, self.groups.traffic).run,
+            "mover": FaultTolerantMean(place.epochs, place.outcomes),
+        }
         replica = ElasticReplica(
-            place.client,
-            self.groups,
-            parts.freezing.buckets,
-            parts.buffers,
-            parts.freezing.trained,
-            self.options.run_timeout,
-            watch,
-            self.options.exchange,
-            loss_scale,
-            progress,
-            sections=sections,
-            shared=parts.shared,
+            **vars(super().replica(parts, watch, loss_scale, progress)) | exchanges,
             barriers=self._barriers,
-            means=FaultTolerantMean(place.epochs, place.outcomes),
             present=lambda: max(1, len(line.epoch.members)),
-            of_present=place.rounds,
-            of_bases=place.bases,
             forget=place.forget,
-            of_pairs=DroppedPairs(place.epochs, line, self.groups.traffic),
         )
         if sections is not None:
             makes = [
@@ -290,17 +250,14 @@ class ElasticRun:
         return replica
 
     def rendezvous(self, sync: Synchronizer) -> Rendezvous:
-        assert self._barriers is not None
-        return ElasticRendezvous(sync, self._barriers)
+        return ElasticRendezvous(sync, self._where_to_meet())
 
     def dealt_batches(
         self, trainer: Trainer, training: Training, checkpoints: Checkpoints, checks: ClockChecks, dealing: Dealing
     ) -> ElasticBatchSource:
         place, run = self._opened, shared(secrets.randbits(62))
-        duties = joining.StageDuties(
-            lambda: self.fit, self.take_lead, place.commands, place.leaving, place.line, place.client
-        )
-        arguments = trainer, training, place.client, self.groups, checks, run, dealing, duties
+        duties = joining.StageDuties(lambda: self.fit, self.take_lead, place.commands, place.leaving)
+        arguments = duties, trainer, training, place.client, self.groups, checks, run, dealing
         source: ElasticBatchSource
         if self.options.batch_by_speed:
             division, delays = self.options.division, training.parts.delays
@@ -313,10 +270,7 @@ class ElasticRun:
             source = RoundBatchSource(*arguments, rounds=place.rounds)
         place.client.meanwhile = source.serve
 
-        def store(name: str, *cancelled: Callable[[], bool]) -> SchedulerStore:
-            return SchedulerStore(place.line.store, name, _CONNECTING, *cancelled)
-
-        self._fit = joining.Fit(trainer, training, source, checkpoints, self.groups, place.line, store)
+        self._fit = joining.Fit(trainer, training, source, checkpoints, self.groups, place.line, place.store)
         return source
 
     @property
@@ -327,8 +281,7 @@ class ElasticRun:
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """Return the mean over the pipelines that are there, of each value over those that have it."""
-        assert self._barriers is not None
-        return self._barriers.agree(self.groups, values, lambda each: _means([*each.values()]))
+        return self._where_to_meet().agree(self.groups, values, lambda each: _means([*each.values()]))
 
     def from_leader(self, numbers: list[float]) -> list[float]:
         """Return the numbers of the pipeline that leads, or if none does, of the first that is there."""
@@ -336,17 +289,13 @@ class ElasticRun:
         def leaders(each: Mapping[int, tuple[bool, list[float]]]) -> list[float]:
             return min(each.values(), key=lambda said: not said[0])[1]
 
-        assert self._barriers is not None
-        return self._barriers.agree(self.groups, (self.leads, numbers), leaders)
+        return self._where_to_meet().agree(self.groups, (self.leads, numbers), leaders)
 
     def vote(self, decision: bool, all: bool) -> bool:
-        assert self._barriers is not None
-        met = self._barriers.meet(b"1" if decision else b"0")
-        votes = [said == b"1" for each in self._barriers.said(met).values() for said in each]
-        return vote_in_the_world(min(votes) if all else max(votes), all, self._strategy.root_device)
-
-    def random_states(self) -> Mapping[str, Any]:
-        return random_states.gather(self.groups, self._strategy.root_device)
+        barriers = self._where_to_meet()
+        met = barriers.meet(b"1" if decision else b"0")
+        votes = [said == b"1" for each in barriers.said(met).values() for said in each]
+        return super().vote(min(votes) if all else max(votes), all)
 
     # ----------------------------------------------------------- coming, going
 
@@ -363,8 +312,7 @@ class ElasticRun:
         elif answer.checkpoint:
             fit.go_on_from_file(answer.checkpoint)
         if state is None and len(answer.epoch.members) > 1:
-            assert self._barriers is not None
-            data_seed = fit.begin_together(self._barriers, data_seed)
+            data_seed = fit.begin_together(self._where_to_meet(), data_seed)
         self.take_lead()
         self._lead.begin(trainer)
         place.leaving.listen(trainer)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 from lightning_sdpipe.errors import ConfigurationError
 
@@ -25,14 +25,6 @@ _HOW_TO_START = (
     "start it with `sdpipe run --pipelines N --stages M SCRIPT`, or each pipeline with `torchrun --standalone "
     "--nproc-per-node M SCRIPT`"
 )
-
-
-class _OfType(Protocol):
-    @property
-    def type(self) -> str: ...
-
-
-_Device = TypeVar("_Device", bound=_OfType)
 
 
 @dataclass(frozen=True)
@@ -106,7 +98,7 @@ class ElasticJob:
             )
         return "dealt"
 
-    def devices(self, of_trainer: Sequence[_Device], depths: Sequence[int] = ()) -> list[_Device]:
+    def devices(self, of_trainer: Sequence[Any], depths: Sequence[int] = ()) -> list[Any]:
         """Return a device for each process of the job on this machine, from those that the Trainer was given.
 
         Pipelines that share a machine take turns: process r of pipeline i gets device i·M + r, modulo their number,

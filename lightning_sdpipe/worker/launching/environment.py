@@ -11,7 +11,9 @@ from pathlib import Path
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from torch.distributed import DistStoreError
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.topology.tcp_store import is_loopback
@@ -57,7 +59,7 @@ def free_port() -> int | None:
 @contextmanager
 def naming_the_port(environment: ClusterEnvironment) -> Iterator[None]:
     """Raise ConfigurationError if opening the process groups, in the block, fails since the port is another
-    program's."""
+    program's, or some processes have not come."""
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -65,6 +67,13 @@ def naming_the_port(environment: ClusterEnvironment) -> Iterator[None]:
             raise ConfigurationError(
                 f"MASTER_PORT={environment.main_port} is in use by another program. Choose another one, or unset "
                 "MASTER_PORT to let the system choose."
+            ) from error
+        if isinstance(error, DistStoreError):
+            raise ConfigurationError(
+                f"Not all of {environment.world_size()} processes have come to {environment.main_address}, port "
+                f"{environment.main_port}, in time ({str(error).splitlines()[0]}). Start each machine once, with "
+                "as many devices and the same address of the first one, under a number of its own (NODE_RANK, or "
+                "--node-rank)."
             ) from error
         raise
 
@@ -89,8 +98,14 @@ def where_to_listen(environment: ClusterEnvironment, num_nodes: int) -> str:
 
 def refuse_strangers(environment: ClusterEnvironment, num_nodes: int) -> None:
     """Raise ConfigurationError if several machines start their processes by themselves, and this one was not told where
-    the others meet or which of them it is: it would wait for processes that look for it elsewhere."""
-    if num_nodes == 1 or not isinstance(environment, LightningEnvironment):
+    the others meet or which of them it is: it would wait for processes that look for it elsewhere. Raise it for a port
+    or a number of a machine that is none, too."""
+    if not isinstance(environment, LightningEnvironment):
+        return
+    for name in ("MASTER_PORT", "NODE_RANK", "GROUP_RANK"):
+        if not os.environ.get(name, "0").isdecimal():
+            raise ConfigurationError(f"{name}={os.environ[name]!r} is no number.")
+    if num_nodes == 1:
         return
     needed = {"MASTER_ADDR": ["MASTER_ADDR"], "MASTER_PORT": ["MASTER_PORT"], "NODE_RANK": ["NODE_RANK", "GROUP_RANK"]}
     missing = [name for name, names in needed.items() if not any(each in os.environ for each in names)]
@@ -105,6 +120,18 @@ def refuse_strangers(environment: ClusterEnvironment, num_nodes: int) -> None:
         raise ConfigurationError(
             f"NODE_RANK={environment.node_rank()} is not allowed with num_nodes={num_nodes}: number the machines from "
             f"0 to {num_nodes - 1}."
+        )
+
+
+def check_tasks(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
+    """Raise ConfigurationError if SLURM has started another number of processes than the Trainer counts: those that are
+    missing would be waited for."""
+    tasks = environment.world_size()
+    if isinstance(environment, SLURMEnvironment) and tasks != num_devices * num_nodes:
+        raise ConfigurationError(
+            f"SLURM has started {tasks} tasks (SLURM_NTASKS), and the Trainer's devices={num_devices} × "
+            f"num_nodes={num_nodes} are {num_devices * num_nodes}. Make them equal: srun --nodes={num_nodes} "
+            f"--ntasks-per-node={num_devices}, without --ntasks, or other devices and num_nodes."
         )
 
 

@@ -33,8 +33,8 @@ from lightning_sdpipe.lightning_internals import (
     set_num_threads,
     strategy_of,
 )
-from lightning_sdpipe.worker.launching import hydra_job, job
-from lightning_sdpipe.worker.launching.environment import choose_port, refuse_strangers
+from lightning_sdpipe.worker.launching import job
+from lightning_sdpipe.worker.launching.environment import check_tasks, choose_port, refuse_strangers
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def give_up(launcher: Launcher | None, code: int) -> None:
     """End a wait for a tensor that will never come: with its sender, if that is a process that this one has started;
     else, or if that is not enough and this process need not run on, with this exit code."""
     if isinstance(launcher, CheckingLauncher) and launcher.procs:
-        sweep = hydra_job.in_sweep()
+        sweep = job.in_sweep()
         launcher.end_children(0 if sweep else _GRACE)
         if sweep:
             return
@@ -122,6 +122,7 @@ class CheckingLauncher(SubprocessScriptLauncher):
         self._check(trainer, _given(function, args, kwargs))
         _Observer.trainer, _Observer.failed = trainer, False
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        check_tasks(self.cluster_environment, self.num_processes, self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._start_children()
         elif _JOINED in os.environ:
@@ -147,7 +148,7 @@ class CheckingLauncher(SubprocessScriptLauncher):
                 process.wait()
 
     def _start_children(self) -> None:
-        rerun = hydra_job.rerun()
+        rerun = job.rerun()
         if self.num_processes > 1 and rerun is None and __main__.__spec__ is None and not os.path.isfile(sys.argv[0]):
             raise ConfigurationError(
                 "This program has no file that other processes could run, as with `python < script.py` or `python -c`: "
@@ -180,7 +181,7 @@ class CheckingLauncher(SubprocessScriptLauncher):
                 os.close(reading)
             if rerun is not None:
                 rerun.file.unlink()
-        if not hydra_job.in_sweep():  # it would end the sweep
+        if not job.in_sweep():  # it would end the sweep
             _Observer(self.procs).start()
 
     def _await_start(self, pipes: Mapping[int, int]) -> None:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sdpipe.exchange.common_reference import CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.payloads import Full
+from lightning_sdpipe.exchange.references import CommonReference
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.topology.groups import Replicas
 from recipes.suites.namespaces import INTERFACE, NotAllowed, hosts

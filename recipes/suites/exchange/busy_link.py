@@ -20,14 +20,12 @@ import hydra
 import torch
 
 from lightning_sdpipe import Exchange, NoSync, SDPipeStrategy, SemiDecentralized
-from lightning_sdpipe.exchange.payloads import Full
 from lightning_sdpipe.heterogeneity import Delays
 from lightning_sdpipe.placement.network import Device, Network
 from lightning_sdpipe.topology.mesh import Mesh
 from recipes.suites import machine, trainings
 from recipes.suites.emulated import EmulatedChain, passes
 from recipes.suites.emulated_links import WITHIN_A_MACHINE, emulated_links
-from recipes.suites.exchange import traffic
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 from recipes.suites.worker_reports import Probe, read_reports, summary
 
@@ -77,7 +75,8 @@ def measure(
     """
     trainings.quiet()
     slots = num_micro_batches + num_stages - 1
-    moved = traffic.group(Full(), num_parameters, num_pipelines)
+    part = -(-num_parameters // num_pipelines)
+    moved = 4 * (num_parameters - part + (num_pipelines - 1) * part)  # the others' parts, and to each its own mean
     rate = moved / (share * slots * micro_batch_seconds)
     mesh = Mesh.build(num_stages * num_pipelines, num_stages)
     networks = {kind: _network(mesh, rate, kind) for kind in links}

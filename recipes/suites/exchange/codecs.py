@@ -17,7 +17,6 @@ from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, Modulo, One
 from recipes.suites.processes import run_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 
-TIMEOUT_SECONDS = 300.0
 PAYLOADS: dict[str, Payload] = {
     "full": Full(),
     "half": Half(),
@@ -40,7 +39,7 @@ def measure(*, elements: int, calls: int, repeats: int, seed: int) -> tuple[list
         repeats: timings of each.
         seed: of the tensor.
     """
-    (timings,) = run_processes(1, _compare, elements, calls, repeats, seed, timeout=TIMEOUT_SECONDS)
+    (timings,) = run_processes(1, _compare, elements, calls, repeats, seed)
     copies = {name: [timing[name] / timing["copy"] for timing in timings] for name in timings[0]}
     rows: list[Row] = [
         {"what": name, "copies": median(quotients), "processor_ms": 1e3 * median(timing[name] for timing in timings)}

@@ -13,20 +13,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_sdpipe import (
-    ADPSGD,
-    AllReduce,
-    Decentralized,
-    DiLoCo,
-    EightBit,
-    Exchange,
-    LocalSGD,
-    NoSync,
-    OneBit,
-    PartialReduce,
-    SDPipeStrategy,
-    SemiDecentralized,
-)
+import lightning_sdpipe as sdp
 from lightning_sdpipe.errors import ConfigurationError
 from recipes.suites import trainings
 from recipes.suites.pipeline.memory import MIB, LinearChain, reset_peak, resident
@@ -35,23 +22,23 @@ from recipes.suites.ratios import Ratios, Row, ratio, rotated
 WORKERS = 3
 BATCH = 2
 BASELINE = "nosync"
-CASES: Mapping[str, tuple[Any, Exchange]] = {
-    BASELINE: (NoSync(), Exchange()),
-    "all_reduce": (AllReduce(), Exchange()),
-    "all_reduce/eight_bit": (AllReduce(), Exchange(EightBit())),
-    "all_reduce/one_bit": (AllReduce(), Exchange(OneBit())),
-    "local_sgd": (LocalSGD(every=1), Exchange()),
-    "local_sgd/eight_bit": (LocalSGD(every=1), Exchange(EightBit())),
-    "local_sgd/free": (LocalSGD(every=1), Exchange(overlap="free")),
-    "diloco": (DiLoCo(every=2), Exchange()),
-    "partial_reduce": (PartialReduce(group_size=2), Exchange()),
-    "sdpipe": (SemiDecentralized(), Exchange()),
-    "sdpipe/eight_bit": (SemiDecentralized(), Exchange(EightBit())),
-    "sdpipe/eight_bit/step": (SemiDecentralized(), Exchange(EightBit(), "step")),
-    "ring": (Decentralized("ring"), Exchange()),
-    "ring/eight_bit": (Decentralized("ring"), Exchange(EightBit())),
-    "adpsgd": (ADPSGD(), Exchange()),
-    "adpsgd_async": (ADPSGD(asynchronous=True), Exchange()),
+CASES: Mapping[str, tuple[Any, sdp.Exchange]] = {
+    BASELINE: (sdp.NoSync(), sdp.Exchange()),
+    "all_reduce": (sdp.AllReduce(), sdp.Exchange()),
+    "all_reduce/eight_bit": (sdp.AllReduce(), sdp.Exchange(sdp.EightBit())),
+    "all_reduce/one_bit": (sdp.AllReduce(), sdp.Exchange(sdp.OneBit())),
+    "local_sgd": (sdp.LocalSGD(every=1), sdp.Exchange()),
+    "local_sgd/eight_bit": (sdp.LocalSGD(every=1), sdp.Exchange(sdp.EightBit())),
+    "local_sgd/free": (sdp.LocalSGD(every=1), sdp.Exchange(overlap="free")),
+    "diloco": (sdp.DiLoCo(every=2), sdp.Exchange()),
+    "partial_reduce": (sdp.PartialReduce(group_size=2), sdp.Exchange()),
+    "sdpipe": (sdp.SemiDecentralized(), sdp.Exchange()),
+    "sdpipe/eight_bit": (sdp.SemiDecentralized(), sdp.Exchange(sdp.EightBit())),
+    "sdpipe/eight_bit/step": (sdp.SemiDecentralized(), sdp.Exchange(sdp.EightBit(), "step")),
+    "ring": (sdp.Decentralized("ring"), sdp.Exchange()),
+    "ring/eight_bit": (sdp.Decentralized("ring"), sdp.Exchange(sdp.EightBit())),
+    "adpsgd": (sdp.ADPSGD(), sdp.Exchange()),
+    "adpsgd_async": (sdp.ADPSGD(asynchronous=True), sdp.Exchange()),
 }
 
 
@@ -108,7 +95,7 @@ def measure(
 
 def _peak(name: str, width: int, blocks: int, steps: int, seed: int) -> int:
     sync, exchange = CASES[name]
-    strategy = SDPipeStrategy(
+    strategy = sdp.SDPipeStrategy(
         1, sync, exchange=exchange, data="sharded", start_method="fork", timeout=trainings.TRANSFER_TIMEOUT
     )
     data = torch.rand(steps * WORKERS * BATCH, width, generator=torch.Generator().manual_seed(seed))

@@ -11,11 +11,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from lightning_sdpipe.exchange.common_reference import CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import Mover, finish
-from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.payloads import EightBit, Half, OneBit, Payload
+from lightning_sdpipe.exchange.references import CommonReference, OwnReference
 from lightning_sdpipe.exchange.ring_mean import RingMean
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.decentralized import with_neighbours

@@ -26,19 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sdpipe import (
-    ADPSGD,
-    AllReduce,
-    DiLoCo,
-    EightBit,
-    Exchange,
-    Half,
-    LocalSGD,
-    OneBit,
-    ParameterServer,
-    SDPipeStrategy,
-    SemiDecentralized,
-)
+import lightning_sdpipe as sdp
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Static
 from recipes.suites import trainings
@@ -81,30 +69,30 @@ def _power_sgd() -> DDPStrategy:
     return _ddp(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook)
 
 
-def _ours(sync: Any, exchange: Exchange | None = None, **options: Any) -> Callable[[], DDPStrategy]:
-    return lambda: SDPipeStrategy(1, sync, exchange=exchange, data="sharded", **options)
+def _ours(sync: Any, exchange: sdp.Exchange | None = None, **options: Any) -> Callable[[], DDPStrategy]:
+    return lambda: sdp.SDPipeStrategy(1, sync, exchange=exchange, data="sharded", **options)
 
 
-_GROUPS = SemiDecentralized(window=float("inf"))
-_PAIRS = ADPSGD(asynchronous=True)
+_GROUPS = sdp.SemiDecentralized(window=float("inf"))
+_PAIRS = sdp.ADPSGD(asynchronous=True)
 
 CASES: Mapping[str, Case] = {
     "lightning_ddp": Case(_ddp),
     "ddp_fp16": Case(partial(_ddp, ddp_comm_hook=fp16_compress_hook)),
     "ddp_power_sgd": Case(_power_sgd),
-    "all_reduce": Case(_ours(AllReduce())),
-    "all_reduce/half": Case(_ours(AllReduce(), Exchange(Half()))),  # as Horovod sends
-    "all_reduce/eight_bit": Case(_ours(AllReduce(), Exchange(EightBit()))),
-    "all_reduce/one_bit": Case(_ours(AllReduce(), Exchange(OneBit()))),
-    "server": Case(_ours(ParameterServer())),  # in one of the workers
-    "groups/eight_bit": Case(_ours(_GROUPS, Exchange(EightBit()))),
-    "groups/eight_bit/step": Case(_ours(_GROUPS, Exchange(EightBit(), "step"))),
+    "all_reduce": Case(_ours(sdp.AllReduce())),
+    "all_reduce/half": Case(_ours(sdp.AllReduce(), sdp.Exchange(sdp.Half()))),  # as Horovod sends
+    "all_reduce/eight_bit": Case(_ours(sdp.AllReduce(), sdp.Exchange(sdp.EightBit()))),
+    "all_reduce/one_bit": Case(_ours(sdp.AllReduce(), sdp.Exchange(sdp.OneBit()))),
+    "server": Case(_ours(sdp.ParameterServer())),  # in one of the workers
+    "groups/eight_bit": Case(_ours(_GROUPS, sdp.Exchange(sdp.EightBit()))),
+    "groups/eight_bit/step": Case(_ours(_GROUPS, sdp.Exchange(sdp.EightBit(), "step"))),
     "adpsgd_async": Case(_ours(_PAIRS)),
-    "adpsgd_async/eight_bit": Case(_ours(_PAIRS, Exchange(EightBit()))),
-    "one_bit/straggler2.2": Case(_ours(AllReduce(), Exchange(OneBit()), delays=STRAGGLER)),
-    "free/straggler2.2": Case(_ours(LocalSGD(every=1), Exchange(overlap="free"), delays=STRAGGLER)),
-    "all_reduce/50mbit": Case(_ours(AllReduce()), 50),
-    "diloco/50mbit": Case(_ours(DiLoCo(every=32)), 50, 32),
+    "adpsgd_async/eight_bit": Case(_ours(_PAIRS, sdp.Exchange(sdp.EightBit()))),
+    "one_bit/straggler2.2": Case(_ours(sdp.AllReduce(), sdp.Exchange(sdp.OneBit()), delays=STRAGGLER)),
+    "free/straggler2.2": Case(_ours(sdp.LocalSGD(every=1), sdp.Exchange(overlap="free"), delays=STRAGGLER)),
+    "all_reduce/50mbit": Case(_ours(sdp.AllReduce()), 50),
+    "diloco/50mbit": Case(_ours(sdp.DiLoCo(every=32)), 50, 32),
 }
 OURS = ("all_reduce/eight_bit", "all_reduce/one_bit", "groups/eight_bit", "groups/eight_bit/step")
 """Of which the fastest is compared with DDP's hooks."""
@@ -139,7 +127,7 @@ class _Clock(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.fit_loop.total_batch_idx + 1 >= self._warm_up:
             strategy = trainer.strategy
-            sent = strategy.statistics.bytes_sent if isinstance(strategy, SDPipeStrategy) else 0
+            sent = strategy.statistics.bytes_sent if isinstance(strategy, sdp.SDPipeStrategy) else 0
             self.readings.append((time.perf_counter(), sent))
 
 

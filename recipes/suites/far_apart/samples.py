@@ -22,8 +22,8 @@ from transformers import get_constant_schedule_with_warmup
 
 from recipes.language import LanguageModel
 from recipes.suites.faults.elastic_world import Record
-from recipes.text.batches import Batch, Masking
 from recipes.text.data import PydocText
+from recipes.text.tokens import Batch, Masking
 
 WINDOW = 200
 """Mini-batches whose mean loss counts."""
@@ -64,7 +64,7 @@ class _Numbered(Dataset[tuple[int, Tensor]]):
 
 
 class PacedBert(LanguageModel):
-    """A BERT whose forward takes some seconds more, as :class:`recipes.suites.far_apart.suite.Learner` does.
+    """A BERT whose forward takes some seconds more, as :class:`recipes.suites.far_apart.Learner` does.
 
     Args:
         text: what it learns.
@@ -139,7 +139,7 @@ def target(calm: Sequence[float]) -> float:
     return math.fsum(calm[stop - WINDOW : stop]) / WINDOW
 
 
-def by_all_reduce(text: Text, rows: Sequence[Tensor], replicas: int, batches: int, seed: int) -> list[float]:
+def learn_together(text: Text, rows: Sequence[Tensor], replicas: int, batches: int, seed: int) -> list[float]:
     """Return the loss of each mini-batch where every update averages the gradients of ``replicas`` of them.
 
     One process computes what all-reduce computes: links and devices change its time, not its samples.

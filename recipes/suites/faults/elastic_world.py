@@ -39,10 +39,9 @@ from lightning_sdpipe.sync import AllReduce
 from lightning_sdpipe.worker.elastic import state_transfer
 from lightning_sdpipe.worker.options import Schedule
 from recipes.suites import namespaces
-from recipes.suites.delayed_lines import DelayedLines
 from recipes.suites.emulated import Validated, passes
-from recipes.suites.faults.diary import Diary, Fault
-from recipes.suites.faults.injected_faults import inject
+from recipes.suites.faults.injected_faults import Diary, Fault, inject
+from recipes.suites.late_messages import DelayedLines
 from recipes.suites.trainings import make_trainer, quiet, random_features
 
 GLANCE = 0.01

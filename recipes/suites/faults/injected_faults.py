@@ -1,22 +1,55 @@
-"""Places where a process can be made to end itself: each phase of a step, and of what pipelines do between steps."""
+"""Faults of one process: it ends itself in a phase of a step, or of what pipelines do between steps; and the diary that
+it keeps until then."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 
-from lightning_sdpipe.exchange import encoded_mean, outer_state, pairs, present_rounds
+from lightning_sdpipe.exchange import encoded_mean, moving, outer_state, present_rounds
 from lightning_sdpipe.scheduler.client import client
-from lightning_sdpipe.worker.elastic import barriers, fault_tolerant_mean, state_transfer
-from recipes.suites.faults.diary import Diary, Fault
+from lightning_sdpipe.worker.elastic import barriers, replica, state_transfer
 
 PHASES = (
     *("forward", "backward", "optimizer", "waiting", "exchange", "half_sent", "step_end"),
     *("pause", "validation", "checkpoint", "donor", "newcomer"),
 )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A process kills itself in ``phase`` of the first update from ``after`` on that it makes itself."""
+
+    phase: str
+    after: int
+
+
+class Diary(L.Callback):
+    """Writes down each update, and the samples of each batch."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def say(self, what: str, **more: Any) -> None:
+        """One line, now."""
+        os.write(self._file, (json.dumps({"what": what, "at": time.monotonic()} | more) + "\n").encode())
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.say("start", update=trainer.global_step)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.say("update", update=trainer.global_step, processor=time.process_time())
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.say("end", update=trainer.global_step)
 
 
 class _Here(L.Callback):
@@ -54,7 +87,7 @@ def inject(fault: Fault, trainer: L.Trainer, module: L.LightningModule, diary: D
     def strike() -> None:
         if trainer.global_step >= fault.after or fault.phase == "newcomer":
             diary.say("strikes", update=trainer.global_step)
-            os.kill(os.getpid(), fault.signal)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     # This callback comes after the others, so that what they note of a step is noted.
     trainer.callbacks.append(_Here(fault.phase, strike))  # type: ignore[attr-defined]
@@ -62,15 +95,15 @@ def inject(fault: Fault, trainer: L.Trainer, module: L.LightningModule, diary: D
         case "waiting":
             _before(client.SchedulerClient, "group", strike)
         case "exchange":
-            _before(fault_tolerant_mean._FaultTolerantPending, "wait", strike)
+            _before(replica._FaultTolerantPending, "wait", strike)
             _before(present_rounds.PresentRounds, "outcome", strike)
             _before(outer_state.OuterState, "make", strike)
-            _before(fault_tolerant_mean, "exchange_whole", strike)
+            _before(replica, "exchange_whole", strike)
         case "half_sent":
-            _after(fault_tolerant_mean._FaultTolerantPending, "commit", strike)
+            _after(replica._FaultTolerantPending, "commit", strike)
             _after(present_rounds.PresentRounds, "_reduce", strike)
             _after(encoded_mean.EncodedMean, "average", strike)
-            _after(pairs._Pair, "wait", strike)
+            _after(moving._Pair, "wait", strike)
         case "pause":
             _before(barriers.Barriers, "meet", strike)
         case "donor":

@@ -27,8 +27,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from lightning_sdpipe.scheduler.server.process import reserve_port
 from recipes.suites.emulated import LEARNING_RATE, Validated, passes
-from recipes.suites.faults.diary import Diary, Fault
 from recipes.suites.faults.elastic_world import Record, Work, read_records, said, set_up, world
+from recipes.suites.faults.injected_faults import Diary, Fault
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 from recipes.suites.trainings import make_trainer, random_features
 

@@ -26,7 +26,6 @@ from recipes.suites.stages import CPU, TRAINING, open_pipeline, open_stage
 BLOCKS = ("model.bert.embeddings", "model.bert.encoder.layer.*", "model.cls")
 VOCABULARY = 1024
 LEARNING_RATE = 1e-3
-TIMEOUT_SECONDS = 300.0
 
 Batch = dict[str, Tensor]
 TrainStep = Callable[[Batch], Tensor]
@@ -81,11 +80,23 @@ def measure(
         repeats: timings of each runtime.
         seed: of the weights and the tokens.
     """
+
+    def compare(rank: int) -> list[dict[str, Timing]]:
+        batch = random_batch(samples * num_micro_batches, sequence, seed)
+        runtimes = {
+            "ours": _ours(MaskedLM(hidden_size, sequence, seed), batch, num_micro_batches),
+            "bare torch": _bare_torch(MaskedLM(hidden_size, sequence, seed), hidden_size, batch, num_micro_batches),
+        }
+        _warm_up(runtimes, batch)
+        return [
+            {name: _timed(runtimes[name], batch, steps) for name in rotated(list(runtimes), repeat)}
+            for repeat in range(repeats)
+        ]
+
     rows: list[Row] = []
     ratios: Ratios = {}
     for num_stages in stages:
-        shape = (hidden_size, sequence, samples, num_micro_batches)
-        by_rank = run_processes(num_stages, _compare, *shape, steps, repeats, seed, timeout=TIMEOUT_SECONDS)
+        by_rank = run_processes(num_stages, compare)
         speedups, shares = [], []
         for repeat, of_ranks in enumerate(zip(*by_rank, strict=True)):
             wall = {name: elapsed for name, (elapsed, _) in of_ranks[0].items()}
@@ -102,29 +113,6 @@ def measure(
             shares, 0.97, f"samples per second of processor time of all ranks, {what}: ours over bare torch's"
         )
     return rows, ratios
-
-
-def _compare(
-    rank: int,
-    hidden_size: int,
-    sequence: int,
-    samples: int,
-    num_micro_batches: int,
-    steps: int,
-    repeats: int,
-    seed: int,
-) -> list[dict[str, Timing]]:
-    """Return the times that each runtime took on this rank in each repeat."""
-    batch = random_batch(samples * num_micro_batches, sequence, seed)
-    runtimes = {
-        "ours": _ours(MaskedLM(hidden_size, sequence, seed), batch, num_micro_batches),
-        "bare torch": _bare_torch(MaskedLM(hidden_size, sequence, seed), hidden_size, batch, num_micro_batches),
-    }
-    _warm_up(runtimes, batch)
-    return [
-        {name: _timed(runtimes[name], batch, steps) for name in rotated(list(runtimes), repeat)}
-        for repeat in range(repeats)
-    ]
 
 
 def random_batch(size: int, sequence: int, seed: int) -> Batch:

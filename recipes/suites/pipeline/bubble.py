@@ -21,8 +21,6 @@ from recipes.suites.processes import run_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 from recipes.suites.stages import TRAINING, open_pipeline, open_stage
 
-TIMEOUT_SECONDS = 300.0
-
 
 def measure(
     *,
@@ -49,7 +47,7 @@ def measure(
     ratios: Ratios = {}
     for count in num_micro_batches:
         times = (forward_seconds, backward_seconds)
-        timings = run_processes(num_stages, _compare, count, *times, steps, repeats, seed, timeout=TIMEOUT_SECONDS)[0]
+        timings = run_processes(num_stages, _compare, count, *times, steps, repeats, seed)[0]
         for repeat, seconds in enumerate(timings):
             for name, elapsed in seconds.items():
                 row = {"what": f"{name}, emulated", "stages": num_stages, "micro_batches": count, "repeat": repeat}

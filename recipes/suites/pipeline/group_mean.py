@@ -9,14 +9,11 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.exchange.moving import GroupMean, finish
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.topology.groups import Replicas
 from recipes.suites.processes import run_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
-
-TIMEOUT_SECONDS = 300.0
 
 Timing = dict[str, float]  # seconds of a call, by what was called
 
@@ -31,7 +28,7 @@ def measure(*, members: int, mebibytes: int, calls: int, repeats: int, seed: int
         repeats: timings of each.
         seed: of the models.
     """
-    by_rank = run_processes(members, _compare, members, mebibytes, calls, repeats, seed, timeout=TIMEOUT_SECONDS)
+    by_rank = run_processes(members, _compare, members, mebibytes, calls, repeats, seed)
     slowest = [{name: max(t[name] for t in timings) for name in timings[0]} for timings in zip(*by_rank, strict=True)]
     rows: list[Row] = [
         {"what": name, "members": members, "MiB": mebibytes, "ms": 1e3 * median(timing[name] for timing in slowest)}

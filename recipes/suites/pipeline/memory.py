@@ -23,7 +23,6 @@ from recipes.suites.processes import run_processes
 from recipes.suites.ratios import Ratios, Row, ratio
 from recipes.suites.stages import TRAINING, open_pipeline, open_stage
 
-TIMEOUT_SECONDS = 120.0
 STEPS = 3
 MIB = 1 << 20
 SMALL_WIDTH = 16  # of the model that warms up
@@ -63,8 +62,8 @@ def measure(*, num_stages: int, width: int, blocks: int, repeats: int, seed: int
     quotients = []
     for repeat in range(repeats):
         arguments = (width, blocks, num_stages, seed)
-        (whole,) = run_processes(1, _one_process, *arguments, timeout=TIMEOUT_SECONDS)
-        fullest = max(run_processes(num_stages, _stage, *arguments, timeout=TIMEOUT_SECONDS))
+        (whole,) = run_processes(1, _one_process, *arguments)
+        fullest = max(run_processes(num_stages, _stage, *arguments))
         for name, peak in (("one process", whole), (f"fullest of {num_stages} ranks", fullest)):
             rows.append({"what": name, "repeat": repeat, "peak_mib": peak / MIB})
         quotients.append(fullest / whole)

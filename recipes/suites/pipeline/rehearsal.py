@@ -11,11 +11,9 @@ from lightning_sdpipe.partition.apart import apart
 from lightning_sdpipe.partition.plan import encode
 from lightning_sdpipe.pipeline.micro_batches import split
 from recipes.suites.pipeline.bare_torch import MaskedLM, random_batch
-from recipes.suites.processes import run_processes
+from recipes.suites.processes import PATIENCE, run_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 from recipes.suites.stages import make_plan
-
-TIMEOUT_SECONDS = 300.0
 
 
 def measure(
@@ -32,8 +30,22 @@ def measure(
         repeats: timings of each.
         seed: of the weights and the tokens.
     """
-    shape = (num_stages, hidden_size, sequence, samples, num_micro_batches)
-    (timings,) = run_processes(1, _compare, *shape, repeats, seed, timeout=TIMEOUT_SECONDS)
+
+    def compare(rank: int) -> list[dict[str, float]]:
+        module = MaskedLM(hidden_size, sequence, seed)
+        batch = random_batch(samples * num_micro_batches, sequence, seed)
+        parts = [part.batch for part in split(batch, num_micro_batches)]
+        runs: dict[str, Callable[[], object]] = {
+            "plan": lambda: apart(  # as the strategy does it
+                lambda: encode(make_plan(module, num_stages, None, batch, num_micro_batches)), PATIENCE
+            ),
+            "training step": partial(_train, module, parts),
+        }
+        for run in runs.values():
+            run()
+        return [{name: _timed(runs[name]) for name in rotated(list(runs), repeat)} for repeat in range(repeats)]
+
+    (timings,) = run_processes(1, compare)
     rows: list[Row] = [
         {"what": name, "repeat": repeat, "seconds": seconds}
         for repeat, timing in enumerate(timings)
@@ -41,32 +53,6 @@ def measure(
     ]
     meaning = f"set-up time of planning {num_stages} stages of a BERT of {hidden_size} × 4 layers, over a training step"
     return rows, {"rehearsal/steps": ratio([t["plan"] / t["training step"] for t in timings], 3.0, meaning)}
-
-
-def _compare(
-    rank: int,
-    num_stages: int,
-    hidden_size: int,
-    sequence: int,
-    samples: int,
-    num_micro_batches: int,
-    repeats: int,
-    seed: int,
-) -> list[dict[str, float]]:
-    module = MaskedLM(hidden_size, sequence, seed)
-    batch = random_batch(samples * num_micro_batches, sequence, seed)
-    parts = [part.batch for part in split(batch, num_micro_batches)]
-
-    def plan() -> bytes:
-        return encode(make_plan(module, num_stages, None, batch, num_micro_batches))
-
-    runs: dict[str, Callable[[], object]] = {
-        "plan": partial(apart, plan, TIMEOUT_SECONDS),  # as the strategy does it
-        "training step": partial(_train, module, parts),
-    }
-    for run in runs.values():
-        run()
-    return [{name: _timed(runs[name]) for name in rotated(list(runs), repeat)} for repeat in range(repeats)]
 
 
 def _train(module: MaskedLM, parts: Sequence[Any]) -> None:

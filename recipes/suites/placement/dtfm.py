@@ -1,5 +1,5 @@
-"""DT-FM's own searches, to compare with: its genetic algorithm with its local search (§3.4) or with Kernighan and Lin's
-(§4.2, Figure 4), and random placements. All are seeded, which the published code never is.
+"""DT-FM's own search, to compare with: a genetic algorithm with a local search (§3.4). It is seeded, which the
+published code never is.
 
 A new partition is taken in and the worst one dropped if it is better than that, as the paper says; the published code
 compares with ``max(a, score > b)``, which takes in worse ones.
@@ -12,7 +12,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from lightning_sdpipe.placement.arrange import arrange
 from lightning_sdpipe.placement.cost import Stages, Weights, evaluate
@@ -23,12 +22,8 @@ TRIALS = 4900
 CROSSOVER = 5
 """Devices whose groups a child takes from its other parent."""
 
-RANDOM_PLACEMENTS = 5000
-
 Labels = list[int]
 """The group of each device."""
-
-Search = Literal["dtfm", "kernighan_lin"]
 
 
 @dataclass
@@ -46,29 +41,22 @@ class Progress:
 
 
 def genetic(
-    weights: Weights,
-    num_devices: int,
-    seed: int,
-    seconds: float,
-    local_search: Search = "dtfm",
-    clock: Callable[[], float] = time.perf_counter,
+    weights: Weights, num_devices: int, seed: int, seconds: float, clock: Callable[[], float] = time.perf_counter
 ) -> Progress:
     """The genetic search of §3.4, until :data:`TRIALS` children were made or the time is up.
 
     Args:
-        weights: of M even stages; the local search looks at the links of a cut, and Kernighan and Lin's at those of a
-            group as well.
+        weights: of M even stages; the local search looks at the links of a cut.
         num_devices: n, which M divides.
         seed: of everything random.
         seconds: until it stops.
-        local_search: of the paper, or its baseline.
         clock: monotonic seconds.
     """
     rng = random.Random(seed)
     start = clock()
     progress = Progress()
     size = num_devices // weights.num_stages
-    gains = _Gains(weights, size, local_search)
+    gains = _Gains(weights, size)
     population: list[tuple[float, Labels]] = []
     for candidate in _candidates(rng, num_devices, size, population, gains):
         stages, cost = _scored(candidate, weights)
@@ -84,35 +72,16 @@ def genetic(
     return progress
 
 
-def shuffled(
-    weights: Weights, num_devices: int, seed: int, seconds: float, clock: Callable[[], float] = time.perf_counter
-) -> Progress:
-    """The best of :data:`RANDOM_PLACEMENTS` random partitions, each arranged in the best way."""
-    rng = random.Random(seed)
-    start = clock()
-    progress = Progress()
-    for _ in range(RANDOM_PLACEMENTS):
-        labels = _random_labels(rng, num_devices, num_devices // weights.num_stages)
-        progress.offer(*_scored(labels, weights), clock() - start)
-        if clock() - start >= seconds:
-            break
-    return progress
-
-
 def _candidates(
     rng: random.Random, num_devices: int, size: int, population: Sequence[tuple[float, Labels]], gains: _Gains
 ) -> Iterator[Labels]:
     for _ in range(POPULATION):
-        yield _random_labels(rng, num_devices, size)
+        labels = [device // size for device in range(num_devices)]
+        rng.shuffle(labels)
+        yield labels
     for _ in range(TRIALS):
         one, other = rng.choice(population)[1], rng.choice(population)[1]
         yield move_in_circles(crossed(one, other, rng, size), gains)
-
-
-def _random_labels(rng: random.Random, num_devices: int, size: int) -> Labels:
-    labels = [device // size for device in range(num_devices)]
-    rng.shuffle(labels)
-    return labels
 
 
 def crossed(one: Labels, other: Labels, rng: random.Random, size: int) -> Labels:
@@ -153,15 +122,8 @@ NO_MOVE = _Move(-math.inf, -1, -1)
 class _Gains:
     """The gains that moving a device to another group promises."""
 
-    def __init__(self, weights: Weights, size: int, local_search: Search) -> None:
-        self.num_groups, self._size, self._search = weights.num_stages, size, local_search
-        step, exchange = weights.step[0], weights.exchange[0]
-        self._links: Matrix = step
-        if local_search == "kernighan_lin":  # as the published baseline: what a link costs more between than within
-            self._links = [
-                [a - size * b for a, b in zip(steps, exchanges, strict=True)]
-                for steps, exchanges in zip(step, exchange, strict=True)
-            ]
+    def __init__(self, weights: Weights, size: int) -> None:
+        self.num_groups, self._size, self._links = weights.num_stages, size, weights.step[0]
 
     def best(self, labels: Labels, locked: Sequence[bool]) -> tuple[list[_Move], Matrix]:
         """The most promising move out of each group, and the gain of the most promising one from each to each."""
@@ -172,25 +134,18 @@ class _Gains:
             sums = [0.0] * self.num_groups
             for other, theirs in enumerate(labels):
                 sums[theirs] += row[other]
-            if self._search == "dtfm":
-                here = min(row[other] for other, theirs in enumerate(labels) if theirs == group and other != device)
-                sums = [total / self._size for total in sums]
-            else:
-                here = sums[group]
+            here = min(row[other] for other, theirs in enumerate(labels) if theirs == group and other != device)
             for target, there in enumerate(sums):
                 if target == group:
                     continue
-                gain = there - here if self._search == "dtfm" else here - there
+                gain = there / self._size - here
                 between[group][target] = max(between[group][target], gain)
                 if gain > moves[group].gain:
                     moves[group] = _Move(gain, device, target)
         return moves, between
 
     def _movable(self, labels: Labels, locked: Sequence[bool]) -> Iterator[int]:
-        """Yield the movable devices of each group, in the paper's search only an end of its fastest link."""
-        if self._search != "dtfm":
-            yield from (device for device, held in enumerate(locked) if not held)
-            return
+        """Yield of each group an end of its fastest link, if it may still move."""
         fastest: dict[int, tuple[float, int]] = {}
         for device, group in enumerate(labels):
             if not locked[device]:

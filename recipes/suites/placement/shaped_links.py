@@ -23,7 +23,6 @@ from recipes.suites.emulated_links import emulated_links
 from recipes.suites.processes import run_processes
 from recipes.suites.ratios import Row
 
-TIMEOUT_SECONDS = 60.0
 BURST = 131072  # bytes that the bucket lets pass at once: more than the largest packet of the loopback device
 
 
@@ -67,7 +66,7 @@ def timed(rate: float | None, message: int, messages: int, repeats: int) -> list
         pair = (Device("emulated", 0, 1.0), Device("emulated", 1, 1.0))
         links = emulated_links(Network(pair, [[0.0] * 2] * 2, [[rate] * 2] * 2))
     with links:
-        return run_processes(2, _converse, message, messages, repeats, timeout=TIMEOUT_SECONDS)[1]
+        return run_processes(2, _converse, message, messages, repeats)[1]
 
 
 def _converse(rank: int, message: int, messages: int, repeats: int) -> list[float]:

@@ -22,7 +22,7 @@ from lightning_sdpipe import SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network
 from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, place
-from lightning_sdpipe.topology.hosts import this_host
+from lightning_sdpipe.topology.groups import this_host
 from lightning_sdpipe.topology.placement_file import write_placement
 from recipes.suites.emulated import EmulatedChain, passes
 from recipes.suites.emulated_links import emulated_links

@@ -18,7 +18,7 @@ from lightning_sdpipe.heterogeneity import Delays, Slowed
 from recipes.suites.calibration import NOMINAL_ITERATION_SECONDS
 from recipes.suites.cases import seeded
 from recipes.suites.emulated import Validated, passes
-from recipes.suites.epochs.suite import epoch_lengths
+from recipes.suites.epochs import epoch_lengths
 from recipes.suites.journal import Journal
 from recipes.suites.ragged.fleets import Shape
 from recipes.suites.ratios import Row
@@ -101,8 +101,9 @@ class Epochs:
         model, shape = self._model, asked.shape
         print(f"{asked.fleet} {asked.mesh} {asked.condition} {asked.method}, repeat {repeat}", end=": ", flush=True)
         begun = time.perf_counter()
+        specified = [self._methods[asked.method.partition("/")[0]], self._heterogeneity[asked.condition]]
         found = self._journal.measured(
-            {**asdict(asked), **asdict(model), "seed": seed, "specification": self._specified(asked)},
+            {**asdict(asked), **asdict(model), "seed": seed, "specification": specified},
             lambda: {"epochs_s": self._epochs(asked, seed)},
         )
         epoch = statistics.mean(found["epochs_s"])
@@ -121,9 +122,6 @@ class Epochs:
             "emulated": True,
             "seed": seed,
         }
-
-    def _specified(self, asked: Training) -> list[Any]:
-        return [self._methods[asked.method.partition("/")[0]], self._heterogeneity[asked.condition]]
 
     def _epochs(self, asked: Training, seed: int) -> list[float]:
         model, shape = self._model, asked.shape

@@ -1,0 +1,21 @@
+"""Cost of seeing a run, how often a slow worker is named, and whether its cost is what a run without it gains."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from recipes.suites.ratios import run_parts
+from recipes.suites.seeing import named, overhead, simulated, viewers
+
+LOWER_IS_BETTER = frozenset({"overhead", "accused", "viewers"})
+run = partial(
+    run_parts,
+    "seeing",
+    {
+        "overhead": overhead.measure,
+        "throughput": overhead.measure_throughput,
+        "named": named.measure,
+        "simulated": simulated.measure,
+        "viewers": viewers.measure,
+    },
+)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.seeing.costs import costs
 from lightning_sdpipe.seeing.detectors import compute_straggler
+from lightning_sdpipe.seeing.finding import costs
 from lightning_sdpipe.seeing.recording import Recording, of_log
 from lightning_sdpipe.topology.mesh import Mesh
 from recipes.suites.calibration import calibrated_scale

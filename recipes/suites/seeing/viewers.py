@@ -14,7 +14,7 @@ from lightning_sdpipe.scheduler.client.connection import use_keys
 from lightning_sdpipe.scheduler.rows import MOST, MOST_UPDATES, NewRows, UpdateRow
 from lightning_sdpipe.scheduler.server.row_desk import REPLY_BYTES
 from recipes.suites.ratios import Ratios, Row, ratio
-from recipes.suites.scheduler.suite import Server, connected, server_of
+from recipes.suites.scheduler import Server, connected, server_of
 
 KIND = "one group"
 GOAL = 1.1

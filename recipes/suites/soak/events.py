@@ -11,8 +11,8 @@ from pathlib import Path
 
 from recipes.suites import namespaces
 from recipes.suites.faults import small_disks
-from recipes.suites.faults.diary import Fault
 from recipes.suites.faults.elastic_world import World
+from recipes.suites.faults.injected_faults import Fault
 
 SILENCE = 2.0
 """The run's limit of silence."""
@@ -115,12 +115,9 @@ class Events:
 
     def _is_over(self) -> bool:
         """Return whether any pipeline has finished, and so have all others that live."""
-        ended = {i for i in self._everybody if i not in self._due and not self._any_lives(i)}
+        ended = {i for i in self._everybody if i not in self._due and None not in self._world.exit_codes(i)}
         self.finished = {i for i in ended if not any(self._world.exit_codes(i))}
         return bool(self.finished) and all(i in ended or i in self._due for i in self._everybody)
-
-    def _any_lives(self, pipeline: int) -> bool:
-        return any(code is None for code in self._world.exit_codes(pipeline))
 
     def _lives(self, pipeline: int, rank: int) -> bool:
         return self._world.exit_codes(pipeline)[rank:][:1] == [None]

@@ -24,9 +24,9 @@ from lightning_sdpipe.exchange.payloads import (
     OneBit,
     Payload,
     TopK,
-    pieces,
-    top_k,
+    few_bits,
 )
+from lightning_sdpipe.exchange.payloads import payload as base
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 
 BLOCK = 16
@@ -47,9 +47,9 @@ awkward = st.one_of(
 def short_pieces() -> object:
     """So that short tensors have several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "CPU_PIECE", 2 * BLOCK)
-        patch.setattr(pieces, "DEVICE_PIECE", 3 * BLOCK)
-        patch.setattr(top_k, "SEGMENT", BLOCK)
+        patch.setattr(base, "CPU_PIECE", 2 * BLOCK)
+        patch.setattr(base, "DEVICE_PIECE", 3 * BLOCK)
+        patch.setattr(few_bits, "SEGMENT", BLOCK)
         yield
 
 
@@ -87,7 +87,7 @@ def test_receivers_with_other_pieces_read_the_same_bits(payload: Payload, monkey
     n = 20 * BLOCK + 5
     message = payload.message(normal(n))
     before = decoded(payload, message, n)
-    monkeypatch.setattr(pieces, "CPU_PIECE", 7 * BLOCK)
+    monkeypatch.setattr(base, "CPU_PIECE", 7 * BLOCK)
     assert torch.equal(decoded(payload, message, n), before)
     if payload != EightBit(BLOCK, rounding="stochastic"):  # whose noise is per piece
         assert torch.equal(payload.message(normal(n)), message)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sdpipe.exchange.payloads import TopK
-from lightning_sdpipe.exchange.payloads.top_k import SEGMENT
+from lightning_sdpipe.exchange.payloads.few_bits import SEGMENT
 
 
 def through(payload: TopK, x: Tensor, residual: Tensor | None = None) -> Tensor:

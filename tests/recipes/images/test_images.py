@@ -11,11 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipes.images.augmentation import shift_and_flip
-from recipes.images.cifar import read_cifar10
-from recipes.images.idx import read_idx
 from recipes.images.imagenet import ImageNet, centre_crop, random_crop
-from recipes.images.small import CIFAR10, FashionMNIST
+from recipes.images.small import CIFAR10, FashionMNIST, read_cifar10, read_idx, shift_and_flip
 from recipes.missing import MissingDataError
 
 Image = pytest.importorskip("PIL.Image")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from recipes.suites import exchange
 from recipes.suites.exchange import codecs
-from recipes.suites.exchange import suite as exchange
 from tests.recipes.composed import parameters_of
 
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from lightning_sdpipe.errors import ConfigurationError
-from recipes.suites import figures
+from recipes.suites import convergence, figures
 from recipes.suites.convergence import snapshots
-from recipes.suites.convergence import suite as convergence
 from recipes.suites.convergence.snapshots import Snapshot
 from tests.recipes.composed import parameters_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
-from recipes.suites.epochs import suite as epochs
+from recipes.suites import epochs
 from tests.recipes.composed import parameters_of
 
 suite = partial(parameters_of, "epochs")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
+from recipes.suites import exchange
 from recipes.suites.exchange import ablations, busy_link, slow_links
-from recipes.suites.exchange import suite as exchange
 from tests.recipes.composed import parameters_of
 
 

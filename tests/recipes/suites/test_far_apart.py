@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from recipes.suites.far_apart import CALM, KILLED, WAITS, Islands, measured, ratios, samples_ratios, to_target
 from recipes.suites.far_apart.samples import WINDOW, losses, reached, target
-from recipes.suites.far_apart.suite import ALL_REDUCE, CALM, KILLED, WAITS, Islands, measured, ratios, samples_ratios
 from recipes.suites.faults.elastic_world import Record
 
 ISLANDS = Islands(2, None, batch_seconds=1.0, slow=2.0, num_parameters=100, batches=3, latency=0.0)
@@ -64,11 +64,13 @@ def test_samples_to_a_loss_are_those_until_the_mean_of_the_last_ones_is_as_low()
         target(calm[:WINDOW])
 
 
-def test_samples_of_runs_with_kills_are_over_those_without_and_over_all_reduce() -> None:
-    rows = [{"run": "bert", KILLED: 90.0, CALM: 100.0, ALL_REDUCE: 300.0}, {"run": KILLED}]
-    found = samples_ratios(rows)
-    assert {name: each["value"] for name, each in found.items()} == {
-        "samples/far_apart": pytest.approx(0.9),
-        "samples/all_reduce": pytest.approx(0.3),
-    }
-    assert samples_ratios(rows[1:]) == ratios([]) == {}
+def test_samples_with_kills_are_over_those_without_and_over_all_reduce_at_its_best() -> None:
+    def falls(factor: float) -> list[float]:
+        return [10 * factor**k for k in range(10 * WINDOW)]
+
+    row = to_target(falls(0.999), [falls(0.999), falls(0.998)], [falls(0.9975), falls(0.9999)])
+    assert row["calm"] == row["killed"] == 8 * WINDOW
+    found = samples_ratios([{"run": "bert", **row}, {"run": KILLED}])
+    assert found["samples/far_apart"]["value"] == 1
+    assert found["samples/all_reduce"]["value"] == pytest.approx(1.25, rel=0.05)
+    assert samples_ratios([{"run": KILLED}]) == ratios([]) == {}

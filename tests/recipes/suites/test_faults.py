@@ -12,12 +12,11 @@ import pytest
 from lightning_sdpipe import Exchange
 from lightning_sdpipe.sync.capabilities import Combination, check
 from lightning_sdpipe.sync.methods import method_for
-from recipes.suites.faults import suite as faults
+from recipes.suites import faults, soak
 from recipes.suites.faults.elastic_world import Record
 from recipes.suites.faults.injected_faults import PHASES
 from recipes.suites.faults.torchft_peer import _figures
 from recipes.suites.soak import events
-from recipes.suites.soak import suite as soak
 from tests.recipes.composed import parameters_of
 
 

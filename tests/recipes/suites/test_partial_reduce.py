@@ -20,10 +20,8 @@ from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.simulate import Work, jittered
 from recipes.bench import ratio_table
-from recipes.suites.convergence import suite as convergence
-from recipes.suites.partial_reduce import suite as partial_reduce
+from recipes.suites import convergence, partial_reduce, throughput
 from recipes.suites.partial_reduce.virtual import Digits, Quadratic, Served, at_target, train
-from recipes.suites.throughput import suite as throughput
 from tests.recipes.composed import parameters_of
 
 suite = partial(parameters_of, "partial_reduce")

@@ -10,7 +10,7 @@ import pytest
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.simulate import Work, simulate
-from recipes.suites.phd import suite as phd
+from recipes.suites import phd
 from recipes.suites.phd.training import Task, accuracy_at, reached, train
 
 TASK = Task(hidden=16, batch_size=16, lr=0.05, momentum=0.9, target=0.5, points=10)

@@ -9,10 +9,8 @@ import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Slowed, Static
-from recipes.suites import trainings
+from recipes.suites import ragged, trainings
 from recipes.suites.cases import Named, RealCase
-from recipes.suites.ragged import samples
-from recipes.suites.ragged import suite as ragged
 from recipes.suites.ragged.fleets import Shape
 from recipes.suites.ragged.trainings import Training
 from tests.recipes.composed import parameters_of
@@ -99,7 +97,7 @@ def test_samples_are_compared_seed_by_seed() -> None:
 
     rows = [reached("ragged", 0, 110.0), reached("rectangle", 0, 100.0), reached("ragged", 1, None)]
     rows += [reached("rectangle", 1, 100.0), reached("ragged", 2, 50.0), reached("rectangle", 2, None)]
-    found = samples.ratios(rows)["samples/digits"]
+    found = ragged.samples_ratios(rows)["samples/digits"]
     assert (found["low"], found["high"]) == (1.1, float("inf"))
 
 

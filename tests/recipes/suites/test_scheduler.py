@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes.suites.scheduler import suite as suite
+from recipes.suites import scheduler as suite
 
 
 def test_rows_and_ratios_have_their_format(monkeypatch: pytest.MonkeyPatch) -> None:

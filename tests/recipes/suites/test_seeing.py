@@ -12,9 +12,9 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.simulate import Work, jittered, simulate
+from recipes.suites import seeing
 from recipes.suites.ratios import Row
 from recipes.suites.seeing import named
-from recipes.suites.seeing import suite as seeing
 from tests.recipes.composed import parameters_of
 from tests.seeing.recordings import simulated
 

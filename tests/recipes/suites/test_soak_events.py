@@ -12,7 +12,7 @@ import pytest
 
 from recipes.suites import namespaces
 from recipes.suites.faults import small_disks
-from recipes.suites.faults.diary import Fault
+from recipes.suites.faults.injected_faults import Fault
 from recipes.suites.soak import events
 from recipes.suites.soak.events import CUTS, FULL, Events
 

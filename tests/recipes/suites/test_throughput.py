@@ -15,9 +15,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Delays, Trace
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import NoSync
-from recipes.suites import cases, figures, machine, trainings
-from recipes.suites.throughput import headroom
-from recipes.suites.throughput import suite as throughput
+from recipes.suites import cases, figures, machine, throughput, trainings
 from recipes.suites.worker_reports import SHARES, Counters, WorkerReport, summary
 from tests.recipes.composed import parameters_of
 
@@ -182,7 +180,7 @@ def test_the_headline_compares_parts_of_the_grid() -> None:
 
 
 def test_the_formula_is_that_of_the_design() -> None:
-    (found,) = [r for r in headroom.table([(4, 4)], [3], 4) if r["draws_per"] == "iteration"]
+    (found,) = [r for r in throughput.possible([(4, 4)], [3], 4) if r["draws_per"] == "iteration"]
     assert found["all_reduce_slowdown"] == pytest.approx(1 + 3 * (1 - 0.9**16))
     assert found["speedup_flush"] == pytest.approx(1.7, rel=0.01)
     assert found["speedup_no_flush"] == pytest.approx(found["all_reduce_slowdown"] * 7 / 4 / (1 + 3 * 7 / 4 * 0.1))

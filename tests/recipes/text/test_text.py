@@ -9,11 +9,8 @@ import torch
 from tokenizers import Tokenizer
 
 from recipes.missing import MissingDataError
-from recipes.text.batches import IGNORED, Masking, causal
-from recipes.text.data import PydocText, WikipediaText
-from recipes.text.documents import pydoc_documents, wikipedia
-from recipes.text.packing import pack
-from recipes.text.vocabulary import MASK, SPECIAL, train_wordpiece, vocabulary_file, write
+from recipes.text.data import PydocText, WikipediaText, pydoc_documents, wikipedia
+from recipes.text.tokens import IGNORED, MASK, SPECIAL, Masking, causal, pack, train_wordpiece, vocabulary_file, write
 
 
 @pytest.fixture(scope="module")

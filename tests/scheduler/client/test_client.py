@@ -162,7 +162,7 @@ def test_a_scheduler_of_another_mesh_refuses_by_name() -> None:
 class TestVersions:
     """Older ones, as they were: a byte of version, then a message. Version 1 ignores frames of another version."""
 
-    @pytest.mark.parametrize("version", [1, 4])
+    @pytest.mark.parametrize("version", [1, 5])
     def test_a_new_scheduler_answers_an_old_worker_in_its_own_version(self, version: int) -> None:
         with serving(AllReduceModels(), 1, 1) as server, zmq.Context() as context, context.socket(zmq.DEALER) as old:
             old.setsockopt(zmq.LINGER, 0)
@@ -173,7 +173,7 @@ class TestVersions:
             assert frame[0] == m.VERSION, "which an old worker prints"
             reply = m.decode_reply(frame)
             assert isinstance(reply, e.Refused)
-            assert f"speaks version {version} of the protocol, this side version 5" in reply.reason
+            assert f"speaks version {version} of the protocol, this side version 6" in reply.reason
             assert server.service.refused == {"other version": 1}
 
     def test_an_old_scheduler_is_named_by_its_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ class TestVersions:
             thread.start()
             try:
                 for ask in (self.greet, partial(ask_status, timeout=0.5)):
-                    with pytest.raises(SchedulerError, match="speaks version 1 of the protocol, this side version 5"):
+                    with pytest.raises(SchedulerError, match="speaks version 1 of the protocol, this side version 6"):
                         ask(f"tcp://127.0.0.1:{port}")
             finally:
                 served.set()

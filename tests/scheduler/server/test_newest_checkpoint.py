@@ -20,7 +20,7 @@ from lightning_sdpipe.membership.members import (
 )
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler.server.newest_checkpoint import NewestCheckpoint
+from lightning_sdpipe.scheduler.server.journal import NewestCheckpoint
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 W = Worker(0, 0)

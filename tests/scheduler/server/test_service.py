@@ -17,7 +17,7 @@ from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.status_page import render
-from lightning_sdpipe.scheduler.rows import NewRows
+from lightning_sdpipe.scheduler.rows import About, NewRows
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 from tests.scheduler.rows import rows
 
@@ -83,10 +83,11 @@ class Dialogue:
         rows: NewRows | None = None,
         dealt: tuple[Segment, Done] | None = None,
         now: float = 0.0,
+        waits: int = 0,
     ) -> list[Addressed]:
         """What it is told, but for that the beat was heard."""
         known = self.service.members.membership.epoch.number
-        beliefs = (), known, True, 0, None, (-1, -1), (), -1, joined, rows, dealt
+        beliefs = (), known, True, 0, None, (-1, -1), (), -1, joined, rows, dealt, None, waits
         replies = self.say(e.Beat, worker, *beliefs, now=now)
         return [(peer, reply) for peer, reply in replies if not isinstance(reply, e.Noted)]
 
@@ -235,6 +236,46 @@ def test_a_silent_worker_is_lost_and_may_come_back() -> None:
     assert d.beat(B, True, now=10.0) == [(beats(B), e.Stranger(known=True))]
     assert d.resume(B, now=10.0) == []
     assert d.states() == ["computing", "computing"]
+
+
+def lost_at_eight(waits: int) -> Dialogue:
+    """Of three workers B is silent, and the others have waited so long when it is called lost."""
+    d = Dialogue(NoSync(), workers=3)
+    others = A, Worker(0, 2)
+    d.join(B)
+    for now in (0.0, 2.0, 4.0, 6.0, 8.0):
+        for worker in others:
+            d.say(m.Join, worker, None, About(f"host {worker.pipeline}", "cpu", worker.pipeline), now=now)
+            d.beat(worker, True, now=now, waits=waits)
+        d.tick(now)
+    d.tick(8.5)
+    assert d.states() == ["computing", "lost", "computing"]
+    assert d.service.failure is None, "who waits for a group gets it now"
+    return d
+
+
+def test_the_run_ends_when_nothing_goes_on_without_a_worker_that_is_lost() -> None:
+    """As with gradients: what they wait for, no scheduler can give."""
+    d = lost_at_eight(waits=8)
+    for worker in (A, Worker(0, 2)):
+        d.beat(worker, True, now=10.0, waits=9)
+    replies = d.tick(11.0)
+    failure = d.service.failure
+    assert failure is not None
+    assert (failure.worker, failure.reason[:48]) == (B, "it was silent for 11 s, and all others wait: its")
+    assert {(beats(worker), failure.said()) for worker in (A, B, Worker(0, 2))} <= set(replies)
+
+
+@pytest.mark.parametrize("waits", [(9, 3), (9, None)])
+def test_the_run_goes_on_while_any_worker_does_not_wait(waits: tuple[int | None, ...]) -> None:
+    """It computes, moves something, or has said nothing since."""
+    d = lost_at_eight(waits=8)
+    for now in (10.0, 12.0, 14.0, 16.0):
+        for worker, seconds in zip((A, Worker(0, 2)), waits, strict=True):
+            if seconds is not None:
+                d.beat(worker, True, now=now, waits=seconds)
+        d.tick(now)
+    assert d.service.failure is None
 
 
 def test_a_scheduler_that_was_held_up_blames_nobody() -> None:

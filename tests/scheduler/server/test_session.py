@@ -65,14 +65,11 @@ def test_what_it_knows_is_checked_for_contradictions() -> None:
         one.validate()
 
 
-def test_only_its_two_sockets_speak_for_a_start_of_a_worker() -> None:
+def test_the_newest_start_of_a_worker_has_the_session_and_two_sockets() -> None:
     sessions = session.Sessions()
     for id in (1, 2):
         one = sessions.begin(W, id, 0.0)
-        for known in (id, 3):
-            assert sessions.is_socket_of(m.routing_id(W, known), W, known)
-            assert sessions.is_socket_of(e.peer_of(W, known), W, known)
-            assert not sessions.is_socket_of(m.routing_id(W, 4), W, known)
+        assert one.peers == (m.routing_id(W, id), e.peer_of(W, id))
     assert sessions.of(W, 1) is None
     assert sessions.of(W, 2) is one
 

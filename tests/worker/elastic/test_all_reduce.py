@@ -17,11 +17,11 @@ from torch import Tensor
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.common_reference import CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import EightBit, Half
 from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
+from lightning_sdpipe.exchange.references import CommonReference
 from lightning_sdpipe.sync import AllReduce
 from lightning_sdpipe.sync.gradient_averaging import PresentAveraging
 from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
@@ -49,7 +49,7 @@ class Rounds(Callback):
 
         def hear(outcome: Round) -> None:
             said = {"members": outcome.members, "batches": outcome.batches, "weight": outcome.weight}
-            ways = {"again": rounds.hand_overs.retried, "taken": rounds.hand_overs.taken}
+            ways = {"again": rounds.retried, "taken": rounds.taken}
             self.diary.note(round=self.training.updates, epoch=trainer.current_epoch, **said, **ways)
             heard(outcome)
 

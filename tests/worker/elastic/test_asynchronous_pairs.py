@@ -18,7 +18,7 @@ from lightning_sdpipe.exchange.moving import Pending
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.sync import ADPSGD
 from lightning_sdpipe.topology.groups import Replicas
-from lightning_sdpipe.worker.elastic.fault_tolerant_mean import DroppedPairs
+from lightning_sdpipe.worker.elastic.replica import DroppedPairs
 from tests.worker.elastic.jobs import Diary, ElasticRun, elastic_run, fit
 from tests.worker.elastic.test_runs import SAMPLES, check_that_nothing_is_lost, check_that_replicas_were_equal
 
@@ -35,11 +35,11 @@ class Exchanges(Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         (diary,) = (each for each in trainer.callbacks if isinstance(each, Diary))  # type: ignore[attr-defined]
-        run, module = DroppedPairs.run, import_module(DroppedPairs.__module__)
-        whole = module.exchange_whole
+        sync, module = trainer.strategy.training.sync, import_module(DroppedPairs.__module__)  # type: ignore[attr-defined]
+        run, whole = sync._pairs, module.exchange_whole
 
-        def runs(pairs: DroppedPairs, group: Group, start: Callable[[Replicas], Pending]) -> bool:
-            done = run(pairs, group, start)
+        def runs(group: Group, start: Callable[[Replicas], Pending]) -> bool:
+            done: bool = run(group, start)
             diary.note(exchange=group.sequence, done=done, asked=Worker(0, own) not in group.passive)
             return done
 
@@ -52,7 +52,7 @@ class Exchanges(Callback):
             whole(pending, group, replicas)
 
         own = int(os.environ["SDPIPE_PIPELINE"])
-        DroppedPairs.run = runs  # type: ignore[method-assign]
+        sync._pairs = runs
         module.exchange_whole = exchanges  # type: ignore[attr-defined]
 
 

@@ -28,9 +28,9 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.sync import DiLoCo, LocalSGD
-from lightning_sdpipe.sync.outer_groups import OuterGroups
+from lightning_sdpipe.sync.outer_averaging import OuterGroups
 from lightning_sdpipe.topology.groups import Traffic
-from lightning_sdpipe.worker.elastic.surviving_bases import SurvivingBases
+from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingBases
 from tests.worker.elastic.jobs import Diary, ElasticRun, elastic_run, fit
 from tests.worker.elastic.test_runs import SAMPLES, check_that_replicas_were_equal
 

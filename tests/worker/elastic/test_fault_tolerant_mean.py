@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.moving import finish
-from lightning_sdpipe.exchange.overlapped import Overlapped
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.worker.elastic.fault_tolerant_mean import FaultTolerantMean, Outcomes
+from lightning_sdpipe.worker.elastic.replica import FaultTolerantMean, Outcomes
 
 
 def group(sequence: int, *pipelines: int) -> Group:

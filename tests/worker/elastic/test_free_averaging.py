@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import Pending
+from lightning_sdpipe.exchange.moving import GroupMean, Pending
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync import LocalSGD

@@ -15,9 +15,9 @@ from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.loop import planning
 from lightning_sdpipe.partition.pipeline_cut import Balanced, PipelineCut
 from lightning_sdpipe.partition.profile import BlockProfile
-from lightning_sdpipe.scheduler.client.store import StoreClient
+from lightning_sdpipe.scheduler.client.membership_client import StoreClient
 from lightning_sdpipe.scheduler.server.key_value_store import KeyValueStore
-from lightning_sdpipe.worker.elastic.shared_cut import agree, encode, key_of, known
+from lightning_sdpipe.worker.elastic.scheduler_connection import agree, encode, key_of, known
 from tests.worker.elastic.jobs import Model, elastic_run, fit
 from tests.worker.elastic.test_runs import SAMPLES, check_that_nothing_is_lost, check_that_replicas_were_equal
 

@@ -11,9 +11,9 @@ import pytest
 from lightning_sdpipe.membership.turn_order import Command, CommandKind
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.worker.elastic import stage_commands
+from lightning_sdpipe.worker.elastic import leader
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource
-from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel
+from lightning_sdpipe.worker.elastic.leader import CommandChannel
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.distributed
@@ -23,7 +23,7 @@ LIMIT = 1.5  # seconds of a wait
 
 def hold(rank: int) -> Command | float:
     commands = CommandChannel(ProcessGroups.open(Mesh.build(2, 2), timedelta(seconds=LIMIT)))
-    stage_commands._HOLD_EVERY = LIMIT / 10
+    leader._HOLD_EVERY = LIMIT / 10
     if not commands.speaks:
         return commands.receive()
     source = SimpleNamespace(

@@ -12,7 +12,7 @@ from hydra import compose, initialize
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lightning_sdpipe.worker.launching import hydra_job, job
+from lightning_sdpipe.worker.launching import job
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def test_the_next_job_ends_the_one_before(hydra_job_in: DictConfig, now: tuple[s
 
 
 def test_others_get_the_job_with_its_values_and_without_its_files(hydra_job_in: DictConfig, tmp_path: Path) -> None:
-    assert hydra_job.in_sweep()
-    rerun = hydra_job.rerun()
+    assert job.in_sweep()
+    rerun = job.rerun()
     assert rerun is not None
     assert rerun.file.parent == tmp_path
     assert rerun.command[-1] == f"--experimental-rerun={rerun.file}"
@@ -70,4 +70,4 @@ def test_others_get_the_job_with_its_values_and_without_its_files(hydra_job_in: 
 
 
 def test_a_program_without_hydra_is_no_hydra_job() -> None:
-    assert (hydra_job.key(), hydra_job.in_sweep(), hydra_job.rerun()) == (None, False, None)
+    assert (job.key(), job.in_sweep(), job.rerun()) == (None, False, None)

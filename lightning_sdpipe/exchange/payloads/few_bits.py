@@ -1,0 +1,219 @@
+"""Payloads that leave most of a value out: its sign alone, or only the largest values.
+
+:class:`OneBit` packs eight signs into a byte by one multiplication: of a 64-bit word whose bytes are 0 or 1, the
+highest byte of the word times 0x0102040810204080 has the lowest byte of the word as its lowest bit, and so on upwards.
+
+:class:`TopK` chooses within segments of 2¹⁶ values, so that a place fits into 16 bits, and so that one region of large
+values does not suppress all others. A message has the values of all segments in float32, then their places.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.exchange.payloads.payload import (
+    Full,
+    Payload,
+    Pieces,
+    add_residual,
+    check_block,
+    check_flat,
+    deliver,
+    keep_error,
+    num_blocks,
+    refusal,
+    write_header,
+)
+
+GATHER = 0x0102040810204080
+SEGMENT = 2**16
+
+
+@dataclass(frozen=True)
+class OneBit(Payload):
+    """A bit per value and 4 bytes per block (1-bit SGD, Seide et al. 2014; 1-bit Adam, Tang et al. 2021).
+
+    The mean magnitude is the scale with the smallest squared error, 1 − 2/π = 0.363 of that of sending nothing for
+    normally distributed values; it is below 1 for all that are not zero, so that feedback works.
+
+    Args:
+        block: values that share a scale.
+        feedback: add what a message left out to the next one; without it signs of gradients need not converge. It takes
+            a residual as large as the tensor in float32.
+        momentum: β₁ of 1-bit Adam: the momentum is sent instead of the gradient
+            (:mod:`~lightning_sdpipe.exchange.encoded_rounds`). It wants :class:`~lightning_sdpipe.optim.FrozenVariance`
+            with the same ``after``.
+        after: the number of first updates in full precision.
+    """
+
+    block: int = 4096
+    feedback: bool = True
+    momentum: float = 0.0
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        check_block(self.block, 8)
+        if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
+            raise refusal("after", self.after, "an integer from 0 (updates in full precision)")
+        if not 0 <= self.momentum < 1:
+            raise refusal("momentum", self.momentum, "β₁ of the optimizer, below 1, or 0 to send gradients")
+        if self.momentum and not self.after:
+            raise refusal(
+                "after",
+                0,
+                f"updates in full precision from 1 with momentum={self.momentum}, since Adam's variance is "
+                "frozen then and must have been measured; or momentum=0 to send gradients",
+            )
+
+    def at(self, update: int) -> Payload:
+        return Full() if update < self.after else self
+
+    def nbytes(self, n: int) -> int:
+        """See the base class, as for all methods here."""
+        return -(-n // 8) + 4 * num_blocks(n, self.block)
+
+    @torch.no_grad()
+    def encode(self, x: Tensor, into: Tensor, residual: Tensor | None = None, draw: int = 0) -> None:
+        check_flat(x, into, self.nbytes(x.numel()), residual)
+        pieces = Pieces(x, self.block)
+        header = pieces.new_header(1)
+        for values, missed, code, scale, negative, scratch in zip(
+            pieces.values(),
+            pieces.residuals(residual),
+            pieces.of(into[4 * header.numel() :], self.block // 8),
+            pieces.of(header[0], 1),
+            pieces.scratch(),
+            pieces.scratch(),
+            strict=True,
+        ):
+            exact = add_residual(values, missed, scratch)
+            torch.lt(exact, 0, out=negative)  # 0 or 1 in float32, much faster than in bool
+            code.view(-1).copy_(_packed(negative.view(-1)))
+            torch.mean(torch.abs(exact, out=scratch), 1, keepdim=True, out=scale)
+            if missed is not None:
+                keep_error(missed, values, negative.mul_(-2 * scale).add_(scale))
+        write_header(header, into)
+
+    @torch.no_grad()
+    def decode(self, message: Tensor, into: Tensor, weight: float | None = None) -> None:
+        check_flat(into, message, self.nbytes(into.numel()))
+        pieces = Pieces(into, self.block)
+        header = pieces.read_header(message, 1)
+        signs = _signs(into.device)
+        for values, code, scale, scratch in zip(
+            pieces.values(),
+            pieces.of(message[4 * header.numel() :], self.block // 8),
+            pieces.of(header[0], 1),
+            pieces.scratch(),
+            strict=True,
+        ):
+            unpacked = signs.index_select(0, code.reshape(-1).int()).view(torch.int8)
+            scratch.view(-1).copy_(unpacked[: scratch.numel()])
+            deliver(scratch.mul_(scale), values, weight)
+
+
+def _packed(bits: Tensor) -> Tensor:
+    """Pack flat zeros and ones, eight to a byte; the last byte ends with zeros."""
+    bytes_ = bits.new_zeros(-(-bits.numel() // 8) * 8, dtype=torch.int8)
+    bytes_[: bits.numel()].copy_(bits)
+    return bytes_.view(torch.int64).mul_(GATHER).bitwise_right_shift_(56)
+
+
+@functools.cache
+def _signs(device: torch.device) -> Tensor:
+    """Return for every byte eight signed bytes in one 64-bit word: −1 for a set bit, else 1."""
+    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    return (1 - 2 * bits).to(torch.int8).view(torch.int64).view(-1).to(device)
+
+
+@dataclass(frozen=True)
+class TopK(Payload):
+    """6 bytes for each of the ``density`` · n values that are largest in magnitude; the others arrive as zero.
+
+    At least one of each segment of 2¹⁶ values is sent. The squared error is at most 1 − density of that of sending
+    nothing. A segment is the block for values that are not finite. Finding the largest values takes far longer than
+    encoding by the other payloads.
+
+    Args:
+        density: the share of values that is sent, in (0, 1]. From 2/3 on, messages are no shorter than
+            :class:`~lightning_sdpipe.exchange.payloads.Full`'s.
+        feedback: add what a message left out to the next one; without it most values would never be sent. It takes a
+            residual as large as the tensor in float32.
+    """
+
+    density: float
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density <= 1:  # NaN is refused too
+            raise refusal("density", self.density, "the share of values to send, above 0 and at most 1, such as 0.01")
+
+    def nbytes(self, n: int) -> int:
+        """See the base class, as for all methods here."""
+        return 6 * self._sent(n)
+
+    @torch.no_grad()
+    def encode(self, x: Tensor, into: Tensor, residual: Tensor | None = None, draw: int = 0) -> None:
+        check_flat(x, into, self.nbytes(x.numel()), residual)
+        pieces = Pieces(x, SEGMENT)
+        sent, each = self._sent(x.numel()), self._of(SEGMENT)
+        largest, places = x.new_empty(sent, dtype=torch.float32), x.new_empty(sent, dtype=torch.int16)
+        for values, missed, largest_here, places_here, scratch in zip(
+            pieces.values(),
+            pieces.residuals(residual),
+            pieces.of(largest, each),
+            pieces.of(places, each),
+            pieces.scratch(),
+            strict=True,
+        ):
+            exact = add_residual(values, missed, scratch)
+            place = exact.abs().topk(largest_here.shape[1], dim=1, sorted=False).indices
+            chosen = exact.gather(1, place)
+            places_here.copy_(place)
+            largest_here.copy_(chosen)
+            if missed is not None:
+                scratch.zero_().view(-1).index_add_(0, _index(place, values), chosen.view(-1))
+                keep_error(missed, values, scratch.add_(_poison(chosen)))
+        into[: 4 * sent].copy_(largest.view(torch.uint8))
+        into[4 * sent :].copy_(places.view(torch.uint8))
+
+    @torch.no_grad()
+    def decode(self, message: Tensor, into: Tensor, weight: float | None = None) -> None:
+        check_flat(into, message, self.nbytes(into.numel()))
+        pieces = Pieces(into, SEGMENT)
+        sent, each = self._sent(into.numel()), self._of(SEGMENT)
+        largest, places = into.new_empty(sent, dtype=torch.float32), into.new_empty(sent, dtype=torch.int16)
+        largest.view(torch.uint8).copy_(message[: 4 * sent])
+        places.view(torch.uint8).copy_(message[4 * sent :])
+        if weight is None:
+            into.zero_()
+        else:
+            largest.mul_(weight)
+        for values, largest_here, place in zip(
+            pieces.values(), pieces.of(largest, each), pieces.of(places, each), strict=True
+        ):
+            place = place.long().bitwise_and_(SEGMENT - 1)
+            values.view(-1).index_add_(0, _index(place, values), largest_here.reshape(-1).to(values.dtype))
+            values.add_(_poison(largest_here))
+
+    def _of(self, columns: int) -> int:
+        return max(1, round(self.density * columns))
+
+    def _sent(self, n: int) -> int:
+        whole, rest = divmod(n, SEGMENT)
+        return whole * self._of(SEGMENT) + (self._of(rest) if rest else 0)
+
+
+def _index(place: Tensor, values: Tensor) -> Tensor:
+    """Return flat places within all rows from places within rows: CUDA can add to these in a deterministic order."""
+    rows, columns = values.shape
+    return place.add(torch.arange(0, rows * columns, columns, device=place.device).unsqueeze(1)).view(-1)
+
+
+def _poison(chosen: Tensor) -> Tensor:
+    """Return 0 for each row of chosen values, or NaN if one is not finite: such values count as the largest."""
+    return chosen.sub(chosen).sum(1, keepdim=True)
