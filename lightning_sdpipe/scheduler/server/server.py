@@ -30,7 +30,7 @@ from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 LONGEST_WAIT = 60.0
 MOST_AT_ONCE = 32
-"""Messages that are dealt with before the server looks again at what is due."""
+"""Messages that are dealt with before they are answered, and the server looks again at what is due."""
 MOST_UNREAD = 256
 """Replies kept for a client that does not read them; it repeats the requests whose replies were dropped."""
 MOST_UNHANDLED = 128
@@ -199,14 +199,17 @@ class Server:
             while True:
                 if service.deadline() <= (now := clock()):
                     self._send(socket, service.tick(now))
+                replies: list[Addressed] = []
                 for identity, frame in _messages(socket, service.deadline() - now):
                     if identity == self._stop_message.identity:
+                        self._send(socket, replies)
                         return
                     now = clock()
                     if identity == self._lifeline_notice.identity:
-                        self._send(socket, service.line_ended(frame, now))
+                        replies += service.line_ended(frame, now)
                     else:
-                        self._send(socket, self._handle(identity, frame, now))
+                        replies += self._handle(identity, frame, now)
+                self._send(socket, replies)  # all at once, which wakes up the thread that writes to the network once
 
     @contextlib.contextmanager
     def _lifelines(self, context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[None]:

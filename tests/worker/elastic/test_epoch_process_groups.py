@@ -297,9 +297,11 @@ def test_a_group_of_somebody_that_is_lost_meanwhile_is_given_up(left: Epoch, mon
             return "lost"
         groups.use(group(1, 0, 1))
         monkeypatch.setattr(groups, "_make", lambda epoch: None)
-        threading.Timer(0.2, groups.enter, [left]).start()
+        enters = threading.Timer(0.2, groups.enter, [left])
+        enters.start()
         with pytest.raises(WorkerFailedError, match="pipeline 1"):
             finish(mover.start([torch.zeros(3)], group(1, 0, 1)))
+        enters.join(60)
         assert groups.held == []
         return "went on"
 
