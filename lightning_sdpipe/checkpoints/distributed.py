@@ -84,7 +84,11 @@ class DistributedWriter:
         part = path.with_name(f".{path.name}{_PART}") if publisher is None else beside_it(path, publisher.mark, _PART)
         if self._groups.rank == 0:
             _remove(part)
-            files.save_checkpoint(checkpoint, part / _REST)
+            try:
+                files.save_checkpoint(checkpoint, part / _REST)
+            except BaseException:
+                _remove(part)
+                raise
         part = Path(broadcast_value(str(part), 0, self._group))  # rank 0 names the place, and clears it first
         if self._asynchronous:
             written = async_save(parts, checkpoint_id=part, process_group=self._group)

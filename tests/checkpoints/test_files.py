@@ -265,6 +265,18 @@ def test_a_distributed_checkpoint_that_one_rank_cannot_write(tmp_path: Path, asy
     assert torch.load(path / "meta.pt")["epoch"] == 10
 
 
+def _has_no_space_for_the_rest(rank: int, path: Path) -> list[str]:
+    writer = DistributedWriter(ProcessGroups.open(Mesh.build(1, 1), timedelta(seconds=20)), False)
+    with disk_of(50_000), pytest.raises(NotWrittenError, match=r"meta\.pt was not written"):
+        writer.save({"state_dict": {}, "metrics": torch.ones(100_000)}, path, WholeFiles())
+    return names(path.parent)
+
+
+@pytest.mark.distributed
+def test_nothing_is_left_where_there_is_no_space_for_the_rest_of_a_distributed_checkpoint(tmp_path: Path) -> None:
+    assert run_workers(1, _has_no_space_for_the_rest, tmp_path / "last.ckpt") == [[]]
+
+
 class OneRun:
     """A run whose scheduler lets this pipeline write, or not."""
 
