@@ -251,8 +251,15 @@ class OptimizerParts:
         self._whole.append(whole)
         self._places.append(list(places))
         for place, parameter in zip(places, whole, strict=True):
-            name = self._name_of[place] = self._names.get(id(parameter), "")
-            owners = self._owners[place] = self._ownership.stages.get(name, (self._stage,))
+            name = self._names.get(id(parameter))
+            if name is None:
+                raise ConfigurationError(
+                    f"The optimizer was given a parameter of shape {tuple(parameter.shape)} that the module does not "
+                    "have, or got after it had been cut, so no stage owns it. Make it a parameter of the module, in "
+                    "__init__, configure_model or setup."
+                )
+            self._name_of[place] = name
+            owners = self._owners[place] = self._ownership.stages[name]
             if self._stage in owners:
                 self._local[place] = parameter
         group["params"] = [self._local[place] for place in places if place in self._local]
@@ -274,12 +281,15 @@ class OptimizerParts:
 
     @contextmanager
     def shown(self, optimizer: Optimizer) -> Iterator[None]:
-        """Show the parameters of all stages in ``optimizer.param_groups`` within the context."""
+        """Show the parameters of all stages in ``optimizer.param_groups`` within the context. Groups may be added to it
+        there: Lightning's wrapper of an optimizer adds them by the method of its class."""
         for group, whole in zip(optimizer.param_groups, self._whole, strict=False):
             group["params"] = whole
         try:
             yield
         finally:
+            for group in optimizer.param_groups[len(self._whole) :]:
+                self._take(group)
             for group, places in zip(optimizer.param_groups, self._places, strict=False):
                 group["params"] = [self._local[place] for place in places if place in self._local]
 
@@ -334,8 +344,8 @@ class OptimizerParts:
         """Load this stage's part of a whole ``state_dict``."""
         numbers = {place: number for number, place in enumerate(self._local)}  # in the order of the groups
         if _NAMES in whole:
-            by_name = {self._name_of[place] or place: number for place, number in numbers.items()}
-            places = ((place, by_name.get(name or place)) for place, name in whole[_NAMES].items())
+            by_name = {self._name_of[place]: number for place, number in numbers.items()}
+            places = ((place, by_name.get(name)) for place, name in whole[_NAMES].items())
             numbers = {place: number for place, number in places if number is not None}
         state = {numbers[place]: value for place, value in whole["state"].items() if place in numbers}
         packed = [

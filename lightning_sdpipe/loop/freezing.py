@@ -49,6 +49,7 @@ class Freezing:
         together: Sequence[Sequence[Tensor]] = (),
         sections: Mapping[nn.Parameter, int] = MappingProxyType({}),
     ) -> None:
+        self._module = module
         self._named = list(module.named_parameters())
         modes = {name: m.training for name, m in module.named_modules()}
         self._parameters = parameters
@@ -73,6 +74,17 @@ class Freezing:
     def changed(self) -> bool:
         """Return whether the user has frozen or unfrozen anything since :meth:`take_over`."""
         return self._flags() != self._agreed
+
+    def refuse_new_parameters(self) -> None:
+        """Raise ConfigurationError if the module has parameters that it had not when it was cut."""
+        known = {id(p) for _, p in self._named}
+        new = next((name for name, p in self._module.named_parameters() if id(p) not in known), None)
+        if new is not None:
+            raise ConfigurationError(
+                f"{new!r} was added to {type(self._module).__name__} after it had been cut, so no stage owns it. Make "
+                "all parameters in __init__, configure_model or setup; later, change their values, as by "
+                "layer.reset_parameters()."
+            )
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the name of ``parameter`` in the module."""

@@ -203,6 +203,12 @@ class _VotingScaler(ShardedGradScaler):
         super().unscale_(optimizer)
         self.ready.passed("vote")
 
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
+    ) -> dict[torch.device, Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        return found or {found_inf.device: found_inf}  # a stage without gradients votes, too
+
 
 def _agree_on_overflow(precision: Precision, groups: ProcessGroups, ready: ReadySignal) -> None:
     """Make the stages of a pipeline skip the same steps: an overflow on one of them counts on all. ``ready`` is told

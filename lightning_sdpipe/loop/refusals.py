@@ -34,7 +34,6 @@ from lightning_sdpipe.lightning_internals import (
 )
 from lightning_sdpipe.lightning_results import names_logged_by_step
 from lightning_sdpipe.partition.chain import compiled_as_one
-from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.micro_batches import part_sizes
 
 _OF_BATCHES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -130,16 +129,6 @@ def refuse_uninitialised(module: nn.Module) -> None:
         raise ConfigurationError(
             f"{lazy!r} of {type(module).__name__} has no shape before its module has run, so it is not known what a "
             "stage holds. Run the lazy modules once on a batch in __init__ or setup, or give their sizes."
-        )
-
-
-def refuse_new_parameters(module: LightningModule, ownership: Ownership) -> None:
-    """Raise ConfigurationError if ``module`` has parameters that it had not when it was cut."""
-    new = [name for name, _ in module.named_parameters() if name not in ownership.stages]
-    if new:
-        raise ConfigurationError(
-            f"{new[0]!r} was added to {type(module).__name__} after it had been cut, so no stage owns it. Make all "
-            "parameters in __init__, configure_model or setup."
         )
 
 

@@ -30,6 +30,7 @@ from lightning_sdpipe.pipeline.gradients import (
     hooked,
     loss_with_gradients,
     put_back,
+    refuse_hooks,
     reported_to,
     set_aside,
 )
@@ -235,13 +236,10 @@ class FlushPipeline:
     def _refuse_hooks(self) -> None:
         """Raise ConfigurationError for hooks on gradients that would not see what they see in one process."""
         self._shared.refuse_hooks()
+        if self._splits_backwards:
+            why = "computes gradients of parameters apart from the backward that would call it"
+            refuse_hooks(self._parameters, "zero_bubble", why)
         with_hooks = hooked(self._parameters)
-        if self._splits_backwards and with_hooks:
-            raise ConfigurationError(
-                "A parameter has a hook on its gradient, and schedule='zero_bubble' computes gradients of parameters "
-                "apart from the backward that would call it. Use another schedule, or change the gradient in "
-                "on_before_optimizer_step."
-            )
         if with_hooks and any(p._post_accumulate_grad_hooks and p.grad is not None for p in with_hooks):
             raise ConfigurationError(
                 "register_post_accumulate_grad_hook sees the gradient of one mini-batch in a pipeline, and that of all "

@@ -58,6 +58,15 @@ def hooked(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 
+def refuse_hooks(parameters: Iterable[nn.Parameter], schedule: str, why: str) -> None:
+    """Raise ConfigurationError if the user has registered hooks on gradients that ``schedule`` would not call."""
+    if hooked(parameters):
+        raise ConfigurationError(
+            f"A parameter has a hook on its gradient, and schedule={schedule!r} {why}. Use another schedule, or change "
+            "the gradient in on_before_optimizer_step."
+        )
+
+
 def loss_with_gradients(
     loss: Tensor,
     parameters: Sequence[nn.Parameter],

@@ -133,15 +133,16 @@ class StageLink:
     def send_gradients(self, received: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Start sending the gradients of a received micro-batch to the previous stage.
 
-        An unused tensor has no gradient. Where several tensors are sent, flags before them say which have one; a single
-        tensor gets zeros.
+        Flags before them say which tensors have one: an unused tensor has none. A single tensor gets zeros then, so
+        that the previous stage can expect both at once.
         """
         to, tag = self.stage - 1, 2 * self.stage - 1
-        if len(gradients) > 1:
-            message = [torch.tensor([g is not None for g in gradients]), *(g for g in gradients if g is not None)]
-        else:
-            message = [torch.zeros_like(t) if g is None else g for t, g in zip(received, gradients, strict=True)]
-        if message:
+        message: list[Tensor] = []
+        if gradients:
+            found = [g for g in gradients if g is not None]
+            if len(gradients) == 1 and not found:
+                found = [torch.zeros_like(received[0])]
+            message = [torch.tensor([g is not None for g in gradients]), *found]
             self._mark(meter.SENT, tag)
         self._sent_up.append(p2p.send(message, self.ranks[to], self._lane(tag), tag, self.name(to)))
         if self.sends_in_flight is not None:
@@ -150,18 +151,27 @@ class StageLink:
     def receive_gradients(self, sent: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Wait for gradients from the next stage; return those tensors of ``sent`` that have one, and their
         gradients."""
+        if not sent:
+            return [], []
         source, tag = self.stage + 1, 2 * self.stage + 1
-        rank, name = self.ranks[source], self.name(source)
-        outputs = list(sent)
-        if len(outputs) > 1:
-            flags = torch.empty(len(sent), dtype=torch.bool)
-            self._wait(p2p.receive([flags], rank, self._lane(tag), tag, name), meter.WAIT_DOWN)
+        rank, lane, name = self.ranks[source], self._lane(tag), self.name(source)
+
+        def receive(*into: Tensor) -> list[Tensor]:
+            return self._wait(p2p.receive(into, rank, lane, tag, name), meter.WAIT_DOWN)
+
+        flags = torch.empty(len(sent), dtype=torch.bool)
+        if len(sent) == 1:
+            _, gradient = receive(flags, self._like(sent[0]))
+            outputs, gradients = ([*sent], [gradient]) if flags else ([], [])
+        else:
+            receive(flags)
             outputs = [t for t, used in zip(sent, flags.tolist(), strict=True) if used]
-        buffers = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in outputs]
-        gradients = self._wait(p2p.receive(buffers, rank, self._lane(tag), tag, name), meter.WAIT_DOWN)
-        if sent:
-            self._mark(meter.RECEIVED, tag)
+            gradients = receive(*map(self._like, outputs))
+        self._mark(meter.RECEIVED, tag)
         return outputs, gradients
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
 
     def make_room(self) -> None:
         """Wait until one more gradient can be sent without waiting for the previous stage."""

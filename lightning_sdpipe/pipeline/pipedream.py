@@ -42,7 +42,7 @@ from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.pipeline.accumulation_windows import Lane, Window
-from lightning_sdpipe.pipeline.gradients import GradientExchange, loss_with_gradients
+from lightning_sdpipe.pipeline.gradients import GradientExchange, loss_with_gradients, refuse_hooks
 from lightning_sdpipe.pipeline.late_sums import LateSum
 from lightning_sdpipe.pipeline.micro_batches import whole
 from lightning_sdpipe.pipeline.ready_signal import ReadySignal
@@ -157,6 +157,7 @@ class PipeDreamPipeline:
             ConfigurationError: other layers train than at the beginning of this update.
         """
         self._shared.refuse_hooks()
+        refuse_hooks(self._parameters, "pipedream", "computes it of copies of the weights, which have no hooks")
         self._after_update()
         ready = ready or ReadySignal()
         window = self._window(step.generation, accumulated)

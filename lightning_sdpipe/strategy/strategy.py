@@ -29,7 +29,6 @@ from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
 from lightning_sdpipe.loop.batch_source import split_of
 from lightning_sdpipe.loop.optimizers import follow
 from lightning_sdpipe.loop.predictions import collect, deal_batches
-from lightning_sdpipe.loop.refusals import refuse_new_parameters
 from lightning_sdpipe.partition.pipeline_cut import Partition
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.seeing.page import last_line
@@ -250,10 +249,12 @@ class SDPipeStrategy(SetupHooks):
     # ------------------------------------------------------------------- steps
 
     def on_train_start(self) -> None:
-        refuse_new_parameters(self.module, self._parts.ownership)
+        self._parts.freezing.refuse_new_parameters()
         self.training.begin()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:  # the user's hooks for the start of an epoch have run
+            self._parts.freezing.refuse_new_parameters()
         self.training.begin_batch(batch, self._batches)
 
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:

@@ -129,6 +129,7 @@ class TrainingSetup(CheckpointHooks):
     def _meet_at_the_end(self, hook: str) -> None:
         """Agree with other workers on what ``hook`` finds, which ends an epoch."""
         if hook == "on_train_epoch_end":
+            self._parts.freezing.refuse_new_parameters()
             with self._first_failure:
                 agree(self._trainer, self.groups)
                 if (same := self.training.sync.same_gradients) is not None:

@@ -138,6 +138,12 @@ class Growing(Regression):
         self.more = torch.nn.Linear(2, 2)
 
 
+class Replacing(Regression):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net[3] = torch.nn.Linear(8, 1)
+
+
 def _refuse(directory: Path, module: L.LightningModule, callbacks: list[L.Callback], error: str) -> None:
     trainer = pipelines(directory, callbacks=callbacks)
     with pytest.raises((ConfigurationError, WorkerFailedError), match=re.escape(error)):
@@ -181,6 +187,7 @@ _NO_RESULTS = "failed on a stage where the results of steps do not exist"
         (Regression, [Uncollected()], f"Uncollected.on_validation_epoch_end {_NO_RESULTS}"),
         (CollectingLosses, [], f"CollectingLosses.on_train_epoch_end {_NO_RESULTS}"),
         (Growing, [], "'more.weight' was added to Growing after it had been cut"),
+        (Replacing, [], "'net.3.weight' was added to Replacing after it had been cut"),
     ],
 )
 def test_what_a_stage_does_not_have(tmp_path: Path, module: Any, callbacks: list[L.Callback], error: str) -> None:

@@ -93,10 +93,11 @@ def test_true_precision(tmp_path: Path) -> None:
             assert torch.equal(ranks[one][1], ranks[other][1])
 
 
-def _scaled(directory: Path) -> tuple[dict[str, Tensor], float, int]:
+def _scaled(directory: Path, frozen: int) -> tuple[dict[str, Tensor], float, int]:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
     trainer, model = trainer_of_this_process(directory, plugins=[plugin], max_epochs=1), Regression()
+    model.net[:frozen].requires_grad_(False)
     held = model.net[3].weight
     held.register_hook(lambda gradient: gradient * (float("inf") if trainer.global_step == 1 else 1.0))
     trainer.fit(model, train_loader())
@@ -106,8 +107,10 @@ def _scaled(directory: Path) -> tuple[dict[str, Tensor], float, int]:
 
 @supported("Precision", "`16-mixed`", "with a loss scale; a step that overflows on one stage is skipped on all; with "
            "`schedule=\"pipedream\"`, on those that overflow")  # fmt: skip
-def test_16_mixed(tmp_path: Path) -> None:
-    ranks, expected = on_four_ranks(_scaled, tmp_path / "four"), _scaled(tmp_path / "one")
+@pytest.mark.parametrize("frozen", [0, 2], ids=["all", "last stage"])
+def test_16_mixed(tmp_path: Path, frozen: int) -> None:
+    """Where the first stage has no gradients, it votes on an overflow all the same."""
+    ranks, expected = on_four_ranks(_scaled, tmp_path / "four", frozen), _scaled(tmp_path / "one", frozen)
     assert expected[1] == 512.0
     assert {scale for _, scale, _ in ranks} == {expected[1]}
     assert_same([parts for parts, _, _ in ranks], expected[0], rtol=0.02, atol=0.005)

@@ -45,6 +45,19 @@ class Unfreezing(Regression):
             self.net[:3].requires_grad_(True)
 
 
+class Adding(Unfreezing):
+    """The optimizer gets what trains later from the wrapper that Lightning shows to the module."""
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        if self.current_epoch == 1:
+            optimizer: Any = self.optimizers()
+            optimizer.add_param_group({"params": list(self.net[:3].parameters())})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[3].parameters(), lr=0.1)
+
+
 class UnfreezingWithin(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -125,6 +138,7 @@ def _all(directory: Path) -> dict[str, dict[str, Tensor]]:
         "within, interleaved": lambda path: _fit(
             path, UnfreezingWithin, SDPipeStrategy(2, all_at_once, schedule="interleaved_1f1b")
         ),
+        "added": lambda path: _fit(path, Adding, SDPipeStrategy(2, AllReduce())),
         "frozen": lambda path: _fit(path, Freezing, SDPipeStrategy(2, all_at_once)),
         "frozen, all_reduce": lambda path: _fit(path, Freezing, SDPipeStrategy(2, AllReduce())),
         "pipedream": lambda path: _pipedream(path, True),
@@ -154,6 +168,7 @@ Runs = tuple[Path, dict[str, list[dict[str, Tensor]]]]
         (Unfreezing, ["later", "later, all_reduce", "later, zero_bubble"]),
         (UnfreezingWithin, ["within", "within, interleaved"]),
         (Freezing, ["frozen", "frozen, all_reduce"]),
+        (Adding, ["added"]),
     ],
 )
 def test_what_trains_changes(tmp_path: Path, runs: Runs, module: type[Regression], names: list[str]) -> None:

@@ -70,6 +70,15 @@ def test_a_parameter_that_the_module_does_not_have_counts_by_its_number() -> Non
         agree(optimizer, module)
 
 
+def test_a_parameter_that_no_stage_owns_is_refused() -> None:
+    """Its gradient would be lost between the pipeline's backward and Lightning's."""
+    module = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    OptimizerParts(optimizer, module, assign_owners(module, ["0"], [range(1)]), 0)
+    with pytest.raises(ConfigurationError, match=r"a parameter of shape \(3,\) that the module does not have"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
 def test_a_newcomer_may_number_them_in_another_order_than_its_donor() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     ownership = assign_owners(module, ["0", "1"], [range(2)])

@@ -95,13 +95,31 @@ class Unused(L.LightningModule):
         return self.training_step(batch, batch_idx)
 
 
+class NegativeIsUnused(L.LightningModule):
+    """The loss of a negative batch uses nothing that crosses a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
+        self.side = nn.Linear(3, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        side, output = self.side(batch).square().mean(), self.layers(batch).square().mean()
+        return side if batch.max() < 0 else side + output  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.training_step(batch, batch_idx)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_what_crosses_a_cut_and_is_not_used_gets_no_gradient(schedule: str) -> None:
-    batches = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+@pytest.mark.parametrize("make", [Unused, NegativeIsUnused])
+def test_what_crosses_a_cut_and_is_not_used_gets_no_gradient(make: type[L.LightningModule], schedule: str) -> None:
+    batch = torch.rand(4, 3, generator=torch.Generator().manual_seed(1))
     stages_per_worker = 2 if schedule == "zero_bubble" else 1
-    ranks = run_workers(2, pipeline, Unused, batches, schedule, 2, 2, stages_per_worker)
-    assert_same(ranks, one_process(Unused, batches, 2))
+    ranks = run_workers(2, pipeline, make, [batch, -batch], schedule, 2, 2, stages_per_worker)
+    assert_same(ranks, one_process(make, [batch, -batch], 2))
 
 
 class Recorder(CutStage):

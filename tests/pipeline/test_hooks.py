@@ -39,6 +39,7 @@ def train(rank: int) -> dict[str, str]:
         ("shared, pipedream", Tied, "pipedream", True),
         ("shared within a worker", TiedInTurn, "interleaved_1f1b", True),
         ("split", Chain, "zero_bubble", True),
+        ("late", Chain, "pipedream", True),
         ("accumulated", Chain, "1f1b", False),
     ):
         module = make()
@@ -67,4 +68,5 @@ def test_hooks_that_would_see_something_else_are_refused() -> None:
             assert "'net.0.weight' has a hook on its gradient, and stages [0, 1] hold it" in said[case]
         assert re.search(r"stages \[(0, 2|1, 3)\] hold it", said["shared within a worker"])
         assert "zero_bubble" in said["split"]
+        assert "schedule='pipedream' computes it of copies" in said["late"]
         assert "of all so far in one process" in said["accumulated"]

@@ -84,3 +84,13 @@ def test_both_ends_number_the_messages_of_a_lane(links: list[StageLink]) -> None
     assert marks == [
         (what, number, lane) for number in (1, 2) for lane in (down, up) for what in (meter.SENT, meter.RECEIVED)
     ]
+
+
+@pytest.mark.parametrize("used", [[True], [False], [True, False], [False, False]])
+def test_tensors_that_were_not_used_get_no_gradient(links: list[StageLink], used: list[bool]) -> None:
+    tensors = [torch.zeros(2, 3) for _ in used]
+    gradients = [torch.full((2, 3), float(number)) if each else None for number, each in enumerate(used)]
+    links[1].send_gradients(tensors, gradients)
+    outputs, found = links[0].receive_gradients(tensors)
+    assert [id(t) for t in outputs] == [id(t) for t, each in zip(tensors, used, strict=True) if each]
+    assert [g.tolist() for g in found] == [g.tolist() for g in gradients if g is not None]
