@@ -66,7 +66,7 @@ SHAPES = {
 
 SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (754, 8),
-    "data": (597, 5),
+    "data": (600, 5),
     "dealing": (598, 6),
     "exchange": (2843, 22),
     "heterogeneity": (469, 8),

@@ -159,6 +159,9 @@ class PipelineLoader:
         stream = Stream(mix(*key))
         if self._source is not self._loader:
             self._share_attributes()
+        own = getattr(self._loader, "generator", None)
+        if "generator" in self._replaced and own is not None and self._iterator is None:
+            torch.empty((), dtype=torch.int64).random_(generator=own)  # as a DataLoader does, for its workers
         with _seeding_what_follows(), stream.drawn():
             batches = iter(self._source)
         nothing = nullcontext()

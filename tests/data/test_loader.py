@@ -328,3 +328,14 @@ def test_hooks_and_the_loader_see_each_others_state() -> None:
     first, *_ = pipelines_loader
     assert first.sum() < 200 * BATCH
     assert plain.begun == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_a_generator_of_the_users_own_draws_the_order_of_one_process(options: dict[str, Any]) -> None:
+    plain, other = (
+        DataLoader(range(SIZE), BATCH, shuffle=True, generator=torch.Generator().manual_seed(1), **options)  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    ours = PipelineLoader(other, 0, 1, lambda: SEED)
+    for _ in range(3):
+        assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
