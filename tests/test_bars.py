@@ -78,7 +78,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "placement": (3256, 22),
     "policies": (2729, 24),
     "recipes": (8233, 90),
-    "scheduler": (5537, 40),
+    "scheduler": (5538, 40),
     "seeing": (2079, 15),
     "simulate": (707, 5),
     "strategy": (871, 6),

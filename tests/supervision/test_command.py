@@ -120,7 +120,7 @@ def test_a_run_through_deaths(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_a_pipeline_of_another_depth_comes_back(tmp_path: Path) -> None:
-    arguments = "--pipelines", "2", "--stages", "1,2", "-m", "tests.scripts.unlike", "14"
+    arguments = "--pipelines", "2", "--stages", "1,2", "-m", "tests.scripts.unlike", "10"
     with Command(tmp_path, *arguments) as run:
         run.says(r"2 pipelines of 1, 2 stages; scheduler at ")
         run.says("all 2 pipelines train")

@@ -312,6 +312,7 @@ class GroupDesk:
 
     def _carry_out(self, decisions: list[Decision], now: float) -> None:
         for group in decisions:
+            logger.debug("group %d of stage %d: %s", group.sequence, group.stage, group.reason)
             if (ready := self._process_groups.ready_to_go(group, now)) is not None:
                 self.send(ready)
 
