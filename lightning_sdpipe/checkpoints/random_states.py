@@ -23,13 +23,13 @@ def gather(groups: ProcessGroups, device: torch.device) -> dict[str, Any]:
     mine = _collect(device)
     ranks = range(dist.get_world_size())
     flat = torch.cat([state.flatten() for state in mine.values()])
-    everybody = [torch.empty_like(flat) for _ in ranks] if groups.rank == 0 else None
-    with waiting_for(groups.everybody, "gathering random states"):
-        dist.gather(flat, everybody, dst=0)
-    if everybody is None:
+    gathered = [torch.empty_like(flat) for _ in ranks] if groups.rank == 0 else None
+    with waiting_for(groups.world, "gathering random states"):
+        dist.gather(flat, gathered, dst=0)
+    if gathered is None:
         return {}
     sizes = {name: len(state) for name, state in mine.items()}
-    return {"mesh": [list(row) for row in groups.mesh.ranks], "sizes": sizes, "states": torch.stack(everybody)}
+    return {"mesh": [list(row) for row in groups.mesh.ranks], "sizes": sizes, "states": torch.stack(gathered)}
 
 
 def restore(saved: Mapping[str, Any], groups: ProcessGroups, device: torch.device) -> None:

@@ -56,11 +56,11 @@ def divide(pieces: Sequence[int], seconds: Mapping[int, float]) -> dict[int, lis
         Pieces of each worker, in their order; of two workers that would finish one at the same time, the lower gets it.
     """
     given: dict[int, list[int]] = {worker: [] for worker in seconds}
-    everybody = sorted(seconds, key=lambda worker: (seconds[worker], worker))
-    first = everybody if len(pieces) >= len(everybody) else []
+    slowest_last = sorted(seconds, key=lambda worker: (seconds[worker], worker))
+    first = slowest_last if len(pieces) >= len(slowest_last) else []
     for worker, piece in zip(first, pieces, strict=False):
         given[worker].append(piece)
-    queue = [(seconds[worker] * (len(given[worker]) + 1), worker) for worker in everybody]
+    queue = [(seconds[worker] * (len(given[worker]) + 1), worker) for worker in slowest_last]
     heapq.heapify(queue)
     for piece in pieces[len(first) :]:
         at, worker = queue[0]

@@ -276,9 +276,9 @@ class EpochCallback(Callback):
     def _share_metrics(self, trainer: Trainer) -> None:
         with self._turns.first_failure:
             mine = {name: float(value) for name, value in trainer.callback_metrics.items()}  # reduces: on every rank
-            everybodys = self._share(mine)
-        if everybodys is not mine:
-            adopt_metrics(trainer, {name: torch.tensor(value) for name, value in everybodys.items()})
+            shared = self._share(mine)
+        if shared is not mine:
+            adopt_metrics(trainer, {name: torch.tensor(value) for name, value in shared.items()})
 
 
 def agree(trainer: Trainer, groups: ProcessGroups) -> None:

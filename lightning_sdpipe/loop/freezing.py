@@ -123,10 +123,10 @@ class Freezing:
     def _different(self, flags: Sequence[bool], doing: str) -> int | None:
         """Return the place of the first of ``flags`` that is not the same on all ranks."""
         mine = torch.tensor(flags, dtype=torch.uint8)
-        everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        with waiting_for(self._groups.everybody, doing):
-            dist.all_gather(everybody, mine)
-        places = (torch.stack(everybody) != mine).any(0).nonzero()
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        with waiting_for(self._groups.world, doing):
+            dist.all_gather(gathered, mine)
+        places = (torch.stack(gathered) != mine).any(0).nonzero()
         return int(places[0]) if len(places) else None
 
     def _flags(self) -> list[bool]:

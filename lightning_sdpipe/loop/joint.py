@@ -183,8 +183,8 @@ class JointBatchSource:
     def _largest(self, numbers: Sequence[float]) -> list[float]:
         """Return each of ``numbers``, where it is largest; every worker must call it."""
         mine = torch.tensor(numbers, device=self._trainer.strategy.root_device)
-        with waiting_for(self._groups.everybody, "comparing speeds"):
-            dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._groups.everybody)
+        with waiting_for(self._groups.world, "comparing speeds"):
+            dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._groups.world)
         found: list[float] = mine.tolist()
         return found
 

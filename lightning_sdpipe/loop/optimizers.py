@@ -67,7 +67,7 @@ def agree_on_groups(optimizer: Optimizer, module: nn.Module, groups: ProcessGrou
     """
     name_of = {id(p): name for name, p in module.named_parameters()}
     mine = [[name_of.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-    first: list[list[str]] = p2p.broadcast_value(mine, 0, groups.everybody)
+    first: list[list[str]] = p2p.broadcast_value(mine, 0, groups.world)
     nothing: list[str] = []
     for number, (here, there) in enumerate(zip_longest(mine, first, fillvalue=nothing)):
         only_here, only_there = Counter(here) - Counter(there), Counter(there) - Counter(here)

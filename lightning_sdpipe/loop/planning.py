@@ -75,8 +75,8 @@ def plan_on_rank_zero(planning: Planning) -> list[plan.Plan]:
         ConfigurationError: the module cannot be cut so, or this rank has another one than rank 0.
         WorkerFailedError: rank 0 failed for another reason.
     """
-    everybody = dist.group.WORLD
-    assert everybody is not None
+    world = dist.group.WORLD
+    assert world is not None
     module = planning.trainer.lightning_module
     if dist.get_rank() == 0:
         try:
@@ -84,14 +84,14 @@ def plan_on_rank_zero(planning: Planning) -> list[plan.Plan]:
             sizes = [plan.num_parameters(module, block) for block in made[0].blocks]
             answer = b"p" + msgspec.json.encode(_Sent([plan.encode(each) for each in made], sizes))
         except ConfigurationError as error:
-            p2p.broadcast_bytes(b"c" + str(error).encode(), 0, everybody)
+            p2p.broadcast_bytes(b"c" + str(error).encode(), 0, world)
             raise
         except Exception as error:
-            p2p.broadcast_bytes(b"e" + f"{type(error).__name__}: {error}".encode(), 0, everybody)
+            p2p.broadcast_bytes(b"e" + f"{type(error).__name__}: {error}".encode(), 0, world)
             raise
     else:
         answer = b""
-    answer = p2p.broadcast_bytes(answer, 0, everybody)
+    answer = p2p.broadcast_bytes(answer, 0, world)
     if answer[:1] == b"c":
         raise ConfigurationError(answer[1:].decode())
     if answer[:1] == b"e":

@@ -151,10 +151,10 @@ class PythonState:
 
     def _send(self, value: Any, rank: int) -> None:
         data = json.dumps(value).encode()
-        p2p.send_bytes(data, rank, self._groups.everybody, _TAG, f"rank {rank}").wait()
+        p2p.send_bytes(data, rank, self._groups.world, _TAG, f"rank {rank}").wait()
 
     def _receive(self, rank: int) -> bytes:
-        return p2p.receive_bytes(rank, self._groups.everybody, _TAG, f"rank {rank}")
+        return p2p.receive_bytes(rank, self._groups.world, _TAG, f"rank {rank}")
 
     def begin(self) -> None:
         """Record the state, so that changes from now on are handed on."""
@@ -204,7 +204,7 @@ class PythonState:
         if len(self._ranks) == 1:
             return None
         last = self._ranks[-1]
-        group = self._groups.everybody  # a process that fails closes it at once, and ends with its other groups
+        group = self._groups.world  # a process that fails closes it at once, and ends with its other groups
         with self._first_failure:
             if self._is_last:
                 data = made()

@@ -47,6 +47,6 @@ class AllPresentPolicy(GroupPolicy):
         return self._release(worker.stage, Reason.WORKER_LOST)
 
     def _release(self, stage: int, reason: Reason) -> list[Decision]:
-        if not self.participants.everybody_waits(stage):
+        if not self.participants.all_wait(stage):
             return []
         return [self.participants.group(stage, list(self.participants.waiting[stage]), reason)]

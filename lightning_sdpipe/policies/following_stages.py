@@ -119,15 +119,15 @@ class FollowingStages:
                 for part in planned.parts
             ]
             present = [(part, members) for part, members in here if members]
-            everybody = {p for _, members in present for p in members}
+            every_member = {p for _, members in present for p in members}
             if self._versions.bound is not None:  # these keep their place too: they contain it from that step on
-                everybody.update(*planned.computing.values())
+                every_member.update(*planned.computing.values())
             if not coming and not any(not part.stays for part, _ in present):
                 self._is_over(due)  # the worker that it would have answered has gone
                 self._step(due, present)
                 continue
-            if coming or everybody & busy or not self._fresh(due, present, groups):
-                busy |= coming.keys() | everybody
+            if coming or every_member & busy or not self._fresh(due, present, groups):
+                busy |= coming.keys() | every_member
                 groups |= {part.group for part in planned.parts} | set(planned.computing)
                 continue
             self._is_over(due)

@@ -75,7 +75,7 @@ class LocalSGDPolicy(GroupPolicy):
 
     def _release(self, reason: Reason) -> list[Decision]:
         decisions: list[Decision] = []
-        if self.participants.everybody_waits(self._last):
+        if self.participants.all_wait(self._last):
             waiting = dict(self.participants.waiting[self._last])
             parts = tuple(Part(p, {p: iteration}, stays=False, steps=True) for p, iteration in waiting.items())
             for replay in self._replays:

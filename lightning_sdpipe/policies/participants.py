@@ -128,7 +128,7 @@ class Participants:
         """Return the last iteration of the worker that was answered since it joined."""
         return self._answered[stage].get(pipeline)
 
-    def everybody_waits(self, stage: int) -> bool:
+    def all_wait(self, stage: int) -> bool:
         """Return whether every active worker of ``stage`` waits (and there is at least one)."""
         return len(self.waiting[stage]) == len(self.active[stage]) > 0
 

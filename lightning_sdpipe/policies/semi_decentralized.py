@@ -202,7 +202,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
         if stage.opener is None:
             stage.opener = pipeline
             stage.deadline = now + stage.window.length(pipeline, now)
-        if self.participants.everybody_waits(number):
+        if self.participants.all_wait(number):
             return self._release(number, Reason.EVERYBODY_CAME, now)
         return self._close(number, now) if stage.deadline <= now else []
 
@@ -326,7 +326,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
     def _needs_nobody(self, number: int) -> bool:
         """Return whether, after a worker left, the waiting workers of stage ``number`` may go without waiting
         longer."""
-        if self.participants.everybody_waits(number):
+        if self.participants.all_wait(number):
             return True
         return self._stages[number].enforcing is not None and self._is_enough(number)
 

@@ -169,10 +169,10 @@ class Pipelines:
         Raises:
             BrokenRule: a decision of the policy cannot be carried out.
         """
-        everybody = [*self.replicas.values()]
-        for replica in everybody:
+        replicas = [*self.replicas.values()]
+        for replica in replicas:
             self._tell(Joined(replica.worker))
-        for replica in everybody:
+        for replica in replicas:
             self._advance(replica)
         while True:
             due = self.policy.deadline()

@@ -130,7 +130,7 @@ class CheckpointHooks(Collectives):
         if (files := whole_files(self.checkpoint_io)) is not None:
             files.publisher = None if in_parts else self._run.publisher
         if in_parts:
-            if broadcast_value(self._run.leads, 0, self.groups.everybody):  # its stages may hear of it at other times
+            if broadcast_value(self._run.leads, 0, self.groups.world):  # its stages may hear of it at other times
                 self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io, self._run.publisher)
             return
         in_its_place = self.is_global_zero and is_distributed(filepath)  # a file would be moved into that directory
@@ -170,7 +170,7 @@ class CheckpointHooks(Collectives):
         stage, _ = self.groups.mesh.locate(self.groups.rank)
         rounds = torch.zeros(self.groups.mesh.num_stages, dtype=torch.int64, device=self.root_device)
         rounds[stage] = self.training.sync.rounds or 0
-        with waiting_for(self.groups.everybody, "gathering how many rounds there were"):
+        with waiting_for(self.groups.world, "gathering how many rounds there were"):
             dist.all_reduce(rounds, dist.ReduceOp.MAX)
         return rounds.tolist()
 

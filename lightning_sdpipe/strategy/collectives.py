@@ -251,7 +251,7 @@ class Collectives(DDPStrategy):
         if not self._run.opened:
             yield
         else:
-            with self._first_failure, waiting_for(group or self.groups.everybody, purpose):
+            with self._first_failure, waiting_for(group or self.groups.world, purpose):
                 yield
 
     @cached_property

@@ -139,7 +139,7 @@ class BackgroundAveraging(Synchronizer):
             with self._lock:
                 for copy, published in zip(copies, self._published.tensors, strict=True):
                     copy.copy_(published)
-            group = self._meet(Group(members, (1 / size,) * size, self._number, "everybody"))
+            group = self._meet(Group(members, (1 / size,) * size, self._number, "all"))
             if len(group.members) > 1:
                 turn_into_changes(self._mover, copies, group)
                 with self._lock:

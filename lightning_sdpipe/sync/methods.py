@@ -175,7 +175,7 @@ class ByPolicy:
             case NoSync():
                 return Synchronizer(replica)
             case LocalSGD(every):
-                return _averaging(replica, every, *mover_among_all(replica), lambda everybody: everybody)
+                return _averaging(replica, every, *mover_among_all(replica), lambda all_replicas: all_replicas)
             case Decentralized("ring", every):
                 return _averaging(
                     replica, every, *mover_in_a_ring(replica), partial(with_neighbours, num_pipelines=replica.count)
@@ -202,15 +202,15 @@ def _averaging(
     return ModelAveraging(replica, every, mover, begin)
 
 
-def _pair(peers: Decentralized, pipeline: int, everybody: Group) -> Group:
-    """Return the members that a pipeline averages with in the round whose number is the sequence of ``everybody``."""
-    size, number = len(everybody.members), everybody.sequence
+def _pair(peers: Decentralized, pipeline: int, all_replicas: Group) -> Group:
+    """Return the members that a pipeline averages with; the sequence of ``all_replicas`` is the number of the round."""
+    size, number = len(all_replicas.members), all_replicas.sequence
     if peers.peers == "shift_one":
         partner = shift_one(pipeline, size, number)
     else:
         partner = random_pair(pipeline, size, number, peers.seed)
-    together = [worker for worker in everybody.members if worker.pipeline in (pipeline, partner)]
-    return msgspec.structs.replace(everybody, members=tuple(together), weights=(1 / len(together),) * len(together))
+    together = [worker for worker in all_replicas.members if worker.pipeline in (pipeline, partner)]
+    return msgspec.structs.replace(all_replicas, members=tuple(together), weights=(1 / len(together),) * len(together))
 
 
 def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pipelines: int, held: str | None) -> bool:

@@ -199,7 +199,7 @@ class ProcessGroups:
     def meeting(self) -> dist.ProcessGroup:
         """Workers that pass sync points together: the replicas of the stage, or, where pipelines are cut unlike and
         have none, all workers."""
-        return self.stage if self.mesh.alike else self.everybody
+        return self.stage if self.mesh.alike else self.world
 
     def part(self, parts: Sequence[Sequence[int]], timeout: timedelta | None) -> Replicas | None:
         """Return the replicas of this worker's stage in the part of ``parts`` that holds its pipeline; None if it is
@@ -268,7 +268,7 @@ class ProcessGroups:
         return self._second[0]
 
     @property
-    def everybody(self) -> dist.ProcessGroup:
+    def world(self) -> dist.ProcessGroup:
         """All workers of the run; in an elastic job, those of the pipeline."""
         world = dist.group.WORLD
         assert world is not None, "open() has been called, so the world exists"
@@ -348,6 +348,6 @@ def _gathered(name: str, longest: int, device: torch.device, group: dist.Process
     mine = torch.zeros(longest, dtype=torch.uint8)
     written = name.encode()
     mine[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
-    everybody = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everybody, mine.to(device), group=group)
-    return [bytes(sent.tolist()).rstrip(b"\0").decode() for sent in everybody]
+    gathered = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine.to(device), group=group)
+    return [bytes(sent.tolist()).rstrip(b"\0").decode() for sent in gathered]

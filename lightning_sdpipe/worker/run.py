@@ -208,12 +208,12 @@ class TrainingRun:
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """Return the metrics that every worker gets from ``values``, those that each has: here rank 0's, which rank 0
         gets unchanged. Every worker must call it."""
-        everybodys = p2p.broadcast_value(values, 0, self.groups.everybody)
-        return values if self.groups.rank == 0 else everybodys
+        shared = p2p.broadcast_value(values, 0, self.groups.world)
+        return values if self.groups.rank == 0 else shared
 
     def from_leader(self, numbers: list[float]) -> list[float]:
         """Return the ``numbers`` of the first rank of the pipeline that leads. Every worker must call it."""
-        agreed: list[float] = p2p.broadcast_value(numbers, 0, self.groups.everybody)
+        agreed: list[float] = p2p.broadcast_value(numbers, 0, self.groups.world)
         return agreed
 
     def vote(self, decision: bool, all: bool) -> bool:

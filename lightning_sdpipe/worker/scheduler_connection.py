@@ -151,9 +151,9 @@ def start_scheduler(
         scheduler = SchedulerProcess.embedded(policy, mesh.num_stages, mesh.num_pipelines, bind, log=log, depths=depths)
         keys = msgspec.to_builtins(scheduler.credentials)
         told = json.dumps({"address": scheduler.address, "keys": keys}).encode()
-    everybody = dist.group.WORLD
-    assert everybody is not None
-    answer = json.loads(p2p.broadcast_bytes(told, 0, everybody))
+    world = dist.group.WORLD
+    assert world is not None
+    answer = json.loads(p2p.broadcast_bytes(told, 0, world))
     return scheduler, SchedulerAddress(answer["address"], msgspec.convert(answer["keys"], WorkerKeys))
 
 

@@ -24,7 +24,7 @@ def rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Groups:
-    rank, everybody = 1, None
+    rank, world = 1, None
 
 
 def optimizer_of(module: nn.Module, groups: list[list[str]]) -> torch.optim.Adam:

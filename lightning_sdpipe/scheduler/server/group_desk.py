@@ -299,13 +299,13 @@ class GroupDesk:
         """
         try:
             members = [self.sessions[member] for member in group.members]
-            everybody = [self.sessions[worker] for worker in self.extent.represented_by(group.members)]
+            represented = [self.sessions[worker] for worker in self.extent.represented_by(group.members)]
             if group.passive:
-                self._answer_and_invite(members, everybody, group)
+                self._answer_and_invite(members, represented, group)
                 return
             invited = tuple([session.invitations for session in members])
             answer = m.Answer(group, tuple([session.iteration for session in members]), invited if any(invited) else ())
-            for session in everybody:
+            for session in represented:
                 self._answer(session, answer)
         except (IllegalInput, KeyError) as error:
             raise PolicyFailed(f"{group} cannot go out: {error}") from error
@@ -316,14 +316,14 @@ class GroupDesk:
             if (ready := self._process_groups.ready_to_go(group, now)) is not None:
                 self.send(ready)
 
-    def _answer_and_invite(self, members: list[Session], everybody: list[Session], group: Group) -> None:
+    def _answer_and_invite(self, members: list[Session], represented: list[Session], group: Group) -> None:
         """Invite passive members and those that they represent; answer the others."""
         answer = m.Answer(
             group,
             tuple(None if s.worker in group.passive else s.iteration for s in members),
             tuple(s.invitations for s in members),
         )
-        for session in everybody:
+        for session in represented:
             if self.extent.stands_for(session.worker) in group.passive:
                 session.invitations += 1
                 self._outbox.say(session.member_peer, m.Invitation(group, session.answered))

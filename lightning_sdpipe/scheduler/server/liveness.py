@@ -91,7 +91,7 @@ class Liveness:
                 now - silence.of_all_since,
             )
         if lost:
-            self.waiting.clear()  # who waited for a group with a lost one gets it without that one
+            self.waiting.clear()  # those that waited for a lost worker get their group without it
         return [(worker, self.incarnations[worker], seconds) for worker, seconds in lost]
 
     def awaited(self, now: float, about: Mapping[Worker, About]) -> tuple[Worker, int, str] | None:

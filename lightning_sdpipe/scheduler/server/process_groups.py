@@ -75,8 +75,8 @@ class ProcessGroupRegistry:
         if len(workers) < 2:
             return self._membership.epoch.number
         members = [self._extent.stands_for(worker) for worker in workers]
-        everybody = self._extent.represented_by(members)
-        shared = frozenset.intersection(*(self._holds.get(worker, frozenset()) for worker in everybody))
+        represented = self._extent.represented_by(members)
+        shared = frozenset.intersection(*(self._holds.get(worker, frozenset()) for worker in represented))
         return max(shared, default=None)
 
     def with_epoch(self, group: Group) -> Group | None:

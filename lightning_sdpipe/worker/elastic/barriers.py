@@ -180,7 +180,7 @@ class Barriers:
         if groups.rank == 0:
             said = self.said(self.meet(json.dumps(mine).encode()))
             decision = decide({pipeline: json.loads(value) for pipeline, (value,) in said.items()})
-        agreed: _Decision = p2p.broadcast_value(decision, 0, groups.everybody)
+        agreed: _Decision = p2p.broadcast_value(decision, 0, groups.world)
         return agreed
 
     def gather(self, data: bytes, sizes: Mapping[int, int]) -> list[bytes] | None:
@@ -279,7 +279,7 @@ def of_all_stages(groups: ProcessGroups, mine: Any) -> list[Any]:
     """Return what each stage of this worker's pipeline gives, by stage. Every stage must call it, with JSON values."""
     _, pipeline = groups.mesh.locate(groups.rank)
     ranks = groups.mesh.pipeline_ranks(pipeline)
-    return [p2p.broadcast_value(mine, rank, groups.everybody) for rank in ranks]
+    return [p2p.broadcast_value(mine, rank, groups.world) for rank in ranks]
 
 
 class PipelineBarriers(Barriers):
@@ -348,5 +348,5 @@ class PipelineBarriers(Barriers):
     def _ask(self, key: str, says: bytes) -> Met:
         said = "" if not self._speaks else msgspec.json.encode(super()._ask(key, says)).decode()
         pipeline = self._worker.pipeline
-        heard = p2p.broadcast_value(said, self._groups.mesh.rank(0, pipeline), self._groups.everybody)
+        heard = p2p.broadcast_value(said, self._groups.mesh.rank(0, pipeline), self._groups.world)
         return msgspec.json.decode(heard, type=Met)

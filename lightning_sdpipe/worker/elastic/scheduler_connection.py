@@ -62,9 +62,9 @@ def shared_plans(line: MembershipClient, cuts: Sequence[PipelineCut], make: Make
 
 
 def _from_rank_zero(ask: Callable[[], list[int] | None]) -> list[int] | None:
-    everybody = dist.group.WORLD
-    assert everybody is not None
-    told: list[int] | None = p2p.broadcast_value(ask() if dist.get_rank() == 0 else None, 0, everybody)
+    world = dist.group.WORLD
+    assert world is not None
+    told: list[int] | None = p2p.broadcast_value(ask() if dist.get_rank() == 0 else None, 0, world)
     return told
 
 

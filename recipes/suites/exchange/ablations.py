@@ -82,7 +82,7 @@ def _work(rank: int, elements: int, tensors: int, repeats: int, seed: int) -> Se
     world = dist.group.WORLD
     assert world is not None
     replicas = Replicas(world, range(WORKERS), 0, rank)
-    everybody = tuple(Worker(0, pipeline) for pipeline in range(WORKERS))
+    workers = tuple(Worker(0, pipeline) for pipeline in range(WORKERS))
     machines = [str(pipeline // (WORKERS // HOSTS)) for pipeline in range(WORKERS)]
     flat = EncodedMean(replicas, CommonReference(Full(), rank))
     by_hosts = EncodedMean(replicas, CommonReference(Full(), rank), machines)
@@ -90,7 +90,7 @@ def _work(rank: int, elements: int, tensors: int, repeats: int, seed: int) -> Se
     model = values.tensor_split(tensors)
 
     def average(mover: EncodedMean, moved: Sequence[Tensor], number: int) -> None:
-        finish(mover.start(moved, Group(everybody, (1 / WORKERS,) * WORKERS, number, "timed")))
+        finish(mover.start(moved, Group(workers, (1 / WORKERS,) * WORKERS, number, "timed")))
 
     def one_by_one(number: int) -> None:
         for place, tensor in enumerate(model):

@@ -82,10 +82,10 @@ def _work(rank: int, elements: int, repeats: int, seed: int) -> dict[str, list[f
     in_a_ring = RingMean(replicas, EightBit())
     in_a_ring.begin([common], ring(rank, WORKERS))
     pairs = EncodedMean(replicas, OwnReference(EightBit()))
-    everybody = tuple(Worker(0, pipeline) for pipeline in range(WORKERS))
+    workers = tuple(Worker(0, pipeline) for pipeline in range(WORKERS))
 
     def group(number: int) -> Group:
-        return Group(everybody, (1 / WORKERS,) * WORKERS, number, "timed")
+        return Group(workers, (1 / WORKERS,) * WORKERS, number, "timed")
 
     def among_all(payload: Payload) -> Callable[[int], None]:
         mover: Mover = EncodedMean(replicas, CommonReference(payload, rank))
@@ -96,7 +96,7 @@ def _work(rank: int, elements: int, repeats: int, seed: int) -> dict[str, list[f
 
     def pair(number: int) -> None:
         partner = shift_one(rank, WORKERS, 0)
-        two = tuple(worker for worker in everybody if worker.pipeline in (rank, partner))
+        two = tuple(worker for worker in workers if worker.pipeline in (rank, partner))
         _finish(pairs, model, Group(two, (0.5, 0.5), number, "timed"))
 
     cases: dict[str, Callable[[int], None]] = {

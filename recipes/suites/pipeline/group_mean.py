@@ -44,10 +44,10 @@ def _compare(rank: int, members: int, mebibytes: int, calls: int, repeats: int, 
     world = dist.group.WORLD
     assert world is not None
     mover = GroupMean(Replicas(world, range(members), 0, rank))
-    everybody = tuple(Worker(0, pipeline) for pipeline in range(members))
+    workers = tuple(Worker(0, pipeline) for pipeline in range(members))
 
     def group_mean(sequence: int) -> None:
-        finish(mover.start([model], Group(everybody, (1 / members,) * members, sequence, "timed")))
+        finish(mover.start([model], Group(workers, (1 / members,) * members, sequence, "timed")))
 
     def all_reduce(_: int) -> None:
         model.div_(members)

@@ -262,7 +262,7 @@ def possible(shapes: Sequence[tuple[int, int]], delay_ratios: Sequence[float], n
     for (stages, pipelines), draws, delay in product(shapes, ("iteration", "pass"), delay_ratios):
         bubble = (num_micro_batches + stages - 1) / num_micro_batches
         lost = delay if draws == "iteration" else 2 * delay
-        everybody, one_pipeline, one_stage = (
+        by_all, one_pipeline, one_stage = (
             1.0 + length * (1.0 - (1.0 - PROBABILITY) ** workers)
             for workers, length in ((stages * pipelines, lost), (stages, lost), (1, lost * bubble))
         )
@@ -272,11 +272,11 @@ def possible(shapes: Sequence[tuple[int, int]], delay_ratios: Sequence[float], n
                 "shape": f"{stages}x{pipelines}",
                 "draws_per": draws,
                 "delay_over_compute": float(delay),
-                "all_reduce_slowdown": everybody,
+                "all_reduce_slowdown": by_all,
                 "pipeline_slowdown": one_pipeline,
                 "stage_slowdown": one_stage,
-                "speedup_flush": everybody / one_pipeline,
-                "speedup_no_flush": everybody * bubble / one_stage,
+                "speedup_flush": by_all / one_pipeline,
+                "speedup_no_flush": by_all * bubble / one_stage,
             }
         )
     return rows
