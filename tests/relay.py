@@ -87,10 +87,12 @@ class _Relayed(Store):
 
     def get(self, key: str) -> bytes:
         value = self._store.get(key)
-        if where := re.search(rb"\x02\0(..)" + re.escape(socket.inet_aton(_LISTENS)) + rb"\0{8}", value, re.DOTALL):
+        # The first address of an IPv4 socket is the value's; behind it there is memory as gloo found it.
+        where = re.search(rb"\x02\0(..)(.{4})\0{8}", value, re.DOTALL)
+        if where is not None and where[2] == socket.inet_aton(_LISTENS):
             (self.port,) = struct.unpack(">H", where[1])
             mine = struct.pack("=H", socket.AF_INET) + struct.pack(">H", self._relay) + socket.inet_aton(_RELAYS)
-            value = value.replace(where[0], mine + bytes(8))
+            value = value.replace(where[0], mine + bytes(8), 1)
         return value
 
     def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:

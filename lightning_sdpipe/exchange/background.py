@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -68,7 +69,7 @@ class Job:
 
 
 class Background:
-    """A thread that does its jobs in the order in which they come. It ends with the process.
+    """A thread that does its jobs in the order in which they come. It ends when nothing refers to this object any more.
 
     Args:
         purpose: purpose of the jobs, for messages.
@@ -78,21 +79,24 @@ class Background:
     def __init__(self, purpose: str, timeout: float | None) -> None:
         self._purpose = purpose
         self._timeout = timeout
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def do(self, work: Callable[[], None]) -> Job:
         """Start ``work`` as soon as all earlier jobs are done."""
         if self._thread is None:  # not before there is anything to do: a fork would not inherit it
-            self._thread = threading.Thread(target=self._run, name=self._purpose, daemon=True)
+            self._thread = threading.Thread(target=_run, args=(self._jobs,), name=self._purpose, daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._jobs.put, None)
         job = Job(work, self._purpose, self._timeout)
         self._jobs.put(job)
         return job
 
-    def _run(self) -> None:
-        while True:
-            self._jobs.get().run()
+
+def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # and what it holds, while there is no other
 
 
 TurnIntoChanges = Callable[[Mover, Sequence[Tensor], Group], None]

@@ -23,6 +23,7 @@ from typing import Any
 
 _QUIET = "ignore:Experimental rerun CLI option:UserWarning"
 _undo = ExitStack()
+_of_the_parent: list[ExitStack] = []
 _key: object = None
 
 
@@ -133,3 +134,14 @@ def at_end(function: Callable[..., Any], *arguments: Any) -> None:
 def end() -> None:
     """Undo what the job has left in this process; do nothing if nothing is left."""
     _undo.close()
+
+
+def _leave_to_the_parent() -> None:
+    """Take what was registered before a fork out of the child's hands, and let it live: to free a process group here
+    would be to wait for threads that the child does not have."""
+    global _undo
+    _of_the_parent.append(_undo)
+    _undo = ExitStack()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)

@@ -76,15 +76,15 @@ def launcher_for(strategy: Any, start_method: str, check: Check, timeout: float)
 def end_after_failure(launcher: Launcher | None) -> None:
     """Make the started processes end with the job, after the error has been printed."""
     if isinstance(launcher, CheckingLauncher):
-        job.at_end(launcher.end_children, _GRACE)
+        job.at_end(_end_children, _GRACE)
 
 
 def give_up(launcher: Launcher | None, code: int) -> None:
     """End a wait for a tensor that will never come: with its sender, if that is a process that this one has started;
     else, or if that is not enough and this process need not run on, with this exit code."""
-    if isinstance(launcher, CheckingLauncher) and launcher.procs:
+    if isinstance(launcher, CheckingLauncher) and _children:
         sweep = job.in_sweep()
-        launcher.end_children(0 if sweep else _GRACE)
+        _end_children(0 if sweep else _GRACE)
         if sweep:
             return
         time.sleep(_WOKEN)
@@ -137,16 +137,6 @@ class CheckingLauncher(SubprocessScriptLauncher):
         finally:
             _Observer.trainer = None
 
-    def end_children(self, grace: float) -> None:
-        """Wait ``grace`` seconds for the started processes to end by themselves, then end them."""
-        deadline = time.monotonic() + grace
-        for process in self.procs:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
     def _start_children(self) -> None:
         rerun = job.rerun()
         if self.num_processes > 1 and rerun is None and __main__.__spec__ is None and not os.path.isfile(sys.argv[0]):
@@ -156,7 +146,7 @@ class CheckingLauncher(SubprocessScriptLauncher):
             )
         job.at_end(_restore_environment, {name: os.environ.get(name) for name in _SET_FOR_WORKERS})
         job.at_end(_leave_process_groups)
-        job.at_end(self._await_end)
+        job.at_end(_await_end, self._timeout)  # no method: a job outlives its launchers and their models
         choose_port()
         environment = self.cluster_environment
         os.environ |= {
@@ -208,12 +198,24 @@ class CheckingLauncher(SubprocessScriptLauncher):
                         "Trainer. It runs the same script; its own message is above."
                     )
 
-    def _await_end(self) -> None:
-        self.end_children(self._timeout)
-        for local_rank, process in enumerate(self.procs, 1):
-            if process.returncode and not (_Observer.failed and process.returncode == 1):  # that has said why, above
-                _log.warning(f"The process with LOCAL_RANK {local_rank} ended with exit code {process.returncode}.")
-        self.procs.clear()
+
+def _await_end(timeout: float) -> None:
+    _end_children(timeout)
+    for local_rank, process in enumerate(_children, 1):
+        if process.returncode and not (_Observer.failed and process.returncode == 1):  # that has said why, above
+            _log.warning(f"The process with LOCAL_RANK {local_rank} ended with exit code {process.returncode}.")
+    _children.clear()
+
+
+def _end_children(grace: float) -> None:
+    """Wait ``grace`` seconds for the started processes to end by themselves, then end them."""
+    deadline = time.monotonic() + grace
+    for process in _children:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 class _Observer(ChildProcessObserver):

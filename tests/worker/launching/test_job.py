@@ -13,6 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_sdpipe.worker.launching import job
+from tests.own_session import script
 
 
 @pytest.fixture
@@ -40,6 +41,15 @@ def test_what_was_registered_last_is_undone_first() -> None:
     job.end()
     job.end()
     assert done == ["second", "first"]
+
+
+def test_a_copy_of_the_process_undoes_nothing_of_it(tmp_path: Path) -> None:
+    job.at_end((tmp_path / "undone").touch)
+    with script(tmp_path, job.end) as copy:
+        assert copy.wait(20) == 0
+    assert not (tmp_path / "undone").exists()
+    job.end()
+    assert (tmp_path / "undone").exists()
 
 
 @pytest.mark.parametrize("now", [("runtime.output_dir", "another"), ("job.num", 4)])

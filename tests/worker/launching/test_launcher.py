@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +13,13 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_utilities.core import rank_zero
 
 import __main__
 from lightning_sdpipe import ConfigurationError, SDPipeStrategy
-from lightning_sdpipe.worker.launching.launcher import CheckingLauncher, _Observer
+from lightning_sdpipe.worker.launching import job
+from lightning_sdpipe.worker.launching.launcher import _SET_FOR_WORKERS, CheckingLauncher, _Observer
 
 
 class Harmless(_Observer):
@@ -64,3 +68,18 @@ def test_what_cannot_run_the_strategy_says_what_can(package: str, monkeypatch: p
     for strategy in ("sdpipe", SDPipeStrategy()):
         with pytest.raises((ConfigurationError, ValueError), match="import lightning as L"):
             make(accelerator="cpu", strategy=strategy)
+
+
+def test_a_job_does_not_keep_the_model_of_its_first_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    job.end()
+    for name in _SET_FOR_WORKERS:
+        monkeypatch.delenv(name, raising=False)
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    module = BoringModel()
+    L.Trainer(accelerator="cpu", devices=1, strategy=SDPipeStrategy(), max_steps=1, **quiet).fit(module)
+    kept = weakref.ref(module)
+    del module
+    gc.collect()
+    found = kept()
+    job.end()
+    assert found is None
