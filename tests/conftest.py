@@ -10,7 +10,6 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +78,6 @@ def no_garbage_of_others() -> None:
     gc.collect()
 
 
-def threads_of_gloo() -> int:
-    """Those of the process groups that are alive; a copy that frees such a group waits for threads that it lacks."""
-    found = 0
-    for each in Path("/proc/self/task").glob("*/comm"):
-        with suppress(OSError):  # it has ended meanwhile
-            found += "gloo" in each.read_text()
-    return found
-
-
 def inherited() -> dict[str, Any]:
     """What processes that later tests fork would find changed."""
     limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
@@ -96,7 +86,6 @@ def inherited() -> dict[str, Any]:
         "working directory": os.getcwd(),
         "process group of torch.distributed": dist.is_initialized(),
         "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
-        "threads of gloo": threads_of_gloo(),
         **{name: resource.getrlimit(getattr(resource, name)) for name in limits},
         **{number.name: signal.getsignal(number) for number in heard},
     }
@@ -106,7 +95,6 @@ def inherited() -> dict[str, Any]:
 def nothing_is_left() -> Iterator[None]:
     before = inherited()
     yield
-    gc.collect()
     after = inherited()
     assert after == before, {name: value for name, value in after.items() if value != before[name]}
 

@@ -67,8 +67,8 @@ SHAPES = {
 SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (754, 8),
     "data": (600, 5),
-    "dealing": (598, 6),
-    "exchange": (2846, 22),
+    "dealing": (600, 6),
+    "exchange": (2848, 22),
     "heterogeneity": (469, 8),
     "loop": (2674, 16),
     "membership": (1304, 11),

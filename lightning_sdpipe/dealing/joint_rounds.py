@@ -54,6 +54,7 @@ class JointRounds:
         """Whether stages may have had different members, so that they must agree on what is missed."""
         self.counts = False
         """Whether the last turn counts."""
+        self._epoch = 0  # of membership, of the last round
         self._last: tuple[list[Place], list[Place]] = ([], [])
         """Micro-batches of the last turn, and those of them that were not in its round."""
         self._before: tuple[int, list[Place]] = (0, [])
@@ -88,23 +89,25 @@ class JointRounds:
         shares = (self._divide(self._places(number), self.seconds).get(pipeline) for number in numbers)
         return filter(None, shares)
 
-    def ended(self, members: Sequence[int], trained: Collection[int], seconds: Mapping[int, float]) -> None:
+    def ended(self, members: Sequence[int], trained: Collection[int], seconds: Mapping[int, float], epoch: int) -> None:
         """Note that the turn is over. A turn in which no pipeline has trained does not count.
 
         Args:
             members: the pipelines in its round.
             trained: those of them that have trained their share.
             seconds: seconds that each member takes for a micro-batch, 0 where that is not known.
+            epoch: the epoch of membership that the round was of. A pipeline that was lost in a round and is back in
+                the next one is there in another epoch.
         """
-        turn, before = self.turn(), self.members
-        self.members, self.heard = tuple(members), dict(seconds)
+        turn, stays = self.turn(), {*self.members} <= {*members} and epoch == self._epoch
+        self.members, self.heard, self._epoch = tuple(members), dict(seconds), epoch
         self._last = (
             [place for mine in turn.values() for place in mine],
             [place for pipeline, mine in turn.items() if pipeline not in trained for place in mine],
         )
         self._before, self.counts = (self.number, self.missed), False
         self.settle(bool(trained))
-        self.doubts |= bool(self._last[1]) or self.number >= self.stop or not {*before} <= {*members}
+        self.doubts |= bool(self._last[1]) or self.number >= self.stop or not stays
 
     def settle(self, counts: bool) -> None:
         """Note whether the last turn counts. Stages may differ in that, if a pipeline was lost in it: then stage 0 is
@@ -155,6 +158,7 @@ class JointRounds:
             "stop": self.stop,
             "missed": [list(place) for place in self.missed],
             "members": list(self.members),
+            "epoch": self._epoch,
             "heard": [[pipeline, each] for pipeline, each in self.heard.items()],
             "turns": [self._turns, self._look_at],
             "doubts": self.doubts,
@@ -169,7 +173,7 @@ class JointRounds:
         self.seconds = {int(pipeline): float(each) for pipeline, each in state["division"]}
         self.number, self.stop = state["number"], state["stop"]
         self.missed = _as_places(state["missed"])
-        self.members, self.heard = tuple(state["members"]), dict(state["heard"])
+        self.members, self.heard, self._epoch = tuple(state["members"]), dict(state["heard"]), state["epoch"]
         self._turns, self._look_at = state["turns"]
         self.doubts = state["doubts"]
         self._recent.clear()

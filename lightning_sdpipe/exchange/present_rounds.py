@@ -58,6 +58,7 @@ class Round:
     marks: dict[int, int]  # by pipeline
     seconds: dict[int, float]  # of a micro-batch, by pipeline; 0 where that is not known
     seconds_averaging: float
+    epoch: int  # of membership
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,7 @@ class PresentRounds(GradientRounds):
             {pipeline: int(mark) for pipeline, mark in zip(members, marks, strict=True)},
             dict(zip(members, speeds, strict=True)),
             seconds,
+            sums.group.epoch,
         )
 
     def _keep(self, sums: Sums) -> None:

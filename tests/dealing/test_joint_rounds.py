@@ -24,6 +24,7 @@ class History:
         self.speeds = {i: rng.choice([0.5, 1.0, 2.0]) for i in range(6)}
         self.alive = {i: [self.made() for _ in range(stages)] for i in range(rng.randint(1, N))}
         self.trained: list[Counter[Place]] = [Counter() for _ in range(stages)]
+        self.epoch = 1
 
     def made(self) -> JointRounds:
         return JointRounds(N, P, self.unit, 1)
@@ -34,6 +35,7 @@ class History:
                 rounds.begin(start, stop)
         while not self.first[0].over:
             self.turn()
+        assert all(rounds.over for copies in self.alive.values() for rounds in copies)
 
     @property
     def first(self) -> list[JointRounds]:
@@ -48,17 +50,19 @@ class History:
             if dies is not None and self.rng.random() < 0.5:
                 members.remove(dies)
         for stage, members in enumerate(here):
-            shares = [copies[stage].turn() for copies in self.alive.values()]
-            assert all(share == shares[0] for share in shares)
+            shares = [rounds.turn() for copies in self.alive.values() for rounds in copies]
+            assert all(share == shares[0] for share in shares), "pipelines and stages train the same"
             for pipeline in {*members} - idle:
                 self.trained[stage].update(shares[0].get(pipeline, ()))
         if dies is not None:
             del self.alive[dies]
         for copies in self.alive.values():
             for rounds, members in zip(copies, here, strict=True):
-                rounds.ended(members, [i for i in members if i not in idle], {i: self.speeds[i] for i in members})
+                trained, speeds = [i for i in members if i not in idle], {i: self.speeds[i] for i in members}
+                rounds.ended(members, trained, speeds, self.epoch)
         if self.rng.random() < 0.1 and len(self.alive) < 6:
             coming = self.rng.choice([i for i in range(6) if i not in self.alive])
+            self.epoch += 1
             self.alive[coming] = [self.made() for _ in range(self.stages)]
             for rounds, donor in zip(self.alive[coming], self.first, strict=True):
                 rounds.load(json.loads(json.dumps(donor.state())))
@@ -102,7 +106,7 @@ def test_shares_follow_the_speeds_and_a_small_gain_changes_nothing() -> None:
     rounds = JointRounds(2, 4)
     rounds.begin(0, 9)
     assert {i: len(mine) for i, mine in rounds.turn().items()} == {0: 4, 1: 4}
-    rounds.ended([0, 1], [0, 1], {})
+    rounds.ended([0, 1], [0, 1], {}, 1)
     assert rounds.looks
     rounds.divide_by({0: 1.0, 1: 3.0})
     assert {i: len(mine) for i, mine in rounds.turn().items()} == {0: 6, 1: 2}
@@ -117,15 +121,15 @@ def test_shares_follow_the_speeds_and_a_small_gain_changes_nothing() -> None:
 def test_of_one_that_is_gone_the_share_is_missed_and_trained_after_the_rounds() -> None:
     rounds = JointRounds(2, 2)
     rounds.begin(3, 5)
-    rounds.ended([0], [0], {})
+    rounds.ended([0], [0], {}, 1)
     assert rounds.missed == [(1, 3, 0), (1, 3, 1)]
     assert rounds.looks
     rounds.divide_by({0: 1.0})
     assert rounds.turn() == {0: [(0, 4, 0), (0, 4, 1), (1, 4, 0), (1, 4, 1)]}
-    rounds.ended([0], [0], {})
+    rounds.ended([0], [0], {}, 1)
     assert not rounds.over
     assert rounds.turn() == {0: [(1, 3, 0), (1, 3, 1)]}
-    rounds.ended([0], [0], {})
+    rounds.ended([0], [0], {}, 1)
     assert rounds.over
 
 

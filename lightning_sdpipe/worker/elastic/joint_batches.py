@@ -114,7 +114,7 @@ class JointRoundSource(ElasticBatchSource):
 
     def _hear(self, outcome: Round) -> None:
         """Note the outcome of a round, before the optimizer steps."""
-        self._joint.ended(outcome.members, outcome.trained, outcome.seconds)
+        self._joint.ended(outcome.members, outcome.trained, outcome.seconds, outcome.epoch)
 
     # ------------------------------------------------------------- between turns
 

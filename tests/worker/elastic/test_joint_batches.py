@@ -36,10 +36,10 @@ class Shares(Callback):
         assert isinstance(strategy, SDPipeStrategy)
         training = strategy.training
 
-        def ends(rounds: JointRounds, members: Sequence[int], trained: Sequence[int], seconds: Any) -> None:
+        def ends(rounds: JointRounds, members: Sequence[int], trained: Sequence[int], *others: Any) -> None:
             shares = [[pipeline, places] for pipeline, places in rounds.turn().items()]
             diary.note(shares=shares, there=trained, epoch=trainer.current_epoch, update=training.updates)
-            ended(rounds, members, trained, seconds)
+            ended(rounds, members, trained, *others)
 
         JointRounds.ended = ends  # type: ignore[method-assign]
 
