@@ -8,7 +8,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_sdpipe.dealing.joint_rounds import JointRounds, Place, members_of, there
@@ -87,7 +87,7 @@ class History:
                     rounds.divide_by(speeds)
 
 
-@settings(max_examples=60, deadline=None)
+@example(seed=82, stages=2, unit=1)  # pipeline 2 is lost on one stage only, and is in the next round again
 @given(seed=st.integers(0, 2**32), stages=st.integers(1, 2), unit=st.sampled_from([1, 2]))
 def test_each_is_trained_once_and_again_only_if_not_on_all_stages(seed: int, stages: int, unit: int) -> None:
     history = History(Random(seed), stages, unit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sdpipe.membership.failure_detection import Silence
@@ -126,7 +126,6 @@ def test_a_new_start_shows_that_the_silent_one_is_over() -> None:
     assert list(heard.lost) == [0], "also when that comes after the limit"
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.floats(0.1, 30.0)), max_size=4),
     st.integers(1, 3),

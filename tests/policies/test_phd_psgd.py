@@ -412,7 +412,7 @@ LEAVES_BEFORE_A_MEETING = {"gamma": 0.0, "every": 1, "staleness": 3, "asynchrono
 
 
 @example(options=LEAVES_BEFORE_A_MEETING, stages=2, groups=5, size=1, schedule="pipedream", announce="early", seed=1)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2, deadline=None)
 @given(
     options=options,
     stages=st.sampled_from([1, 2, 4]),

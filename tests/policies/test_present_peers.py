@@ -6,7 +6,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sdpipe.policies import Event, Group, Joined, Left, Lost, Ready, Worker
@@ -97,7 +97,6 @@ class History:
             self.step()
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), stages=st.integers(1, 2))
 def test_a_ring_closes_over_those_that_are_there_also_when_they_try_again(seed: int, stages: int) -> None:
     history = History(PresentPeers(), stages, Random(seed))
@@ -115,7 +114,6 @@ def test_a_ring_closes_over_those_that_are_there_also_when_they_try_again(seed: 
 
 
 @pytest.mark.parametrize("peers", ["shift_one", "random"])
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), stages=st.integers(1, 2), every=st.integers(1, 3))
 def test_pairs_are_of_those_that_were_there_and_alike_on_all_stages(
     peers: str, seed: int, stages: int, every: int

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -49,7 +49,6 @@ def test_the_papers_groups_are_its_nodes() -> None:
     assert cost(one_of_each, compute, links) == pytest.approx(0.896)
 
 
-@settings(max_examples=60, deadline=None)
 @given(shape=st.sampled_from([(6, 2), (6, 3), (8, 2), (8, 4), (9, 3), (4, 1), (4, 4)]), data=st.data())
 def test_no_grouping_is_cheaper(shape: tuple[int, int], data: st.DataObject) -> None:
     count, size = shape
