@@ -17,7 +17,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
@@ -56,7 +55,7 @@ class DistributedWriter:
     def __init__(self, groups: ProcessGroups, asynchronous: bool) -> None:
         self._groups = groups
         self._asynchronous = asynchronous
-        self._group = dist.new_group(backend="gloo")  # its own: a thread may use it while training uses others
+        self._group = groups.new_group(None, None, "gloo")  # its own: a thread may use it while training uses others
         self._thread = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
 

@@ -62,7 +62,7 @@ class SharedParameters:
                 self._ownership = ownership
             for owners in sorted({owners for owners, _ in shared}):
                 ranks = [row[j] for j in owners]
-                group = dist.new_group(sorted(ranks), timeout=timeout)
+                group = groups.new_group(sorted(ranks), timeout)
                 if groups.rank in ranks:
                     names = [name for these, name in shared if these == owners]
                     self._copies.append(_Copies(group, ranks, owners, names))

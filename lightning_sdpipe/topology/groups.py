@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +21,7 @@ from lightning_sdpipe.topology.mesh import Mesh
 
 HOST_VARIABLE = "SDPIPE_HOST"
 LONGEST_NAME = 255
+Opened = list[weakref.ref[dist.ProcessGroup]]
 
 
 class Traffic:
@@ -124,11 +127,12 @@ def prepare_world(device: torch.device) -> None:
 
 
 def keep_until_the_end(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Let ``groups`` live as long as this process, which is about to end after a failure.
+    """Let ``groups`` live as long as this process, which is about to end after a failure; a later run closes none.
 
     The destructor of a group of gloo waits for its collectives. One whose connection was lost amid a message ends with
     its timeout only, and so would the process.
     """
+    _runs.clear()
     for group in groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -151,6 +155,7 @@ class ProcessGroups:
     rank: int
     pipeline: dist.ProcessGroup
     stage: dist.ProcessGroup
+    _opened: Opened = field(default_factory=list, compare=False, repr=False)
     _side_channels: list[dist.ProcessGroup] = field(default_factory=list)
     _second: list[dist.ProcessGroup] = field(default_factory=list)
     _lanes: dict[int, dist.ProcessGroup] = field(default_factory=dict)
@@ -159,9 +164,12 @@ class ProcessGroups:
 
     @classmethod
     def open(cls, mesh: Mesh, timeout: timedelta | None) -> ProcessGroups:
-        """Open the groups; every rank must call it. ``timeout`` bounds each transfer: a sub-group does not inherit the
-        world's."""
-        rank = dist.get_rank()
+        """Open the groups, and close those of earlier runs; every rank must call it.
+
+        ``timeout`` bounds each transfer: a sub-group does not inherit the world's.
+        """
+        _close_unused()
+        rank, opened = dist.get_rank(), Opened()
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if mesh.alike:
             columns = [tuple(mesh.stage_ranks(j)) for j in range(mesh.num_stages)]
@@ -169,9 +177,18 @@ class ProcessGroups:
             columns = [tuple(mesh.last_ranks), *((other,) for row in mesh.ranks for other in row[:-1])]
         for ranks in (*mesh.ranks, *columns):
             if ranks not in groups:
-                groups[ranks] = dist.new_group(sorted(ranks), timeout=timeout)
+                groups[ranks] = _new_group(opened, sorted(ranks), timeout)
         row, column = (next(ranks for ranks in those if rank in ranks) for those in (mesh.ranks, columns))
-        return cls(mesh, rank, groups[row], groups[column])
+        mine = cls(mesh, rank, groups[row], groups[column], opened)
+        _runs.append((weakref.ref(mine), opened))
+        return mine
+
+    def new_group(
+        self, ranks: Sequence[int] | None, timeout: timedelta | None, backend: str | None = None
+    ) -> dist.ProcessGroup:
+        """Open a further group of global ``ranks``, all if it is None; it is closed with the others. Every rank must
+        call it."""
+        return _new_group(self._opened, ranks, timeout, backend)
 
     def replicas(self, group: dist.ProcessGroup | None = None) -> Replicas:
         """Return the replicas of this worker's stage, over ``group``, which holds them all: that of the stage if it is
@@ -192,7 +209,7 @@ class ProcessGroups:
         that does. Return None if this worker is none of them. Every rank must call it."""
         stage, pipeline = self.mesh.locate(self.rank)
         ranks = [self.mesh.rank(owner, i) for i, owner in enumerate(owners)]
-        group = dist.new_group(sorted(ranks), timeout=timeout, backend=backend)
+        group = self.new_group(sorted(ranks), timeout, backend)
         return self._reached(group, ranks) if owners[pipeline] == stage else None
 
     @property
@@ -215,7 +232,7 @@ class ProcessGroups:
                 for part in key:
                     if 1 < len(part) < self.mesh.num_pipelines:
                         ranks = sorted(self.mesh.rank(j, i) for i in part)
-                        group = dist.new_group(ranks, timeout=timeout)
+                        group = self.new_group(ranks, timeout)
                         if self.rank in ranks:
                             self._parts[key] = group
         own = next(part for part in key if pipeline in part)
@@ -240,7 +257,7 @@ class ProcessGroups:
             for stage in range(1, len(ranks) * stages_per_worker):
                 ends = sorted({ranks[number % len(ranks)] for number in (stage - 1, stage)})
                 for tag in (2 * stage - 1, 2 * stage) if len(ends) == 2 else ():
-                    group = dist.new_group(ends, timeout=timeout)
+                    group = self.new_group(ends, timeout)
                     if self.rank in ends:
                         self._lanes[tag] = group
         return self._lanes
@@ -253,7 +270,7 @@ class ProcessGroups:
         if not self._side_channels:
             for stage in range(self.mesh.num_stages):
                 ranks = sorted(self.mesh.stage_ranks(stage))
-                group = dist.new_group(ranks, timeout=timeout, backend="gloo")
+                group = self.new_group(ranks, timeout, "gloo")
                 if self.rank in ranks:
                     self._side_channels.append(group)
         return self._side_channels[0]
@@ -264,7 +281,7 @@ class ProcessGroups:
         Every rank must call it; it is opened once.
         """
         if not self._second:
-            self._second.append(dist.new_group(timeout=timeout, backend="gloo"))
+            self._second.append(self.new_group(None, timeout, "gloo"))
         return self._second[0]
 
     @property
@@ -273,6 +290,34 @@ class ProcessGroups:
         world = dist.group.WORLD
         assert world is not None, "open() has been called, so the world exists"
         return world
+
+
+_runs: list[tuple[weakref.ref[ProcessGroups], Opened]] = []
+
+
+def _new_group(
+    opened: Opened, ranks: Sequence[int] | None, timeout: timedelta | None, backend: str | None = None
+) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=backend)
+    if isinstance(group, dist.ProcessGroup):  # this rank is in it
+        opened.append(weakref.ref(group))
+    return group
+
+
+def _close_unused() -> None:
+    """Close the groups of earlier runs that no rank can use any more: a script may train many models, and each group
+    takes threads and connections. All ranks call it at the same point, so that each has left those runs."""
+    if _runs:
+        gc.collect()  # a Trainer and its strategy refer to each other
+    known = open_groups()
+    _runs[:] = [(run, opened) for run, opened in _runs if any(each() in known for each in opened)]
+    unused = torch.tensor(next((n for n, (run, _) in enumerate(_runs) if run() is not None), len(_runs)))
+    dist.all_reduce(unused, dist.ReduceOp.MIN)
+    for _, opened in _runs[: int(unused)]:
+        for group in (each() for each in opened):
+            if group in known:
+                dist.destroy_process_group(group)
+    del _runs[: int(unused)]
 
 
 def this_host() -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.topology.groups import compare_meshes, keep_until_the_end, open_groups
+from lightning_sdpipe.topology.groups import ProcessGroups, compare_meshes, keep_until_the_end, open_groups
 from lightning_sdpipe.topology.mesh import Mesh
 from tests.own_session import script
 from tests.workers import free_port, run_workers
@@ -51,3 +51,29 @@ def _compares(rank: int) -> str:
 def test_ranks_that_were_given_unlike_stages_all_say_so() -> None:
     (said,) = set(run_workers(4, _compares))
     assert "unlike arguments: num_stages=1 on ranks [0, 2]; num_stages=2 on ranks [1, 3]. Give all the same" in said
+
+
+def _opens_run_after_run(rank: int) -> list[int]:
+    mesh, own = Mesh.build(4, 2), dist.new_group([0, 1])
+    groups, counts = ProcessGroups.open(mesh, None), []
+    for _ in range(3):
+        groups.second(None)
+        counts.append(len(open_groups()))
+        del groups
+        groups = ProcessGroups.open(mesh, None)
+    kept = groups if rank == 3 else None  # it may still use them, so no rank closes them
+    del groups
+    again = ProcessGroups.open(mesh, None)
+    counts.append(len(open_groups()))
+    dist.barrier(again.stage)
+    assert kept is None or kept.stage in open_groups()
+    assert rank > 1 or own in open_groups(), "the user's"
+    return counts
+
+
+@pytest.mark.distributed
+def test_groups_of_earlier_runs_are_closed_when_no_rank_can_use_them() -> None:
+    world, own, second, of_a_run = 1, 1, 1, 2
+    for rank, counts in enumerate(run_workers(4, _opens_run_after_run)):
+        users = world + own * (rank < 2)
+        assert counts == [*[users + of_a_run + second] * 3, users + 2 * of_a_run]
