@@ -86,7 +86,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "sync": (2780, 16),
     "top": (1576, 12),
     "topology": (601, 5),
-    "worker": (4173, 26),
+    "worker": (4186, 26),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 

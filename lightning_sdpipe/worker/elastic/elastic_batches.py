@@ -179,6 +179,7 @@ class RoundBatchSource(ElasticBatchSource):
         self._in_model: TrainedBatches | None = None
         self._idle = self._doubts = False
         self._members: set[int] = set()
+        self._epoch = 0  # of membership, of the last round
         self._received: Tensor | None = None
 
     @property
@@ -212,8 +213,9 @@ class RoundBatchSource(ElasticBatchSource):
         assert self._in_model is not None
         for batch in outcome.batches:
             self._in_model.add(batch)
-        self._doubts |= not self._members <= {*outcome.members}
-        self._members = {*outcome.members}
+        # A pipeline that was lost in a round and is back in the next one is there in another epoch.
+        self._doubts |= not self._members <= {*outcome.members} or self._epoch not in (0, outcome.epoch)
+        self._members, self._epoch = {*outcome.members}, outcome.epoch
 
     # ------------------------------------------------------------- between turns
 

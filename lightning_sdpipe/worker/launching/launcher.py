@@ -23,7 +23,7 @@ from lightning.pytorch import Trainer
 import __main__
 from lightning_sdpipe import openmp
 from lightning_sdpipe.checkpoints.whole_module import is_whole
-from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.errors import LOST_CONNECTION, ConfigurationError, WorkerFailedError
 from lightning_sdpipe.lightning_internals import (
     ChildProcessObserver,
     Launcher,
@@ -46,6 +46,10 @@ _SET_FOR_WORKERS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MAS
 _FORK_INSTEAD = (
     'Or give SDPipeStrategy(start_method="fork"): the other processes are copies of this one, on this machine. With '
     "CUDA, nothing may have used a GPU before."
+)
+_PROCESSES_GONE = (
+    "and processes that would train now have ended with it. Run the script again. A script that goes on after a "
+    'failure needs new processes for each run, as SDPipeStrategy(start_method="fork") starts them.'
 )
 _children: list[subprocess.Popen[bytes]] = []  # of this process's job: all its Trainers run on the same ones
 
@@ -129,10 +133,16 @@ class CheckingLauncher(SubprocessScriptLauncher):
             with os.fdopen(int(os.environ.pop(_JOINED)), "wb") as pipe:
                 pipe.write(b"!")
         set_num_threads(num_processes=self.num_processes)
+        earlier = _Observer.failure
         try:
             return function(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             _Observer.failed = True
+            if earlier and LOST_CONNECTION in str(error):
+                raise WorkerFailedError(
+                    f"An earlier run of this script failed ({earlier}), {_PROCESSES_GONE}"
+                ) from error
+            _Observer.failure = f"{type(error).__name__}: {error}"
             raise
         finally:
             _Observer.trainer = None
@@ -205,6 +215,7 @@ def _await_end(timeout: float) -> None:
         if process.returncode and not (_Observer.failed and process.returncode == 1):  # that has said why, above
             _log.warning(f"The process with LOCAL_RANK {local_rank} ended with exit code {process.returncode}.")
     _children.clear()
+    _Observer.failure = ""
 
 
 def _end_children(grace: float) -> None:
@@ -224,6 +235,7 @@ class _Observer(ChildProcessObserver):
 
     trainer: Trainer | None = None  # the one that runs now
     failed = False
+    failure = ""  # of the last run of this job that has failed
 
     def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
         super().__init__(os.getpid(), processes)

@@ -18,6 +18,7 @@ from lightning_utilities.core import rank_zero
 
 import __main__
 from lightning_sdpipe import ConfigurationError, SDPipeStrategy
+from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.worker.launching import job
 from lightning_sdpipe.worker.launching.launcher import _SET_FOR_WORKERS, CheckingLauncher, _Observer
 
@@ -68,6 +69,26 @@ def test_what_cannot_run_the_strategy_says_what_can(package: str, monkeypatch: p
     for strategy in ("sdpipe", SDPipeStrategy()):
         with pytest.raises((ConfigurationError, ValueError), match="import lightning as L"):
             make(accelerator="cpu", strategy=strategy)
+
+
+def test_a_run_whose_processes_have_ended_with_an_earlier_one_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    job.end()
+    for name in _SET_FOR_WORKERS:
+        monkeypatch.delenv(name, raising=False)
+    launcher = CheckingLauncher(LightningEnvironment(), 1, 1, lambda *_: None, 1.0)
+
+    def fails(train_dataloaders: BaseException) -> None:
+        raise train_dataloaders
+
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    with pytest.raises(ValueError, match="diverged"):
+        launcher.launch(fails, ValueError("diverged"))
+    with pytest.raises(WorkerFailedError, match=r"earlier run .*\(ValueError: diverged\).*start_method=\"fork\""):
+        launcher.launch(fails, lost)
+    job.end()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        launcher.launch(fails, lost)
+    job.end()
 
 
 def test_a_job_does_not_keep_the_model_of_its_first_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
