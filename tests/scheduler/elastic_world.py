@@ -396,6 +396,9 @@ class World:
             self.after(self.rng.uniform(0.1, 0.8), lambda: self.copied(process, reply.receive))
             return
         assert isinstance(reply, e.Start)
+        if not (reply.fresh or process.segment.stop):
+            self.die(process, "it has no state, and the scheduler takes it for a member")
+            return
         if reply.fresh:
             process.update, process.segment = 0, Segment(self.run_number, 0, 0, BATCHES)
         else:
@@ -416,6 +419,8 @@ class World:
         if copy is not None and self.rng.random() >= 0.05:
             process.update, process.segment = copy.update, copy.segment
             said = receive.transfer, copy.update
+        else:
+            process.update, process.segment = 0, Segment(0, 0, 0, 0)
         self.ask(process, lambda reply: self.comes(process, reply), e.TellReceived, *said)
 
     def join(self, process: Process) -> None:

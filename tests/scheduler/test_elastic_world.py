@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.elastic_world import World, live_through
@@ -19,12 +19,14 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 @settings(max_examples=HISTORIES, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 8))
+@example(794046052, 3)  # the last donor and the scheduler are lost before a newcomer hears that it begins anew
 def test_everybody_trains_again_after_any_faults(seed: int, faults: int) -> None:
     live_through(seed, faults)
 
 
 @settings(max_examples=HISTORIES, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 8))
+@example(9514952, 4)  # a restarted scheduler hears of a broken group before all stages have joined
 def test_pipelines_of_unlike_depths_train_again_after_any_faults(seed: int, faults: int) -> None:
     live_through(seed, faults, unlike=True)
 

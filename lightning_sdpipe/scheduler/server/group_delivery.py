@@ -251,7 +251,7 @@ class GroupDelivery:
 
     def proceed(self, now: float) -> None:
         """Answer all that can be answered."""
-        kept_groups, takes_part = self._process_groups.kept, self._groups.sessions.takes_part
+        kept_groups, takes_part = self._process_groups.kept, self._groups.takes_part
         for kept in list(kept_groups.values()):
             sequence = kept.group.sequence
             del kept_groups[sequence]

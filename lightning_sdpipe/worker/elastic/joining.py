@@ -107,6 +107,10 @@ def join(
     Returns:
         The start, and the state. None where this pipeline begins anew: it may have received the state of a donor that
         was lost before all of its stages had theirs.
+
+    Raises:
+        WorkerFailedError: the scheduler has been started again before it could say that this pipeline begins anew, and
+            takes it for a member that has its state.
     """
     state: State | None = None
     answer = line.enrol(mine)
@@ -114,9 +118,14 @@ def join(
         try:
             state = take(answer)
         except WorkerFailedError as error:
-            answer = line.missed(answer.transfer, str(error))
+            state, answer = None, line.missed(answer.transfer, str(error))
         else:
             answer = line.received(answer.transfer, state["elastic"]["updates"])
+    if state is None and not answer.fresh:
+        raise WorkerFailedError(
+            "The donor of this pipeline's state was lost, and the scheduler, which was started again meanwhile, "
+            "does not know that. Start the pipeline again, as `sdpipe run` does: it then comes as a new one."
+        )
     return answer, None if answer.fresh else state
 
 

@@ -56,6 +56,12 @@ def test_a_newcomer_begins_with_the_state_that_came_last() -> None:
     assert door.said == ["received a after 4", "missed b: pipeline 5 is gone", "received c after 6"]
 
 
+def test_a_newcomer_without_a_state_is_no_member_though_a_restarted_scheduler_says_so() -> None:
+    door = Door(Receive(1, 0, "a", 4), Receive(1, 5, "b", 5), Start(EPOCH, fresh=False))
+    with pytest.raises(WorkerFailedError, match="Start the pipeline again"):
+        join(door, {}, of_donor)
+
+
 def test_who_begins_anew_forgets_the_state_of_a_donor_that_was_lost() -> None:
     """Another stage of its pipeline has not got any."""
     door = Door(Receive(1, 0, "a", 4), Start(EPOCH, fresh=True))
