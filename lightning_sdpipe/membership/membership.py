@@ -155,7 +155,7 @@ class Membership(RunState):
         complete, here = self.roster.complete(), self.roster.here
         if self.epoch.members:
             waiting = [i for i in complete if self.donations.of(i) is None and self._reach.out_until(i) <= now]
-            givers = [i for i in self.members if i in here and not here[i].finishes]
+            givers = {i: here[i].incarnation for i in self.members if i in here and not here[i].finishes}
             if not givers:
                 return []
             for i in waiting:

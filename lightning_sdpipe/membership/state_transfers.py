@@ -9,7 +9,7 @@ That must be U.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_sdpipe.membership.members import Abandoned, Donate, MemberDecision, Receive
@@ -78,14 +78,16 @@ class StateTransfers:
     def _is_copied(self, donation: StateTransfer) -> bool:
         return len(donation.updates) == self._depth(donation.donor)
 
-    def choose(self, pipeline: int, members: Sequence[int]) -> list[MemberDecision]:
-        """Find a donor for ``pipeline`` among ``members`` (oldest first): if there is a choice, one that has not failed
-        it, that gives to few, and no leader."""
+    def choose(self, pipeline: int, members: Mapping[int, int]) -> list[MemberDecision]:
+        """Find a donor for ``pipeline`` among ``members`` (oldest first, with their incarnations): if there is a
+        choice, one that has not failed it, that gives to few, and no leader. The transfer is named by the donor's
+        incarnation, too: a scheduler that does not know an earlier one counts from 1 again."""
         gives = [donation.donor for donation in self._under_way.values()]
         failed, age = self._failed.get(pipeline, set()), {i: age for age, i in enumerate(members)}
         donor = min(members, key=lambda i: (i in failed, age[i] == 0, gives.count(i), -age[i]))
         self._count += 1
-        self._under_way[pipeline] = donation = StateTransfer(donor, pipeline, f"state-{pipeline}-{self._count}")
+        name = f"state-{pipeline}-{self._count}-{members[donor]:x}"
+        self._under_way[pipeline] = donation = StateTransfer(donor, pipeline, name)
         return [Donate(donor, pipeline, donation.transfer)]
 
     def copied(self, stage: int, donor: int, transfer: str, update: int) -> list[MemberDecision]:

@@ -115,15 +115,15 @@ def test_a_newcomer_gets_the_state_of_a_member_at_one_update_of_all_its_stages()
     run = Run(stages=2, start_pipelines=2)
     run.enrol(0), run.enrol(1)
     (first,) = run.enrol(2)
-    assert first == w.Donate(1, 2, "state-2-1"), "the leader is spared"
+    assert first == w.Donate(1, 2, "state-2-1-65"), "the leader is spared"
     assert run.core.donations.unheard(Worker(0, 1)) == (first.transfer,)
     assert run.core.donations.unheard(Worker(1, 1)) == (), "stage 0 tells it"
-    assert run.say(w.Snapshot, 1, "state-2-1", 45) == []
-    assert run.say(w.Snapshot, 1, "state-2-1", 45) == [], "it may be said again"
-    assert run.say(w.Received, 2, "state-2-1", 45, stage=1) == [], "nothing was given yet"
-    assert run.say(w.Snapshot, 1, "state-2-1", 45, stage=1) == [w.Receive(2, 1, "state-2-1", 45)]
-    assert run.say(w.Received, 2, "state-2-1", 45, stage=1) == []
-    epoch, started = run.say(w.Received, 2, "state-2-1", 45)
+    assert run.say(w.Snapshot, 1, "state-2-1-65", 45) == []
+    assert run.say(w.Snapshot, 1, "state-2-1-65", 45) == [], "it may be said again"
+    assert run.say(w.Received, 2, "state-2-1-65", 45, stage=1) == [], "nothing was given yet"
+    assert run.say(w.Snapshot, 1, "state-2-1-65", 45, stage=1) == [w.Receive(2, 1, "state-2-1-65", 45)]
+    assert run.say(w.Received, 2, "state-2-1-65", 45, stage=1) == []
+    epoch, started = run.say(w.Received, 2, "state-2-1-65", 45)
     assert run.core.members == [0, 1, 2]
     assert epoch == run.core.epoch
     assert started == w.Started(2, run.core.epoch, False)
@@ -162,14 +162,14 @@ class TestUnlikeDepths:
         run = Run(depths=(1, 3, 2), start_pipelines=2)
         run.enrol(0), run.enrol(1)
         (donate,) = run.enrol(2)
-        assert donate == w.Donate(1, 2, "state-2-1")
+        assert donate == w.Donate(1, 2, "state-2-1-65")
         run.gives(donate)
         run.say(w.Received, 2, donate.transfer, 10)
         gone, _, again = run.say(w.Died, 1, "was killed", stage=2)
-        assert (kinds([gone]), again) == (["Gone"], w.Donate(0, 2, "state-2-2"))
-        assert run.gives(again) == [w.Receive(2, 0, "state-2-2", 10)]
-        assert run.say(w.Received, 2, "state-2-2", 10, stage=1) == []
-        assert kinds(run.say(w.Received, 2, "state-2-2", 10)) == ["Epoch", "Started"]
+        assert (kinds([gone]), again) == (["Gone"], w.Donate(0, 2, "state-2-2-64"))
+        assert run.gives(again) == [w.Receive(2, 0, "state-2-2-64", 10)]
+        assert run.say(w.Received, 2, "state-2-2-64", 10, stage=1) == []
+        assert kinds(run.say(w.Received, 2, "state-2-2-64", 10)) == ["Epoch", "Started"]
         assert run.core.members == [0, 2]
 
     def test_a_newcomer_that_is_lost_in_the_transfer_leaves_the_donor_alone(self) -> None:
@@ -202,7 +202,7 @@ def test_a_donor_whose_stages_name_different_updates_gives_nothing_and_trains_on
     void = "stage 1 after 6, stage 0 after 5 updates, so the copies are not of one state"
     abandoned, again = run.say(w.Snapshot, 1, donate.transfer, 5)
     assert abandoned == w.Abandoned(1, donate.transfer, void)
-    assert again == w.Donate(0, 2, "state-2-2"), "another member gives its own"
+    assert again == w.Donate(0, 2, "state-2-2-64"), "another member gives its own"
     assert run.core.members == [0, 1]
     assert run.say(w.Snapshot, 1, donate.transfer, 6) == [w.Abandoned(1, donate.transfer)]
 
@@ -214,7 +214,7 @@ def test_a_newcomer_that_has_loaded_another_update_than_it_was_given_is_refused(
     assert isinstance(donate, w.Donate)
     run.gives(donate, 12)
     denied, gone, abandoned = run.say(w.Received, 2, donate.transfer, 11)
-    wrong = "the state that it has loaded of state-2-1 is that after 11 updates, and pipeline 1 gave that after 12"
+    wrong = "the state that it has loaded of state-2-1-65 is that after 11 updates, and pipeline 1 gave that after 12"
     assert denied == w.Denied(Worker(0, 2), 102, wrong)
     assert gone == w.Gone(2, 102, f"stage 0 is refused: {wrong}", was_member=False)
     assert abandoned == w.Abandoned(1, donate.transfer)
@@ -254,11 +254,11 @@ def test_another_donor_gives_its_state_when_one_is_lost() -> None:
     (donate,) = run.enrol(3)
     assert isinstance(donate, w.Donate)
     (receive,) = run.gives(donate)
-    assert receive == w.Receive(3, 2, "state-3-1", 10)
+    assert receive == w.Receive(3, 2, "state-3-1-66", 10)
     gone, epoch, again = run.say(w.Died, 2, "ended")
     assert (type(gone), type(epoch)) == (w.Gone, Epoch)
-    assert again == w.Donate(1, 3, "state-3-2")
-    assert run.say(w.Received, 3, "state-3-1", 10) == [], "of a donor that is gone: the other stages may not have it"
+    assert again == w.Donate(1, 3, "state-3-2-65")
+    assert run.say(w.Received, 3, "state-3-1-66", 10) == [], "of a donor that is gone: the other stages may not have it"
 
 
 def test_a_donor_that_fails_a_newcomer_is_asked_last() -> None:
@@ -542,8 +542,8 @@ def test_a_newcomer_with_its_state_that_has_not_heard_that_it_is_a_member_is_one
     for stage in range(2):
         run.on(resumed(Worker(stage, 0), 10, epoch))
         run.say(w.Enrolled, 1, SAME, stage=stage)
-    assert run.say(w.Received, 1, "state-1-6001", 10) == []
-    again, *started = run.say(w.Received, 1, "state-1-6001", 10, stage=1)
+    assert run.say(w.Received, 1, "state-1-6001-a", 10) == []
+    again, *started = run.say(w.Received, 1, "state-1-6001-a", 10, stage=1)
     assert again == Epoch(8, epoch.members, "the scheduler was started again")
     assert {*started} == {w.Started(1, run.core.epoch, False)}
 
