@@ -396,10 +396,11 @@ class World:
             self.after(self.rng.uniform(0.1, 0.8), lambda: self.copied(process, reply.receive))
             return
         assert isinstance(reply, e.Start)
-        if not (reply.fresh or process.segment.stop):
+        begins = reply.fresh or (process.receive is None and reply.epoch.number == 1)
+        if not (begins or process.segment.stop):
             self.die(process, "it has no state, and the scheduler takes it for a member")
             return
-        if reply.fresh:
+        if begins:
             process.update, process.segment = 0, Segment(self.run_number, 0, 0, BATCHES)
         else:
             states = {(p.update, p.segment) for p in self.job(process) if p.state == "receiving"}

@@ -113,18 +113,19 @@ def join(
             takes it for a member that has its state.
     """
     state: State | None = None
-    answer = line.enrol(mine)
+    answer, had_donor = line.enrol(mine), False
     while isinstance(answer, Receive):
+        had_donor = True
         try:
             state = take(answer)
         except WorkerFailedError as error:
             state, answer = None, line.missed(answer.transfer, str(error))
         else:
             answer = line.received(answer.transfer, state["elastic"]["updates"])
-    if state is None and not answer.fresh:
+    if state is None and not answer.fresh and (had_donor or answer.epoch.number > 1):  # in epoch 1, all begin anew
         raise WorkerFailedError(
-            "The donor of this pipeline's state was lost, and the scheduler, which was started again meanwhile, "
-            "does not know that. Start the pipeline again, as `sdpipe run` does: it then comes as a new one."
+            "The scheduler was started again before it could say what this pipeline begins with, and takes it for a "
+            "member that trains. Start the pipeline again, as `sdpipe run` does: it then comes as a new one."
         )
     return answer, None if answer.fresh else state
 
