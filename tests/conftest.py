@@ -71,13 +71,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_garbage_of_others() -> None:
-    """A process that is forked while process groups are garbage would, if it collected them, wait for threads that it
-    does not have."""
-    gc.collect()
-
-
 def inherited() -> dict[str, Any]:
     """What processes that later tests fork would find changed."""
     limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]

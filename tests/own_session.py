@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
 import multiprocessing
 import os
@@ -76,7 +75,6 @@ def script(directory: Path, main: Callable[..., Any], *arguments: Any) -> Iterat
     output.touch()
     process = multiprocessing.get_context("fork").Process(target=_lead, args=(output, main, arguments))
     openmp.end_threads()
-    gc.collect()  # a process group of gloo that is collected in the copy waits for threads that are not there
     process.start()
     running = Script(process, output)
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import gc
 import os
 import pickle
 import sys
@@ -20,6 +21,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from lightning_sdpipe.topology.groups import keep_until_the_end, open_groups
 
 _QUIET = "ignore:Experimental rerun CLI option:UserWarning"
 _undo = ExitStack()
@@ -137,11 +140,13 @@ def end() -> None:
 
 
 def _leave_to_the_parent() -> None:
-    """Take what was registered before a fork out of the child's hands, and let it live: to free a process group here
-    would be to wait for threads that the child does not have."""
+    """Take what was registered before a fork out of the child's hands, and let it free no process group of its
+    parent's: it would wait for threads that it does not have."""
     global _undo
     _of_the_parent.append(_undo)
     _undo = ExitStack()
+    gc.freeze()  # groups that are garbage already
+    keep_until_the_end(open_groups())
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)

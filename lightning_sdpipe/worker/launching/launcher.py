@@ -263,7 +263,6 @@ class WholeModelLauncher(MultiProcessingLauncher):
         self._check(trainer, _given(function, args, kwargs))
         before = {name: os.environ.get(name) for name in _SET_FOR_WORKERS}
         choose_port()
-        gc.collect()  # a forked child that collected a process group would wait for threads that it does not have
         openmp.end_threads()
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)

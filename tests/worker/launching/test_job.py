@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import pickle
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hydra import compose, initialize
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -50,6 +55,29 @@ def test_a_copy_of_the_process_undoes_nothing_of_it(tmp_path: Path) -> None:
     assert not (tmp_path / "undone").exists()
     job.end()
     assert (tmp_path / "undone").exists()
+
+
+def _collects(forks: int) -> None:
+    """In copies of a process whose last process group is garbage: each has more threads than the group had."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    loop: list[Any] = [dist.new_group([0])]
+    loop.append(loop)
+    dist.destroy_process_group()
+    gc.disable()
+    del loop
+    for _ in range(forks):
+        if (copy := os.fork()) == 0:
+            for _ in range(8):
+                threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(copy, 0) == (copy, 0)
+
+
+@pytest.mark.distributed
+def test_a_copy_frees_no_process_group_of_the_process(tmp_path: Path) -> None:
+    with script(tmp_path, _collects, 3) as process:
+        assert process.wait(20) == 0
 
 
 @pytest.mark.parametrize("now", [("runtime.output_dir", "another"), ("job.num", 4)])
