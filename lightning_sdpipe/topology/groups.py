@@ -311,13 +311,12 @@ def _close_unused() -> None:
         gc.collect()  # a Trainer and its strategy refer to each other
     known = open_groups()
     _runs[:] = [(run, opened) for run, opened in _runs if any(each() in known for each in opened)]
-    unused = torch.tensor(next((n for n, (run, _) in enumerate(_runs) if run() is not None), len(_runs)))
-    dist.all_reduce(unused, dist.ReduceOp.MIN)
-    for _, opened in _runs[: int(unused)]:
+    unused = torch.tensor(sum(1 << n for n, (run, _) in enumerate(_runs[:62]) if run() is None))  # a bit per run
+    dist.all_reduce(unused, dist.ReduceOp.BAND)
+    for _, opened in (of_a_run for n, of_a_run in enumerate(_runs) if int(unused) >> n & 1):
         for group in (each() for each in opened):
             if group in known:
                 dist.destroy_process_group(group)
-    del _runs[: int(unused)]
 
 
 def this_host() -> str:
