@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from functools import partial
 
 import pytest
 
@@ -12,7 +13,7 @@ from lightning_sdpipe.exchange.background import Background
 
 def test_it_does_its_jobs_in_order_and_ends_with_its_owner() -> None:
     background, done = Background("a test's work", 10), list[int]()
-    jobs = [background.do(lambda i=i: done.append(i)) for i in range(3)]  # type: ignore[misc]
+    jobs = [background.do(partial(done.append, i)) for i in range(3)]
     for job in jobs:
         job.wait()
     assert done == [0, 1, 2]

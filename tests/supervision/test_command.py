@@ -120,15 +120,18 @@ def test_a_run_through_deaths(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_a_pipeline_of_another_depth_comes_back(tmp_path: Path) -> None:
-    arguments = "--pipelines", "2", "--stages", "1,2", "-m", "tests.scripts.unlike", "10"
+    end = tmp_path / "end"
+    arguments = "--pipelines", "2", "--stages", "1,2", "-m", "tests.scripts.unlike", str(end)
     with Command(tmp_path, *arguments) as run:
         run.says(r"2 pipelines of 1, 2 stages; scheduler at ")
         run.says("all 2 pipelines train")
         (victim,) = run.pids(SDPIPE_PIPELINE="1", WORLD_SIZE="2", RANK="0")
         os.kill(victim, signal.SIGKILL)
         run.says(r"pipeline 1 lost \(stage 1 killed\); 1 of 2 go on")
-        assert int(run.says(r"pipeline 1 is back after (\d+\.\d) s, at update (\d+)")[2]) > 0
-        assert run.process.wait(LIMIT) == 0
+        back = run.says(r"pipeline 1 is back after (\d+\.\d) s, at update (\d+)")
+        assert int(back[2]) > 0, run.said.read_text()
+        end.touch()
+        assert run.process.wait(LIMIT) == 0, run.said.read_text()
         assert "run ends" not in run.said.read_text()
 
 
