@@ -197,6 +197,7 @@ class Job:
             for number, name in ((1, "stdout"), (2, "stderr")):
                 os.dup2(output, number)
                 setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))  # else pytest's own
+            faulthandler.disable()  # a Trainer of this process has taken its signals, and it would not see that
             faulthandler.enable(sys.stderr)
             depth = run.depth(self.pipeline)
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": depth, "LOCAL_WORLD_SIZE": depth}
@@ -305,8 +306,18 @@ class ElasticRun:
     def wait(self, holds: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
         until = time.monotonic() + seconds
         while not holds():
-            assert time.monotonic() < until, f"{what} did not happen in {seconds:g} s:\n{self.said()}"
+            if time.monotonic() > until:
+                self.end_with_stacks()
+                raise AssertionError(f"{what} did not happen in {seconds:g} s:\n{self.said()}")
             time.sleep(0.02)
+
+    def end_with_stacks(self) -> None:
+        """Lets all processes print where they are, and ends them."""
+        for job in self.jobs:
+            for pid, code in zip(job.pids, job.ended_with(), strict=True):
+                if code is None:
+                    os.kill(pid, signal.SIGABRT)
+                    time.sleep(0.5)  # else they print at the same time
 
     def wait_for_turns(self, pipelines: Iterator[int] | range | list[int], more: int) -> None:
         """Until all of them have made so many turns more."""
@@ -322,7 +333,7 @@ class ElasticRun:
     def said(self) -> str:
         texts = [self.directory / "scheduler.txt", self.directory / "output.txt"]
         codes = [f"pipeline {job.pipeline}: exit codes by rank {job.ended_with()}" for job in self.jobs]
-        return "\n".join([*(text.read_text()[-6000:] for text in texts if text.exists()), *codes])
+        return "\n".join([*(text.read_text()[-20000:] for text in texts if text.exists()), *codes])
 
     def trained(self) -> dict[int, Counter[int]]:
         """How often each sample was trained in each epoch, by all."""
