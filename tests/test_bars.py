@@ -86,7 +86,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "sync": (2780, 16),
     "top": (1576, 12),
     "topology": (600, 5),
-    "worker": (4195, 26),
+    "worker": (4201, 26),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 

@@ -174,9 +174,15 @@ class EpochGroups:
         return self._of(group).hosts
 
     def _of(self, group: Group) -> _OfEpoch:
+        pipelines = {member.pipeline for member in group.members}  # one may have come to a barrier, and be gone since
         with self._lock:
             self._lock.wait_for(
-                lambda: group.epoch != self._newest or group.epoch in self._made or group.epoch == self._given_up,
+                lambda: (
+                    group.epoch != self._newest
+                    or not pipelines <= self._present()
+                    or group.epoch in self._made
+                    or group.epoch == self._given_up
+                ),
                 CONNECTING.total_seconds(),
             )
             made = self._made.get(group.epoch)

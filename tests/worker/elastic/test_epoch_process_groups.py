@@ -258,6 +258,16 @@ def test_a_group_that_is_not_made_is_not_waited_for_once_there_is_a_newer_epoch(
         ends.set()
 
 
+def test_who_is_left_alone_at_a_barrier_does_not_wait_for_a_process_group() -> None:
+    """The other one had come to it, and was gone when the first heard that."""
+    groups = EpochGroups(Worker(0, 0), lambda name, cancelled: dist.HashStore(), timedelta(seconds=60), Reports())
+    groups.enter(epoch(2, 0))
+    began = time.monotonic()
+    with pytest.raises(WorkerFailedError, match="epoch 2 is not there"):
+        groups.movers(group(2, 0, 1))
+    assert time.monotonic() - began < epoch_process_groups.CONNECTING.total_seconds() / 2
+
+
 def test_a_member_that_begins_late_is_waited_for_as_long_as_a_transfer_may_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
