@@ -38,6 +38,7 @@ def replicas(rank: int, timeout: float = 20) -> Replicas:
     store = dist.PrefixStore("epoch 3", dist.distributed_c10d._get_default_store())
     size = dist.get_world_size()
     raw: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+    dist.barrier()  # a rank with nothing to exchange would close its connections while another still makes them
     raw._set_default_timeout(timedelta(seconds=timeout))
     return Replicas(raw, range(size)[::-1], 0, size - 1 - rank)
 
