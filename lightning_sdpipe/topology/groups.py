@@ -313,8 +313,8 @@ def _close_unused() -> None:
     _runs[:] = [(run, opened) for run, opened in _runs if any(each() in known for each in opened)]
     unused = torch.tensor(sum(1 << n for n, (run, _) in enumerate(_runs[:62]) if run() is None))  # a bit per run
     dist.all_reduce(unused, dist.ReduceOp.BAND)
-    for _, opened in (of_a_run for n, of_a_run in enumerate(_runs) if int(unused) >> n & 1):
-        for group in (each() for each in opened):
+    for n, (_, opened) in enumerate(_runs):
+        for group in (each() for each in opened if int(unused) >> n & 1):
             if group in known:
                 dist.destroy_process_group(group)
 
