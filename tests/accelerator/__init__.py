@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
 from torch import Tensor
+from torch import library as torch_library
 
 NAME = "fake"
-_AUTOCAST = torch.library.Library("aten", "IMPL")
+_AUTOCAST = torch_library.Library("aten", "IMPL")
 _MODULE = "fake_accelerator"
 _SOURCES = [Path(__file__).with_name(name) for name in ("device.cpp", "backend.cpp")]
 

@@ -36,13 +36,13 @@ class Model(L.LightningModule):
 def main(end: Path) -> None:
     torch.set_num_threads(1)
     strategy = SDPipeStrategy(num_stages=[1, 2], partition=[[3], [1, 2]])
-    quiet = {
+    quiet: dict[str, Any] = {
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    trainer = L.Trainer(accelerator="cpu", strategy=strategy, max_epochs=-1, **quiet)  # type: ignore[arg-type]
+    trainer = L.Trainer(accelerator="cpu", strategy=strategy, max_epochs=-1, **quiet)
     trainer.fit(Model(end), DataLoader(TensorDataset(torch.linspace(0, 1, 1024).view(256, 4)), 4))
 
 
