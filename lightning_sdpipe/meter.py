@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import threading
 import time
 import weakref
@@ -22,6 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import sub
+from types import FrameType
 from typing import NamedTuple
 
 PHASES = (
@@ -48,6 +50,8 @@ SPANS = 16384
 """Number of spans that are kept, including marks."""
 
 CLOCK = time.perf_counter_ns
+_AGAIN = 0.01
+"""Seconds after which an interrupt that came during a garbage collection is raised again."""
 
 
 class MeterRow(NamedTuple):
@@ -223,16 +227,42 @@ def _forget() -> None:
         meter.close()
 
 
-def _collecting(event: str, info: dict[str, int], local: _Local = _local, gc: int = GC) -> None:
-    """Count a full garbage collection, which stops the thread in which it happens. Global names are gone when Python
-    ends."""
-    meter = local.meter
-    if meter is not None and info["generation"] == 2:
-        if event == "start":
-            meter.spans[gc].__enter__()
+def count_collections() -> Callable[[], None]:
+    """Count full garbage collections, which stop this thread, from now on; return the function that ends that.
+
+    Python prints what is raised in a callback of its collector, and drops it. A Ctrl-C that arrives during a collection
+    would be raised in the next callback, so it is sent again when that is over.
+    """
+    meter, thread, get_ident = current(), threading.get_ident(), threading.get_ident
+
+    def collecting(event: str, info: dict[str, int]) -> None:  # in a forked child, of the parent's meter
+        if info["generation"] == 2 and get_ident() == thread:
+            if event == "start":
+                meter.spans[GC].__enter__()
+            else:
+                meter.spans[GC].__exit__()
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        inner = frame
+        while inner is not None and inner.f_code is not collecting.__code__:
+            inner = inner.f_back
+        if inner is None:
+            interrupt(number, frame)
         else:
-            meter.spans[gc].__exit__()
+            threading.Timer(_AGAIN, signal.pthread_kill, (thread, number)).start()
+
+    def end() -> None:
+        gc.callbacks.remove(collecting)
+        if in_main_thread and signal.getsignal(signal.SIGINT) is interrupted:
+            signal.signal(signal.SIGINT, interrupt)
+
+    handler = signal.getsignal(signal.SIGINT)
+    interrupt = handler if callable(handler) else signal.default_int_handler
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and callable(handler):
+        signal.signal(signal.SIGINT, interrupted)
+    gc.callbacks.append(collecting)
+    return end
 
 
 os.register_at_fork(after_in_child=_forget)
-gc.callbacks.append(_collecting)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import subprocess
+import sys
 import threading
+
+import pytest
 
 from lightning_sdpipe import meter
 from lightning_sdpipe.meter import (
@@ -136,14 +141,49 @@ def test_a_full_collection_counts_for_the_thread_that_it_stops() -> None:
         gc.collect()
         seen.append(meter.current().seconds(GC) - before)
 
-    here = meter.current().seconds(GC)
+    end = meter.count_collections()
     thread = threading.Thread(target=collect)
     thread.start()
     thread.join()
-    assert seen[0] > 0
-    assert meter.current().seconds(GC) == here
+    assert seen == [0.0], "of another thread"
+    collect()
+    assert seen[1] > 0
+    here = meter.current().seconds(GC)
     gc.collect(0)
     assert meter.current().seconds(GC) == here, "a small one is not worth a span"
+    end()
+    collect()
+    assert seen[2] == 0.0
+
+
+def test_an_interrupt_that_comes_during_a_collection_is_raised_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops what is raised within a callback of its collector."""
+    monkeypatch.setattr(meter.current(), "_clock", lambda: signal.raise_signal(signal.SIGINT) or meter.CLOCK())
+
+    def collect() -> None:
+        gc.collect()
+        monkeypatch.undo()
+        threading.Event().wait(60)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    end = meter.count_collections()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            collect()
+    finally:
+        end()
+        threading.Event().wait(10 * meter._AGAIN)  # the collection began and ended, and interrupts are two
+        assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def test_nothing_is_installed_by_an_import() -> None:
+    code = """
+import gc, signal
+import lightning_sdpipe.meter, lightning_sdpipe.cli, lightning_sdpipe.simulate.__main__
+assert gc.callbacks == []
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_collection_behind_the_look_at_the_clock_counts_once() -> None:

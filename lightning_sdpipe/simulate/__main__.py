@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, carried_out
 from lightning_sdpipe.heterogeneity import Static, Trace, condition
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
@@ -27,31 +27,34 @@ NOMINAL_ITERATION_SECONDS = 0.1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the outcome; the exit status is 2 when it cannot be simulated, 1 when the policy gets stuck."""
     options = _parser().parse_args(arguments)
+    return carried_out(lambda: _simulate(options), "sdpipe simulate")
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    config = registry.from_text(options.policy, options.set)
+    given, listed = options.num_pipelines, len(options.num_stages) > 1
+    num_stages, num_pipelines, depths = shape_of(options.num_stages, 4 if given is None and not listed else given)
+    of_each = depths or [num_stages] * num_pipelines
+    work = Work(
+        num_stages,
+        num_pipelines,
+        options.iterations,
+        _seconds(options, of_each),
+        options.schedule,
+        options.num_micro_batches,
+        _slowness(options, sum(of_each)),
+        lambda group: options.exchange if len(group.members) > 1 else 0.0,
+        options.announce,
+        depths,
+    )
     try:
-        config = registry.from_text(options.policy, options.set)
-        given, listed = options.num_pipelines, len(options.num_stages) > 1
-        num_stages, num_pipelines, depths = shape_of(options.num_stages, 4 if given is None and not listed else given)
-        of_each = depths or [num_stages] * num_pipelines
-        work = Work(
-            num_stages,
-            num_pipelines,
-            options.iterations,
-            _seconds(options, of_each),
-            options.schedule,
-            options.num_micro_batches,
-            _slowness(options, sum(of_each)),
-            lambda group: options.exchange if len(group.members) > 1 else 0.0,
-            options.announce,
-            depths,
-        )
         run, alone = simulate(config, work), simulate(NoSync(), work)
         lines = [report(run, alone)]
         if not run.stuck:
             in_step = simulate(AllReduceModels(), replace(work, exchange=lambda _: 0.0))
             lines.append(compared(dealt_epoch(config, alone), in_step.seconds))
-    except (ConfigurationError, BrokenRule) as error:
-        print(f"sdpipe simulate: {error}", file=sys.stderr)
-        return 2
+    except BrokenRule as error:
+        raise ConfigurationError(str(error)) from error
     print("\n".join(lines))
     return 1 if run.stuck else 0
 
