@@ -13,6 +13,7 @@ problem.
 from __future__ import annotations
 
 import argparse
+import codecs
 import logging
 import os
 import platform
@@ -21,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from io import TextIOWrapper
 from pathlib import Path
 from statistics import fmean
 
@@ -48,10 +50,12 @@ _OWN_OPTIONS = {
     "serve": ("seeing.serve", "show a run in a browser, and to Prometheus"),
 }
 """Commands that parse their own options: the module of each, and its help."""
+_IN_ASCII = {"×": "x", "→": "->", "−": "-", "–": "-", "…": "...", "µ": "u", "ρ": "rho", "≤": "<=", "≥": ">=", "━": "="}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 2 when it cannot be carried out."""
+    _say_it_in_ascii()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "" not in sys.path:  # a console script does not look for modules in the working directory
         sys.path.append("")
@@ -59,6 +63,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(import_module(f"lightning_sdpipe.{_OWN_OPTIONS[given[0]][0]}").main(given[1:]))
     options = _parser().parse_args(given)
     return carried_out(lambda: options.run(options))
+
+
+def _say_it_in_ascii() -> None:
+    """Let terminals print other characters in place of those that they do not have."""
+
+    def others(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        missing = error.object[error.start : error.end]
+        return "".join(_IN_ASCII.get(character, "?") for character in missing), error.end
+
+    codecs.register_error("sdpipe", others)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="sdpipe")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -124,7 +124,7 @@ def _write(path: Path, rows: Sequence[Row]) -> None:
         | {"error": row.error}
         for row in rows
     ]
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(name for line in lines for name in line)))
         writer.writeheader()
         writer.writerows(lines)

@@ -108,4 +108,4 @@ def write_tracks(path: Path, source: str, interval_seconds: float, tracks: Itera
         f' "{name}": {msgspec.json.encode(value).decode()},'
         for name, value in (("format", FORMAT), ("source", source), ("interval_seconds", interval_seconds))
     )
-    path.write_text(f'{{\n{head}\n "tracks": [\n{lines}\n ]\n}}\n')
+    path.write_text(f'{{\n{head}\n "tracks": [\n{lines}\n ]\n}}\n', encoding="utf-8")

@@ -231,7 +231,7 @@ def write_network(path: Path, network: Network) -> None:
             network.model,
         )
     )
-    path.write_text(one_row_per_line(file))
+    path.write_text(one_row_per_line(file), encoding="utf-8")
 
 
 def _expand(file: _Sites) -> Network:

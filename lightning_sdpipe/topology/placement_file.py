@@ -120,7 +120,7 @@ class _Former(msgspec.Struct, forbid_unknown_fields=True):
 
 def write_placement(path: Path, placement: Placement) -> None:
     """Write a placement, a pipeline per line."""
-    path.write_text(one_row_per_line(msgspec.to_builtins(placement)))
+    path.write_text(one_row_per_line(msgspec.to_builtins(placement)), encoding="utf-8")
 
 
 def check_shape(placement: Placement, num_stages: int, num_workers: int | None, depths: Sequence[int] = ()) -> None:
