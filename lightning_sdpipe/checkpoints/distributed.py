@@ -78,7 +78,8 @@ class DistributedWriter:
         states = {kind: checkpoint.pop(kind) for kind in _MODULES if kind in checkpoint}
         parts = {kind: state if self._row == 0 else {} for kind, state in states.items()}
         for optimizer in checkpoint.get("optimizer_states", ()):
-            moments = optimizer.pop("state")
+            moments = optimizer["state"]
+            optimizer["state"] = {key: moments.pop(key) for key in list(moments) if not isinstance(key, int)}
             parts[_OPTIMIZER] = {str(self._row): {str(place): state for place, state in moments.items()}}
         part = path.with_name(f".{path.name}{_PART}") if publisher is None else beside_it(path, publisher.mark, _PART)
         if self._groups.rank == 0:
@@ -219,7 +220,7 @@ def _read(path: Path, metadata: Metadata, wanted: Sequence[str], files: Checkpoi
     nested = unflatten_state_dict(held, {key: metadata.planner_data[key] for key in held})  # extra state may be a dict
     checkpoint |= {"state_dict": {}, **nested}
     for optimizer in checkpoint.get("optimizer_states", ()):
-        optimizer["state"] = {}
+        optimizer.setdefault("state", {})
     for key, value in values.items():
         if key in held:
             continue

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -204,7 +205,7 @@ def _packed(state: Mapping[Any, Any], of: str = "state_dict", maker: str = "get_
         except Exception as error:  # objects say in their own ways that they cannot be packed
             raise ConfigurationError(
                 f"{name!r} in the {of} is a {type(value).__name__}, which cannot be sent from its stage to rank "
-                f"0 ({str(error).splitlines()[0]}). Let {maker} keep tensors, numbers, strings, and lists "
+                f"0. Let {maker} keep tensors, numbers, strings, and lists "
                 "and dicts of them; or write checkpoints with SDPipeStrategy(save_distributed_checkpoint=True)."
             ) from error
     buffer = io.BytesIO()
@@ -300,15 +301,18 @@ class OptimizerParts:
 
     def part(self, optimizer: Optimizer, stage: int) -> dict[str, Any]:
         """Return the ``state_dict`` of the whole optimizer with the states of which ``stage`` is the first holder."""
-        local = {i: optimizer.state[p] for i, p in self._local.items() if p in optimizer.state}
-        state = {i: value for i, value in local.items() if self._owners[i][0] == stage}
+        local = self._states(optimizer)
+        state = {i: value for i, value in local.items() if self._owners.get(i, (stage,))[0] == stage}
         return {"state": state, "param_groups": self._packed(optimizer)}
 
     def held(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the ``state_dict`` of the whole optimizer with all states that this stage has, and the names of its
         parameters, since another pipeline may number them in another order."""
-        state = {i: optimizer.state[p] for i, p in self._local.items() if p in optimizer.state}
-        return {"state": state, "param_groups": self._packed(optimizer), _NAMES: self._name_of}
+        return {
+            "state": self._states(optimizer),
+            "param_groups": self._packed(optimizer),
+            _NAMES: self._name_of,
+        }
 
     def given(self, held: Mapping[str, Any], theirs: Ownership, to: int) -> dict[str, Any]:
         """Return the part of :meth:`held` that this stage, as the last owner of parameters, gives to the stage ``to``
@@ -316,7 +320,8 @@ class OptimizerParts:
         state = {
             place: value
             for place, value in held["state"].items()
-            if self._owners[place][-1] == self._stage and to in theirs.stages.get(self._name_of[place], (to,))
+            if place not in self._owners
+            or (self._owners[place][-1] == self._stage and to in theirs.stages.get(self._name_of[place], (to,)))
         }
         return {**held, "state": state}
 
@@ -326,16 +331,22 @@ class OptimizerParts:
         stage, pipeline = groups.mesh.locate(groups.rank)
         if pipeline != pipeline_of_zero:
             return {}
-        local = {place: optimizer.state[p] for place, p in self._local.items() if p in optimizer.state}
+        local = self._states(optimizer)
         if groups.rank != 0:
-            foreign = {i: s for i, s in local.items() if stage_of_zero not in self._owners[i]}
+            foreign = {i: s for i, s in local.items() if stage_of_zero not in self._owners.get(i, (stage_of_zero,))}
             mine = {i: s for i, s in foreign.items() if self._owners[i][0] == stage}
             _send_states(mine, groups)
             return {}
         for source in groups.mesh.pipeline_ranks(pipeline):
             if source != 0:
                 local |= _receive_states(source, groups)
-        return {"state": dict(sorted(local.items())), "param_groups": self._packed(optimizer)}
+        state = {place: local[place] for place in self._owners if place in local}
+        return {"state": state | local, "param_groups": self._packed(optimizer)}
+
+    def _states(self, optimizer: Optimizer) -> dict[Any, Any]:
+        """Return the states of this stage's parameters by place, and what the optimizer keeps under keys of its own."""
+        own = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+        return {place: optimizer.state[p] for place, p in self._local.items() if p in optimizer.state} | own
 
     def _packed(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         return [{**group, "params": places} for group, places in zip(self.groups(optimizer), self._places, strict=True)]
@@ -347,7 +358,8 @@ class OptimizerParts:
             by_name = {self._name_of[place]: number for place, number in numbers.items()}
             places = ((place, by_name.get(name)) for place, name in whole[_NAMES].items())
             numbers = {place: number for place, number in places if number is not None}
-        state = {numbers[place]: value for place, value in whole["state"].items() if place in numbers}
+        own = {key: value for key, value in whole["state"].items() if not isinstance(key, int)}
+        state = {numbers[place]: value for place, value in whole["state"].items() if place in numbers} | own
         packed = [
             {**group, "params": sorted(numbers[place] for place in group["params"] if place in numbers)}
             for group in whole["param_groups"]
@@ -356,12 +368,17 @@ class OptimizerParts:
 
 
 def _send_states(states: Mapping[int, Mapping[str, Any]], groups: ProcessGroups) -> None:
-    values = {(place, key): value for place, state in states.items() for key, value in state.items()}
+    values = {(place, key): _as_python(value) for place, state in states.items() for key, value in state.items()}
     shapes = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in values.items()}
     header = _packed(shapes, "optimizer's state", "the optimizer")
     p2p.send_bytes(header, 0, groups.pipeline, _TAG, "rank 0").wait()
     tensors = [value for value in values.values() if isinstance(value, Tensor)]
     p2p.send(tensors, 0, groups.pipeline, _TAG, "rank 0").wait()
+
+
+def _as_python(value: Any) -> Any:
+    """Return a number of numpy as one of Python, which is unpacked without running code."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _receive_states(source: int, groups: ProcessGroups) -> dict[int, dict[str, Any]]:

@@ -193,7 +193,7 @@ class CutModel:
         elif index < run.next_block and not run.whole:
             raise ConfigurationError(
                 f"Block {self._chain[index]!r} ran after block {self._chain[run.next_block - 1]!r}: the blocks do not "
-                f"form a chain. Each must run at most once and in the order {list(self._chain)}; {_MEND}"
+                f"form a chain. Each must run at most once and in the order {list(self._chain)}; {_MEND} {_SAMPLE}"
             )
         elif index < run.span.start:
             output = self._stand_in(run, index, args, kwargs)
@@ -210,8 +210,8 @@ class CutModel:
         if index not in self._owned:
             raise ConfigurationError(
                 f"Block {self._chain[index]!r} was called on a worker that does not hold it, outside of training_step, "
-                "validation_step, test_step and predict_step. Call the model within one of these; and let a part of it "
-                "that is recomputed by torch.utils.checkpoint be one block (blocks=[...]), since no cut may lie within."
+                f"validation_step, test_step and predict_step. Call the model once, within one of these. {_SAMPLE} If "
+                "torch.utils.checkpoint recomputes this block, make all that it recomputes one block (blocks=[...])."
             )
         self.streams.enter(self._streams_of[index], seed)
         return original(*args, **kwargs)
@@ -286,6 +286,10 @@ class CutModel:
 _AGREE = (
     "What decides whether a block runs must be equal on all stages: draw it in the step, with the generators of torch, "
     "numpy or random."
+)
+_SAMPLE = (
+    "A loop that runs the model many times, such as generate, does not work with several stages: run it after fit, in "
+    "one process, on MyModule.load_from_checkpoint(path), or train with num_stages=1."
 )
 _MEND = "name blocks that do with SDPipeStrategy(blocks=[...]), or cut elsewhere with partition=[...]."
 
