@@ -20,6 +20,7 @@ from hypothesis import settings
 
 from tests.scheduler.forked import forked_schedulers
 
+pytest_plugins = ["tests.patience"]
 settings.register_profile("shared host", deadline=None, max_examples=50)  # an example may wait long for a core
 settings.register_profile("long", deadline=None, max_examples=10_000)  # --hypothesis-profile=long, before a release
 settings.register_profile("quick", deadline=None, max_examples=20)
@@ -48,10 +49,6 @@ LONG = [
 ]
 
 
-TOGETHER = 300
-"""Seconds for a test of several processes: one that takes 8 s where nothing else runs took 43 s at a load of 12."""
-
-
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: tests that start processes wait for them about half of the time."""
     return (os.cpu_count() or 1) + 1
@@ -60,9 +57,6 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: first.get(item.path, len(LONG)))
-    for item in items:
-        if item.get_closest_marker("distributed") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(TOGETHER))
 
 
 def pytest_collection_finish() -> None:

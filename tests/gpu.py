@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from lightning_sdpipe.topology.mesh import Mesh
 from recipes.classification import ResNet
 from recipes.language import LanguageModel
 from tests import accelerator
+from tests.patience import limit
 
 PAYLOADS: list[Payload] = [Half(), EightBit(), OneBit(), TopK(0.01)]
 MODELS = ("ResNet-50", "BERT-base")
@@ -125,7 +125,7 @@ def train(kind: str, model: str, ranks: int, ddp: bool, shared: bool, directory:
 def pass_on(rank: int, kind: str) -> float:
     """Rank 0 sends what it has just computed to rank 1, over gloo; GB/s, there and back."""
     device, values = device_of(kind), SIZES[kind].values
-    group = dist.new_group([0, 1], backend="gloo", timeout=timedelta(seconds=60))
+    group = dist.new_group([0, 1], backend="gloo", timeout=limit(60))
     peer, start = 1 - rank, time.perf_counter()
     for turn in range(4):
         if turn == 1:  # memory is there, and connections
@@ -160,7 +160,7 @@ def draw(rank: int, kind: str) -> None:
     streams.leave(3, streams.current)
     assert torch.equal(drawn(), after), "whoever does not run the block goes on with the same draws"
     assert not torch.equal(first, inside)
-    groups = ProcessGroups.open(Mesh.build(1, 1), timedelta(seconds=20))
+    groups = ProcessGroups.open(Mesh.build(1, 1), limit())
     states = random_states.gather(groups, device)
     expected = drawn()
     random_states.restore(states, groups, device)

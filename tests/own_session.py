@@ -21,6 +21,7 @@ import torch
 
 from lightning_sdpipe import openmp
 from lightning_sdpipe.worker.launching import job
+from tests.patience import explained, limit
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,16 @@ class Script:
     def printed(self) -> str:
         return self.output.read_text()
 
-    def wait(self, seconds: float) -> int:
+    def wait(self) -> int:
         """Its exit code, as multiprocessing has it: negative if a signal ended it."""
-        self.process.join(seconds)
-        assert self.process.exitcode is not None, f"still runs after {seconds} s:\n{self.printed()}"
+        with explained(self.printed):
+            self.process.join()
+        assert self.process.exitcode is not None
         return self.process.exitcode
 
-    def left(self, patience: float = 5) -> list[str]:
-        """The commands of those in its session that have not ended within ``patience`` seconds."""
-        deadline = time.monotonic() + patience
+    def left(self, seconds: float = 5) -> list[str]:
+        """The commands of those in its session that have not ended soon."""
+        deadline = time.monotonic() + limit(seconds).total_seconds()
         while (found := [command for _, command in self._members()]) and time.monotonic() < deadline:
             time.sleep(0.05)
         return found

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from tests.exchange.threads import together
+from tests.patience import limit
 
-TIMEOUT = timedelta(seconds=20)
 _CONNECTS, _RELAYS, _LISTENS = "127.0.0.9", "127.0.0.2", "127.0.0.1"  # gloo connects from the greater address
 
 
 @contextmanager
-def lost_after(count: int, sender: int, timeout: timedelta = TIMEOUT) -> Iterator[list[Any]]:
+def lost_after(count: int, sender: int, timeout: timedelta | None = None) -> Iterator[list[Any]]:
     """The groups of ranks 0 and 1, for two threads; their connection ends when ``sender`` has sent so many bytes."""
     with socket.create_server((_RELAYS, 0)) as listener:
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ def lost_after(count: int, sender: int, timeout: timedelta = TIMEOUT) -> Iterato
 
         def make(rank: int) -> Any:
             options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timeout
+            options._timeout = timeout or limit()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=hosts[rank])]
             return dist.ProcessGroupGloo(stores[rank], rank, 2, options)
 
@@ -56,14 +56,11 @@ def lost_after(count: int, sender: int, timeout: timedelta = TIMEOUT) -> Iterato
 
 def _connected(port: int) -> socket.socket:
     """A connection to the rank that listens, or is about to."""
-    until = time.monotonic() + TIMEOUT.total_seconds()
     while True:
         try:
             return socket.create_connection((_LISTENS, port))
         except ConnectionRefusedError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.01)
+            time.sleep(0.1)
 
 
 def _pump(source: socket.socket, target: socket.socket, most: int | None) -> None:
@@ -95,8 +92,8 @@ class _Relayed(Store):
             value = value.replace(where[0], mine + bytes(8), 1)
         return value
 
-    def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:
-        self._store.wait(keys, timeout)
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys, timeout or limit())
 
     def check(self, keys: list[str]) -> bool:
         return self._store.check(keys)

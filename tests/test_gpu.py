@@ -52,7 +52,7 @@ def report(kind: str, measured: dict[str, str]) -> Report:
 
 
 def on_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    return run_workers(count, _alone, free_port(), count, work, arguments, timeout=280)
+    return run_workers(count, _alone, free_port(), count, work, arguments)
 
 
 def _alone(rank: int, port: int, count: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -61,7 +61,7 @@ def _alone(rank: int, port: int, count: int, work: Callable[..., Any], arguments
     return as_torchrun(rank, port, count, work, arguments)
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.distributed
 
 
 @EVERYWHERE

@@ -6,10 +6,8 @@ import io
 import multiprocessing
 import socket
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Collection
-from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch.distributed as dist
 
 from lightning_sdpipe import openmp
 from lightning_sdpipe.worker.launching import environment
+from tests.patience import limit
 
 holds = True
 """Whether a rank whose work is over holds its connections until all have ended; it must not after an error that the
@@ -50,9 +49,7 @@ def listening(port: int | None = None) -> list[str]:
     return sorted(found)
 
 
-def run_workers(
-    count: int, work: Callable[..., Any], *arguments: Any, timeout: float = 50, lost: Collection[int] = ()
-) -> list[Any]:
+def run_workers(count: int, work: Callable[..., Any], *arguments: Any, lost: Collection[int] = ()) -> list[Any]:
     """What ``work(rank, *arguments)`` returns on each of ``count`` ranks, None for those that get ``lost`` without a
     word; raises what the first failing one raised."""
     context = multiprocessing.get_context("fork")
@@ -66,11 +63,9 @@ def run_workers(
         for process in processes:
             process.start()
         try:
-            outcomes = _outcomes(
-                {rank: receive for rank, (receive, _) in enumerate(pipes) if rank not in lost}, timeout
-            )
+            outcomes = _outcomes({rank: receive for rank, (receive, _) in enumerate(pipes) if rank not in lost})
             for rank in lost:
-                processes[rank].join(timeout)
+                processes[rank].join()
         finally:
             for receive, _ in pipes:
                 receive.send_bytes(b"all have ended")
@@ -85,21 +80,19 @@ def run_workers(
     return [outcomes[rank][1] if rank in outcomes else None for rank in range(count)]
 
 
-def _outcomes(pipes: dict[int, Connection], timeout: float) -> dict[int, tuple[bool, Any]]:
+def _outcomes(pipes: dict[int, Connection]) -> dict[int, tuple[bool, Any]]:
     """Of each rank; once one has failed, of those that end soon after it."""
     outcomes: dict[int, tuple[bool, Any]] = {}
-    deadline = time.monotonic() + timeout
+    seconds: float | None = None
     while waiting := [rank for rank in pipes if rank not in outcomes]:
-        ready = connection.wait([pipes[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
+        ready = connection.wait([pipes[rank] for rank in waiting], seconds)
         for rank in waiting:
             if pipes[rank] in ready:
                 outcomes[rank] = torch.load(io.BytesIO(pipes[rank].recv_bytes()), weights_only=False)
-                if not outcomes[rank][0]:
-                    deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE)
         if not ready:
-            if all(ok for ok, _ in outcomes.values()):
-                raise TimeoutError(f"ranks {waiting} did not finish within {timeout} s")
             break
+        if not all(ok for ok, _ in outcomes.values()):
+            seconds = limit(AFTER_A_FAILURE).total_seconds()
     return outcomes
 
 
@@ -109,7 +102,7 @@ def _worker(
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=count, timeout=timedelta(seconds=20)
+            "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=count, timeout=limit()
         )
         dist.barrier()  # a rank with nothing to do would close its connections while another still makes them
         outcome = True, work(rank, *arguments)
@@ -119,6 +112,6 @@ def _worker(
     torch.save(outcome, buffer)
     send.send_bytes(buffer.getvalue())
     if outcome[0] and holds:
-        send.poll(50)  # a rank that closes its connections ends a group that another still makes
+        send.poll(None)  # a rank that closes its connections ends a group that another still makes
     if dist.is_initialized():
         dist.destroy_process_group()

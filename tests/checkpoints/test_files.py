@@ -8,7 +8,6 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from lightning_sdpipe.checkpoints.files import WholeFiles
 from lightning_sdpipe.errors import ConfigurationError, NotWrittenError, WorkerFailedError
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh, OnePipeline
+from tests.patience import limit
 from tests.workers import run_workers
 
 
@@ -236,7 +236,7 @@ def test_the_strategy_uses_them_unless_it_is_given_others(tmp_path: Path) -> Non
 
 def _save(rank: int, path: Path, asynchronous: bool) -> list[str]:
     """Saves a checkpoint, and a longer one for which rank 1 has no space: the error of that, and what there is."""
-    groups = ProcessGroups.open(Mesh.build(2, 2), timedelta(seconds=20))
+    groups = ProcessGroups.open(Mesh.build(2, 2), limit())
     writer = DistributedWriter(groups, asynchronous)
 
     def save(size: int) -> None:
@@ -266,7 +266,7 @@ def test_a_distributed_checkpoint_that_one_rank_cannot_write(tmp_path: Path, asy
 
 
 def _has_no_space_for_the_rest(rank: int, path: Path) -> list[str]:
-    writer = DistributedWriter(ProcessGroups.open(Mesh.build(1, 1), timedelta(seconds=20)), False)
+    writer = DistributedWriter(ProcessGroups.open(Mesh.build(1, 1), limit()), False)
     with disk_of(50_000), pytest.raises(NotWrittenError, match=r"meta\.pt was not written"):
         writer.save({"state_dict": {}, "metrics": torch.ones(100_000)}, path, WholeFiles())
     return names(path.parent)
@@ -295,7 +295,7 @@ class OneRun:
 
 def _save_in_a_run(rank: int, path: Path, asynchronous: bool) -> list[str]:
     """Saves as pipeline 3 of an elastic run, and again when another one has taken its place."""
-    groups = ProcessGroups.open(OnePipeline.of(2, 3, 4), timedelta(seconds=20))
+    groups = ProcessGroups.open(OnePipeline.of(2, 3, 4), limit())
     writer, heard = DistributedWriter(groups, asynchronous), list[Path]()
     for may in (True, False):
         run = OneRun(may)

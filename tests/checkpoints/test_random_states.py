@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import torch
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
+from tests.patience import limit
 from tests.workers import run_workers
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def draws() -> list[float]:
 
 
 def resume(rank: int) -> tuple[list[float], list[float], list[float]]:
-    groups = ProcessGroups.open(Mesh.build(2, 1), timedelta(seconds=20))
+    groups = ProcessGroups.open(Mesh.build(2, 1), limit())
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(rank)
     states = random_states.gather(groups, CPU)

@@ -98,7 +98,7 @@ def epoch(
 ) -> list[list[DealtBatch]]:
     """What each pipeline trains, in threads; all pause together. ``slow`` trains once the others had nothing to."""
     desk = Desk(len(loaders))
-    barrier = threading.Barrier(len(loaders), timeout=20)
+    barrier = threading.Barrier(len(loaders))
     trained: list[list[DealtBatch]] = [[] for _ in loaders]
     dealt = [DealtBatches(loader, N, desk.ask(Worker(0, i))) for i, loader in enumerate(loaders)]
     had_nothing = [threading.Event() for _ in loaders]
@@ -118,7 +118,7 @@ def epoch(
                         batch = dealt[i].take()
                     if batch is not None:
                         for other in range(len(loaders)) if i == slow else ():
-                            assert other == slow or had_nothing[other].wait(20)
+                            assert other == slow or had_nothing[other].wait()
                         assert start <= batch.number < stop
                         trained[i].append(batch)
                         desk.trained[Worker(0, i)] += 1
@@ -131,7 +131,7 @@ def epoch(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
         assert not thread.is_alive()
     return trained
 

@@ -20,7 +20,7 @@ def test_it_does_its_jobs_in_order_and_ends_with_its_owner() -> None:
     (thread,) = (each for each in threading.enumerate() if each.name == "a test's work")
     del background
     gc.collect()
-    thread.join(10)
+    thread.join()
     assert not thread.is_alive()
 
 

@@ -18,6 +18,7 @@ from lightning_sdpipe.exchange import moving
 from lightning_sdpipe.exchange.moving import GroupMean, Scratch, finish
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.topology.groups import Replicas
+from tests.patience import limit
 from tests.workers import run_workers
 
 SIZES = (1, 2, 3, 1000)
@@ -33,13 +34,14 @@ def group(members: Sequence[int], weights: Sequence[float], sequence: int = 0) -
     return Group(tuple(Worker(0, i) for i in members), tuple(weights), sequence, "tested")
 
 
-def replicas(rank: int, timeout: float = 20) -> Replicas:
+def replicas(rank: int, timeout: float | None = None) -> Replicas:
     """Pipelines in the reverse order of the ranks, over a group of which torch.distributed has no name."""
     store = dist.PrefixStore("epoch 3", dist.distributed_c10d._get_default_store())
     size = dist.get_world_size()
-    raw: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+    raw: Any = dist.ProcessGroupGloo(store, rank, size, limit())
     dist.barrier()  # a rank with nothing to exchange would close its connections while another still makes them
-    raw._set_default_timeout(timedelta(seconds=timeout))
+    if timeout:
+        raw._set_default_timeout(timedelta(seconds=timeout))
     return Replicas(raw, range(size)[::-1], 0, size - 1 - rank)
 
 

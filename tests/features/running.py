@@ -21,9 +21,9 @@ BATCH = 4  # of one pipeline
 SAMPLES = 32
 
 
-def on_four_ranks(work: Callable[..., Any], *arguments: Any, count: int = 4, timeout: float = 50) -> list[Any]:
+def on_four_ranks(work: Callable[..., Any], *arguments: Any, count: int = 4) -> list[Any]:
     """What ``work(*arguments)`` returns on each rank."""
-    return run_workers(count, as_torchrun, free_port(), count, work, arguments, timeout=timeout)
+    return run_workers(count, as_torchrun, free_port(), count, work, arguments)
 
 
 def as_torchrun(rank: int, port: int, count: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -37,7 +37,7 @@ def _fit(directory: Path, logger: Logger) -> None:
 @supported("Logging", "`WandbLogger(offline=True)`", "rank 0 alone begins a run")
 @pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb, of the extra integrations")
 def test_wandb(tmp_path: Path) -> None:
-    on_four_ranks(_wandb, tmp_path, timeout=100)
+    on_four_ranks(_wandb, tmp_path)
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     assert b"val_loss" in next(run.glob("*.wandb")).read_bytes()
 
@@ -50,7 +50,7 @@ def test_mlflow(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     client = MlflowClient(_database(tmp_path))  # which makes the tables: four ranks would all try to
-    on_four_ranks(_mlflow, tmp_path, timeout=100)
+    on_four_ranks(_mlflow, tmp_path)
     experiment = client.get_experiment_by_name("pipelines")
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])

@@ -77,7 +77,7 @@ def _read_without_the_package(path: Path) -> None:
 def test_ordinary(tmp_path: Path) -> None:
     ranks = on_four_ranks(_train, tmp_path, Regression, 1, 2)
     with script(tmp_path, _read_without_the_package, tmp_path / "last.ckpt") as run:
-        assert run.wait(60) == 0, run.printed()
+        assert run.wait() == 0, run.printed()
     shown = run.printed()
     assert shown.startswith("['net.0.bias'")
     assert shown.endswith(" 4 1\n")
@@ -154,7 +154,7 @@ def test_distributed_checkpoint(tmp_path: Path, whole: Any, distributed: Literal
     _resume(tmp_path, ranks, 4, 2, distributed, NoSync())  # the optimizers of the two pipelines differ
     one, several = tmp_path / "one.ckpt", tmp_path / "half" / "last.ckpt"
     with script(tmp_path, module, consolidate.__name__, str(several), str(one)) as run:
-        assert run.wait(60) == 0, run.printed()
+        assert run.wait() == 0, run.printed()
     trainer = one_process(tmp_path / "rest of one")
     trainer.fit(Random(), train_loader(), ckpt_path=one, weights_only=False)
     assert trainer.global_step > 4

@@ -27,12 +27,11 @@ IN_ANY_ORDER = ("parameter_server", "hetpipe")
 def outcome(directory: Path) -> dict[str, dict[str, Any]]:
     """What every case of one pipeline and of two comes to, each of two stages."""
     command = [sys.executable, "-m", "tests.golden.train", str(directory)]
-    run = subprocess.run(command, env=os.environ | ON_ANY_PROCESSOR, capture_output=True, text=True, timeout=550)
+    run = subprocess.run(command, env=os.environ | ON_ANY_PROCESSOR, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-@pytest.mark.timeout(600)
 def test_nothing_has_changed(tmp_path: Path) -> None:
     recorded = json.loads(EXPECTED.read_text())
     if recorded["torch"] != torch.__version__:

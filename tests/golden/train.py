@@ -141,7 +141,7 @@ def main(directory: Path) -> None:
         for count, names in CASES.items():
             cases = [(name, schedule) for name in names for schedule in ("1f1b", "pipedream")]
             place = directory / str(count)
-            ranks = on_four_ranks(train_all, place, cases, count=STAGES * count, timeout=250)
+            ranks = on_four_ranks(train_all, place, cases, count=STAGES * count)
             outcomes[count] = {
                 case: {"ranks": [rank[case] for rank in ranks], "groups": decisions(place / case)} for case in ranks[0]
             }

@@ -2,12 +2,17 @@
 scipy, transformers and matplotlib take a third of the seconds. Who imports them by name gets them. And they look for
 garbage seldom, which there is little of while modules are imported: another fifth.
 
+And they write their stacks when a test is stuck (see tests/patience.py).
+
 Python imports this module at its start, since ``tests/conftest.py`` puts the folder on PYTHONPATH.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import os
+import signal
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -51,3 +56,5 @@ def _change(module: Any) -> None:
 
 gc.set_threshold(20_000, 50, 50)
 sys.meta_path.insert(0, _Lean())  # type: ignore[arg-type]
+if "SDPIPE_TEST_STACKS" in os.environ:
+    faulthandler.register(signal.SIGUSR2, open(os.environ["SDPIPE_TEST_STACKS"], "ab"), all_threads=True)  # noqa: SIM115

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from lightning_sdpipe.sync import (
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from tests.features.running import on_four_ranks, quiet_trainer
 from tests.loop.numbered import Numbered, Slow, records_of
+from tests.patience import limit
 
 SECONDS = 0.02
 BATCH = 2
@@ -141,7 +141,7 @@ def train(
         **(by_speed or {}),
         delays=Static(factors),
         start_method=start_method,
-        timeout=timedelta(seconds=30),
+        timeout=limit(30),
     )
     trainer = quiet_trainer(
         devices=len(factors),
@@ -229,7 +229,7 @@ def every_method(directory: Path, names: Collection[str]) -> None:
 def generations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of most methods in turn, on the same processes."""
     directory = tmp_path_factory.mktemp("generations")
-    on_four_ranks(every_method, directory, METHODS.keys() - IN_MAKE_TEST_ALL, timeout=240)
+    on_four_ranks(every_method, directory, METHODS.keys() - IN_MAKE_TEST_ALL)
     return directory
 
 
@@ -245,7 +245,7 @@ def test_two_epochs_on_devices_of_several_generations(generations: Path, name: s
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", sorted(IN_MAKE_TEST_ALL))
 def test_two_epochs_of_methods_that_others_come_near(tmp_path: Path, name: str) -> None:
-    on_four_ranks(every_method, tmp_path, [name], timeout=100)
+    on_four_ranks(every_method, tmp_path, [name])
     check_two_epochs(tmp_path, name)
 
 

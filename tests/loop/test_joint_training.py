@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from datetime import timedelta
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from lightning_sdpipe.heterogeneity.slowdowns import Static
 from lightning_sdpipe.loop.joint import JointBatchSource
 from tests.features.running import quiet_trainer
 from tests.loop.numbered import Numbered, Slow, records_of
+from tests.patience import limit
 
 SECONDS = 0.001
 BATCH = 6
@@ -98,7 +98,7 @@ def fit(
             stages,
             delays=Static(factors),
             start_method="fork",
-            timeout=timedelta(seconds=30),
+            timeout=limit(30),
             **{**given, **(strategy or {})},
         )
         loader = DataLoader(Numbered(SAMPLES, weekday), BATCH, shuffle=True, num_workers=workers)

@@ -21,6 +21,7 @@ from lightning_sdpipe import ADPSGD, AllReduce, HetPipe, SDPipeStrategy, SemiDec
 from tests.features.running import quiet_trainer
 from tests.features.table import refused, supported
 from tests.loop.numbered import records_of
+from tests.patience import limit
 from tests.strategy.test_strategy import Regression, data
 
 PIPELINES = 2
@@ -95,7 +96,7 @@ class Diary(Callback):
 def sdpipe(sync: Any = None, **options: Any) -> SDPipeStrategy:
     sync = sync or SemiDecentralized(window=0.002, connectivity=2)  # waits for others every other step
     options = {"data": "sharded", **options}
-    return SDPipeStrategy(2, sync, start_method="fork", timeout=timedelta(seconds=30), **options)
+    return SDPipeStrategy(2, sync, start_method="fork", timeout=limit(30), **options)
 
 
 def fit(
@@ -234,7 +235,7 @@ def test_pipedream_drains_with_uneven_shards(tmp_path: Path) -> None:
         SemiDecentralized(window=0.002, connectivity=2),
         schedule="pipedream",
         start_method="fork",
-        timeout=timedelta(seconds=30),
+        timeout=limit(30),
     )
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     records = fit(tmp_path, stream=Stream((3, 7)), strategy=strategy, val_check_interval=3, **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -25,9 +24,9 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.assembly import assemble
 from lightning_sdpipe.worker.options import Options
+from tests.patience import limit
 
 CPU = torch.device("cpu")
-TIMEOUT = timedelta(seconds=20)
 TRAIN = Step("training_step", (0,), nullcontext)
 VALIDATE = Step("validation_step", (0,), nullcontext)
 Make = Callable[[], L.LightningModule]
@@ -99,7 +98,7 @@ def pipeline(
     dynamic_shapes: bool = False,
 ) -> tuple[list[Outcome], Any]:
     """This rank's share of what :func:`one_process` returns, and the losses."""
-    groups = ProcessGroups.open(Mesh.build(num_stages, num_stages), TIMEOUT)
+    groups = ProcessGroups.open(Mesh.build(num_stages, num_stages), limit())
     model = make()
     stages = planned(make, model, num_stages * stages_per_worker, batches[0], num_micro_batches, blocks)
     options = Options(
@@ -108,7 +107,7 @@ def pipeline(
         stages_per_worker=stages_per_worker,
         num_micro_batches=num_micro_batches,
         dynamic_shapes=dynamic_shapes,
-        run_timeout=TIMEOUT,
+        run_timeout=limit(),
     )
     parts = assemble(model, [stages], groups, options, Initialisation(), CPU)
     runtime, runners = parts.pipeline, parts.runners

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import lightning as L
 import pytest
@@ -20,10 +19,9 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.assembly import Assembled, assemble
 from lightning_sdpipe.worker.options import Options
+from tests.patience import limit
 from tests.pipeline.harness import CPU, TRAIN
 from tests.workers import run_workers
-
-TIMEOUT = timedelta(seconds=20)
 
 
 class Recorder:
@@ -87,10 +85,10 @@ class Chain(Tied):
 
 
 def assembled(module: L.LightningModule, schedule: str) -> Assembled:
-    groups = ProcessGroups.open(Mesh.build(2, 2), TIMEOUT)
+    groups = ProcessGroups.open(Mesh.build(2, 2), limit())
     each = 2 if schedule in ("interleaved_1f1b", "zero_bubble") else 1
     stages = plan.plan(module, 2 * each, "uniform", None, lambda _: pytest.fail("a uniform cut measures nothing"))
-    options = Options(2, schedule=schedule, stages_per_worker=each, num_micro_batches=4, run_timeout=TIMEOUT)
+    options = Options(2, schedule=schedule, stages_per_worker=each, num_micro_batches=4, run_timeout=limit())
     return assemble(module, [stages], groups, options, Initialisation(), CPU)
 
 

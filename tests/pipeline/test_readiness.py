@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import lightning as L
@@ -19,10 +18,9 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.assembly import assemble
 from lightning_sdpipe.worker.options import Options
+from tests.patience import limit, until
 from tests.pipeline.harness import CPU, TRAIN
 from tests.workers import run_workers
-
-TIMEOUT = timedelta(seconds=20)
 
 
 class Model(L.LightningModule):
@@ -40,10 +38,10 @@ class Model(L.LightningModule):
 def _train(rank: int, tied: bool, schedule: str, returned: Path) -> tuple[float, float]:
     """One mini-batch; when this rank was ready, and when its last gradient was computed. Stage 0 is late: it takes no
     gradients but two of four before the other stage has returned, or if that has to wait for it, is a little slow."""
-    groups = ProcessGroups.open(Mesh.build(2, 2), TIMEOUT)
+    groups = ProcessGroups.open(Mesh.build(2, 2), limit())
     stage, _ = groups.mesh.locate(rank)
     module = Model(tied)
-    options = Options(2, schedule=schedule, num_micro_batches=4, run_timeout=TIMEOUT)
+    options = Options(2, schedule=schedule, num_micro_batches=4, run_timeout=limit())
     parts = assemble(module, [plan.plan(module, 2)], groups, options, Initialisation(), CPU)
     gradients: list[float] = []
     ready: list[float] = []
@@ -52,10 +50,7 @@ def _train(rank: int, tied: bool, schedule: str, returned: Path) -> tuple[float,
         if stage == 0 and tied:
             time.sleep(0.1)
         elif stage == 0 and len(gradients) == 2:
-            deadline = time.monotonic() + 15
-            while not returned.exists():
-                assert time.monotonic() < deadline, "stage 1 waits for stage 0"
-                time.sleep(0.01)
+            until(returned.exists)  # else stage 1 waits for this one
         gradients.append(time.monotonic())
 
     module.layers[2 * stage].bias.register_hook(late)

@@ -57,7 +57,7 @@ def measured(all_machines: Sequence[Machine], file: Path) -> list[str]:
             directory = file.parent / f"m{rank}"
             directory.mkdir()
             agents.append(stack.enter_context(script(directory, torchrun, machine, names, config, measuring)))
-        assert [agent.wait(280) for agent in agents] == [0] * len(agents), [agent.printed() for agent in agents]
+        assert [agent.wait() for agent in agents] == [0] * len(agents), [agent.printed() for agent in agents]
         return [agent.printed() for agent in agents]
 
 

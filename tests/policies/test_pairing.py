@@ -45,4 +45,4 @@ def test_in_half_as_many_rounds_each_of_one_half_meets_each_of_the_other(size: i
 
 def test_schedulers_can_ask_without_torch() -> None:
     code = "import sys, lightning_sdpipe.policies.pairing; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)

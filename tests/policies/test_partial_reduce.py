@@ -352,7 +352,6 @@ def histories(draw: st.DrawFn) -> tuple[PartialReduce, Work]:
     return PartialReduce(size, draw(st.sampled_from([None, 0.5])), history=history), work
 
 
-@pytest.mark.timeout(3600)
 @settings(max_examples=HISTORIES, deadline=None)
 @given(histories())
 def test_nothing_gets_stuck_and_groups_are_the_same_in_every_stage(case: tuple[PartialReduce, Work]) -> None:

@@ -39,7 +39,7 @@ def test_it_can_be_read_at_a_glance(file: Path) -> None:
 @pytest.mark.distributed
 def test_two_stages_and_two_pipelines(tmp_path: Path) -> None:
     with script(tmp_path, _run, tmp_path, ["minimal.py"], ["huggingface.py"]) as running:
-        assert running.wait(100) == 0, running.printed()
+        assert running.wait() == 0, running.printed()
         assert running.left() == []
     assert running.printed().count("SDPipe: pipelines × stages = 2 × 2") == 1
     assert running.printed().count("SDPipe: pipelines × stages = 1 × 2") == 1
@@ -60,7 +60,7 @@ def test_lightning_cli(tmp_path: Path) -> None:
     ]
     runs = [["cli.py", "fit", "--config", "cli.yaml", *short], ["cli.py", "fit", *by_name, *short]]
     with script(tmp_path, _run, tmp_path, *runs) as running:
-        assert running.wait(100) == 0, running.printed()
+        assert running.wait() == 0, running.printed()
         assert running.left() == []
     assert "SDPipe: pipelines × stages = 2 × 2" in running.printed()
     assert "method: DiLoCo(every=4" in running.printed()
@@ -71,7 +71,7 @@ def test_lightning_cli(tmp_path: Path) -> None:
 @needs_peft
 def test_lora_neither_sends_nor_saves_the_frozen_base(tmp_path: Path) -> None:
     with script(tmp_path, _run, tmp_path, ["lora.py"]) as running:
-        assert running.wait(100) == 0, running.printed()
+        assert running.wait() == 0, running.printed()
         assert running.left() == []
     saved = torch.load(tmp_path / "checkpoints/adapters.ckpt", weights_only=False)["state_dict"]
     assert saved
@@ -91,14 +91,12 @@ def test_the_hydra_application_is_the_one_of_the_page() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(240)
 def test_an_elastic_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "lightning_sdpipe.cli", "run", "--pipelines", "1", str(EXAMPLES / "elastic.py")],
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=220,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "checkpoints/last.ckpt").exists()
@@ -106,7 +104,6 @@ def test_an_elastic_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(240)
 @needs_jupyter
 def test_the_notebook(tmp_path: Path) -> None:
     import nbformat
@@ -115,7 +112,7 @@ def test_the_notebook(tmp_path: Path) -> None:
     notebook: Any = nbformat.read(EXAMPLES / "tutorial.ipynb", as_version=4)
     before = signal.getsignal(signal.SIGINT)  # the client leaves another handler behind
     try:
-        NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+        NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}).execute()
     finally:
         signal.signal(signal.SIGINT, before)
     (last,) = notebook.cells[-1].outputs
@@ -126,7 +123,7 @@ def test_the_notebook(tmp_path: Path) -> None:
 def test_the_cells_of_the_notebook(tmp_path: Path) -> None:
     """One after the other, without Jupyter."""
     with script(tmp_path, _run_cells, tmp_path) as running:
-        assert running.wait(100) == 0, running.printed()
+        assert running.wait() == 0, running.printed()
         assert running.left() == []
     assert re.search(r"^'loss \d+\.\d\d before, \d+\.\d\d after'$", running.printed(), re.MULTILINE)
 
@@ -157,7 +154,7 @@ def test_each_process_may_run_the_whole_script(name: str, count: int, updates: i
     code = (ROOT / name if name == "README.md" else EXAMPLES / name).read_text()
     if name == "README.md":
         (code,) = re.findall(r"```python\n(.*?)```", code, re.DOTALL)
-    assert run_workers(count, _run_whole, count, free_port(), tmp_path, code, timeout=90) == [updates] * count
+    assert run_workers(count, _run_whole, count, free_port(), tmp_path, code) == [updates] * count
 
 
 def _run_whole(rank: int, count: int, port: int, directory: Path, code: str) -> int:

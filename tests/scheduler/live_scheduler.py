@@ -17,6 +17,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits, Server
+from tests.patience import limit
 
 
 @contextmanager
@@ -34,15 +35,15 @@ def serving(spec: PolicyConfig, num_stages: int, num_pipelines: int, **options: 
             yield server
         finally:
             os.close(tell)
-            thread.join(10)
+            thread.join()
             os.close(stop)
-            assert not thread.is_alive()
 
 
 class OrdinaryClient(SchedulerClient):
     """A worker of a run of fixed pipelines, which enrols when it greets the scheduler."""
 
-    def __init__(self, address: str, worker: Worker, job: int, *, timeout: float = 20.0, **options: Any) -> None:
+    def __init__(self, address: str, worker: Worker, job: int, *, timeout: float | None = None, **options: Any) -> None:
+        timeout = timeout or limit().total_seconds()
         super().__init__(MembershipClient(address, worker, job, timeout=timeout, **options), timeout)
 
     def greet(self) -> None:

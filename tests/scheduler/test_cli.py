@@ -238,7 +238,7 @@ def test_a_scheduler_of_its_own_serves_with_keys_until_told_to_stop(tmp_path: Pa
             a.ready(1)
             a.group()
         process.send_signal(number)
-        _, log = process.communicate(timeout=20)
+        _, log = process.communicate()
     finally:
         if process.poll() is None:
             process.kill()

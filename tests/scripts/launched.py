@@ -13,7 +13,7 @@ from tests.strategy.test_strategy import Regression, data
 
 
 def main(nodes: int, devices: int) -> dict[str, Any]:
-    strategy = SDPipeStrategy(2, timeout=timedelta(seconds=40))
+    strategy = SDPipeStrategy(2, timeout=timedelta(minutes=10))
     addresses: list[str] = []
 
     class Address(L.Callback):

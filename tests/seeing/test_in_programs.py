@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -18,6 +17,7 @@ import pytest
 from matplotlib.image import imread
 
 from lightning_sdpipe.cli import main
+from tests.patience import until
 from tests.seeing.test_serve import at, seen, status
 from tests.workers import free_port
 
@@ -35,7 +35,7 @@ def browse(url: str, *what: str) -> str:
     """What the browser prints."""
     # no sandbox: in a container, or as root, it does not start
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={SIZE[0]},{SIZE[1]}"]
-    done = subprocess.run([*command, "--timeout=15000", *what, url], capture_output=True, text=True, timeout=90)
+    done = subprocess.run([*command, "--timeout=15000", *what, url], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -80,28 +80,25 @@ def prometheus(directory: Path, target: str) -> Iterator[str]:
             yield address
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait()
 
 
-def ask(address: str, query: str, timeout: float) -> list[Any]:
+def ask(address: str, query: str) -> list[Any]:
     """The samples that it finds, once there are any."""
     url = f"http://{address}/api/v1/query?{urlencode({'query': query})}"
-    until = time.monotonic() + timeout
-    while time.monotonic() < until:
-        try:
-            with urlopen(url, timeout=5) as answer:
-                if found := json.load(answer)["data"]["result"]:
-                    return list(found)
-        except OSError:  # it is not there yet
-            pass
-        time.sleep(0.2)
-    raise AssertionError(f"{address} has found nothing for {query} in {timeout:g} s")
+
+    def found() -> list[Any]:
+        with suppress(OSError), urlopen(url) as answer:  # it may not be there yet
+            return list(json.load(answer)["data"]["result"])
+        return []
+
+    return until(found, lambda: f"{address} has found nothing for {query}")
 
 
 @in_prometheus
 def test_prometheus_has_what_is_served(tmp_path: Path, status: Any) -> None:
     with at(seen(status)) as connection, prometheus(tmp_path, f"{connection.host}:{connection.port}") as address:
-        (cost,) = ask(address, 'sdpipe_finding_cost{kind="compute_straggler",who="0.1"}', 60)
-        assert ask(address, "up", 10)[0]["value"][1] == "1"
+        (cost,) = ask(address, 'sdpipe_finding_cost{kind="compute_straggler",who="0.1"}')
+        assert ask(address, "up")[0]["value"][1] == "1"
     assert cost["metric"]["job"] == "sdpipe"
     assert float(cost["value"][1]) == pytest.approx(0.15, abs=0.001)

@@ -107,14 +107,14 @@ def at(shown: Any, token: str | None = None) -> Iterator[http.client.HTTPConnect
     task = loop.create_task(web.serve(shown, "127.0.0.1", 0, HOSTS, token, opened))
     thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.gather(task, return_exceptions=True)))
     thread.start()
-    assert ready.wait(10)
-    connection = http.client.HTTPConnection(where[0].removeprefix("http://"), timeout=10)
+    assert ready.wait()
+    connection = http.client.HTTPConnection(where[0].removeprefix("http://"), timeout=600)
     try:
         yield connection
     finally:
         connection.close()
         loop.call_soon_threadsafe(task.cancel)
-        thread.join(10)
+        thread.join()
         assert not thread.is_alive()
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
@@ -340,10 +340,10 @@ def test_it_is_a_process_of_its_own_that_ends_when_told_to() -> None:
             try:
                 assert process.stdout is not None
                 url = process.stdout.readline().partition(" ")[0]
-                connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
+                connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=600)
                 Page(get(connection, "/")[1])
                 connection.close()
                 process.send_signal(signal.SIGINT)
-                assert process.wait(15) == 130
+                assert process.wait() == 130
             finally:
                 process.kill()

@@ -22,11 +22,10 @@ from tests.seeing.test_trace import check
 
 def trace_when_it_trains(run: Script, directory: Path) -> None:
     """What is written of a living run that was not prepared for it."""
-    path, until = directory / "trace.json", time.monotonic() + 60
+    path = directory / "trace.json"
     command = ["trace", "--updates", "4", "--timeout", "4", "-o", str(path)]
     while main(command) != 0:  # it has not begun
         assert run.process.is_alive(), run.printed()
-        assert time.monotonic() < until
         time.sleep(0.2)
     trace = json.loads(path.read_text())
     found = check(trace)
@@ -59,7 +58,7 @@ def test_the_slow_worker_is_named_and_nobody_else(tmp_path: Path, monkeypatch: p
         monkeypatch.setenv(name, str(tmp_path))
     with script(tmp_path, module, "tests.seeing.golden.record", str(tmp_path), "straggler", "equal") as run:
         trace_when_it_trains(run, tmp_path)
-        assert run.wait(100) == 0, run.printed()
+        assert run.wait() == 0, run.printed()
     slow, equal = re.findall(r"^(?:INFO: )?(sdpipe: .*)$", run.printed(), re.MULTILINE)
     ratio = r"1\.[3-7]\d × as slow as its peers \(injected\)"
     named = rf"stage 0 of pipeline 1 \(.*, cpu\) {ratio}: others stood still \d+\.\d %"

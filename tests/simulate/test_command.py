@@ -78,4 +78,4 @@ def test_it_needs_neither_torch_nor_numpy_to_run() -> None:
         "assert not simulate(SemiDecentralized(), Work(2, 2, 5, heterogeneity=Delays(0.1, 1.0))).stuck\n"
         "sys.exit(', '.join({'torch', 'numpy', 'lightning'} & set(sys.modules)) or 0)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -27,7 +27,6 @@ from tests.features.running import as_torchrun, quiet_trainer
 from tests.worker.elastic import jobs
 from tests.workers import free_port, run_workers
 
-pytestmark = pytest.mark.timeout(300)  # with building the device
 NEW_DEVICES = True
 
 
@@ -168,14 +167,14 @@ ORDERED = [  # a device for each process: messages between two of them go in the
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(("device", "runs"), [("shared", SHARED), ("one each", ORDERED)])
 def test_two_ranks_compute_what_they_compute_on_the_cpu(device: str, runs: list[Run], tmp_path: Path) -> None:
-    run_workers(2, on_both, free_port(), 2, device == "one each", device, runs, tmp_path, timeout=100)
+    run_workers(2, on_both, free_port(), 2, device == "one each", device, runs, tmp_path)
 
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("built")
 def test_two_pipelines_of_two_stages_compute_what_they_compute_on_the_cpu(tmp_path: Path) -> None:
     runs = [Run({"num_stages": 2, "sync": AllReduce()}), Run({"num_stages": 2, "sync": LocalSGD(every=2)})]
-    run_workers(4, on_both, free_port(), 4, True, "one each", runs, tmp_path, timeout=100)
+    run_workers(4, on_both, free_port(), 4, True, "one each", runs, tmp_path)
 
 
 @pytest.mark.distributed

@@ -156,7 +156,7 @@ def test_after_fit_the_users_process_has_the_whole_module(tmp_path: Path, distri
 @pytest.mark.distributed
 def test_a_script_fits_validates_and_fits_again(tmp_path: Path) -> None:
     with script(tmp_path, module, "tests.scripts.fit_twice", str(tmp_path)) as run:
-        assert run.wait(90) == 0, run.printed()
+        assert run.wait() == 0, run.printed()
         assert run.left() == []
     outcome = json.loads((tmp_path / "seen.json").read_text())
     assert outcome["validated"] == pytest.approx(outcome["fitted"], rel=1e-6)

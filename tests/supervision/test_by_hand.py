@@ -31,7 +31,6 @@ from lightning_sdpipe.scheduler.server.server import Endpoint
 ROOT = Path(__file__).parents[2]
 FAULTS = ROOT / "docs" / "faults"
 BIN = Path(sys.executable).parent
-LIMIT = 60.0
 
 
 @contextmanager
@@ -61,7 +60,7 @@ def outcomes(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], direct
         for command, variables in commands
     ]
     try:
-        printed = [process.communicate(timeout=LIMIT)[0] for process in processes]
+        printed = [process.communicate()[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

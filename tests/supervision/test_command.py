@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.supervision.command import main
+from tests.patience import until
 
 ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, "-m", "lightning_sdpipe.cli", "run"]
-LIMIT = 60.0
 
 
 @pytest.mark.parametrize(
@@ -67,11 +66,7 @@ class Command:
             )
 
     def until(self, what: Callable[[], Any]) -> Any:
-        end = time.monotonic() + LIMIT
-        while not (found := what()):
-            assert time.monotonic() < end, f"waited {LIMIT} s; it said {self.said.read_text()}"
-            time.sleep(0.02)
-        return found
+        return until(what, self.said.read_text)
 
     def says(self, pattern: str) -> re.Match[str]:
         match = self.until(lambda: re.search(pattern, self.said.read_text()))
@@ -114,7 +109,7 @@ def test_a_run_through_deaths(tmp_path: Path) -> None:
         (scheduler,) = {*run.pids()} - ranks
         os.kill(scheduler, signal.SIGKILL)
         run.says(r"the scheduler ended \(killed\); it starts again")
-        assert run.process.wait(LIMIT) == 0
+        assert run.process.wait() == 0
         assert "run ends" not in run.said.read_text()
 
 
@@ -131,7 +126,7 @@ def test_a_pipeline_of_another_depth_comes_back(tmp_path: Path) -> None:
         back = run.says(r"pipeline 1 is back after (\d+\.\d) s, at update (\d+)")
         assert int(back[2]) > 0, run.said.read_text()
         end.touch()
-        assert run.process.wait(LIMIT) == 0, run.said.read_text()
+        assert run.process.wait() == 0, run.said.read_text()
         assert "run ends" not in run.said.read_text()
 
 
@@ -140,5 +135,5 @@ def test_a_script_that_does_not_train(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('nothing to do')\n")
     with Command(tmp_path, "--pipelines", "2", str(script)) as run:
-        assert run.process.wait(LIMIT) == 1
+        assert run.process.wait() == 1
         run.says("the run ends: the script of pipeline [01] ended without training: it has not called Trainer.fit")

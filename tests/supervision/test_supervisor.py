@@ -36,6 +36,7 @@ from lightning_sdpipe.supervision.script import command
 from lightning_sdpipe.supervision.state import Settings
 from lightning_sdpipe.supervision.status_poller import PERIOD
 from lightning_sdpipe.supervision.supervisor import Supervisor
+from tests.patience import until
 
 ROOT = Path(__file__).parents[2]
 MAIN = f"import sys; from {__name__} import main; sys.exit(main(*sys.argv[1:]))"
@@ -110,12 +111,8 @@ class Run:
         while data := os.read(source.fileno(), 4096):
             to.write(data)
 
-    def until(self, what: Callable[[], Any], seconds: float = 20.0) -> Any:
-        end = time.monotonic() + seconds
-        while not (found := what()):
-            assert time.monotonic() < end, f"waited {seconds} s; it said {self.lines()}"
-            time.sleep(0.01)
-        return found
+    def until(self, what: Callable[[], Any]) -> Any:
+        return until(what, self.lines)
 
     def lines(self) -> list[str]:
         said = self.err.getvalue().decode().split("\n")
@@ -138,10 +135,10 @@ class Run:
         (self.directory / f".{name}").rename(self.directory / name)
 
     def ends(self) -> int:
-        code = self.process.wait(30)
+        code = self.process.wait()
         for reader in self._readers:
-            reader.join(10)
-        self.until(lambda: not any(lives(pid) for pid in self.seen), 5)
+            reader.join()
+        self.until(lambda: not any(lives(pid) for pid in self.seen))
         return code
 
 
@@ -293,7 +290,7 @@ def test_a_killed_scheduler_starts_again_at_its_address(tmp_path: Path, told: st
             run.process.send_signal(signal.SIGTERM)
             assert run.ends() == 143, "and the scheduler that began to start has ended, too"
             return
-        assert ask_status(address, credentials=worker_keys(address, None), timeout=15).failure is None
+        assert ask_status(address, credentials=worker_keys(address, None), timeout=600).failure is None
         run.order("exit 0")
         assert run.ends() == 0
 
@@ -338,7 +335,7 @@ def test_on_a_terminal_the_leader_has_one_too(tmp_path: Path) -> None:
         leader = runs(tmp_path, 0, 0)
         assert os.readlink(f"/proc/{leader}/fd/1").startswith("/dev/pts/")
         (tmp_path / "do-all").write_text("exit 0")
-        assert process.wait(20) == 0
+        assert process.wait() == 0
     finally:
         process.kill()
         process.wait()

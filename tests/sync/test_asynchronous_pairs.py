@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -18,23 +17,23 @@ from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.scheduler_connection import SchedulerConnection
+from tests.patience import limit
 from tests.workers import run_workers
 
 WORKERS, ITERATIONS = 4, 12
-TIMEOUT = timedelta(seconds=20)
 
 
 def train(rank: int, method: SyncMethod, starts: float, learn: bool) -> tuple[float, Tensor, Tensor]:
     """The start, this worker's model before the pause and after it. Rank 3 is a straggler. A hook counts updates in a
     frozen parameter."""
     mesh = Mesh.build(WORKERS, 1)
-    groups = ProcessGroups.open(mesh, TIMEOUT)
+    groups = ProcessGroups.open(mesh, limit())
     parameter = nn.Parameter(torch.full((5,), starts * rank))
     frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
     membership = SchedulerConnection(mesh, method.policy, 5, None, lambda: "tcp://127.0.0.1:*", 20.0, lambda: None)
     client = membership.client
     try:
-        sync = method.build(Replica(client, groups, flatten([parameter, frozen]), [], [parameter], TIMEOUT))
+        sync = method.build(Replica(client, groups, flatten([parameter, frozen]), [], [parameter], limit()))
         rendezvous = Rendezvous(sync)
         rendezvous.join()
         for iteration in range(ITERATIONS):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +15,7 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.sync.background_averaging import FreeAveraging
+from tests.patience import limit, until
 
 
 class Client:
@@ -49,7 +48,7 @@ class Mover:
         left = list(tensors)
 
         def wait() -> bool:
-            assert self.let.wait(10)
+            assert self.let.wait()
             if self.failing and len(left) == 1:
                 raise WorkerFailedError("pipeline 1 is gone")
             return bool(left)
@@ -67,19 +66,12 @@ def made(mover: Mover, interval: float = 0.0) -> tuple[FreeAveraging, Client, li
         client=client,
         groups=SimpleNamespace(traffic=None),
         exchange=Exchange(overlap="free", interval=interval),
-        timeout=timedelta(seconds=10),
+        timeout=limit(),
         exchanged=[SimpleNamespace(buffer=tensor, check=lambda: None) for tensor in model],
     )
     sync = FreeAveraging(replica, mover)
     sync.start()
     return sync, client, model
-
-
-def until(holds: Any) -> None:
-    end = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def test_a_worker_asks_once_goes_on_and_adds_the_whole_change_to_what_it_has_by_then() -> None:

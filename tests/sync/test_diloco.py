@@ -15,7 +15,8 @@ from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica
 from tests.exchange.test_group_mean import values
 from tests.exchange.threads import Crew, one_thread, together
-from tests.sync.stage import TIMEOUT, Office, Places
+from tests.patience import limit
+from tests.sync.stage import Office, Places
 
 N, SIZES = 2, (6, 6, 5)
 PHASES = [(0,), (1,), (0,), (0, 1, 2), (1, 2), (0, 1)]
@@ -59,7 +60,7 @@ def test_layers_that_train_in_turn_have_momenta_of_their_own(fragments: int) -> 
             client: Any = office.clients[places.mesh.locate(rank)[1]]
             parameters = [nn.Parameter(values(p, size)) for p, size in enumerate(SIZES)]
             buckets: list[Any] = []
-            replica = Replica(client, places, buckets, [], [], TIMEOUT, exchange=Exchange())
+            replica = Replica(client, places, buckets, [], [], limit(), exchange=Exchange())
             sync: Any = method.build(replica)
             rendezvous, updates = Rendezvous(sync), 0
             for phase, trained in enumerate(PHASES):

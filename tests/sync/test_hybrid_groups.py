@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +28,7 @@ from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
+from tests.patience import limit
 from tests.strategy.test_strategy import Regression, fit
 from tests.sync.hybrid_emulation import Emulation, Job
 from tests.sync.test_methods import EqualReplicas
@@ -36,7 +36,6 @@ from tests.workers import run_workers
 
 LR, MOMENTUM = 0.05, 0.9
 BATCH = 4
-TIMEOUT = timedelta(seconds=20)
 MEASURED = Model("a chain", (Block(0.1, 1000, 50, 50, count=2),))
 
 
@@ -263,9 +262,9 @@ def test_stages_count_their_updates_alike_although_shared_weights_are_late(tmp_p
 def refused(rank: int) -> list[str]:
     """What two workers say to gradients of different models, and to a scheduler with other groups."""
     mesh = Mesh.build(2, 1)
-    groups = ProcessGroups.open(mesh, TIMEOUT)
+    groups = ProcessGroups.open(mesh, limit())
     client: Any = SimpleNamespace(policy=registry.to_json(PHDPSGD(group_size=2)))
-    replica = Replica(client, groups, [], [], [], TIMEOUT)
+    replica = Replica(client, groups, [], [], [], limit())
     messages = []
     together = HybridGroups(replica, PHDPSGD(group_size=2))
     together._last_meeting = 7 + rank

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,10 +17,10 @@ from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.scheduler_connection import SchedulerConnection
+from tests.patience import limit
 from tests.workers import run_workers
 
 WORKERS = 3
-TIMEOUT = timedelta(seconds=20)
 TURNS = [(0, 1)] * 4 + [(0, 2), (1, 2), (0, 1)]
 """Who comes, one pair after the other."""
 
@@ -34,7 +32,7 @@ def start(rank: int) -> Tensor:
 def take_turns(rank: int, decay: float | None) -> tuple[list[Tensor], list[float]]:
     """This worker's model after each of its groups, with a learning rate of 0, and the mean of how many it is."""
     mesh = Mesh.build(WORKERS, 1)
-    groups = ProcessGroups.open(mesh, TIMEOUT)
+    groups = ProcessGroups.open(mesh, limit())
     parameter = nn.Parameter(start(rank))
     method = method_of(PartialReduce(group_size=2, decay=decay))
     membership = SchedulerConnection(mesh, method.policy, 5, None, lambda: "tcp://127.0.0.1:*", 20.0, lambda: None)
@@ -42,7 +40,7 @@ def take_turns(rank: int, decay: float | None) -> tuple[list[Tensor], list[float
     models: list[Tensor] = []
     counts, iteration = [], 0
     try:
-        sync = method.build(Replica(client, groups, flatten([parameter]), [], [parameter], TIMEOUT))
+        sync = method.build(Replica(client, groups, flatten([parameter]), [], [parameter], limit()))
         rendezvous = Rendezvous(sync)
         rendezvous.join()
         for number, turn in enumerate(TURNS):

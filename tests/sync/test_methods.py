@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from lightning_sdpipe.sync.methods import deals, method_of
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
+from tests.patience import limit
 from tests.strategy.test_strategy import Regression, data, fit
 from tests.workers import run_workers
 
@@ -216,10 +216,10 @@ def test_what_does_not_fit_the_mesh_is_refused_before_any_process_starts() -> No
 
 def build_with_a_quorum_of_three(rank: int) -> str:
     mesh = Mesh.build(2, 1)
-    groups = ProcessGroups.open(mesh, timedelta(seconds=20))
+    groups = ProcessGroups.open(mesh, limit())
     nobody: Any = None
     with pytest.raises(ConfigurationError) as refused:
-        ParameterServer(quorum=3).build(Replica(nobody, groups, [], [], [], timedelta(seconds=20)))
+        ParameterServer(quorum=3).build(Replica(nobody, groups, [], [], [], limit()))
     return str(refused.value)
 
 

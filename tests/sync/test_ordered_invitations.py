@@ -61,7 +61,7 @@ def meetings(recorder: Recorder) -> Iterator[OrderedInvitations]:
     if meetings._failure is None:
         meetings.end()
     if thread is not None:
-        thread.join(10)
+        thread.join()
         assert not thread.is_alive()
 
 

@@ -57,7 +57,7 @@ class Work:
         parameter.data.add_(change(pipeline, number))
         sync.synchronise()
         if self._barrier.parties > 1:
-            self._barrier.wait(20)
+            self._barrier.wait()
 
 
 def by_formula(groups: list[Group]) -> tuple[Tensor, Tensor]:

@@ -36,11 +36,11 @@ class Work:
         if self.straggler is not None:
             if pipeline != self.straggler:
                 self.update(pipeline, parameter, sync, range(2 * EVERY))
-            self.others.wait(20)
+            self.others.wait()
             if pipeline == self.straggler:
                 self.update(pipeline, parameter, sync, range(EVERY))
             else:
-                assert self.ready.wait(20), "the straggler is ready before the others are again"
+                assert self.ready.wait(), "the straggler is ready before the others are again"
                 self.update(pipeline, parameter, sync, range(2 * EVERY, 3 * EVERY))
         else:
             self.update(pipeline, parameter, sync, range(3 * EVERY))
@@ -117,7 +117,7 @@ def test_with_a_delay_nobody_waits_for_the_others(stage: Stage, payload: Payload
     def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> Tensor:
         rendezvous.join()
         if pipeline != 0:
-            assert far.wait(20), "pipeline 0 waited for the others"
+            assert far.wait(), "pipeline 0 waited for the others"
         for number in range(updates[pipeline]):
             Work().update(pipeline, parameter, sync, range(number, number + 1))
             if pipeline == 0 and number == 5:

@@ -22,6 +22,7 @@ from lightning_sdpipe.topology.groups import this_host
 from tests.features.running import as_torchrun
 from tests.features.table import refused, supported
 from tests.own_session import Script, module, script
+from tests.patience import until
 from tests.scheduler.live_scheduler import serving
 from tests.scripts import endings, run_case
 from tests.strategy.test_strategy import Regression, fit
@@ -61,7 +62,7 @@ def processes_of(marker: str) -> dict[int, str]:
 )
 def test_a_wrong_configuration_is_refused_before_any_process_starts(tmp_path: Path, case: str, message: str) -> None:
     with script(tmp_path, run_case.main, case) as run:
-        assert run.wait(30) == 1
+        assert run.wait() == 1
         assert run.left() == []
         printed = run.printed()
     assert re.search(message, printed), printed
@@ -82,7 +83,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with script(tmp_path, _with_port, port) as run:
-            assert run.wait(30) == 1
+            assert run.wait() == 1
             assert run.left() == []
             assert f"MASTER_PORT={port} is in use by another program" in run.printed()
 
@@ -111,8 +112,8 @@ def test_a_worker_that_is_killed_ends_the_run_whatever_the_method(tmp_path: Path
         script(tmp_path / "0", as_torchrun, 0, port, 2, run_case.main, (case,)) as survivor,
         script(tmp_path / "1", as_torchrun, 1, port, 2, run_case.main, (case,)) as killed,
     ):
-        assert killed.wait(40) == -signal.SIGKILL
-        assert survivor.wait(20) == 1
+        assert killed.wait() == -signal.SIGKILL
+        assert survivor.wait() == 1
         assert killed.left() == survivor.left() == []
         assert re.search(message, survivor.printed()), survivor.printed()
 
@@ -134,9 +135,9 @@ def test_a_worker_that_is_stopped_ends_those_that_wait_for_it(tmp_path: Path, mo
             script(tmp_path / "0", as_torchrun, 0, port, 2, run_case.main, ("stopped",)) as survivor,
             script(tmp_path / "1", as_torchrun, 1, port, 2, run_case.main, ("stopped",)) as stopped,
         ):
-            assert survivor.wait(60) == 1
+            assert survivor.wait() == 1
             os.kill(stopped.pid, signal.SIGCONT)
-            assert stopped.wait(20) == 1
+            assert stopped.wait() == 1
             printed = survivor.printed()
     found = rf"\(rank 1\) failed first and ended the run: it was silent for \d+ s, .* on {this_host()} was stopped"
     assert re.search(found, printed), printed
@@ -161,7 +162,7 @@ ANY_RANK = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=py
 @pytest.mark.parametrize("rank", ANY_RANK)
 def test_an_exception_on_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
     with script(tmp_path, endings.main, "fork", f"raise:{rank}") as run:
-        assert run.wait(30) == 1
+        assert run.wait() == 1
         assert run.left() == []
         assert first_failure(run) == (rank, "ZeroDivisionError: the user's own mistake")
         printed = run.printed()
@@ -175,7 +176,7 @@ def test_an_exception_on_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
 @pytest.mark.parametrize("rank", ANY_RANK)
 def test_the_death_of_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
     with script(tmp_path, endings.main, "fork", f"kill:{rank}") as run:
-        assert run.wait(40) == 1
+        assert run.wait() == 1
         assert run.left() == []
         assert f"process {rank} terminated with signal SIGKILL" in run.printed()
 
@@ -186,7 +187,7 @@ def test_the_death_of_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
 def test_sigterm_to_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
     with script(tmp_path, endings.main, "fork", "none") as run:
         os.kill(training_ranks(run)[rank], signal.SIGTERM)
-        assert run.wait(30) == 1
+        assert run.wait() == 1
         assert run.left() == []
         assert first_failure(run) == (rank, "ended by SIGTERM")
         # the first process hears either of the one that ended, or of one that this one took down with it
@@ -202,7 +203,7 @@ def test_a_signal_to_the_first_process_or_to_all_ends_all(tmp_path: Path, number
     with script(tmp_path, endings.main, "fork", "none") as run:
         training_ranks(run)
         tell(run.pid, number)
-        assert run.wait(30) == (1 if number == signal.SIGINT else -signal.SIGTERM)
+        assert run.wait() == (1 if number == signal.SIGINT else -signal.SIGTERM)
         assert run.left() == []
 
 
@@ -218,7 +219,7 @@ def test_the_death_of_the_process_that_forked_ends_all(tmp_path: Path) -> None:
     with script(tmp_path, in_the_background, "fork", "none") as run:
         training_ranks(run)
         os.kill(run.pid, signal.SIGKILL)
-        assert run.wait(10) == -signal.SIGKILL
+        assert run.wait() == -signal.SIGKILL
         assert run.left() == []
 
 
@@ -230,7 +231,7 @@ def test_sigterm_to_the_users_process_ends_those_that_run_its_script_too(
     """Also when they end first, while it waits for them, and take longer than it waits."""
     marker = mark(monkeypatch)
     with script(tmp_path, module, "tests.scripts.endings", "popen", fault, "2") as run:
-        assert run.wait(100) == 143, run.printed()
+        assert run.wait() == 143, run.printed()
         assert run.left(0) == []
     assert "Traceback" not in run.printed()
     assert processes_of(marker) == {}
@@ -238,12 +239,12 @@ def test_sigterm_to_the_users_process_ends_those_that_run_its_script_too(
 
 def training_ranks(run: Script) -> dict[int, int]:
     """The process of each rank, once all four are training."""
-    deadline = time.monotonic() + 40
-    while len(found := dict(re.findall(r"rank (\d) is process (\d+)\n", run.printed()))) < 4:
-        assert run.process.is_alive(), run.printed()
-        assert time.monotonic() < deadline, run.printed()
-        time.sleep(0.02)
-    return {int(rank): int(process) for rank, process in found.items()}
+
+    def found() -> dict[str, str]:
+        return dict(re.findall(r"rank (\d) is process (\d+)\n", run.printed()))
+
+    until(lambda: len(found()) == 4 or not run.process.is_alive(), run.printed)
+    return {int(rank): int(process) for rank, process in found().items()}
 
 
 def first_failure(run: Script) -> tuple[int, str]:

@@ -30,6 +30,7 @@ from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.rows import About, Chunk
 from lightning_sdpipe.scheduler.server.server import Endpoint
+from tests.patience import until
 from tests.scheduler.live_scheduler import clients, serving
 
 W = Worker
@@ -54,10 +55,7 @@ def test_a_ready_that_was_lost_is_repeated_by_who_only_looks_for_its_group(monke
         with monkeypatch.context() as lost:
             lost.setattr(a._connection, "send", lambda message: True)
             a.ready(0)
-        until, found = time.monotonic() + 10, None
-        while found is None and time.monotonic() < until:
-            found = a.group_if_known()
-            time.sleep(0.01)
+        found = until(a.group_if_known)
         assert found is not None
         assert found.members == (W(0, 0),)
 
@@ -134,13 +132,13 @@ def test_a_proxy_whose_scheduler_is_not_there_yet_is_waited_for_and_no_key_is_bl
 
         thread = threading.Thread(target=close_each)
         thread.start()
-        with clients(f"tcp://127.0.0.1:{port}", W(0, 0), credentials=worker, timeout=30) as (a,):
+        with clients(f"tcp://127.0.0.1:{port}", W(0, 0), credentials=worker, timeout=600) as (a,):
             joining = threading.Thread(target=a.join)
             joining.start()
-            thread.join(30)
+            thread.join()
             assert turned_away == 2 * TRIES
             with serving(AllReduceModels(), 1, 1, keys=ours, bind=f"tcp://127.0.0.1:{port}"):
-                joining.join(30)
+                joining.join()
                 assert not joining.is_alive()
                 a.ready(0)
                 assert a.group().members == (W(0, 0),)
@@ -196,7 +194,7 @@ class TestVersions:
                         ask(f"tcp://127.0.0.1:{port}")
             finally:
                 served.set()
-                thread.join(10)
+                thread.join()
 
     def greet(self, address: str) -> None:
         with clients(address, W(0, 0)) as (one,):
@@ -303,7 +301,7 @@ def test_heartbeats_bring_the_news_of_a_failure() -> None:
         a.join()
         b.join()
         b.line.failed("broke")
-        assert heard.wait(10)
+        assert heard.wait()
         assert a.aborted == Failure(W(0, 1), "broke")
 
 

@@ -188,7 +188,7 @@ def test_bytes_that_are_not_even_zeromq_close_their_own_connection_only() -> Non
     with serving(SemiDecentralized(window=60.0), 1, 2) as server:
         host, _, port = server.address.removeprefix("tcp://").rpartition(":")
         for _ in range(50):
-            with sockets.create_connection((host, int(port)), timeout=10) as raw:
+            with sockets.create_connection((host, int(port)), timeout=600) as raw:
                 raw.sendall(rng.randbytes(rng.randrange(1, 4000)))
         assert len(iterate(server.address, 3)) == 6
 

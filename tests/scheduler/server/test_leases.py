@@ -180,7 +180,7 @@ def train(
             client.trained(trained)
             if halfway is not None and 2 * trained >= segment.stop - segment.start:
                 halfway.set()
-        pause.wait(20)
+        pause.wait()
 
 
 def each_once(leases: list[Lease], segments: list[Segment], pipelines: int) -> None:
@@ -260,7 +260,7 @@ def test_a_scheduler_that_is_started_again_deals_each_batch_once(tmp_path: Path,
         pause = threading.Barrier(2)
         futures = [pool.submit(train, both[i], segments, got[i], pause, halfway) for i in range(2)]
         with serving(NoSync(), 1, 2, bind=server.address, **options):
-            assert halfway.wait(20)
+            assert halfway.wait()
         with serving(NoSync(), 1, 2, bind=server.address, **options):
             for future in futures:
                 future.result(30)

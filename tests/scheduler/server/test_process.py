@@ -109,7 +109,7 @@ def test_the_scheduler_needs_no_torch() -> None:
         "heavy = {'torch', 'numpy', 'lightning'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_training_goes_on_when_a_killed_scheduler_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +126,11 @@ def test_training_goes_on_when_a_killed_scheduler_is_restarted(monkeypatch: pyte
         groups = []
         for iteration in range(60):
             if iteration == 30:
-                halfway.wait(30)  # then some are answered while the scheduler dies, and some are not
+                halfway.wait()  # then some are answered while the scheduler dies, and some are not
             client.ready(iteration)
             groups.append(client.group())
             if iteration == 40:
-                assert restarted.wait(30)
+                assert restarted.wait()
         return groups
 
     with (
@@ -140,7 +140,7 @@ def test_training_goes_on_when_a_killed_scheduler_is_restarted(monkeypatch: pyte
         for client in made:
             client.join()
         futures = [pool.submit(train, client) for client in made]
-        halfway.wait(30)
+        halfway.wait()
         assert first.bury() == -signal.SIGKILL
         second = SchedulerProcess.embedded(spec, 2, 3, first.address)
         restarted.set()

@@ -69,7 +69,7 @@ def test_another_account_of_the_machine_gains_nothing_and_the_run_goes_on() -> N
         scheduler_file, worker_file = write_keys(Path(name))
         keys, own = read_scheduler_keys(scheduler_file), read_worker_keys(worker_file)
         with serving(NoSync(), 1, 2, keys=keys, elastic=ElasticConfig(settle=0.0)) as server:
-            member = MembershipClient(server.address, Worker(0, 0), 100, credentials=own, timeout=20)
+            member = MembershipClient(server.address, Worker(0, 0), 100, credentials=own, timeout=600)
             assert isinstance(member.enrol({"model": "a"}), Start)
             lifelines = server.service.lines.port
 
@@ -102,7 +102,7 @@ def test_another_account_of_the_machine_gains_nothing_and_the_run_goes_on() -> N
             found = as_another_user(stranger)
             assert len(found) == 9, found
             assert {what: how for what, how in found.items() if how not in ("PermissionError", "SchedulerError")} == {}
-            members = ask_status(server.address, credentials=own, timeout=20).members
+            members = ask_status(server.address, credentials=own, timeout=600).members
             assert members is not None
             assert members.lives == {0: 100}
             member.store.put("room/key", b"value", 20)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import signal
@@ -13,7 +12,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +26,13 @@ from lightning_sdpipe import SDPipeStrategy, SDPipeWeightAveraging, openmp
 from lightning_sdpipe.scheduler.credentials import write_keys
 from lightning_sdpipe.worker.phases import Phase
 from tests.namespaces import Machine
+from tests.patience import limit, until
 from tests.workers import free_port, listening
 
 BATCH = 4
 SECONDS = 0.02
 """Of a batch."""
-FINDING_OUT = timedelta(seconds=30)
+FINDING_OUT = 30.0  # seconds
 
 
 class Numbered(Dataset[tuple[Tensor, Tensor]]):
@@ -158,7 +157,7 @@ def fit(
 ) -> None:
     """What the user's script does: it trains until the test says stop. So many samples are ``evaluated`` at once."""
     torch.set_num_threads(1)
-    strategy = SDPipeStrategy(**{"timeout": FINDING_OUT, **options})
+    strategy = SDPipeStrategy(**{"timeout": limit(FINDING_OUT), **options})
     callbacks: list[Callback] = [SDPipeWeightAveraging(decay=0.9)] if average else []
     trainer = L.Trainer(
         accelerator=accelerator,
@@ -197,8 +196,6 @@ class Job:
             for number, name in ((1, "stdout"), (2, "stderr")):
                 os.dup2(output, number)
                 setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))  # else pytest's own
-            faulthandler.disable()  # a Trainer of this process has taken its signals, and it would not see that
-            faulthandler.enable(sys.stderr)
             depth = run.depth(self.pipeline)
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": depth, "LOCAL_WORLD_SIZE": depth}
             place: dict[str, object] = {"SDPIPE_PIPELINE": self.pipeline, "SDPIPE_SCHEDULER": run.address, **world}
@@ -303,21 +300,8 @@ class ElasticRun:
         rows = self.rows(pipeline)
         return sum("took" in row for row in rows[-1]) if rows else 0
 
-    def wait(self, holds: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
-        until = time.monotonic() + seconds
-        while not holds():
-            if time.monotonic() > until:
-                self.end_with_stacks()
-                raise AssertionError(f"{what} did not happen in {seconds:g} s:\n{self.said()}")
-            time.sleep(0.02)
-
-    def end_with_stacks(self) -> None:
-        """Lets all processes print where they are, and ends them."""
-        for job in self.jobs:
-            for pid, code in zip(job.pids, job.ended_with(), strict=True):
-                if code is None:
-                    os.kill(pid, signal.SIGABRT)
-                    time.sleep(0.5)  # else they print at the same time
+    def wait(self, holds: Callable[[], bool], what: str) -> None:
+        until(holds, lambda: f"{what} did not happen:\n{self.said()}")
 
     def wait_for_turns(self, pipelines: Iterator[int] | range | list[int], more: int) -> None:
         """Until all of them have made so many turns more."""

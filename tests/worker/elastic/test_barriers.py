@@ -131,7 +131,7 @@ def together(count: int, table: Table, work: Callable[[Barriers, int], Any]) -> 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join()
         assert not thread.is_alive()
     return outcomes
 

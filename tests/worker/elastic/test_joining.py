@@ -142,7 +142,7 @@ class Stages:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join()
             assert not thread.is_alive()
 
     def _work(self, stage: int, pipeline: int) -> None:

@@ -26,7 +26,7 @@ class Other:
     def __init__(self, address: str) -> None:
         self.epochs: list[Epoch] = []
         self._heard = threading.Condition()
-        self.client = MembershipClient(address, Worker(0, 1), 101, timeout=10, told=Callbacks(epoch=self._hear))
+        self.client = MembershipClient(address, Worker(0, 1), 101, timeout=600, told=Callbacks(epoch=self._hear))
 
     def _hear(self, epoch: Epoch) -> None:
         with self._heard:

@@ -22,6 +22,7 @@ from torchmetrics import CatMetric, MeanSquaredError, PearsonCorrCoef
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.worker.elastic.barriers import Barriers
+from tests.patience import limit
 from tests.worker.elastic.jobs import BATCH, FINDING_OUT, Diary, ElasticRun, Model, Numbered, elastic_run
 
 pytestmark = pytest.mark.distributed
@@ -137,7 +138,7 @@ def fit(
     Barriers.gather = gather_or_die  # type: ignore[method-assign]
     trainer = L.Trainer(
         accelerator="cpu",
-        strategy=SDPipeStrategy(num_stages=stages, timeout=FINDING_OUT),
+        strategy=SDPipeStrategy(num_stages=stages, timeout=limit(FINDING_OUT)),
         default_root_dir=directory,
         max_epochs=epochs,
         logger=CSVLogger(directory, flush_logs_every_n_steps=1),

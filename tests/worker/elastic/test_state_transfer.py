@@ -16,7 +16,7 @@ from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.worker.elastic import state_transfer
 from tests import relay
 
-SOON = timedelta(seconds=20)
+SOON = timedelta(minutes=10)
 
 
 class Unknown:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.client.membership_client import CancelledError, MembershipClient
 from lightning_sdpipe.worker.elastic.scheduler_connection import SchedulerStore
+from tests.patience import limit
 from tests.scheduler.live_scheduler import serving
 
 SIZE = 3
@@ -27,7 +27,7 @@ def test_replicas_find_each_other_through_the_scheduler() -> None:
     asked: dict[int, int] = {}
 
     def replica(address: str, pipeline: int) -> None:
-        client = MembershipClient(address, Worker(0, pipeline), 100 + pipeline, timeout=20)
+        client = MembershipClient(address, Worker(0, pipeline), 100 + pipeline, timeout=600)
         client.enrol({})
         line = client.thread
         ask, asked[pipeline] = line.ask, 0
@@ -38,7 +38,7 @@ def test_replicas_find_each_other_through_the_scheduler() -> None:
 
         setattr(line, "ask", counted)  # noqa: B010
         store = SchedulerStore(client.store, "epoch-1-0", 20.0)
-        group = dist.ProcessGroupGloo(store, pipeline, SIZE, timedelta(seconds=20))
+        group = dist.ProcessGroupGloo(store, pipeline, SIZE, limit())
         tensor = torch.full((4,), float(pipeline))
         group.allreduce([tensor]).wait()
         sums.append(tensor.sum().item())
@@ -49,14 +49,14 @@ def test_replicas_find_each_other_through_the_scheduler() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join()
     assert sums == [12.0] * SIZE
     assert asked == dict.fromkeys(range(SIZE), SIZE), "each sets its address, and asks once for that of each other"
 
 
 def test_waits_end_when_they_are_cancelled_or_in_vain() -> None:
     with serving(NoSync(), 1, 1, elastic=ElasticConfig(settle=0.0)) as server:
-        client = MembershipClient(server.address, Worker(0, 0), 7, timeout=20)
+        client = MembershipClient(server.address, Worker(0, 0), 7, timeout=600)
         try:
             client.enrol({})
             gone: list[bool] = []

@@ -51,7 +51,7 @@ def test_what_was_registered_last_is_undone_first() -> None:
 def test_a_copy_of_the_process_undoes_nothing_of_it(tmp_path: Path) -> None:
     job.at_end((tmp_path / "undone").touch)
     with script(tmp_path, job.end) as copy:
-        assert copy.wait(20) == 0
+        assert copy.wait() == 0
     assert not (tmp_path / "undone").exists()
     job.end()
     assert (tmp_path / "undone").exists()
@@ -77,7 +77,7 @@ def _collects(forks: int) -> None:
 @pytest.mark.distributed
 def test_a_copy_frees_no_process_group_of_the_process(tmp_path: Path) -> None:
     with script(tmp_path, _collects, 3) as process:
-        assert process.wait(20) == 0
+        assert process.wait() == 0
 
 
 @pytest.mark.parametrize("now", [("runtime.output_dir", "another"), ("job.num", 4)])

@@ -56,7 +56,7 @@ def places(directory: Path, nodes: list[tuple[Any, ...]]) -> list[dict[str, Any]
             own = directory / str(number)
             own.mkdir()
             running.append(stack.enter_context(script(own, node, *arguments)))
-        assert [agent.wait(100) for agent in running] == [0] * len(nodes), [agent.printed() for agent in running]
+        assert [agent.wait() for agent in running] == [0] * len(nodes), [agent.printed() for agent in running]
         found = [json.loads(line) for agent in running for line in re.findall(r"^PLACE (.*)$", agent.printed(), re.M)]
     return sorted(found, key=lambda place: place["rank"])
 
