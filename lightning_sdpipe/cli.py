@@ -4,10 +4,9 @@
 keys of a run, ``sdpipe scheduler`` serves one, ``sdpipe status`` shows its state, ``sdpipe trace`` writes down its
 spans, ``sdpipe serve`` shows it in a browser, ``sdpipe report LOG`` reports on a finished run, and ``sdpipe replay
 FILE`` checks its log. ``sdpipe simulate`` tries a policy in virtual time. ``sdpipe partition`` shows how a model would
-be cut, ``sdpipe check`` whether it then computes the same, and ``sdpipe record FILE`` records a device's speed over
-time. ``sdpipe measure FILE`` measures links and devices, and ``sdpipe place FILE`` decides which device runs which
-stage. ``sdpipe demo`` compares methods on handwritten digits, and ``sdpipe env`` prints the versions for a report of a
-problem.
+be cut, and ``sdpipe check`` whether it then computes the same. ``sdpipe measure FILE`` measures links and devices, and
+``sdpipe place FILE`` decides which device runs which stage. ``sdpipe demo`` compares methods on handwritten digits, and
+``sdpipe env`` prints the versions for a report of a problem.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from io import TextIOWrapper
 from pathlib import Path
-from statistics import fmean
 
 from lightning_sdpipe.errors import ConfigurationError, carried_out
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
@@ -91,14 +89,6 @@ def _parser() -> argparse.ArgumentParser:
 
     env = commands.add_parser("env", help="print the versions and devices of this machine, for a report of a problem")
     env.set_defaults(run=_env)
-
-    record = commands.add_parser("record", help="record a device's relative speed over time, to replay it elsewhere")
-    record.add_argument("file", type=Path, help="the trace to write")
-    record.add_argument("--device", default="cpu", help="as torch names it, as in cuda:0 (default: %(default)s)")
-    record.add_argument("--seconds", type=float, default=300.0, help="length in all (default: %(default)s)")
-    record.add_argument("--interval", type=float, default=1.0, help="seconds between samples (default: %(default)s)")
-    record.add_argument("--share", type=float, default=0.2, help="of the interval that is used (default: %(default)s)")
-    record.set_defaults(run=_record)
 
     keygen = commands.add_parser("keygen", help="make the keys of a run, readable by you only")
     keygen.add_argument("directory", type=Path, help="where scheduler.key and worker.key are written")
@@ -195,15 +185,8 @@ def _env(options: argparse.Namespace) -> int:
             print(f"{package:18}{version(package)}")
         except PackageNotFoundError:
             print(f"{package:18}not installed")
-    devices = import_module("lightning_sdpipe.heterogeneity.record").devices()
+    devices = import_module("lightning_sdpipe.heterogeneity.speed").devices()
     print("\n".join(f"{device:18}{name}" for device, name in devices) or "no accelerator that torch can use")
-    return 0
-
-
-def _record(options: argparse.Namespace) -> int:
-    module = import_module("lightning_sdpipe.heterogeneity.record")  # needs torch, which the others do without
-    speeds = module.record(options.file, options.device, options.seconds, options.interval, options.share)
-    print(f"{options.file}: {len(speeds)} samples; relative speed {min(speeds):.2f} to 1, mean {fmean(speeds):.2f}")
     return 0
 
 

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import getdoc, signature
 from pathlib import Path
@@ -108,6 +109,9 @@ def test_commands_are_those_of_the_parsers() -> None:
             case ["sdpipe", *arguments]:
                 with pytest.raises(_ParsedError):
                     main(arguments)
+            case ["python", "-m", module, *arguments] if module.startswith("recipes.tools."):
+                with pytest.raises(_ParsedError):
+                    import_module(module).main(arguments)
             case ["make", target, *_]:
                 assert target in targets, page
             case ["python", "-m", module, *overrides] | ["-m", module, *overrides] if module.startswith("recipes."):

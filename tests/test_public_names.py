@@ -50,7 +50,6 @@ PUBLIC = {
 PROGRAMS = (  # python -m
     "lightning_sdpipe.checkpoints.consolidate",
     "lightning_sdpipe.cli",
-    "lightning_sdpipe.heterogeneity.synthetic",
     "lightning_sdpipe.partition",
     "lightning_sdpipe.scheduler",
     "lightning_sdpipe.simulate",

@@ -17,7 +17,7 @@ from lightning_sdpipe.heterogeneity.injector import Heterogeneity
 from lightning_sdpipe.heterogeneity.tracks import Track, read_tracks
 
 SHARED_GPUS = Path(__file__).parent / "traces" / "shared_gpus.json"
-"""Sixteen synthetic tracks in the spirit of §5.5, made by :mod:`lightning_sdpipe.heterogeneity.synthetic`."""
+"""Sixteen synthetic tracks in the spirit of §5.5, made by ``recipes/tools/synthetic.py``."""
 
 FIGURE = SHARED_GPUS.with_name("figure.json")
 """Sixteen tracks of the paper's shared GPUs, read off a published figure; the file says which, and how exactly."""
@@ -56,8 +56,8 @@ class Trace:
     """Replays recorded speeds: device i follows track i, from its first computation on.
 
     Args:
-        files: trace files, as ``sdpipe record`` writes them, whose tracks are used in this order; None for the
-            synthetic :data:`SHARED_GPUS`, and ``"figure"`` in the place of a file for :data:`FIGURE`.
+        files: trace files, as ``recipes/tools/record.py`` writes them, whose tracks are used in this order; None for
+            the synthetic :data:`SHARED_GPUS`, and ``"figure"`` in the place of a file for :data:`FIGURE`.
         time_scale: length of a recorded second, in seconds of training; 0.1 replays ten times as fast.
         seed: with more devices than tracks, tracks are used again from a random moment on, drawn from this.
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
-from lightning_sdpipe.heterogeneity.record import matrix_product, sample
+from lightning_sdpipe.heterogeneity.speed import matrix_product, sample
 from lightning_sdpipe.partition import rehearsal
 from lightning_sdpipe.partition.factory import build
 from lightning_sdpipe.partition.plan import Profile, plan, with_crossing

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from lightning_sdpipe.errors import ConfigurationError, carried_out
 from lightning_sdpipe.heterogeneity import Static, Trace, condition
@@ -15,7 +14,7 @@ from lightning_sdpipe.policies.decisions import BrokenRule
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.simulate.pipelines import Slowness, Work
-from lightning_sdpipe.simulate.run import Run, dealt_epoch, jittered, simulate
+from lightning_sdpipe.simulate.run import Run, jittered, simulate
 from lightning_sdpipe.topology.mesh import depths_of, shape_of, speeds_of
 
 _FACTORS = (1, 1, 1, 2)
@@ -51,8 +50,7 @@ def _simulate(options: argparse.Namespace) -> int:
         run, alone = simulate(config, work), simulate(NoSync(), work)
         lines = [report(run, alone)]
         if not run.stuck:
-            in_step = simulate(AllReduceModels(), replace(work, exchange=lambda _: 0.0))
-            lines.append(compared(dealt_epoch(config, alone), in_step.seconds))
+            lines.append(compared(run, simulate(AllReduceModels(), work)))
     except BrokenRule as error:
         raise ConfigurationError(str(error)) from error
     print("\n".join(lines))
@@ -77,11 +75,13 @@ def report(run: Run, alone: Run) -> str:
     return "\n".join(lines)
 
 
-def compared(dealt: float, in_step: float) -> str:
-    """Compare first epochs as a user would see them: seconds of one whose batches are dealt, and of all-reduce's."""
+def compared(run: Run, in_step: Run) -> str:
+    """Compare epochs as a user would see them: of batches that are dealt by speed, at the rate of ``run``, and of
+    all-reduce, which ends with its slowest pipeline."""
+    dealt = run.work.num_pipelines * run.work.iterations / run.throughput
     return (
-        f"an epoch         {dealt:.4g} s if batches are dealt by speed; all-reduce on equal shards takes "
-        f"{in_step:.4g} s, {in_step / dealt:.2f} times as long (exchanges not counted)"
+        f"an epoch         about {dealt:.4g} s if batches are dealt by speed; all-reduce on equal shards takes "
+        f"{in_step.seconds:.4g} s, {in_step.seconds / dealt:.2f} times as long"
     )
 
 

@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
-from lightning_sdpipe.policies.decisions import BrokenRule, Decision, Group
+from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Lost, Progress, Ready, Worker
 from lightning_sdpipe.policies.pairing import uniform
 from lightning_sdpipe.policies.policy import Policy, PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.policies.sync_graph import mean_mixing_matrix, mixing_radius
-from lightning_sdpipe.simulate.dealing import DealtEpochs, Epochs
 from lightning_sdpipe.simulate.pipelines import Pipelines, Work
 
 
@@ -149,34 +148,6 @@ def jittered(seconds: float, by: float, seed: int = 0) -> Callable[[Worker, int]
         return seconds * (1 + by * (2 * uniform(seed, worker.stage, worker.pipeline, iteration) - 1))
 
     return of
-
-
-def dealt_epoch(config: PolicyConfig, alone: Run) -> float:
-    """Return the seconds of an epoch of the same work where batches are dealt by speed, once speeds are known.
-
-    Args:
-        config: the policy's values.
-        alone: the work under pipelines that never wait; an epoch is as many mini-batches, each as long as there.
-            Exchanges take no time.
-    """
-    work, ends = alone.work, dict[tuple[int, int], float]()
-    for at, event, _ in alone.entries:
-        if isinstance(event, Progress):
-            place = event.worker.pipeline, event.iteration
-            ends[place] = max(at, ends.get(place, 0.0))
-
-    def seconds(pipeline: int, number: int, _: float) -> float:
-        number %= work.iterations
-        return ends[pipeline, number] - (ends[pipeline, number - 1] if number else 0.0)
-
-    shape = work.num_stages, work.num_pipelines
-    policy = _made(config, work)
-    epochs = DealtEpochs(policy, Epochs(*shape, [work.iterations], seconds, 2, depths=work.depths))
-    epochs.run()
-    if epochs.stuck:
-        raise BrokenRule(f"{registry.name_of(config)} gets stuck where batches are dealt")
-    (_, first, _), (_, second, _) = epochs.finished
-    return second - first
 
 
 def _made(config: PolicyConfig, work: Work) -> Policy:

@@ -26,8 +26,8 @@ from lightning_sdpipe.heterogeneity import (
     write_tracks,
 )
 from lightning_sdpipe.heterogeneity.slowdowns import FIGURE, SHARED_GPUS
-from lightning_sdpipe.heterogeneity.synthetic import main as synthesise
 from lightning_sdpipe.meter import seconds_without_a_core
+from recipes.tools.synthetic import main as synthesise
 
 
 class Clock:

@@ -18,7 +18,7 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.pairing import uniform
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.simulate.dealing import DealtEpochs, Epochs
+from tests.dealing.whole_epochs import DealtEpochs, Epochs
 
 EVERYTHING = [
     NoSync(),

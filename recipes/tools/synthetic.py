@@ -1,4 +1,4 @@
-"""Synthetic tracks of shared GPUs: ``python -m lightning_sdpipe.heterogeneity.synthetic FILE``.
+"""Synthetic tracks of shared GPUs: ``python -m recipes.tools.synthetic FILE``.
 
 The paper (SDPipe, §5.5) rented 16 containers with a share of a GPU each, and saw their speed change with what the
 neighbours did. Its recordings are not published as data, so this is a model of the cause: the device serves all
@@ -49,7 +49,7 @@ def _between(rng: random.Random, bounds: tuple[float, float]) -> float:
 
 
 def main(path: Path = SHARED_GPUS) -> None:
-    source = f"synthetic shared GPUs: lightning_sdpipe.heterogeneity.synthetic with seed {SEED}"
+    source = f"synthetic shared GPUs: recipes.tools.synthetic with seed {SEED}"
     tracks = [shared_gpu_track(random.Random(SEED + index)) for index in range(TRACKS)]
     write_tracks(path, source, INTERVAL_SECONDS, tracks)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sdpipe import cli
 from lightning_sdpipe.heterogeneity import Trace, read_tracks
-from lightning_sdpipe.heterogeneity.record import sample
+from lightning_sdpipe.heterogeneity.speed import sample
+from recipes.tools.record import main
 
 
 def test_rates_follow_the_device() -> None:
@@ -30,7 +30,7 @@ def test_rates_follow_the_device() -> None:
 
 def test_the_command_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "cpu.json"
-    assert cli.main(["record", str(file), "--seconds", "0.2", "--interval", "0.05"]) == 0
+    assert main([str(file), "--seconds", "0.2", "--interval", "0.05"]) == 0
     (track,) = read_tracks(file)
     assert (len(track.speeds), track.interval_seconds) == (4, 0.05)
     assert max(track.speeds) == 1.0
@@ -50,5 +50,5 @@ def test_the_command_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_impossible_recordings_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert cli.main(["record", str(tmp_path / "trace.json"), *arguments]) == 2
+    assert main([str(tmp_path / "trace.json"), *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Tools for those who work on the package, or study stragglers: ``python -m recipes.tools.NAME``."""
