@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -51,7 +52,7 @@ def main(case: str, start_method: Any = "popen", **environment: str) -> None:
         "partition": {"num_stages": 2, "partition": [3, 2]},
         "small_batch": {"num_stages": 2, "num_micro_batches": 9},
         "killed_all_reduce": {"num_stages": 1, "sync": AllReduce()},
-        "stopped": {"num_stages": 1, "sync": AllReduce()},
+        "stopped": {"num_stages": 1, "sync": AllReduce(), "timeout": timedelta(seconds=15)},
         "killed_het_pipe": {"num_stages": 1, "sync": HetPipe(sync_every=1)},
         "killed_ad_psgd": {"num_stages": 1, "sync": ADPSGD(asynchronous=True)},
     }.get(case, {"num_stages": 2})

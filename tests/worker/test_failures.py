@@ -18,7 +18,6 @@ from torch import Tensor
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys
-from lightning_sdpipe.topology.groups import this_host
 from tests.features.running import as_torchrun
 from tests.features.table import refused, supported
 from tests.own_session import Script, module, script
@@ -120,12 +119,12 @@ def test_a_worker_that_is_killed_ends_the_run_whatever_the_method(tmp_path: Path
 
 @supported(
     "Failures",
-    "`SIGSTOP` of any rank, or a machine that cannot be reached",
-    "ends all ranks when nothing was heard of it for half a minute and all others wait",
+    "`SIGSTOP` of any rank, or a call that holds the GIL",
+    "is waited for, for `timeout=` at most; a machine that cannot be reached ends the run after half a minute",
 )
 @pytest.mark.distributed
 def test_a_worker_that_is_stopped_ends_those_that_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And itself, when it wakes up."""
+    """And itself, when it wakes up. The scheduler, which has not heard of it for three seconds by then, waits."""
     port = free_port()
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
@@ -139,8 +138,7 @@ def test_a_worker_that_is_stopped_ends_those_that_wait_for_it(tmp_path: Path, mo
             os.kill(stopped.pid, signal.SIGCONT)
             assert stopped.wait() == 1
             printed = survivor.printed()
-    found = rf"\(rank 1\) failed first and ended the run: it was silent for \d+ s, .* on {this_host()} was stopped"
-    assert re.search(found, printed), printed
+    assert re.search(r"averaging gradients among ranks \[0, 1\] failed", printed), printed
 
 
 WHAT_RUNS = [

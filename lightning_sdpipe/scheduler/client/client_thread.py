@@ -309,11 +309,11 @@ class ClientThread:
                     self.on_invitation(group, after)
                 case f.IsLost(worker, reason):
                     log.warning("worker %s %s; the others go on without it", worker, reason)
-                case f.Unheard(beats):
+                case f.Unheard(seconds):
                     log.warning(
-                        "worker %s: the scheduler at %s has not answered %d beats; a worker that needs a group waits "
+                        "worker %s: the scheduler at %s has not answered for %.0f s; a worker that needs a group waits "
                         "up to %g s, and it can be started again at the same address",
-                        *(self.talk.worker, self._address, beats, self.timeout),
+                        *(self.talk.worker, self._address, seconds, self.timeout),
                     )
 
     def _came(self, key: f.Key, outcome: e.Reply | Exception) -> None:

@@ -51,7 +51,8 @@ REMEMBERED, TRANSFERS = 1024, 64
 MET, INVITED = 8, 64
 """Number of last barriers that a restarted scheduler is told, and of last invitations that count once if repeated."""
 LAST_BEAT = 12
-"""Beats without an answer after which a scheduler that cannot restart is given up, and any other is reported."""
+"""Beats without an answer after which a scheduler that cannot restart is given up, and any other is reported, if it
+has closed the lifeline; else once it has also been silent for as long as a worker may be."""
 
 _ANSWERS: dict[type[e.Request], tuple[type[e.Reply], ...]] = {
     e.Enrol: (e.Start, e.Get),
@@ -101,8 +102,8 @@ class Conversation:
         self.worker, self.incarnation, self._host = worker, incarnation, host
         self.training = TrainingAsks(worker, self._make, mesh, clock)
         """Requests of the thread that trains."""
-        self._unanswered = 0.0
-        """Beats in a row without an answer; −∞ once their silence was reported."""
+        self._unanswered, self._unanswered_since = 0.0, 0.0
+        """Beats in a row without an answer, −∞ once their silence was reported; and when the first one was sent."""
         self._invitations: deque[m.Invitation] = deque(maxlen=INVITED)
         self.epoch = Epoch(0, (), "no pipeline has come yet")
         """Newest epoch that this process heard of."""
@@ -209,6 +210,7 @@ class Conversation:
         """Return the messages that are due now."""
         said = [] if self._stranger is None else self._introduction(self._stranger.known)
         if now >= self._beat_at:
+            self._unanswered_since = self._unanswered_since if self._unanswered else now
             said.append(self._beat())
             every = FIRST_BEAT if self._line is None else self._line.beat
             self._beaten, self._beat_at = now, now + (min(PROBE, every) if self.away else every)
@@ -220,12 +222,21 @@ class Conversation:
 
     def given_up(self) -> list[f.Effect]:
         """Return what follows from the silence after beats; to be called after :meth:`due`."""
-        if self._unanswered < LAST_BEAT or self._line is None:
+        if self._line is None:
+            return []
+        silent = self._beaten - self._unanswered_since
+        if self._unanswered < LAST_BEAT or (silent < self._line.limit and not self.away):
             return []
         self._unanswered = -math.inf
         if self._host is None:
-            return [f.Unheard(LAST_BEAT)]
-        return self._ends(e.End("it ended without a word, and the scheduler with it", True, True, self._host))
+            return [f.Unheard(silent)]
+        what = (
+            "it ended without a word, and the scheduler with it"
+            if self.away
+            else f"the scheduler that it started has not answered for {silent:.0f} s: it was stopped, or cannot "
+            "be reached"
+        )
+        return self._ends(e.End(what, True, True, self._host))
 
     # ----------------------------------------------------------------- what it hears
 

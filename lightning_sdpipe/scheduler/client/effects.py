@@ -71,9 +71,9 @@ class IsLost:
 
 @dataclass(frozen=True)
 class Unheard:
-    """A scheduler that may be started again has answered none of the last ``beats``."""
+    """A scheduler that may be started again has answered nothing for so many ``seconds``."""
 
-    beats: int
+    seconds: float
 
 
 Effect: TypeAlias = (

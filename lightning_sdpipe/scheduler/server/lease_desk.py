@@ -105,8 +105,8 @@ class LeaseDesk:
             del self._asking[worker]
 
     def end_if_all_wait_for(self, silent: Mapping[Worker, float], now: float) -> None:
-        """End the run if the others wait for batches that only ``silent`` workers may train, which can happen where
-        pipelines do not come and go. A worker that waits for a lease is away, but beats."""
+        """End the run if the others wait for batches that only ``silent`` workers out of reach may train, which can
+        happen where pipelines do not come and go. A worker that waits for a lease is away, but beats."""
         awaited = self._dealer.awaited()
         lost = {worker: at for worker, at in silent.items() if worker.pipeline in awaited}
         if awaited and {worker.pipeline for worker in lost} == set(awaited) and self._groups.failure is None:

@@ -4,6 +4,10 @@ libzmq reconnects by itself and does not say when a peer is gone, so the kernel 
 process however that ends, within milliseconds. A process that connects says the nonce that it got over ZeroMQ,
 encrypted with the keys of the run; nothing else is read, and nothing is ever sent. A connection that says anything
 else, or nothing in time, is closed, so strangers hold few descriptors.
+
+The kernel of the other machine also answers for a process that says nothing, since it is stopped, or a long call holds
+the GIL: TCP's keepalive asks it, and :meth:`Lines.answers` reads when it last replied. Such a connection is never
+closed for want of replies: networks come back.
 """
 
 from __future__ import annotations
@@ -13,10 +17,10 @@ import os
 import secrets
 import selectors
 import socket as sockets
+import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 
 import zmq
 
@@ -28,14 +32,19 @@ SPEAKS_WITHIN = 10.0
 """Most seconds from the connection to the nonce."""
 MAX_SILENT = 64
 """Most connections that have not said their nonce; one more closes the oldest. A process says its nonce at once."""
+PROBES_PER_LIMIT, MOST_PROBES = 8, 127
+_LAST_REPLY = 56
+"""Offset in Linux's ``tcp_info`` of the milliseconds since the peer's kernel last acknowledged anything."""
 
 
 class Lines:
-    """Nonces that processes were given; :meth:`knows` may be called from another thread."""
+    """Nonces that processes were given, and their connections; :class:`Lifelines` uses it from another thread."""
 
     def __init__(self) -> None:
         self.port = 0
         """Port on which :class:`Lifelines` listens; 0 until it does."""
+        self.connections: dict[bytes, sockets.socket] = {}
+        """Open connections by nonce."""
         self._given: OrderedDict[bytes, tuple[Worker, int]] = OrderedDict()
 
     def give(self, worker: Worker, incarnation: int) -> bytes:
@@ -50,6 +59,17 @@ class Lines:
         """Return whether ``nonce`` was given to a process whose connection has not closed yet."""
         return nonce in self._given
 
+    def answers(self, worker: Worker, incarnation: int, within: float) -> bool:
+        """Return whether that process still runs, or is stopped, on a machine that can be reached: whether its machine
+        has replied on its connection in the last ``within`` seconds."""
+        for nonce, connection in list(self.connections.items()):
+            if self._given.get(nonce) == (worker, incarnation):
+                with contextlib.suppress(OSError):  # it was closed meanwhile
+                    info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _LAST_REPLY + 4)
+                    (milliseconds,) = struct.unpack_from("=I", info, _LAST_REPLY)
+                    return bool(milliseconds < 1000 * within)
+        return False
+
     def take(self, nonce: bytes) -> tuple[Worker, int] | None:
         """Return the process that was given ``nonce`` and whose connection has closed, and forget the nonce."""
         return self._given.pop(nonce, None)
@@ -63,8 +83,8 @@ class Lines:
 
 class Lifelines:
     """Listens at ``host`` and ``port`` (0: any), and sends the nonce of each connection that has closed, as a frame, to
-    the ``endpoint`` of the server's loop, where its socket is known as ``identity``. ``knows`` says whether a process
-    of the run was given a nonce; the thread of this object calls it.
+    the ``endpoint`` of the server's loop, where its socket is known as ``identity``. Each machine is asked every
+    eighth of ``limit`` seconds whether it is there; ``lines`` learns of the connections.
 
     Raises:
         OSError: the port cannot be listened on.
@@ -77,13 +97,15 @@ class Lifelines:
         port: int,
         endpoint: str,
         identity: bytes,
-        knows: Callable[[bytes], bool],
+        lines: Lines,
+        limit: float,
     ) -> None:
         family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
         self._listener = sockets.create_server((host, port), family=family, backlog=1024)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self._context, self._endpoint, self._identity, self._knows = context, endpoint, identity, knows
+        self._context, self._endpoint, self._identity = context, endpoint, identity
+        self._lines, self._every = lines, max(1, int(limit / PROBES_PER_LIMIT))
         self._dismissed, self._dismiss = os.pipe()
         self._selector = selectors.DefaultSelector()
         self._nonces: dict[sockets.socket, bytes] = {}
@@ -100,6 +122,7 @@ class Lifelines:
         os.close(self._dismissed)
         self._selector.close()
         self._listener.close()
+        self._lines.connections.clear()
         for connection in [*self._nonces, *self._silent]:
             connection.close()
 
@@ -128,6 +151,10 @@ class Lifelines:
         with contextlib.suppress(OSError):  # the peer may be gone again
             connection, _ = self._listener.accept()
             connection.setblocking(False)
+            connection.setsockopt(sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1)
+            for option in (sockets.TCP_KEEPIDLE, sockets.TCP_KEEPINTVL):
+                connection.setsockopt(sockets.IPPROTO_TCP, option, self._every)
+            connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPCNT, MOST_PROBES)
             if len(self._silent) >= MAX_SILENT:
                 self._drop(next(iter(self._silent)))
             self._silent[connection] = time.monotonic() + SPEAKS_WITHIN
@@ -142,9 +169,10 @@ class Lifelines:
         except OSError:
             data = b""
         said = len(data) == NONCE_BYTES  # a nonce fits into any segment
-        if connection in self._silent and said and self._knows(data):
+        if connection in self._silent and said and self._lines.knows(data):
             del self._silent[connection]
             self._nonces[connection] = data
+            self._lines.connections[data] = connection
             return b""
         nonce = self._nonces.get(connection, b"")
         self._drop(connection)
@@ -153,5 +181,5 @@ class Lifelines:
     def _drop(self, connection: sockets.socket) -> None:
         self._selector.unregister(connection)
         self._silent.pop(connection, None)
-        self._nonces.pop(connection, None)
+        self._lines.connections.pop(self._nonces.pop(connection, b""), None)
         connection.close()

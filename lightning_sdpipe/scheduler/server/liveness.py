@@ -94,17 +94,28 @@ class Liveness:
             self.waiting.clear()  # those that waited for a lost worker get their group without it
         return [(worker, self.incarnations[worker], seconds) for worker, seconds in lost]
 
+    def out_of_reach(self) -> dict[Worker, float]:
+        """Return the lost workers for which their machines do not answer either, and when each was last heard of. A
+        worker whose machine answers lives: it is stopped, or a call lets none of its threads run."""
+        return {
+            worker: heard
+            for worker, heard in self.lost.items()
+            if not self.lines.answers(worker, self.incarnations[worker], self._limit)
+        }
+
     def awaited(self, now: float, about: Mapping[Worker, About]) -> tuple[Worker, int, str] | None:
-        """Return a lost worker, its incarnation and what happened to it, if all others have been in a wait for half of
-        the limit: nothing goes on without it. ``about`` describes the workers."""
+        """Return a lost worker that is out of reach, its incarnation and what happened to it, if all others have been
+        in a wait for half of the limit: nothing goes on without it. ``about`` describes the workers."""
         others = self.incarnations.keys() - self.lost.keys()
         if not self.lost or not others or any(self.waiting.get(worker, 0) < self._limit / 2 for worker in others):
             return None
-        worker, heard = next(iter(self.lost.items()))
+        if not (lost := self.out_of_reach()):
+            return None
+        worker, heard = next(iter(lost.items()))
         where = f" on {about[worker].host}" if worker in about else ""
         reason = (
-            f"it was silent for {now - heard:.0f} s, and all others wait: its process{where} was stopped, or lets none "
-            "of its threads run, or cannot be reached"
+            f"it was silent for {now - heard:.0f} s, and all others wait: its process{where} cannot be reached; check "
+            "that its machine and the network to it are up"
         )
         return worker, self.incarnations[worker], reason
 

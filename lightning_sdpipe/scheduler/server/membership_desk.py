@@ -120,7 +120,7 @@ class MembershipDesk:
                 else:
                     self._decide(w.FellSilent(worker, incarnation, f"was silent for {seconds:.1f} s"), now)
             if fixed:
-                self._leases.end_if_all_wait_for(self._presence.lost, now)
+                self._leases.end_if_all_wait_for(self._presence.out_of_reach(), now)
                 if (awaited := self._presence.awaited(now, self._groups.rows.about)) and not core.recovering:
                     self._decide(w.Failed(*awaited), now)
         self._answers.remake(now)

@@ -222,7 +222,7 @@ class Server:
         port, notice = self._endpoint.lifeline_port, self._lifeline_notice
         try:
             endpoint = self._stop_message.endpoint
-            lines = Lifelines(context, host, port, endpoint, notice.identity, known.knows)
+            lines = Lifelines(context, host, port, endpoint, notice.identity, known, self.service.limit)
         except OSError as error:
             raise SchedulerError(
                 f"the lifelines of the run's processes cannot be listened for at {host}, port {port} "

@@ -90,6 +90,8 @@ class SchedulerService:
         self._driver = PolicyDriver(policy, dealer, self.log)
         self._started = now
         self._outbox = Outbox()
+        self.limit = worker_timeout
+        """Seconds of silence after which a worker counts as lost."""
         self.lines = Lines()
         """Lifelines, which tell at once that a process has ended."""
         terms = elastic or ElasticConfig.of_fixed(num_pipelines, recovery_grace)

@@ -89,18 +89,35 @@ def test_what_was_dealt_is_told_to_a_scheduler_that_was_started_again() -> None:
     assert enrol.resumes.book == e.Book(SEGMENT, (lease,), False, Done(0, None, 0.0))
 
 
+@pytest.mark.parametrize("lifeline", [True, False])
 @pytest.mark.parametrize("host", [None, Worker(0, 0)])
-def test_a_scheduler_that_answers_no_beat_is_missed_or_given_up_once(host: Worker | None) -> None:
-    talk, effects = joined(host=host), list[Effect]()
+def test_a_scheduler_that_answers_no_beat_is_missed_or_given_up_once(host: Worker | None, lifeline: bool) -> None:
+    """At once if it has closed the lifeline, else when it has been silent for as long as a worker may be."""
+    talk, effects = joined(host=host), list[tuple[int, Effect]]()
     talk.hear(e.Now(1, LINE))
+    talk.lifeline(there=lifeline)
     for now in range(LAST_BEAT - 1):
         talk.due(float(now))
     talk.hear(e.Noted(3))
     for now in range(20, 20 + 3 * LAST_BEAT):
         talk.due(float(now))
-        effects += talk.given_up()
-    what = "it ended without a word, and the scheduler with it"
-    assert effects == [Unheard(LAST_BEAT) if host is None else e.End(what, True, True, host)]
+        effects += [(now, effect) for effect in talk.given_up()]
+    seconds = LINE.limit if lifeline else LAST_BEAT - 1
+    what = (
+        "the scheduler that it started has not answered for 30 s: it was stopped, or cannot be reached"
+        if lifeline
+        else "it ended without a word, and the scheduler with it"
+    )
+    assert effects == [(20 + seconds, Unheard(seconds) if host is None else e.End(what, True, True, host))]
+
+
+def test_a_worker_that_slept_hears_what_came_meanwhile_before_it_gives_up_the_scheduler() -> None:
+    talk = joined(host=Worker(0, 0))
+    talk.hear(e.Now(1, LINE))
+    talk.lifeline(there=True)
+    for now in (0.0, 100.0):
+        talk.due(now)
+        assert talk.given_up() == []
 
 
 def test_an_invitation_a_line_and_the_end_are_heard_of_once_over_either_line() -> None:

@@ -8,15 +8,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 import pytest
+import zmq
 
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler.client.client_thread import Callbacks
+from lightning_sdpipe.scheduler.client.client_thread import Callbacks, Lifeline
 from lightning_sdpipe.scheduler.client.connection import ask_status
+from lightning_sdpipe.scheduler.server.lifelines import Lifelines, Lines
+from tests.namespaces import Machine, switched
 from tests.scheduler.live_scheduler import clients, serving
 
 A, B = Worker(0, 0), Worker(0, 1)
@@ -85,6 +90,54 @@ def kill_and_look(pid: int, address: str, heard: list[str]) -> None:
     assert wait(lambda: heard) < 0.5
     assert heard == ["its process ended (its connection closed)"]
     assert ask_status(address).failure == f"worker {B} failed first: {heard[0]}"
+
+
+def test_the_kernel_answers_for_a_process_that_is_stopped_and_not_for_one_that_is_gone() -> None:
+    """As for one in which a long call holds the GIL; the run goes on waiting for it though all others wait."""
+    with (
+        serving(NoSync(), 1, 2, worker_timeout=2.0) as server,
+        clients(server.address, A) as (a,),
+        joined(server.address) as b,
+    ):
+        a.join()
+        presence = server.service.members._presence
+        os.kill(b.pid, signal.SIGSTOP)
+        wait(lambda: B in presence.lost)
+        incarnation = presence.incarnations[B]
+        assert presence.lines.answers(B, incarnation, 2.0)
+        assert not presence.lines.answers(B, incarnation + 1, 2.0)
+        assert presence.out_of_reach() == {}
+        os.kill(b.pid, signal.SIGKILL)
+        wait(lambda: not presence.lines.answers(B, incarnation, 2.0))
+
+
+Made = TypeVar("Made")
+
+
+def within(machine: Machine, make: Callable[[], Made]) -> Made:
+    """What ``make`` returns in that namespace."""
+
+    def enter_and_make() -> Made:
+        machine.enter()
+        return make()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(enter_and_make).result()
+
+
+def test_a_machine_that_cannot_be_reached_does_not_answer_and_may_come_back() -> None:
+    lines = Lines()
+    nonce = lines.give(B, 7)
+    with switched(2) as switch, zmq.Context() as context:
+        here, there = switch.machines
+        with within(
+            here, lambda: Lifelines(context, here.address, 0, "inproc://nobody", b"lines", lines, 8.0)
+        ) as server:
+            line = within(there, lambda: Lifeline(f"tcp://{here.address}:1", server.port, nonce))
+            for plugged in (True, False, True):
+                switch.plug(there, on=plugged)
+                wait(lambda plugged=plugged: lines.answers(B, 7, 3.0) == plugged)
+            line.close()
 
 
 def test_a_client_that_is_closed_is_no_failure() -> None:
