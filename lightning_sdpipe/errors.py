@@ -76,8 +76,18 @@ def place_of(error: BaseException) -> str:
     return f"{code.co_filename.rpartition('/')[2]}:{frames.tb_lineno} in {code.co_name}"
 
 
+LEFT = {
+    "staleness": "leave it out, since the groups of the last rounds connect all pipelines anyway, or use "
+    "PHDPSGD(staleness=8), which bounds the age of models",
+}
+"""Names that the package once had, and what to do without them."""
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the end of a message about a wrong ``name``: the name that may have been meant, or all names."""
+    """Return the end of a message about a wrong ``name``: what to do without it if it has left the package, else the
+    name that may have been meant, or all names."""
+    if name in LEFT:
+        return f"; it has left the package: {LEFT[name]}."
     names = list(dict.fromkeys(names))
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(names) or 'none'}."

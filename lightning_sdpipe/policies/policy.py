@@ -15,11 +15,11 @@ group goes out, and of which members.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, nearest
 from lightning_sdpipe.policies.decisions import Decision
 from lightning_sdpipe.policies.events import Event
 
@@ -46,7 +46,16 @@ class Policy(Protocol):
         change anything."""
 
 
-class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Refusing(msgspec.StructMeta):
+    """Refuses unknown values by the same message as the registry does for values in JSON."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        for name in values.keys() - {*cls.__struct_fields__}:
+            raise ConfigurationError(f"{name} is not a value of {cls.__name__}{nearest(name, cls.__struct_fields__)}")
+        return super().__call__(*args, **values)
+
+
+class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, metaclass=_Refusing):
     """The values of a policy, as a user writes them and as they cross process borders.
 
     A subclass has a field for each value, and checks them in ``__post_init__`` (:func:`refusal` and

@@ -13,18 +13,13 @@ Per stage (SDPipe §3.2, §3.4, Algorithm 2):
 6. Enforcement waits only for workers that can come. When one leaves, what is left is validated again:
    WORKER_LOST. The token is free as soon as its stage's group goes out or no worker there waits any more.
 
-7. ``staleness`` asks more of a candidate: none of its members may begin the next step while the model of another
-   active worker is behind it (``versions.py``). If only that is missing, the stage enforces it in the same way:
-   STALENESS, or without the token STALENESS_EXCEEDED, and the candidate goes out whole.
-
-Promise: after a group with any reason but TOKEN_BUSY and STALENESS_EXCEEDED (after all groups of one decision, where a
-candidate was split), the last P rounds connect the stage's active workers; and in a stage where no group has had the
-latter, n_i - V_k[i] ≤ staleness always. With one stage the token is always free.
+Promise: after a group with any reason but TOKEN_BUSY (after all groups of one decision, where a candidate was split),
+the last P rounds connect the stage's active workers. With one stage the token is always free.
 
 Why nothing deadlocks: a ready worker waits without a limit of time only in the stage that holds the token
 (T finite). The workers missing there compute, or wait in other stages, where windows end by themselves; so
-they arrive, and when all active ones have, the graph is connected and no worker is behind another. With T = ∞ every
-group is EVERYBODY_CAME, nothing is ever enforced, and all stages wait for the same iteration: all-reduce.
+they arrive, and when all active ones have, the graph is connected. With T = ∞ every group is EVERYBODY_CAME,
+nothing is ever enforced, and all stages wait for the same iteration: all-reduce.
 
 T = 0 is local SGD: every group has one member, except that connectivity is still enforced over P rounds. With
 ``connectivity=None`` nothing is enforced and T = 0 is local SGD exactly.
@@ -38,8 +33,7 @@ the whole candidate connects the stage, it goes out whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 import msgspec
 
@@ -51,7 +45,6 @@ from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
 from lightning_sdpipe.policies.pairing import on_one_host, splits_of
 from lightning_sdpipe.policies.policy import PolicyConfig, Unit, check_integer, checked_groups, refusal
 from lightning_sdpipe.policies.sync_graph import SyncGraph
-from lightning_sdpipe.policies.versions import Versions
 from lightning_sdpipe.policies.window import AdaptiveWindow, Length
 
 PIPELINES_IN_ONE_GROUP = 8
@@ -81,11 +74,7 @@ class SemiDecentralized(PolicyConfig, frozen=True):
 
     ``seating`` says how: by ``"turns"``, or at every second turn so that pipelines stay with near ones. Near pipelines
     are listed, as in ``[[0, 1], [2, 3]]``; with ``"near"`` they are those of a host, as they tell when they join. A
-    split that does not connect the
-    stage is made by turns all the same.
-
-    ``staleness`` is the number of steps of any pipeline that a model may lack; None for no bound. With several stages a
-    stage keeps it while it has the token, and else as far as it can.
+    split that does not connect the stage is made by turns all the same.
     """
 
     window: float | str = "auto"
@@ -93,7 +82,6 @@ class SemiDecentralized(PolicyConfig, frozen=True):
     min_group: int = MIN_GROUP
     max_group: int | None = None
     connectivity_unit: Unit = "rounds"
-    staleness: int | None = None
     seating: str | tuple[tuple[int, ...], ...] = "turns"
 
     def __post_init__(self) -> None:
@@ -107,12 +95,6 @@ class SemiDecentralized(PolicyConfig, frozen=True):
         check_integer("connectivity", self.connectivity, 1, "rounds, or null to enforce nothing", optional=True)
         check_integer("min_group", self.min_group, 1, "workers")
         check_integer("max_group", self.max_group, 2, "workers, or null to choose", optional=True)
-        check_integer("staleness", self.staleness, 1, "steps, or null for no bound", optional=True)
-        if self.staleness is not None and self.window == math.inf:
-            raise ConfigurationError(
-                f"staleness={self.staleness} has no effect with window=inf, where models lack at most one step; leave "
-                "it out or choose a finite window"
-            )
         if self.connectivity_unit not in ("rounds", "groups"):
             raise refusal("connectivity_unit", self.connectivity_unit, '"rounds" or "groups"')
         if self.min_group != MIN_GROUP and self.window in ("auto", 0, math.inf):
@@ -168,10 +150,9 @@ class _Stage:
             if config.connectivity is None
             else SyncGraph(num_pipelines, config.connectivity, config.connectivity_unit)
         )
-        self.versions = None if config.staleness is None else Versions(num_pipelines, config.staleness)
         self.opener: int | None = None
         self.deadline = math.inf
-        self.enforcing: Literal[Reason.ENFORCED, Reason.STALENESS] | None = None
+        self.enforcing = False
         self.bridged: set[int] = set()
         """While enforcing: the components that the waiting workers would join."""
         self.releases = 0
@@ -192,13 +173,10 @@ class SemiDecentralizedPolicy(GroupPolicy):
         number, pipeline = worker.stage, worker.pipeline
         stage = self._stages[number]
         stage.window.arrived(pipeline, now)
-        if stage.versions is not None:
-            stage.versions.stepped(pipeline)
         if stage.enforcing:
             if stage.graph is not None:
                 stage.bridged.add(stage.graph.component(pipeline))
-            enough = self._bridges(stage) and self._in_time(stage, self.participants.waiting[number])
-            return self._release(number, stage.enforcing, now) if enough else []
+            return self._release(number, Reason.ENFORCED, now) if self._bridges(stage) else []
         if stage.opener is None:
             stage.opener = pipeline
             stage.deadline = now + stage.window.length(pipeline, now)
@@ -207,16 +185,8 @@ class SemiDecentralizedPolicy(GroupPolicy):
         return self._close(number, now) if stage.deadline <= now else []
 
     def worker_left(self, worker: Worker, now: float) -> list[Decision]:
-        return self._goes(worker, now, lost=False)
-
-    def worker_lost(self, worker: Worker, now: float) -> list[Decision]:
-        return self._goes(worker, now, lost=True)
-
-    def _goes(self, worker: Worker, now: float, lost: bool) -> list[Decision]:
         stage = self._stages[worker.stage]
         stage.window.paused(worker.pipeline)
-        if stage.versions is not None:
-            stage.versions.leaves(worker.pipeline, lost)
         if stage.graph is not None:
             stage.graph.leave(worker.pipeline)
         if not self.participants.waiting[worker.stage]:
@@ -227,19 +197,15 @@ class SemiDecentralizedPolicy(GroupPolicy):
 
     def worker_joined(self, worker: Worker, now: float) -> list[Decision]:
         stage = self._stages[worker.stage]
-        if stage.versions is not None:
-            stage.versions.joins(worker.pipeline)
         if stage.graph is not None:
             stage.graph.join(worker.pipeline)
-        if stage.enforcing and self._is_enough(worker.stage):
-            return self._release(worker.stage, stage.enforcing, now)
+        if stage.enforcing and self._connects(stage, self.participants.waiting[worker.stage]):
+            return self._release(worker.stage, Reason.ENFORCED, now)
         return []
 
     def group_broke(self, sequence: int, now: float) -> list[Decision]:
         """Let no group go out: without the broken group's edges no more workers are connected than before."""
         for number, stage in enumerate(self._stages):
-            if stage.versions is not None:
-                stage.versions.broke(sequence)
             if stage.graph is not None and stage.graph.forget(sequence) and stage.enforcing:
                 self._connects(stage, self.participants.waiting[number])
         return []
@@ -249,14 +215,6 @@ class SemiDecentralizedPolicy(GroupPolicy):
             stage.window.widen(num_pipelines)
             if stage.graph is not None:
                 stage.graph.widen(num_pipelines)
-            if stage.versions is not None:
-                stage.versions.widen(num_pipelines)
-
-    def scheduler_restarted(self, now: float) -> list[Decision]:
-        for stage in self._stages:
-            if stage.versions is not None:
-                stage.versions.doubted()
-        return []
 
     def time_passed(self, now: float) -> list[Decision]:
         decisions: list[Decision] = []
@@ -279,13 +237,12 @@ class SemiDecentralizedPolicy(GroupPolicy):
     def _close(self, number: int, now: float) -> list[Decision]:
         """End the window of stage ``number``: let the candidate go or enforce."""
         stage, waiting = self._stages[number], self.participants.waiting[number]
-        connected, in_time = self._connects(stage, waiting), self._in_time(stage, waiting)
-        if connected and in_time:
+        if self._connects(stage, waiting):
             return self._release(number, Reason.WINDOW_CLOSED, now)
         if self.token_holder is not None:
-            return self._release(number, Reason.TOKEN_BUSY if in_time else Reason.STALENESS_EXCEEDED, now)
+            return self._release(number, Reason.TOKEN_BUSY, now)
         self.token_holder = number
-        stage.enforcing = Reason.STALENESS if connected else Reason.ENFORCED
+        stage.enforcing = True
         stage.deadline = math.inf
         self._adapt(stage, len(waiting))
         return []
@@ -296,19 +253,14 @@ class SemiDecentralizedPolicy(GroupPolicy):
         if not stage.enforcing:
             self._adapt(stage, len(waiting))
         parts = [waiting]
-        splits = not stage.enforcing and reason is not Reason.STALENESS_EXCEEDED
-        if splits and self._max_group is not None and len(waiting) > self._max_group:
+        if not stage.enforcing and self._max_group is not None and len(waiting) > self._max_group:
             for split in splits_of(waiting, self._max_group, stage.releases, self._near(number)):
-                connects = reason is Reason.TOKEN_BUSY or self._split_connects(stage, split)
-                if connects and all(self._in_time(stage, part) for part in split):
+                if reason is Reason.TOKEN_BUSY or self._split_connects(stage, split):
                     parts = split
                     break
         groups: list[Decision] = [self.participants.group(number, part, reason) for part in parts]
         if stage.graph is not None:
             stage.graph.record(groups)
-        if stage.versions is not None:
-            for group in groups:
-                stage.versions.met(group.sequence, [worker.pipeline for worker in group.members])
         stage.window.answered(waiting, now)
         stage.releases += 1
         self._reset(number)
@@ -328,12 +280,8 @@ class SemiDecentralizedPolicy(GroupPolicy):
         longer."""
         if self.participants.all_wait(number):
             return True
-        return self._stages[number].enforcing is not None and self._is_enough(number)
-
-    def _is_enough(self, number: int) -> bool:
-        """Return whether the waiting workers of stage ``number`` connect it and no worker is behind them."""
-        stage, waiting = self._stages[number], self.participants.waiting[number]
-        return self._connects(stage, waiting) and self._in_time(stage, waiting)
+        stage = self._stages[number]
+        return stage.enforcing and self._connects(stage, self.participants.waiting[number])
 
     def _adapt(self, stage: _Stage, size: int) -> None:
         if stage.opener is not None:
@@ -345,7 +293,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
         stage = self._stages[number]
         stage.opener = None
         stage.deadline = math.inf
-        stage.enforcing = None
+        stage.enforcing = False
         stage.bridged = set()
         if self.token_holder == number:
             self.token_holder = None
@@ -361,12 +309,6 @@ class SemiDecentralizedPolicy(GroupPolicy):
     @staticmethod
     def _bridges(stage: _Stage) -> bool:
         return stage.graph is None or len(stage.bridged) == stage.graph.components
-
-    @staticmethod
-    def _in_time(stage: _Stage, members: Collection[int]) -> bool:
-        """Return whether all of ``members`` may begin their next step once they have averaged."""
-        versions = stage.versions
-        return versions is None or not any(versions.behind(pipeline, members) for pipeline in members)
 
     @staticmethod
     def _split_connects(stage: _Stage, parts: Sequence[Sequence[int]]) -> bool:

@@ -313,8 +313,7 @@ def drifting(seen: Recording) -> list[Finding]:
     text = f"the model of {seen.name(worst)} is {further[worst]:.1f} × as far from those of its groups as others are"
     advice: tuple[Advice, ...] = (Advice("compare its data, learning rate and device with those of its replicas"),)
     if "staleness" in seen.policy and seen.policy["staleness"] is None:
-        method = {"ad_psgd": "ADPSGD", "phd_psgd": "PHDPSGD"}.get(seen.policy.get("type", ""), "SemiDecentralized")
-        python = f"SDPipeStrategy(sync={method}(staleness=8))"
+        python = "SDPipeStrategy(sync=PHDPSGD(staleness=8))"
         advice = (Advice("bound by how many updates a worker may lag", python, "sync.staleness=8"), *advice)
     evidence = {"ratio": round(further[worst], 3)}
     return [Finding("drifting", "warning", tuple(further), _since(seen, further), text, evidence, None, advice)]

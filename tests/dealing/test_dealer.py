@@ -273,7 +273,7 @@ def test_a_pipeline_beyond_the_plan_that_is_in_the_run_tells_before_anything_is_
         Dealer(1, 2).on(Expected(4), 0.0)
 
 
-@pytest.mark.parametrize("config", [SemiDecentralized(window=0.0, staleness=2), AllReduceModels(), NoSync()])
+@pytest.mark.parametrize("config", [SemiDecentralized(window=0.0), AllReduceModels(), NoSync()])
 def test_pipelines_beyond_the_plan_join_and_are_answered(config: PolicyConfig) -> None:
     policy, stages = registry.build(config, 1, 2), (0, 1, 4)
     with pytest.raises(RefusedEvent, match="does not exist"):

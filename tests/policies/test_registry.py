@@ -94,6 +94,7 @@ def test_a_policy_that_cannot_be_is_refused(options: dict[str, object], message:
         ("elsewhere", {}, "there are: semi_decentralized.*my_package.policies:RoundRobin"),
         ("semi_decentralized", {"windw": 1}, "windw is not a value of semi_decentralized; did you mean window"),
         ("semi_decentralized", {"window": -1}, "window=-1"),
+        ("ad_psgd", {"staleness": 8}, r"ad_psgd; it has left the package.*or use PHDPSGD\(staleness=8\)"),
         ("local_sgd", {}, "missing required field `every`"),
         ("no.such.module:Policy", {}, "No module named 'no'.*working directory, PYTHONPATH"),
         (f"{HERE}:Missing", {}, "has no attribute 'Missing'"),
@@ -105,6 +106,11 @@ def test_a_policy_that_cannot_be_is_refused(options: dict[str, object], message:
 def test_what_is_not_there_or_not_allowed_is_refused(name: str, values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         registry.make(name, values)
+
+
+def test_a_value_that_has_left_is_refused_in_python_too() -> None:
+    with pytest.raises(ConfigurationError, match="staleness is not a value of SemiDecentralized; it has left"):
+        SemiDecentralized(staleness=8)  # type: ignore[call-arg]
 
 
 def test_a_module_that_fails_while_it_is_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ class World:
             SemiDecentralized(window=rng.choice([0.0, 0.05, "auto", float("inf")])),
             LocalSGD(every=rng.randint(1, 3)),
             LocalSGD(every=1),
-            ADPSGD(staleness=rng.choice([None, 3])),
+            ADPSGD(),
         ]
         if self.pipelines > 1:
             configs.append(PartialReduce(group_size=2))

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.sharded_mean import ShardedMean
 from lightning_sdpipe.heterogeneity import Trace, condition
-from lightning_sdpipe.policies import Group, Progress, Reason
-from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies import Group, Progress
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
@@ -49,11 +48,6 @@ GOALS: dict[str, tuple[str, str, float]] = {
 
 TRAINED = ("all_reduce", "phd", "phd_unbounded", "sdpipe")
 
-BOUNDED: dict[str, Callable[[int | None, int], PolicyConfig]] = {
-    "sdpipe": lambda bound, seed: SemiDecentralized(staleness=bound),
-    "adpsgd": lambda bound, seed: ADPSGD(staleness=bound, seed=seed),
-}
-"""Methods whose bound on staleness is priced."""
 CONDITIONS: dict[str, Callable[[int], Slowness]] = {
     "b": lambda seed: condition("B", "resnet", seed=seed),
     "trace": lambda seed: Trace(seed=seed),
@@ -125,7 +119,6 @@ def methods(times: Sequence[float], size: int, staleness: int, seed: int) -> dic
         "phd_gamma4": ours(staleness=staleness, gamma=4.0),
         "phd_gamma4_unbounded": ours(staleness=None, gamma=4.0),
         "sdpipe": SemiDecentralized(),
-        "sdpipe_bounded": SemiDecentralized(staleness=staleness),
     }
 
 
@@ -251,8 +244,8 @@ def _pair(times: Sequence[float], partner: int, iterations: int, jitter: float, 
 def costs_of_bounds(
     stages: Sequence[int], pipelines: int, iterations: int, bounds: Sequence[int], seed: int
 ) -> list[Row]:
-    """Measure what a bound on staleness costs methods that average in groups, and how well it is kept: one row for each
-    method, number of stages, condition and bound, over the same without a bound.
+    """Measure what a bound on staleness costs PHD-PSGD, one pipeline in each group: one row for each number of stages,
+    condition and bound, over the same without a bound.
 
     Args:
         stages: numbers of stages.
@@ -262,23 +255,22 @@ def costs_of_bounds(
         seed: of the delays and the draws.
     """
     rows: list[Row] = []
-    for num_stages, (name, slowness), (method, config) in product(stages, CONDITIONS.items(), BOUNDED.items()):
+    for num_stages, (name, slowness) in product(stages, CONDITIONS.items()):
         seconds = jittered(SECONDS * num_stages / (2 * num_stages - 1), 0.05, seed)
         work = Work(num_stages, pipelines, iterations, seconds, heterogeneity=slowness(seed))
         free: float | None = None
         for bound in (None, *bounds):
-            run = simulate(config(bound, seed), work)
+            run = simulate(PHDPSGD(group_size=1, staleness=bound, seed=seed), work)
             free = free or run.throughput
             rows.append(
                 {
-                    "what": f"{method}, bounded" if bound else method,
+                    "what": "phd, bounded" if bound else "phd, unbounded",
                     "shape": f"{num_stages}x{pipelines}",
                     "heterogeneity": name,
                     "staleness": bound,
                     "steps_per_s": run.throughput,
                     "over_unbounded": run.throughput / free,
                     "lag": max(lag for stage in range(num_stages) for _, lag in run.lags(stage)),
-                    "exceeded": run.reasons[Reason.STALENESS_EXCEEDED] / len(run.groups),
                 }
             )
     return rows

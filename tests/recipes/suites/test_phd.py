@@ -35,7 +35,7 @@ def test_it_reports_every_ratio_and_draws_every_figure(tmp_path: Path) -> None:
     assert set(ratios) == {f"{family}/2x2" for family in families}
     assert ratios["lag/2x2"]["high"] <= 1
     assert ratios["phd_slow_bytes/2x2"]["value"] == 0.5
-    assert {row["what"] for row in rows} >= {"phd", "sdpipe", "0.1 s with 0.2 s", "adpsgd, bounded"}
+    assert {row["what"] for row in rows} >= {"phd", "sdpipe", "0.1 s with 0.2 s", "phd, bounded"}
     drawn = {file.name for file in tmp_path.iterdir()}
     assert drawn == {
         f"phd.phd.{figure}.{kind}"
