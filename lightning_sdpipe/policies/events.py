@@ -55,11 +55,10 @@ class Progress(msgspec.Struct, frozen=True, gc=False, tag="progress"):
 
 class Joined(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="joined"):
     """Start of ``worker``'s participation; its iterations may start anywhere, or after ``answered``, which another
-    scheduler has answered. ``host`` is the name of its machine, if that is known."""
+    scheduler has answered."""
 
     worker: Worker
     answered: int | None = None
-    host: str = ""
 
 
 class Left(msgspec.Struct, frozen=True, gc=False, tag="left"):

@@ -32,10 +32,10 @@ class GroupPolicy:
         match event:
             case events.Tick():
                 return self.time_passed(now)
-            case events.Joined(worker, answered, host):
+            case events.Joined(worker, answered):
                 participants.check_joins(worker)
                 decisions = self.time_passed(now)
-                participants.joins(worker, answered, host)
+                participants.joins(worker, answered)
                 return decisions + self.worker_joined(worker, now)
             case events.Left(worker) | events.Lost(worker):
                 participants.check_takes_part(worker, "left")

@@ -104,7 +104,7 @@ class PartialReducePolicy(GroupPolicy):
         self._queue: dict[int, int] = {}
         """Pipelines in order of arrival, each with the iteration that it is ready with."""
         self._clocks = [0] * num_pipelines
-        self._graph = SyncGraph(num_pipelines, self._history(num_pipelines), "groups")
+        self._graph = SyncGraph(self._history(num_pipelines), "groups")
         self._recorded_as: dict[int, int] = {}
         """Number of the group that stands for each of the window's groups of all stages in the graph."""
 
@@ -138,7 +138,6 @@ class PartialReducePolicy(GroupPolicy):
 
     def widened(self, num_pipelines: int) -> None:
         self._clocks += [0] * (num_pipelines - len(self._clocks))
-        self._graph.widen(num_pipelines)
 
     def sync_graph(self, stage: int) -> SyncGraph:
         """Return the graph of recent meetings of pipelines, which is the same for every stage."""

@@ -13,8 +13,8 @@ from lightning_sdpipe.policies.policy import RefusedEvent
 class Participants:
     """The active and the waiting workers of every stage, each by pipeline number.
 
-    ``active[j]``, ``waiting[j]`` and ``hosts[j]`` are for reading; ``waiting[j]`` maps a pipeline to the iteration it
-    reported and keeps the order of arrival. Every method checks everything before it changes anything.
+    ``active[j]`` and ``waiting[j]`` are for reading; ``waiting[j]`` maps a pipeline to the iteration it reported and
+    keeps the order of arrival. Every method checks everything before it changes anything.
     """
 
     def __init__(self, num_stages: int, num_pipelines: int) -> None:
@@ -22,8 +22,6 @@ class Participants:
         self.num_pipelines = num_pipelines
         self.active: list[set[int]] = [set() for _ in range(num_stages)]
         self.waiting: list[dict[int, int]] = [{} for _ in range(num_stages)]
-        self.hosts: list[dict[int, str]] = [{} for _ in range(num_stages)]
-        """Machines of the workers of each stage, as far as they are known."""
         self.next_sequence = 0
         """Number of the next group."""
         self._answered: list[dict[int, int]] = [{} for _ in range(num_stages)]
@@ -54,12 +52,10 @@ class Participants:
         if worker.pipeline in self.active[worker.stage]:
             raise RefusedEvent(f"worker {worker} joined twice; it must leave before it joins again")
 
-    def joins(self, worker: Worker, answered: int | None = None, host: str = "") -> None:
-        """Add ``worker``, which takes part from now on, on the machine ``host``; its iterations may start anywhere, or
-        after ``answered``."""
+    def joins(self, worker: Worker, answered: int | None = None) -> None:
+        """Add ``worker``, which takes part from now on; its iterations may start anywhere, or after ``answered``."""
         self.check_joins(worker)
         self.active[worker.stage].add(worker.pipeline)
-        self.hosts[worker.stage][worker.pipeline] = host
         self._answered[worker.stage].pop(worker.pipeline, None)
         if answered is not None:
             self._answered[worker.stage][worker.pipeline] = answered

@@ -45,17 +45,16 @@ class PerPipeline:
                 decisions = self._policy.on(_of_pipeline(event), now) if complete else []
                 workers.waits(worker, iteration)
                 return self._answered(decisions)
-            case events.Joined(worker, answered, host):
+            case events.Joined(worker, answered):
                 self._check_exists(worker)
                 workers.check_joins(worker)
                 decisions = []
                 if self._active(worker.pipeline) == self._depths[worker.pipeline] - 1:
                     before = [workers.last_answered(stage, worker.pipeline) for stage in self._others(worker)]
                     newest = max((each for each in (answered, *before) if each is not None), default=None)
-                    hosts = [host, *(workers.hosts[stage].get(worker.pipeline, "") for stage in self._others(worker))]
-                    decisions = self._policy.on(events.Joined(_of(worker), newest, ",".join(sorted({*hosts}))), now)
+                    decisions = self._policy.on(events.Joined(_of(worker), newest), now)
                     self._joined.add(worker.pipeline)
-                workers.joins(worker, answered, host)
+                workers.joins(worker, answered)
                 return self._answered(decisions)
             case events.Left(worker) | events.Lost(worker):
                 workers.check_takes_part(worker, "left")

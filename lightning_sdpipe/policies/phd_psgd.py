@@ -58,8 +58,7 @@ class PHDPSGD(PolicyConfig, frozen=True):
     and ``times`` if they are None. ``gamma`` is the strength of a group's preference for others of its own speed (0 for
     none). Groups meet in the steps that ``every`` divides. ``staleness`` is the number of steps of any group that a
     model may lack; None for no bound. ``asynchronous`` meetings do not wait for the partner's mini-batch. ``times`` are
-    the seconds of each pipeline's mini-batch, by a profile; None to go by those that workers report. ``sharded``
-    meetings, in which the members of two groups exchange a part of the model each, need groups of one size.
+    the seconds of each pipeline's mini-batch, by a profile; None to go by those that workers report.
     ``within="models"`` averages models instead of gradients in a group, too, and in one piece with those of groups that
     it meets; elastic runs need that.
     """
@@ -72,18 +71,12 @@ class PHDPSGD(PolicyConfig, frozen=True):
     asynchronous: bool = False
     seed: int = 0
     times: tuple[float, ...] | None = None
-    sharded: bool = True
     within: str = "gradients"
 
     def __post_init__(self) -> None:
         if self.groups != "auto" and not self.names_a_network:
             allowed = '"auto", a file of `sdpipe measure` such as "network.json", or a list'
-            checked = checked_groups("groups", self.groups, allowed)
-            sizes = sorted({len(group) for group in checked})
-            if self.sharded and self.within == "gradients" and len(sizes) > 1:
-                one = f"groups of one size instead of {sizes}, or sharded=False: then meetings are not sharded"
-                raise refusal("groups", self.groups, one)
-            msgspec.structs.force_setattr(self, "groups", checked)
+            msgspec.structs.force_setattr(self, "groups", checked_groups("groups", self.groups, allowed))
             if self.group_size is not None:
                 raise ConfigurationError(
                     f"group_size={self.group_size} has no effect with groups that are listed; leave one of the two out"

@@ -42,9 +42,9 @@ from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
-from lightning_sdpipe.policies.pairing import on_one_host, splits_of
-from lightning_sdpipe.policies.policy import PolicyConfig, Unit, check_integer, checked_groups, refusal
-from lightning_sdpipe.policies.sync_graph import SyncGraph
+from lightning_sdpipe.policies.pairing import by_turns
+from lightning_sdpipe.policies.policy import PolicyConfig, Unit, check_integer, refusal
+from lightning_sdpipe.policies.sync_graph import Sets, SyncGraph
 from lightning_sdpipe.policies.window import AdaptiveWindow, Length
 
 PIPELINES_IN_ONE_GROUP = 8
@@ -71,10 +71,6 @@ class SemiDecentralized(PolicyConfig, frozen=True):
     ``connectivity`` is P, None to enforce nothing; it counts rounds of as many ready signals as the stage has active
     workers, as the artefact does, or with ``connectivity_unit="groups"`` groups, as the paper's text says. Larger
     groups than ``max_group`` are split; None is 4 beyond eight pipelines, else no limit.
-
-    ``seating`` says how: by ``"turns"``, or at every second turn so that pipelines stay with near ones. Near pipelines
-    are listed, as in ``[[0, 1], [2, 3]]``; with ``"near"`` they are those of a host, as they tell when they join. A
-    split that does not connect the stage is made by turns all the same.
     """
 
     window: float | str = "auto"
@@ -82,7 +78,6 @@ class SemiDecentralized(PolicyConfig, frozen=True):
     min_group: int = MIN_GROUP
     max_group: int | None = None
     connectivity_unit: Unit = "rounds"
-    seating: str | tuple[tuple[int, ...], ...] = "turns"
 
     def __post_init__(self) -> None:
         if self.window == "inf":  # JSON and YAML users can write it this way
@@ -109,22 +104,8 @@ class SemiDecentralized(PolicyConfig, frozen=True):
                 f"max_group={self.max_group} contradicts window=inf, which makes one group of all workers; "
                 "leave max_group out or choose a finite window"
             )
-        if self.seating not in ("turns", "near"):
-            msgspec.structs.force_setattr(
-                self, "seating", checked_groups("seating", self.seating, '"turns", "near", or a list')
-            )
-        if self.seating != "turns" and self.window == math.inf:
-            raise ConfigurationError(
-                f"seating={self.seating!r} has no effect with window=inf, which makes one group of all workers; leave "
-                "it out or choose a finite window"
-            )
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> GroupPolicy:
-        if self.seating != "turns" and self.largest(num_pipelines) is None:
-            raise ConfigurationError(
-                f"seating={self.seating!r} has no effect: groups of {num_pipelines} pipelines are not split unless "
-                "max_group is given; give it, or leave seating out"
-            )
         if self.window == math.inf:  # to wait for all without a token is right only if all stages do it
             return LocalSGDPolicy(num_stages, num_pipelines, every=1)
         return SemiDecentralizedPolicy(self, num_stages, num_pipelines)
@@ -145,11 +126,7 @@ class _Stage:
     def __init__(self, config: SemiDecentralized, num_pipelines: int) -> None:
         window: Length = config.window  # type: ignore[assignment]  # checked when the config was made
         self.window = AdaptiveWindow(window, num_pipelines)
-        self.graph = (
-            None
-            if config.connectivity is None
-            else SyncGraph(num_pipelines, config.connectivity, config.connectivity_unit)
-        )
+        self.graph = None if config.connectivity is None else SyncGraph(config.connectivity, config.connectivity_unit)
         self.opener: int | None = None
         self.deadline = math.inf
         self.enforcing = False
@@ -166,7 +143,6 @@ class SemiDecentralizedPolicy(GroupPolicy):
         self.token_holder: int | None = None
         self._min_group = config.min_group
         self._max_group = config.largest(num_pipelines)
-        self._seating = config.seating
         self._stages = [_Stage(config, num_pipelines) for _ in range(num_stages)]
 
     def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
@@ -213,8 +189,6 @@ class SemiDecentralizedPolicy(GroupPolicy):
     def widened(self, num_pipelines: int) -> None:
         for stage in self._stages:
             stage.window.widen(num_pipelines)
-            if stage.graph is not None:
-                stage.graph.widen(num_pipelines)
 
     def time_passed(self, now: float) -> list[Decision]:
         decisions: list[Decision] = []
@@ -254,10 +228,9 @@ class SemiDecentralizedPolicy(GroupPolicy):
             self._adapt(stage, len(waiting))
         parts = [waiting]
         if not stage.enforcing and self._max_group is not None and len(waiting) > self._max_group:
-            for split in splits_of(waiting, self._max_group, stage.releases, self._near(number)):
-                if reason is Reason.TOKEN_BUSY or self._split_connects(stage, split):
-                    parts = split
-                    break
+            split = by_turns(waiting, self._max_group, stage.releases)
+            if reason is Reason.TOKEN_BUSY or self._split_connects(stage, split):
+                parts = split
         groups: list[Decision] = [self.participants.group(number, part, reason) for part in parts]
         if stage.graph is not None:
             stage.graph.record(groups)
@@ -265,15 +238,6 @@ class SemiDecentralizedPolicy(GroupPolicy):
         stage.releases += 1
         self._reset(number)
         return groups
-
-    def _near(self, number: int) -> Sequence[Sequence[int]] | None:
-        """Return the waiting pipelines of stage ``number`` that are near each other; None if all count as equally
-        near."""
-        if isinstance(self._seating, tuple):
-            return self._seating
-        if self._seating == "turns":
-            return None
-        return on_one_host(self.participants.waiting[number], self.participants.hosts[number])
 
     def _needs_nobody(self, number: int) -> bool:
         """Return whether, after a worker left, the waiting workers of stage ``number`` may go without waiting
@@ -315,17 +279,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
         """Return whether these groups, all together, would connect the stage."""
         if stage.graph is None:
             return True
-        joined: dict[int, int] = {}
-
-        def root(component: int) -> int:
-            while component in joined:
-                component = joined[component]
-            return component
-
+        joined = Sets()
         for part in parts:
-            first, *others = (stage.graph.component(pipeline) for pipeline in part)
-            for other in others:
-                a, b = root(first), root(other)
-                if a != b:
-                    joined[b] = a
-        return stage.graph.components - len(joined) == 1
+            joined.merge([stage.graph.component(pipeline) for pipeline in part])
+        return stage.graph.components - joined.merged == 1

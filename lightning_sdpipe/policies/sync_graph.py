@@ -7,16 +7,12 @@ that follow. In the unit of the paper's text, ``"groups"``, each group is a roun
 together count as one. The edges of a group that broke do not count.
 
 Guarantee: after any sequence of calls, two active workers are in the same component if and only if a chain of active
-workers joins them in which each met the next in the last P rounds, the current one included. ``record`` and
-``component`` take expected O(log N) elementary steps per worker, amortised over a run; a worker that joins and a group
-that broke cost one pass over the newest groups of the window, at the next question. So does the first worker that
-leaves; later ones cost little (``thinning.py``).
+workers joins them in which each met the next in the last P rounds, the current one included.
 
-Algorithm: workers hang in a forest whose links carry the round in which they were made, newest at the bottom; it is
-kept such that climbing the links newer than round r from any worker ends at the same root exactly for those that are
-connected by edges newer than r (a maximum spanning forest by recency, kept shallow by fixed ranks in no order: a parent
-always outranks its child). A new edge displaces the oldest link of the cycle it closes. Counting the links per round
-tells how many components are left once a round expires, without visiting them.
+Algorithm: sets of workers that meetings merge. A meeting that is recorded merges the sets of its members. Once meetings
+have expired, or a worker has joined or left, or a group broke, the sets are made anew at the next question, from the
+newest meeting on until all workers are in one: O(N) steps for each round of the window, which comes to O(P) for each
+ready signal where rounds are counted in signals.
 """
 
 from __future__ import annotations
@@ -29,7 +25,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.policy import Unit
-from lightning_sdpipe.policies.thinning import Thinning
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -37,52 +32,28 @@ if TYPE_CHECKING:
 Matrix = list[list[float]]
 
 
-class RecencyForest:
-    """Connectivity of a graph whose edges expire oldest first."""
+class Sets:
+    """Disjoint sets of nodes, which begin with one node each and are merged."""
 
-    def __init__(self, size: int, expired: int = -1) -> None:
-        self._parent = list(range(size))
-        self._round = [0] * size
-        # Any fixed order without structure serves: Fibonacci hashing of the index.
-        self._rank = [(i * 0x9E3779B97F4A7C15 & (1 << 64) - 1, i) for i in range(size)]
-        self._links_made_in: dict[int, int] = {}
-        self._expired = expired
-        self.links = 0
-
-    def expire(self, round_: int) -> None:
-        """Expire edges made in ``round_`` or before, which no longer count."""
-        for made in range(self._expired + 1, round_ + 1):
-            self.links -= self._links_made_in.pop(made, 0)
-        self._expired = max(self._expired, round_)
+    def __init__(self) -> None:
+        self._parent: dict[int, int] = {}
+        self.merged = 0
+        """Number of merges of two sets; there are as many sets fewer than nodes."""
 
     def root(self, node: int) -> int:
-        """Return the representative of ``node``'s component."""
-        parent, made, expired = self._parent, self._round, self._expired
-        while parent[node] != node and made[node] > expired:
-            node = parent[node]
+        """Return the representative of the set of ``node``."""
+        parent = self._parent
+        while (above := parent.get(node, node)) != node:
+            parent[node] = node = parent.get(above, above)  # halves the path
         return node
 
-    def link(self, u: int, v: int, round_: int) -> None:
-        """Add an edge made in ``round_``."""
-        parent, made, rank, counts = self._parent, self._round, self._rank, self._links_made_in
-        while True:
-            while parent[u] != u and made[u] >= round_:
-                u = parent[u]
-            while parent[v] != v and made[v] >= round_:
-                v = parent[v]
-            if u == v:
-                return  # connected by newer edges already: this edge can never matter
-            if rank[u] > rank[v]:
-                u, v = v, u
-            grandparent, displaced = parent[u], made[u]
-            parent[u], made[u] = v, round_
-            counts[round_] = counts.get(round_, 0) + 1
-            self.links += 1
-            if grandparent == u or displaced <= self._expired:
-                return
-            counts[displaced] -= 1
-            self.links -= 1
-            v, round_ = grandparent, displaced
+    def merge(self, nodes: Sequence[int]) -> None:
+        """Merge the sets of all ``nodes``."""
+        for other in nodes[1:]:
+            a, b = self.root(nodes[0]), self.root(other)
+            if a != b:
+                self._parent[b] = a
+                self.merged += 1
 
 
 class Encounter(NamedTuple):
@@ -95,24 +66,24 @@ class Encounter(NamedTuple):
 
 def components(meetings: Iterable[Encounter], active: Collection[int]) -> list[set[int]]:
     """Return ``active`` workers in components, each joined by chains of active ones that met, the largest first."""
-    forest = RecencyForest(1 + max(active, default=0))
+    sets = Sets()
     for _, members, _ in meetings:
-        _join(forest, members, active, 0)
+        sets.merge([worker for worker in members if worker in active])
     by_root: dict[int, set[int]] = {}
     for worker in sorted(active):
-        by_root.setdefault(forest.root(worker), set()).add(worker)
+        by_root.setdefault(sets.root(worker), set()).add(worker)
     return sorted(by_root.values(), key=lambda component: (-len(component), min(component)))
 
 
 def rounds_since_connected(meetings: Sequence[Encounter], active: Collection[int], now: int) -> int | None:
     """Return the least r such that ``meetings`` from round ``now`` - r on connect ``active``; None if all of them do
     not. Meetings are ordered by round."""
-    forest, needed = RecencyForest(1 + max(active, default=0)), len(active) - 1
+    sets, needed = Sets(), len(active) - 1
     if needed <= 0:
         return 0
     for made, members, _ in reversed(meetings):
-        _join(forest, members, active, 0)
-        if forest.links == needed:
+        sets.merge([worker for worker in members if worker in active])
+        if sets.merged == needed:
             return max(0, now - made)
     return None
 
@@ -137,41 +108,22 @@ def spectral_radius(meetings: Iterable[Encounter], active: Collection[int]) -> f
     return mixing_radius(mean_mixing_matrix(groups, sorted(active)))
 
 
-def _join(forest: RecencyForest, members: Sequence[int], active: Collection[int], made: int) -> None:
-    present = [worker for worker in members if worker in active]
-    for other in present[1:]:
-        forest.link(present[0], other, made)
-
-
 class SyncGraph:
     """The groups of the last ``rounds`` rounds of one stage, as connectivity over its active workers."""
 
-    def __init__(self, num_workers: int, rounds: int, unit: Unit = "rounds") -> None:
+    def __init__(self, rounds: int, unit: Unit = "rounds") -> None:
         self.rounds = rounds
         self.unit: Unit = unit
         self.round = 0
         self.active: set[int] = set()
-        self._num_workers = num_workers
         self._known: set[int] = set()
         self._history: deque[Encounter] = deque()
         """Meetings of the window, oldest first."""
         self._entering: list[int] | None = None
         """Workers that have joined since the last group, and the workers that they count as having met."""
         self._signals = 0
-        self._forest = RecencyForest(num_workers, -rounds)
-        self._forest_is_stale = False
-        self._thinning: Thinning | None = None
-        """Replaces the forest when workers have left, until the next one joins."""
-        self._thinned = False
-        """Whether workers have left, and none joined, since the forest was right."""
-        self._expired = 0
-        """Last round that no longer counts in :attr:`_thinning`."""
-
-    def widen(self, num_workers: int) -> None:
-        """Allow ``num_workers`` workers from now on."""
-        self._num_workers = max(self._num_workers, num_workers)
-        self._forest = RecencyForest(self._num_workers, self.round - self.rounds)
-        self._is_stale()
+        self._sets: Sets | None = None
+        """Workers by components; None if they have to be made anew."""
 
     def join(self, worker: int) -> None:
         """Make ``worker`` a node, with the edges it had if it was one before.
@@ -187,16 +139,13 @@ class SyncGraph:
                 self._insert(Encounter(self.round - 1, self._entering, None))
             self._entering.append(worker)
         self.active.add(worker)
-        self._is_stale()
+        self._sets = None
 
     def leave(self, worker: int) -> None:
         """Remove the node ``worker``; chains through it are broken."""
         self.active.remove(worker)
         self._signals = min(self._signals, max(0, len(self.active) - 1))
-        if self._thinning is not None:
-            self._thinning.leave(worker)
-        else:
-            self._forest_is_stale = self._thinned = True
+        self._sets = None
 
     def record(self, groups: Sequence[Group]) -> None:
         """Record groups of active workers that went out together."""
@@ -204,10 +153,8 @@ class SyncGraph:
         for group in groups:
             members = [worker.pipeline for worker in group.members]
             self._history.append(Encounter(self.round, members, group))
-            if self._thinning is not None:
-                self._thinning.record(self.round, members)
-            elif not self._forest_is_stale:
-                _join(self._forest, members, self.active, self.round)
+            if self._sets is not None:
+                self._sets.merge([worker for worker in members if worker in self.active])
             self._signals += len(members) - len(group.passive)
         if self.unit == "groups":
             self.round += 1
@@ -215,10 +162,9 @@ class SyncGraph:
             size = max(1, len(self.active))
             self.round += self._signals // size
             self._signals %= size
-        expired = self.round - self.rounds
-        self._forest.expire(expired)
-        while self._history and self._history[0].round <= expired:
+        while self._history and self._history[0].round <= self.round - self.rounds:
             self._history.popleft()
+            self._sets = None
 
     def forget(self, sequence: int) -> bool:
         """Remove the group of that number, which broke: its members did not meet. Return False when the window has no
@@ -226,20 +172,18 @@ class SyncGraph:
         for place, meeting in enumerate(self._history):
             if meeting.group is not None and meeting.group.sequence == sequence:
                 del self._history[place]
-                self._is_stale()
+                self._sets = None
                 return True
         return False
 
     @property
     def components(self) -> int:
         """Number of connected components among the active workers."""
-        self._refresh()
-        return len(self.active) - self._forest.links if self._thinning is None else self._thinning.components
+        return len(self.active) - self._components().merged
 
     def component(self, worker: int) -> int:
         """Return a name for the component of ``worker``, valid until the next change."""
-        self._refresh()
-        return self._forest.root(worker) if self._thinning is None else self._thinning.component(worker)
+        return self._components().root(worker)
 
     def meetings(self) -> list[Encounter]:
         """Return the meetings of the last P rounds, oldest first, which connect the stage."""
@@ -267,31 +211,14 @@ class SyncGraph:
             place -= 1
         self._history.insert(place, meeting)
 
-    def _is_stale(self) -> None:
-        self._forest_is_stale = True
-        self._thinning, self._thinned = None, False
-
-    def _refresh(self) -> None:
-        """Rebuild the forest for the current nodes, newest groups first, until nothing can be added."""
-        expired = self.round - self.rounds
-        if self._thinning is not None:
-            if expired >= self._expired:
-                self._expired = expired
-                self._thinning.expire(expired)
-                return
-            self._is_stale()  # the window has become longer
-        if not self._forest_is_stale:
-            return
-        if self._thinned:
-            window = [(made, members) for made, members, _ in self._history if made > expired]
-            self._thinning, self._expired = Thinning(self.active, window), expired
-            return
-        self._forest = RecencyForest(self._num_workers, expired)
-        for made, members, _ in reversed(self._history):
-            if made <= expired or self._forest.links >= len(self.active) - 1:
-                break
-            _join(self._forest, members, self.active, made)
-        self._forest_is_stale = False
+    def _components(self) -> Sets:
+        if self._sets is None:
+            self._sets, expired = Sets(), self.round - self.rounds
+            for made, members, _ in reversed(self._history):
+                if made <= expired or self._sets.merged >= len(self.active) - 1:
+                    break
+                self._sets.merge([worker for worker in members if worker in self.active])
+        return self._sets
 
 
 def mean_mixing_matrix(groups: Sequence[tuple[Sequence[int], Sequence[float]]], workers: Sequence[int]) -> Matrix:

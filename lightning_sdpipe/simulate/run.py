@@ -9,13 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Lost, Progress, Ready, Worker
 from lightning_sdpipe.policies.pairing import uniform
 from lightning_sdpipe.policies.policy import Policy, PolicyConfig
-from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.policies.sync_graph import mean_mixing_matrix, mixing_radius
 from lightning_sdpipe.simulate.pipelines import Pipelines, Work
 
@@ -150,20 +148,6 @@ def jittered(seconds: float, by: float, seed: int = 0) -> Callable[[Worker, int]
     return of
 
 
-def _made(config: PolicyConfig, work: Work) -> Policy:
-    """Make the policy for pipelines that share no machines.
-
-    Raises:
-        ConfigurationError: it asks for these.
-    """
-    if isinstance(config, SemiDecentralized) and config.seating == "near":
-        raise ConfigurationError(
-            "seating='near' asks which pipelines share a host, and simulated ones have none; list them, as in "
-            "seating=[[0, 1], [2, 3]]"
-        )
-    return registry.build(config, work.num_stages, work.num_pipelines, work.depths)
-
-
 def simulate(policy: Policy | PolicyConfig, work: Work) -> Run:
     """Run ``work`` under ``policy``, which must be new, or is made from its values.
 
@@ -172,7 +156,7 @@ def simulate(policy: Policy | PolicyConfig, work: Work) -> Run:
     """
     if isinstance(policy, PolicyConfig):
         work = replace(work, announce=work.announce or policy.announces)
-        policy = _made(policy, work)
+        policy = registry.build(policy, work.num_stages, work.num_pipelines, work.depths)
     pipelines = Pipelines(policy, work)
     pipelines.run()
     replicas = pipelines.replicas.values()

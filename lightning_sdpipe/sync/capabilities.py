@@ -133,12 +133,12 @@ _GROUPS = Capabilities(
 _FREE_PAIRS = Capabilities(
     _SEVERAL, {"free": because.NO_WAIT}, {"hosts": because.PAIRS}, deals=None, elastic=None, elastic_payloads={}
 )
-_WHOLE_GROUPS = Capabilities(deals=because.EQUALLY_MANY, elastic=because.HELD_UP)
-_MEETINGS = replace(
-    _WHOLE_GROUPS,
-    payloads=_SEVERAL,
-    overlaps={"step": because.MEET_LATER, "free": because.MEET_FREELY},
-    hierarchies={"hosts": because.OWN_HIERARCHY},
+_MEETINGS = Capabilities(
+    dict.fromkeys(get_args(Needs), because.EQUAL_MEMBERS),
+    {"step": because.MEET_LATER, "free": because.MEET_FREELY},
+    {"hosts": because.OWN_HIERARCHY},
+    deals=because.EQUALLY_MANY,
+    elastic=because.HELD_UP,
 )
 
 
@@ -164,7 +164,7 @@ def of_policy(policy: PolicyConfig) -> Capabilities:
             by_machine = because.BY_MACHINE if policy.groups == "auto" and policy.group_size is None else None
             return replace(_GROUPS, deals=because.STAYS, ragged=because.ONE_CUT, elastic=by_machine)
         case PHDPSGD():
-            return _MEETINGS if policy.sharded else _WHOLE_GROUPS
+            return _MEETINGS
         case _:
             return replace(_GROUPS, deals_by_itself=because.UNKNOWN, ragged_elastic=because.UNLIKE_UNTRIED)
 

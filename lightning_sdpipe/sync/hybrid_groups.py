@@ -27,9 +27,8 @@ from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, WorkerFa
 from lightning_sdpipe.exchange.buckets import FlatBucket, PublishedCopy, tensors_of
 from lightning_sdpipe.exchange.collectives import average_all
 from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
-from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.exchange.moving import GroupMean, finish
 from lightning_sdpipe.exchange.sectioned import accompany
-from lightning_sdpipe.exchange.sharded_mean import ShardedMean
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
@@ -228,8 +227,7 @@ class HybridGroups(Synchronizer):
         self._meets = len(self._groups) > 1
         if self._meets:
             own_links = replica.groups.side_channel(replica.timeout) if policy.asynchronous else None
-            replicas, payload = replica.groups.replicas(own_links), replica.exchange.payload
-            self._mover = ShardedMean(replicas, self._groups, policy.sharded, payload)
+            self._mover = GroupMean(replica.groups.replicas(own_links))
             self._model = InPlace([])
             self._meetings = OrderedInvitations(self._worker, self._carry_out, replica.timeout)
             replica.client.on_invitation = self._meetings.invite
@@ -321,8 +319,8 @@ class HybridGroups(Synchronizer):
         self.statistics.count(members, waited, averaging)
 
     def _carry_out(self, group: Group, with_step: bool) -> float:
-        waited, alone = 0.0, len(self._mover.parts(group)) == 1
-        if not alone:
+        waited, there = 0.0, {worker.pipeline for worker in group.members}
+        if sum(not there.isdisjoint(own) for own in self._groups) > 1:  # members of one group hold equal models
             waited = finish(self._mover.start(self._model.tensors(with_step), group))
             self._met = group.sequence + 1
         if self._worker not in group.passive:  # a boundary

@@ -109,6 +109,11 @@ MEET_FREELY = Incompatible(
     "Use overlap='none'; to let no pipeline wait add PHDPSGD(asynchronous=True)",
     (_AT_ONCE, {**_AT_ONCE, "sync.asynchronous": True}),
 )
+EQUAL_MEMBERS = Incompatible(
+    "the members of a group hold equal models, and messages in fewer bits would leave each with another one",
+    "Leave exchange out, or use PHDPSGD(within='models')",
+    (_PLAIN, {"sync.within": "models"}),
+)
 PAIRS = Incompatible(
     "a pair exchanges one message each way, of which a hierarchy saves nothing", "Use hierarchy='flat'", (_FLAT,)
 )

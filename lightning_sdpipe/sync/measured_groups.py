@@ -25,7 +25,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.network import read_network
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
-from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.sync.methods import ByPolicy
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 
@@ -217,24 +216,13 @@ def with_measured_groups(method: SyncMethod, num_stages: int, placed: bool) -> S
 
 def on_hosts(method: SyncMethod, hosts: Sequence[str]) -> SyncMethod:
     """Return ``method`` for pipelines that run on these ``hosts``, by number. PHD-PSGD's groups are the pipelines of
-    each host, unless groups are given; pipelines that share a host are near each other.
-
-    Raises:
-        ConfigurationError: hosts have different numbers of pipelines, and meetings are sharded.
-    """
+    each host, unless groups are given."""
     policy = method.policy
-    if not isinstance(method, ByPolicy):  # its policy learns of hosts when workers join
+    if not (isinstance(method, ByPolicy) and isinstance(policy, PHDPSGD)):
         return method
-    if isinstance(policy, SemiDecentralized) and policy.seating == "near":
-        return ByPolicy(msgspec.structs.replace(policy, seating=hosts_as_groups(hosts)))
-    if not isinstance(policy, PHDPSGD) or policy.groups != "auto" or policy.group_size is not None:
+    if policy.groups != "auto" or policy.group_size is not None:
         return method
     groups = hosts_as_groups(hosts)
-    if policy.sharded and policy.within == "gradients" and len({len(group) for group in groups}) > 1:
-        raise ConfigurationError(
-            f"sync=phd_psgd makes a group of the pipelines of each host, which are {[list(group) for group in groups]} "
-            "here, and sharded meetings need groups of one size. Give sharded=False, a group_size, or groups."
-        )
     if len(groups) == 1:
         rank_zero_info(
             f"sync=phd_psgd: all {len(hosts)} pipelines run on the same host and form one group, so {policy.within} "

@@ -20,7 +20,6 @@ from lightning_sdpipe.exchange.moving import GroupMean, Mover, PairMean, finish
 from lightning_sdpipe.exchange.outer_model import Nesterov, OuterModel
 from lightning_sdpipe.exchange.payloads import Full, OneBit, Payload
 from lightning_sdpipe.exchange.references import CommonModel, CommonReference, OwnReference
-from lightning_sdpipe.exchange.sharded_mean import ShardedMean
 from lightning_sdpipe.topology.groups import Replicas
 from tests.exchange.test_group_mean import group, values
 from tests.exchange.threads import Crew, one_thread, together
@@ -52,14 +51,6 @@ def outer(here: Replicas, hosts: Sequence[str] | None, start: Sequence[Tensor]) 
 WITHOUT_HOSTS: dict[str, tuple[Make, Callable[[Sequence[int]], bool]]] = {
     "GroupMean": (lambda here, hosts, start: GroupMean(here), lambda members: True),
     "PairMean": (lambda here, hosts, start: PairMean(here, threading.Lock()), lambda members: len(members) == 2),
-    "ShardedMean, groups of one": (
-        lambda here, hosts, start: ShardedMean(here, [[0], [1], [2], [3]]),
-        lambda members: len(members) > 1,
-    ),
-    "ShardedMean as a whole": (
-        lambda here, hosts, start: ShardedMean(here, [[0, 1], [2, 3]], sharded=False),
-        lambda members: len(members) > 1,
-    ),
 }
 WITH_HOSTS: dict[str, Make] = {
     "OwnReference": lambda here, hosts, start: EncodedMean(here, OwnReference(Full()), hosts),
@@ -123,20 +114,6 @@ def test_movers_give_each_member_the_weighted_mean(
             for index, tensor in enumerate(tensors):
                 mean = sum(weight * models(pipeline)[index].double() for pipeline, weight in own.items())
                 torch.testing.assert_close(tensor.double(), mean, rtol=1e-5, atol=1e-5, msg=f"{members} {weights}")
-
-
-def test_groups_of_equal_models_count_as_their_members_do(crews: dict[int, tuple[Crew, Crew]]) -> None:
-    weights = (0.1, 0.2, 0.4, 0.3)
-
-    def work(rank: int) -> list[Tensor]:
-        tensors = models(rank // 2)
-        mover = ShardedMean(crews[4][0].replicas(rank), [[0, 1], [2, 3]])
-        finish(mover.start(tensors, group(range(4), weights)))
-        return tensors
-
-    for tensors in together(4, work):
-        for tensor, low, high in zip(tensors, models(0), models(1), strict=True):
-            torch.testing.assert_close(tensor, 0.3 * low + 0.7 * high, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_that_has_all_the_weight_is_taken_over(crews: dict[int, tuple[Crew, Crew]]) -> None:

@@ -64,7 +64,7 @@ def test_a_group_is_ready_when_all_its_members_are_and_meets_whom_it_draws() -> 
 
 
 def test_unlike_groups_count_alike() -> None:
-    policy = make(1, 3, groups=[[0, 2], [1]], sharded=False)
+    policy = make(1, 3, groups=[[0, 2], [1]])
     (meeting,) = ready(policy, 0, 1, 2)
     assert (meeting.members, meeting.weights) == ((W(0, 0), W(0, 1), W(0, 2)), (0.25, 0.5, 0.25))
 
@@ -170,7 +170,7 @@ def test_nobody_waits_for_a_member_or_a_group_that_is_gone(gone: type[Left] | ty
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_member_that_was_lost_while_its_group_met_others_goes_on_alone(stages: int) -> None:
     """The others of its group need it for their next step, so it must not wait for that."""
-    policy, last = make(stages, 3, groups=[[0, 1], [2]], sharded=False), stages - 1
+    policy, last = make(stages, 3, groups=[[0, 1], [2]]), stages - 1
     for stage in range(stages):
         assert ready(policy, 2, stage=stage) == []
     assert ready(policy, 0, stage=last) == []
@@ -490,7 +490,6 @@ def test_groups_are_those_of_the_values() -> None:
     ("values", "message"),
     [
         ({"groups": [[0, 1], [1, 2]]}, r"groups that do not overlap; \[1\] are"),
-        ({"groups": [[0, 1], [2]]}, r"groups of one size instead of \[1, 2\], or sharded=False"),
         ({"groups": [[0], []]}, "a list with the pipelines of each group"),
         ({"groups": "host"}, "groups='host' is not allowed"),
         ({"groups": [0, 1]}, "a list with the pipelines of each group"),

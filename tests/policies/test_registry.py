@@ -47,7 +47,6 @@ class Empty(PolicyConfig, frozen=True):
         SemiDecentralized(),
         SemiDecentralized(window=math.inf, connectivity=None),
         SemiDecentralized(window=0.25, connectivity=3, min_group=3, max_group=4, connectivity_unit="groups"),
-        SemiDecentralized(max_group=2, seating=((0, 1), (2, 3))),
         SemiDecentralized(window="paper", min_group=3),
         Often(times=3, within=math.inf),
     ],
@@ -77,9 +76,7 @@ def test_every_built_in_policy_is_found_by_its_name_and_built(name: str) -> None
         ({"max_group": 1}, "max_group=1"),
         ({"max_group": 2, "min_group": 3, "window": 1.0}, "at least min_group"),
         ({"max_group": 2, "window": math.inf}, "contradicts"),
-        ({"seating": "rows"}, 'give "turns", "near", or a list'),
-        ({"seating": [[0, 1], [1, 2]]}, r"\[1\] are in more than one place"),
-        ({"seating": [[0, 1], [2, 3]], "window": math.inf}, "has no effect with window=inf"),
+        ({"seating": "near"}, "seating is not a value of SemiDecentralized; it has left the package: leave it out"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(options: dict[str, object], message: str) -> None:

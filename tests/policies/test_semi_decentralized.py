@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.policies import Broken, Joined, Left, Lost, Ready, Reason, RefusedEvent, Tick, Worker
+from lightning_sdpipe.policies import Broken, Joined, Left, Ready, Reason, RefusedEvent, Tick, Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.pairing import uniform
 from lightning_sdpipe.policies.policy import Unit
@@ -317,55 +316,6 @@ def test_a_split_that_would_not_connect_the_stage_goes_out_whole() -> None:
     assert brief(groups) == [(0, (0, 1, 2, 3), EVERYBODY)]
 
 
-NEAR = ((0, 1, 2, 3), (4, 5, 6, 7))
-
-
-def test_those_that_are_near_stay_together_at_every_second_turn() -> None:
-    policy = make(1, 8, window=1.0, connectivity=None, max_group=2, seating=NEAR)
-    pairs = [
-        {frozenset(w.pipeline for w in group.members) for i in range(8) for group in policy.on(Ready(W(0, i), k), k)}
-        for k in range(12)
-    ]
-    near = [sum(any(pair <= set(site) for site in NEAR) for pair in of_a_turn) for of_a_turn in pairs]
-    assert near[1::2] == [4] * 6
-    assert sum(near[::2]) < 4 * 6 / 2
-    assert len(set.union(*pairs[1::2])) == 12, "all pairs of both sites, in turn"
-    assert len(set.union(*pairs)) > 24
-
-
-def test_what_only_the_tournament_connects_is_not_split_by_nearness() -> None:
-    """The groups of the last round are those of sites, so that only groups across connect the stage."""
-    policy = make(1, 8, window=1.0, connectivity=1, max_group=4, seating=NEAR)
-    for k in range(6):
-        groups = [group for i in range(8) for group in policy.on(Ready(W(0, i), k), k)]
-        across = [group for group in groups if len({w.pipeline // 4 for w in group.members}) == 2]
-        assert across, brief(groups)
-
-
-def test_nearness_that_means_nothing_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="groups of 8 pipelines are not split unless max_group is given"):
-        make(1, 8, seating=NEAR)
-    make(1, 16, seating=NEAR)
-
-
-def test_seats_are_given_by_the_machines_that_pipelines_name_as_they_join() -> None:
-    """As if they were listed; and who comes back on another machine, or on one without a name, sits there."""
-    by_host = SemiDecentralized(window=1.0, connectivity=None, max_group=2, seating="near").make_policy(1, 8)
-    listed = make(1, 8, window=1.0, connectivity=None, max_group=2, seating=NEAR)
-    for i in range(8):
-        by_host.on(Joined(W(0, i), host="ab"[i // 4]), 0.0)
-    for k in range(6):
-        for i in range(8):
-            assert by_host.on(Ready(W(0, i), k), k) == listed.on(Ready(W(0, i), k), k)
-    for i, host in ((0, "b"), (4, "")):
-        by_host.on(Lost(W(0, i)), 10.0)
-        by_host.on(Joined(W(0, i), host=host), 11.0)
-    turns = [[group for i in range(8) for group in by_host.on(Ready(W(0, i), 20 + k), 20.0 + k)] for k in range(6)]
-    for groups in turns[1::2]:
-        sites = [{w.pipeline for w in group.members} for group in groups]
-        assert all(site <= {1, 2, 3} or site <= {0, 5, 6, 7} or site == {4} for site in sites), sites
-
-
 def test_without_connectivity_t_0_is_local_sgd() -> None:
     run = simulate(SemiDecentralized(window=0.0, connectivity=None), straggling(2, 5, 30, 0))
     assert run.stuck == []
@@ -420,7 +370,6 @@ def test_the_simulation_finds_the_deadlock_that_the_token_prevents() -> None:
     connectivity=st.integers(1, 10),
     window=st.sampled_from([0.0, 0.01, 0.1, 1.0, "auto", "paper"]),
     max_group=st.sampled_from([None, 2, 3]),
-    near=st.booleans(),
     connectivity_unit=st.sampled_from(["rounds", "groups"]),
     asynchronous=st.booleans(),
     seed=st.integers(0, 1 << 30),
@@ -431,18 +380,15 @@ def test_no_deadlock_and_everybody_is_answered(
     connectivity: int,
     window: float | str,
     max_group: int | None,
-    near: bool,
     connectivity_unit: Unit,
     asynchronous: bool,
     seed: int,
 ) -> None:
-    seating = (tuple(range(0, pipelines, 2)), tuple(range(1, pipelines, 2))) if near and max_group else "turns"
     config = SemiDecentralized(
         window=window,
         connectivity=connectivity,
         max_group=max_group,
         connectivity_unit=connectivity_unit,
-        seating=seating,
     )
     policy = config.make_policy(stages, pipelines)
     iterations = max(3, min(20, 2000 // (stages * pipelines)))

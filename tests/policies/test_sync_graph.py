@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -14,14 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.policy import Unit
 from lightning_sdpipe.policies.sync_graph import (
-    RecencyForest,
     SyncGraph,
     components,
     rounds_since_connected,
     rounds_since_met,
     spectral_radius,
 )
-from lightning_sdpipe.policies.thinning import Thinning
 from tests.policies.scripted import NaiveSyncGraph
 
 N = 7
@@ -48,7 +45,7 @@ class SyncGraphAgainstNaive(RuleBasedStateMachine):
         members=st.sets(st.integers(0, N - 1), min_size=1),
     )
     def start(self, rounds: int, unit: Unit, members: set[int]) -> None:
-        self.real, self.naive = SyncGraph(N, rounds, unit), NaiveSyncGraph(rounds, unit)
+        self.real, self.naive = SyncGraph(rounds, unit), NaiveSyncGraph(rounds, unit)
         for worker in sorted(members):
             self.real.join(worker)
             self.naive.join(worker)
@@ -110,7 +107,7 @@ TestSyncGraph.settings = settings(
 
 
 def test_a_window_is_p_rounds_and_the_first_one_starts_at_the_beginning() -> None:
-    graph = SyncGraph(2, rounds=3)
+    graph = SyncGraph(rounds=3)
     graph.join(0)
     graph.join(1)
     seen = []
@@ -121,7 +118,7 @@ def test_a_window_is_p_rounds_and_the_first_one_starts_at_the_beginning() -> Non
 
 
 def test_a_chain_through_a_worker_that_left_is_broken_and_heals_when_it_returns() -> None:
-    graph = SyncGraph(3, rounds=2)
+    graph = SyncGraph(rounds=2)
     for worker in range(3):
         graph.join(worker)
     graph.record(met([0, 1], [2]))
@@ -135,23 +132,8 @@ def test_a_chain_through_a_worker_that_left_is_broken_and_heals_when_it_returns(
     assert graph.components == 1
 
 
-def test_links_stay_shallow() -> None:
-    forest = RecencyForest(4096)
-    for round_ in range(20):
-        for i in range(0, 4096):
-            forest.link(i, (i * 5 + round_) % 4096, round_)
-
-    def depth(node: int) -> int:
-        steps = 0
-        while forest._parent[node] != node:
-            node, steps = forest._parent[node], steps + 1
-        return steps
-
-    assert max(map(depth, range(4096))) < 64
-
-
 def graph_of(groups: list[list[int]], workers: int, rounds: int = 100) -> SyncGraph:
-    graph = SyncGraph(workers, rounds)
+    graph = SyncGraph(rounds)
     for worker in range(workers):
         graph.join(worker)
     for group in groups:
@@ -189,7 +171,7 @@ def test_the_graph_can_be_looked_at() -> None:
 @pytest.mark.parametrize(("unit", "rounds"), [("rounds", 3), ("groups", 40)])
 def test_those_that_leave_one_after_the_other_while_others_meet(unit: Unit, rounds: int) -> None:
     size, chance = 48, random.Random(3)
-    real, naive = SyncGraph(size, rounds, unit), NaiveSyncGraph(rounds, unit)
+    real, naive = SyncGraph(rounds, unit), NaiveSyncGraph(rounds, unit)
     for worker in range(size):
         real.join(worker)
         naive.join(worker)
@@ -209,25 +191,3 @@ def test_those_that_leave_one_after_the_other_while_others_meet(unit: Unit, roun
         gone = chance.choice(sorted(naive.active))
         real.leave(gone)
         naive.leave(gone)
-
-
-def test_what_a_worker_that_leaves_costs_hardly_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in workers that are walked through; a pass over all would be a thousand each."""
-    walked = 0
-    pieces = Thinning._pieces
-
-    def counted(self: Thinning, ends: Sequence[int]) -> tuple[dict[int, int], list[list[int]], int]:
-        nonlocal walked
-        found = pieces(self, ends)
-        walked += len(found[0])
-        return found
-
-    monkeypatch.setattr(Thinning, "_pieces", counted)
-    size, chance = 2048, random.Random(0)
-    graph = graph_of([], size, 10)
-    for _ in range(10 * size // 4):
-        graph.record(met(chance.sample(range(size), 4)))
-    for worker in chance.sample(range(size), size - 1):
-        graph.leave(worker)
-        assert graph.components >= 1
-    assert walked < 64 * size

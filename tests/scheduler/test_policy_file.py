@@ -13,6 +13,7 @@ import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import policy_file
 
@@ -30,7 +31,7 @@ def test_the_first_one_counts_and_all_are_equal(tmp_path: Path) -> None:
 
 def test_lists_are_equal_too(tmp_path: Path) -> None:
     path = tmp_path / "policy.json"
-    for policy in (SemiDecentralized(seating=[[0, 2], [1]]), SemiDecentralized(seating=[[0, 2], [1]])):  # type: ignore[arg-type]
+    for policy in (PHDPSGD(groups=[[0, 2], [1]]), PHDPSGD(groups=[[0, 2], [1]])):  # type: ignore[arg-type]
         policy_file.offer(path, policy)
         assert policy_file.read(path) == policy
 

@@ -19,7 +19,6 @@ from lightning_sdpipe import (
     Exchange,
     LocalSGD,
     SDPipeStrategy,
-    SemiDecentralized,
 )
 from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
 from lightning_sdpipe.worker.launching.environment import environment_for
@@ -43,15 +42,13 @@ def test_arguments_are_resolved() -> None:
     assert SDPipeStrategy(3, schedule="pipedream").options.num_micro_batches == 1
 
 
-@pytest.mark.parametrize(
-    ("sync", "name"), [(PHDPSGD(staleness=3), "groups"), (SemiDecentralized(max_group=2, seating="near"), "seating")]
-)
-def test_a_run_on_hosts_has_new_options(sync: Any, name: str) -> None:
+def test_a_run_on_hosts_has_new_options() -> None:
+    sync: Any = PHDPSGD(staleness=3)
     options = SDPipeStrategy(1, sync=sync).options
     workers: Any = SimpleNamespace(num_nodes=2, num_processes=2)
     run = TrainingRun(options, workers, lambda: None)
     run.check()
-    assert getattr(run.options.method.policy, name) == ((0, 1), (2, 3))
+    assert run.options.method.policy == PHDPSGD(groups=((0, 1), (2, 3)), staleness=3)
     assert options.method.policy == options.sync == sync
 
 

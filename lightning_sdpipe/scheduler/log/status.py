@@ -275,7 +275,7 @@ class Overview:
         """Return the status of every stage. ``silent`` are seconds since each worker was last heard of. ``graphs`` has
         one graph per stage, or one for all where groups are of whole pipelines."""
         budget = GROUPS_COST // len(graphs)
-        none = SyncGraph(0, 1)
+        none = SyncGraph(1)
         return [
             self._stage(now, number, states, silent, graphs[number] if number < len(graphs) else none, budget)
             for number in range(len(self._views))
@@ -319,7 +319,6 @@ def graph_of(
     entries: Iterable[tuple[float, Event, list[Decision]]],
     stage: int,
     active: Iterable[int],
-    num_pipelines: int,
     looks_back: tuple[int, Unit],
 ) -> SyncGraph:
     """Return the sync-graph of ``stage`` for a policy that keeps none, from the newest ``entries`` of its log.
@@ -334,7 +333,7 @@ def graph_of(
     for worker, joins in joining:
         if worker.stage == stage:
             first.setdefault(worker.pipeline, joins)
-    graph = SyncGraph(num_pipelines, *looks_back)
+    graph = SyncGraph(*looks_back)
     for pipeline in sorted({*active, *first}):
         if not first.get(pipeline, False):
             graph.join(pipeline)

@@ -120,8 +120,7 @@ class GroupDesk:
 
     def _begin(self, session: Session, answered: int | None, now: float) -> None:
         self.let_time_pass(now)
-        about = self.rows.about.get(session.worker)
-        decisions = self._driver.tell(Joined(session.worker, answered, about.host if about else ""), now)
+        decisions = self._driver.tell(Joined(session.worker, answered), now)
         session.move(JOINS)
         self._carry_out(decisions, now)
 

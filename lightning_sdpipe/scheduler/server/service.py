@@ -305,12 +305,11 @@ class SchedulerService:
     def _sync_graphs(self) -> list[SyncGraph]:
         """Return the sync-graph of each stage, from the policy or else from the log. There is one where groups are of
         whole pipelines."""
-        pipelines, sessions = self._extent.num_pipelines, self.groups.sessions
-        graphs = []
+        graphs, sessions = [], self.groups.sessions
         for stage in range(1 if self._extent.depths else self._extent.num_stages):
             graph = self._driver.sync_graph(stage)
             if graph is None:
                 active = [worker.pipeline for worker in sessions.active_in(stage)]
-                graph = graph_of(self.log.recent, stage, active, pipelines, self._looks_back)
+                graph = graph_of(self.log.recent, stage, active, self._looks_back)
             graphs.append(graph)
         return graphs

@@ -1,8 +1,7 @@
 """PHD-PSGD's evaluation in virtual time: groups of unlike speed, with and without the bound on staleness.
 
 The policies are the real ones, and so is the training: models of a small network follow every decision. Workers and
-links are simulated, so that nothing here depends on the machine; transfers take no time. Only the bytes of a meeting
-are counted in real processes.
+links are simulated, so that nothing here depends on the machine; transfers take no time.
 """
 
 from __future__ import annotations
@@ -15,13 +14,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from lightning_sdpipe.exchange.moving import finish
-from lightning_sdpipe.exchange.sharded_mean import ShardedMean
 from lightning_sdpipe.heterogeneity import Trace, condition
-from lightning_sdpipe.policies import Group, Progress
+from lightning_sdpipe.policies import Progress
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
@@ -29,14 +23,12 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.simulate import Run, Slowness, Work, jittered, simulate
-from lightning_sdpipe.topology.groups import Replicas
 from recipes.suites.figures import require_matplotlib
 from recipes.suites.phd import figures
 from recipes.suites.phd.training import Task, accuracy_at, reached, train
-from recipes.suites.processes import run_processes
 from recipes.suites.ratios import Ratios, Row, ratio
 
-LOWER_IS_BETTER = frozenset({"phd_samples", "lag", "phd_slow_bytes"})
+LOWER_IS_BETTER = frozenset({"phd_samples", "lag"})
 
 GOALS: dict[str, tuple[str, str, float]] = {
     "phd/all_reduce": ("phd", "all_reduce", 1.15),
@@ -64,7 +56,6 @@ def run(
     jitter: float,
     staleness: int,
     megabytes: float,
-    counted_elements: int,
     training: Mapping[str, Any],
     bounds: Mapping[str, Any],
     repeats: int,
@@ -80,7 +71,6 @@ def run(
         jitter: share by which times vary.
         staleness: s of the bounded methods.
         megabytes: of the model, for the bytes that meetings move.
-        counted_elements: of the model whose meetings are counted in real processes.
         training: the fields of :class:`~recipes.suites.phd.training.Task`.
         bounds: arguments of :func:`costs_of_bounds`.
         repeats: seeds.
@@ -97,12 +87,7 @@ def run(
     pairs = [_pair(times, partner, iterations, jitter, staleness, seed) for partner in range(1, len(times))]
     if output is not None:
         figures.draw([row for row in rows if row["group_size"] == group_sizes[-1]], pairs, task, Path(output))
-    moved = [bytes_of_a_meeting(size, counted_elements) for size in group_sizes]
-    found = ratios(rows, staleness)
-    for size, row in zip(group_sizes, moved, strict=True):
-        meaning = "bytes that a meeting of two groups sends between their hosts, over those of whole models"
-        found[f"phd_slow_bytes/{row['shape']}"] = ratio([row["phd"] / row["naive"]], 1.05 / size, meaning)
-    return [*rows, *pairs, *moved, *costs_of_bounds(**bounds, seed=seed)], found
+    return [*rows, *pairs, *costs_of_bounds(**bounds, seed=seed)], ratios(rows, staleness)
 
 
 def methods(times: Sequence[float], size: int, staleness: int, seed: int) -> dict[str, PolicyConfig]:
@@ -220,7 +205,7 @@ def _megabytes(run: Run, name: str, size: int, megabytes: float) -> float | None
     if not name.startswith("phd"):
         return None
     meetings = [len({worker.pipeline // size for worker in group.members}) for _, group in run.groups]
-    sent = 2 * sum(groups - 1 for groups in meetings)  # models, by all members of a meeting (exchange/sharded_mean.py)
+    sent = 2 * size * sum(groups - 1 for groups in meetings)  # models, by all members of a meeting
     return 2 * megabytes * sent / (hosts * run.work.iterations)
 
 
@@ -274,44 +259,3 @@ def costs_of_bounds(
                 }
             )
     return rows
-
-
-class _CountingLinks:
-    """A process group that counts what is sent to members of another host."""
-
-    def __init__(self, group: dist.ProcessGroup, rank: int, per_host: int) -> None:
-        self._group, self._host, self._per_host = group, rank // per_host, per_host
-        self.sent = 0
-
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
-        if to // self._per_host != self._host:
-            self.sent += sum(tensor.nbytes for tensor in tensors)
-        return self._group.send(tensors, to, tag)
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
-        return self._group.recv(tensors, source, tag)
-
-    def name(self) -> str:
-        return "gloo"
-
-
-def bytes_of_a_meeting(size: int, elements: int) -> Row:
-    """Count the bytes between the hosts of two groups that meet: as PHD-PSGD moves models, and with models moved whole.
-    Headers of the transport are left out. Each group has ``size`` members, whose models have so many ``elements`` of
-    float32."""
-    sharded, whole = (sum(run_processes(2 * size, _meet, size, elements, how)) for how in (True, False))
-    return {"what": "bytes of a meeting", "shape": f"2x{size}", "elements": elements, "phd": sharded, "naive": whole}
-
-
-def _meet(rank: int, size: int, elements: int, sharded: bool) -> int:
-    assert dist.group.WORLD is not None
-    links: Any = _CountingLinks(dist.group.WORLD, rank, size)
-    replicas = Replicas(links, range(2 * size), 0, rank)
-    groups = [list(range(size)), list(range(size, 2 * size))]
-    model = torch.full((elements,), float(rank // size))
-    members = tuple(Worker(0, pipeline) for pipeline in range(2 * size))
-    meeting = Group(members, (1 / len(members),) * len(members), 0, "measured")
-    finish(ShardedMean(replicas, groups, sharded).start([model], meeting))
-    if not bool((model == 0.5).all()):
-        raise RuntimeError("a meeting of models 0 and 1 did not end with 0.5")
-    return int(links.sent)

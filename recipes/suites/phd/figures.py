@@ -70,13 +70,10 @@ def _throughput(rows: Sequence[Row], pairs: Sequence[Row], output: Path) -> list
         axes[1].bar(places, heights, 0.25, color=COLOURS.get(column.removesuffix("_steps_per_s"), colours["possible"]))
     axes[1].set_xticks(range(len(pairs)), [row["what"].replace(" with ", "\n") for row in pairs], fontsize="small")
     axes[1].set(title="two groups alone (Fig. 10a)", ylabel="mini-batches/s")
-    size = rows[0]["group_size"]
-    naive = statistics.mean(_of(rows, "phd", "mb_per_step")) * size
-    names = ["all_reduce", "phd, whole\nmodels", "phd, sharded", "phd_every4,\nsharded"]
-    heights = [*_of(rows, "all_reduce", "mb_per_step")[:1], naive]
-    heights += [statistics.mean(_of(rows, method, "mb_per_step")) for method in ("phd", "phd_every4")]
-    axes[2].bar(range(4), heights, 0.6, color=[COLOURS[name] for name in ("all_reduce", "phd", "phd", "phd_every4")])
-    axes[2].set_xticks(range(4), names, fontsize="small")
+    names = ("all_reduce", "phd", "phd_every4")
+    heights = [statistics.mean(_of(rows, method, "mb_per_step")) for method in names]
+    axes[2].bar(range(3), heights, 0.6, color=[COLOURS[name] for name in names])
+    axes[2].set_xticks(range(3), names, fontsize="small")
     axes[2].set(title="MB per step over slow links, by formula (Fig. 10b)", ylabel="MB")
     axes[2].title.set_fontsize("medium")
     add_legend(figure, colours)

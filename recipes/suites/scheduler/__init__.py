@@ -20,14 +20,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import product
 
 import zmq
 
 from lightning_sdpipe.heterogeneity import Delays
 from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
-from lightning_sdpipe.policies.events import Joined, Left, Ready, Tick, Worker
+from lightning_sdpipe.policies.events import Joined, Ready, Tick, Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
@@ -59,12 +58,7 @@ LOWER_IS_BETTER = frozenset(
     {
         *(f"echo{kind}_{p}" for kind in ("", "_pairs", "_alone") for p in ("p50", "p99")),
         "policy_growth",
-        "policy_growth_leaving",
     }
-)
-GROWTH = (
-    ("policy_growth", "us_per_signal", 1.0, "cost per signal, by log N"),
-    ("policy_growth_leaving", "us_per_leaving", 4.0, "the same while all leave, one between two groups"),
 )
 SIGNALS_PER_MEASUREMENT = 8192
 POLICY_SIZES = (16, 256, 4096)
@@ -92,10 +86,11 @@ def run(*, clients: tuple[int, ...] = (16, 64, 256), repeats: int = 5, seed: int
     rows += [_simulation(repeat, seed) for repeat in range(repeats)]
     rows += [row for kind in policy.values() for row in kind]
     smallest, *larger = policy
-    for size, (key, column, goal, meaning) in product(larger, GROWTH):
+    for size in larger:
         growth = math.log(size) / math.log(smallest)
-        values = [quotient / growth for quotient in _over(policy[size], policy[smallest], column)]
-        ratios[f"{key}/{size}"] = ratio(values, goal, f"pure policy: {meaning}, at {size} over {smallest} pipelines")
+        values = [quotient / growth for quotient in _over(policy[size], policy[smallest], "us_per_signal")]
+        meaning = f"pure policy: cost per signal, by log N, at {size} over {smallest} pipelines"
+        ratios[f"policy_growth/{size}"] = ratio(values, 1.0, meaning)
     return rows, ratios
 
 
@@ -285,10 +280,8 @@ def _policy(repeats: int, seed: int) -> dict[int, list[Row]]:
     measured: dict[int, list[Row]] = {size: [] for size in POLICY_SIZES}
     for repeat in range(repeats):
         for size in rotated(POLICY_SIZES, repeat):
-            cost, leaving = _policy_cost(size, random.Random(f"{seed}/{repeat}/{size}"))
-            row = {"what": "policy", "clients": size, "repeat": repeat, "us_per_signal": 1e6 * cost}
-            row["us_per_leaving"] = 1e6 * leaving
-            measured[size].append(row)
+            cost = _policy_cost(size, random.Random(f"{seed}/{repeat}/{size}"))
+            measured[size].append({"what": "policy", "clients": size, "repeat": repeat, "us_per_signal": 1e6 * cost})
     return measured
 
 
@@ -304,9 +297,9 @@ def _simulation(repeat: int, seed: int) -> Row:
     return {"what": "simulation", "clients": 64, "repeat": repeat, "us_per_signal": 1e6 * cost}
 
 
-def _policy_cost(size: int, rng: random.Random) -> tuple[float, float]:
-    """Seconds per signal of workers of unequal speed under a virtual clock, about four of which arrive within a window;
-    and while all of them leave, each at its next arrival but one."""
+def _policy_cost(size: int, rng: random.Random) -> float:
+    """Seconds per signal of workers of unequal speed under a virtual clock, about four of which arrive within a
+    window."""
     policy = SemiDecentralized(window=4.0 / size, connectivity=10, max_group=size).make_policy(1, size)
     workers = [Worker(0, pipeline) for pipeline in range(size)]
     for worker in workers:
@@ -325,17 +318,4 @@ def _policy_cost(size: int, rng: random.Random) -> tuple[float, float]:
         if pipeline not in waiting:
             policy.on(Ready(workers[pipeline], k), now)
             signals += 1
-    cost = (time.perf_counter() - start) / signals
-    end = float(rounds)
-    last = [(end + rng.random(), pipeline, False) for pipeline in range(size)]
-    events = sorted([*last, *((now + 2 * rng.random(), pipeline, True) for now, pipeline, _ in last)])
-    start = time.perf_counter()
-    for now, pipeline, leaves in events:
-        due = policy.deadline()
-        if due is not None and due <= now:
-            policy.on(Tick(), due)
-        if leaves:
-            policy.on(Left(workers[pipeline]), now)
-        elif pipeline not in waiting:
-            policy.on(Ready(workers[pipeline], rounds), now)
-    return cost, (time.perf_counter() - start) / len(events)
+    return (time.perf_counter() - start) / signals

@@ -14,9 +14,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_sdpipe import Exchange
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.policies import Joined
-from lightning_sdpipe.scheduler.log.event_log import differences, read_log
-from lightning_sdpipe.sync import LocalSGD, SemiDecentralized
+from lightning_sdpipe.sync import LocalSGD
 from tests.worker.elastic.jobs import Diary, ElasticRun, elastic_run, fit
 from tests.worker.elastic.test_runs import SAMPLES, check_that_nothing_is_lost, check_that_replicas_were_equal
 
@@ -88,24 +86,3 @@ def test_survivors_exchange_again_by_the_machines_that_are_left(tmp_path: Path) 
         machines = [[tuple(each) for each in row["hosts"]] for row in rows if "hosts" in row]
         assert machines[:3] == [[(0, "a"), (1, "a"), (2, "b")], [(0, "a"), (1, "a")], [(0, "a"), (1, "a"), (2, "a")]]
         assert sum(row.get("others", 0) > 0 for row in rows) > 20
-
-
-def test_seats_follow_the_machines_on_which_pipelines_join(tmp_path: Path) -> None:
-    """Of three, the last two meet by nearness only: in the tournament one of a pair is always the first."""
-    sync = SemiDecentralized(window=5.0, connectivity=None, max_group=2, seating="near")
-    values = "window=5.0", "connectivity=null", "max_group=2", "seating=near"
-    log = tmp_path / "events.jsonl"
-    options = ("--policy", "semi_decentralized", *(word for value in values for word in ("--set", value)))
-    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3", "--log", str(log), *options) as run:
-        lose_and_regain(run, partial(train, tmp_path, sync=sync, exchange=Exchange()), "abb", "a")
-    (record,) = read_log(log)
-    assert list(differences(record.policy(), record.dealer(), record.entries, record.membership())) == []
-    hosts: dict[int, str] = {}
-    pairs: dict[tuple[str, ...], set[tuple[int, ...]]] = {}
-    for entry in record.entries:
-        if isinstance(entry.event, Joined):
-            hosts[entry.event.worker.pipeline] = entry.event.host
-        if len(entry.decisions) == 2:  # all three were there
-            met = {tuple(sorted(w.pipeline for w in group.members)) for group in entry.decisions}
-            pairs.setdefault(tuple(hosts[i] for i in range(3)), set()).update(pair for pair in met if len(pair) == 2)
-    assert pairs == {("a", "b", "b"): {(0, 1), (0, 2), (1, 2)}, ("a", "b", "a"): {(0, 1), (0, 2)}}
