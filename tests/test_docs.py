@@ -320,7 +320,8 @@ def test_the_help_of_the_strategy_has_every_option_with_its_default() -> None:
 
 
 def test_the_changelog_says_what_there_is_by_topic() -> None:
-    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 60
+    what_there_is, _, _ = (ROOT / "CHANGELOG.md").read_text().partition("### Removed")
+    assert len(what_there_is.splitlines()) <= 60
 
 
 def test_readme_is_short() -> None:
