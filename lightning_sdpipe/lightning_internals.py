@@ -244,6 +244,11 @@ def validates_in_this_epoch(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._should_check_val_epoch()
 
 
+def skip_next_validation(trainer: Trainer) -> None:
+    """Make the end of this turn of training validate nothing."""
+    trainer.fit_loop.epoch_loop._skip_next_val = True
+
+
 def step_schedulers(trainer: Trainer, plateau: bool) -> None:
     """Step the schedulers of learning rates that step with updates: those that follow a metric, or the others."""
     trainer.fit_loop.epoch_loop._update_learning_rates(interval="step", update_plateau_schedulers=plateau)

@@ -165,6 +165,7 @@ SYMBOLS = [
     Symbol("pytorch.loops.evaluation_loop._EvaluationLoop", "_data_fetcher", "shares out batches", "set_fetcher"),
     Symbol(_TRAINER, "_evaluation_loop", "knows the number of a batch", "evaluation_loop"),
     Symbol(_EPOCH, "_should_check_val_epoch", "knows the next sync point", "validates_in_this_epoch", ""),
+    Symbol(_EPOCH, "_skip_next_val", "ends an epoch whose last batch is in a checkpoint", "skip_next_validation"),
     Symbol(
         *(_EPOCH, "_update_learning_rates", "steps schedules by the progress of all", "step_schedulers"),
         "interval update_plateau_schedulers",

@@ -116,6 +116,17 @@ class PipelineLoader:
             self._shared[name] = loader.get(name)
 
     @property
+    def skips(self) -> bool:
+        """Whether :meth:`skip` is possible: by the indices of batches, if the loader does not keep its place itself."""
+        return self._plain and sized_len(self._loader) is not None and not isinstance(self._source, Stateful)
+
+    def skip(self, number: int) -> None:
+        """Leave out the first ``number`` batches when the loader is iterated next, but for the last one of this
+        pipeline, whose shard may be shorter than others."""
+        assert isinstance(self._draws, _Positions)
+        self._draws.done = min(number, len(self._draws) - 1)
+
+    @property
     def given(self) -> Iterable[Any]:
         """The loader that this one was made of."""
         return self._loader
@@ -204,6 +215,8 @@ class _Positions:
     def __init__(self, batches: Iterable[Any], pipeline: int, num_pipelines: int) -> None:
         self._batches = batches
         self._pipeline, self._num_pipelines = pipeline, num_pipelines
+        self.done = 0
+        """Batches that the next epoch leaves out: they were trained before."""
 
     def begin(self, *key: int) -> None:
         """Begin an epoch, of which all workers have the same ``key``."""
@@ -215,6 +228,7 @@ class _Positions:
     def __iter__(self) -> Iterator[Drawn]:
         with self._stream.drawn():
             batches = iter(self._batches)
+        done, self.done = self.done, 0
         begun, at_once, nothing = False, _draws_at_once(self._batches), nullcontext()
         for number in self._numbers:
             with nothing if begun and at_once else self._stream.drawn():
@@ -223,6 +237,8 @@ class _Positions:
                 except StopIteration:
                     return
             begun = True
+            if number < done:
+                continue
             yield Drawn(mix(*self._key, number * self._num_pipelines + self._pipeline), indices)
 
 

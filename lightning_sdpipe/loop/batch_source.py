@@ -16,11 +16,13 @@ run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sdpipe.data.shards import takes_turns
 from lightning_sdpipe.errors import ConfigurationError
@@ -43,39 +45,62 @@ def find_place(trainer: Trainer, before: Split | None, now: Split | None, loader
     on within that epoch. Return False if there is no such place.
 
     Replica i of N trains samples i, i + N, ... of the epoch's order. So when each of N pipelines has trained b batches
-    of B samples, the first b N B samples of that order are done, which are those of b N / N' batches of N' pipelines.
+    of B samples, the first b N B samples of that order are done, which are those of b N B / (N' B') batches of N'
+    pipelines. If that is no whole number, the rest of the samples are trained again.
     """
-    loop = trainer.fit_loop
-    if not loop.restarted_mid_epoch or loop.epoch_loop.batch_progress.is_last_batch or before == now:
+    done = batches_done(trainer)
+    if not done or before == now:
         return True
-    progress: Any = loop.epoch_loop.batch_progress.current
-    number = place_in(now, before, progress.ready) if takes_turns(loader) else None
+    number = place_in(now, before, done) if takes_turns(loader) else None
     if number is None:
         return False
-    moved = number - progress.ready
-    for name in ("ready", "started", "processed", "completed"):  # these may differ, by where the checkpoint was written
-        setattr(progress, name, getattr(progress, name) + moved)
+    assert now is not None
+    assert before is not None
+    number = min(number, int(trainer.num_training_batches) - 1)
+    again = done * before[0] * before[2] - number * now[0] * now[2]
+    if again:
+        rank_zero_warn(
+            f"The checkpoint is of the middle of an epoch of {_described(before)}, and this run has {_described(now)}. "
+            f"It goes on after batch {number} of each, so {again} samples are trained again."
+        )
+    move_to(trainer, number)
     return True
 
 
-def place_in(now: Split | None, before: Split | None, begun: int) -> int | None:
-    """Return how many batches each pipeline of the split ``now`` has begun when each of ``before`` has begun so many;
-    None if that is no whole number, or they are of other batches or data."""
-    if now is None or before is None or len(before) != 3 or not now[2] or now[2] != before[2]:
+def batches_done(trainer: Trainer) -> int:
+    """Return the batches that each pipeline has trained of the epoch within which a checkpoint goes on; 0 if it does
+    not."""
+    loop: Any = trainer.fit_loop
+    progress = loop.epoch_loop.batch_progress
+    return progress.current.processed if loop.restarted_mid_epoch and not progress.is_last_batch else 0
+
+
+def move_to(trainer: Trainer, number: int | float) -> None:
+    """Make a checkpoint that was loaded one of ``number`` batches of its epoch."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    moved = number - progress.processed
+    for name in ("ready", "started", "processed", "completed"):  # these may differ, by where the checkpoint was written
+        setattr(progress, name, getattr(progress, name) + moved)
+
+
+def place_in(now: Split | None, before: Split | None, done: int) -> int | None:
+    """Return how many batches of each pipeline of the split ``now`` are done when so many of each of ``before`` are;
+    None if these are batches of other data, or of unknown sizes."""
+    if now is None or before is None or len(before) != 3 or not now[2] or not before[2]:
         return None
-    (n, batches, _), (earlier, earlier_batches, _) = now, before
-    if abs(n * batches - earlier * earlier_batches) >= n + earlier:  # more than what is padded, or cut off, differs by
+    (n, batches, size), (earlier, earlier_batches, earlier_size) = now, before
+    step, earlier_step = n * size, earlier * earlier_size
+    if abs(batches * step - earlier_batches * earlier_step) >= step + earlier_step:  # more than is padded, or cut off
         return None
-    return None if begun * earlier % n else begun * earlier // n
+    return done * earlier_step // step
 
 
 def refuse_other_split(before: Split | None, now: Split | None) -> ConfigurationError:
     """Return the error where that cannot be."""
     return ConfigurationError(
         f"The checkpoint is of the middle of an epoch of {_described(before)}, and this run has {_described(now)}, so "
-        "it is not known which samples remain. Resume with the same batch size, data and number of pipelines, or one "
-        "that divides the batches which are done (of all pipelines together; the loader must have no batch sampler of "
-        "your own then), or from the end of an epoch."
+        "it is not known which samples remain. Resume with the same data, and with the same batch size and number of "
+        "pipelines if the loader has a batch sampler of your own; or from the end of an epoch."
     )
 
 
@@ -229,14 +254,16 @@ class ShardBatchSource:
     Args:
         trainer: about to fit.
         turns: those of this worker.
+        origin: the split of the data that a checkpoint counts by, if one was loaded.
     """
 
     description = "each pipeline's own shard"
     resumes = False
     position = portion = None
 
-    def __init__(self, trainer: Trainer, turns: Turns) -> None:
-        self._trainer, self._turns = trainer, turns
+    def __init__(self, trainer: Trainer, turns: Turns, origin: Callable[[], Split | None]) -> None:
+        self._trainer, self._turns, self._origin = trainer, turns, origin
+        self._split: Split | None = None
         self._last: Item | None = None
         self._sync_point: SyncPoint | None = None  # where this worker, which is out of data, will find the others
 
@@ -246,7 +273,7 @@ class ShardBatchSource:
         return begins_accumulation(self._trainer)
 
     def deal(self, loader: Any, split: Split | None) -> None:
-        """No-op: Lightning's fetcher has the loader."""
+        self._split = split
 
     def change(self) -> None:
         """No-op: a turn is one of Lightning's."""
@@ -257,6 +284,7 @@ class ShardBatchSource:
     def take_over(self, fetcher: DataFetcher) -> DataFetcher:
         if gives(self, fetcher):
             return fetcher
+        self.resumes = self._skip_what_is_done()
         if all(loader.even for loader in loaders(self._trainer.fit_loop)):
             self._turns.begin_shards(uneven=False)
             return fetcher
@@ -279,6 +307,17 @@ class ShardBatchSource:
             self._last = item
         fetcher.done = self._trains_the_last()
         return self._last
+
+    def _skip_what_is_done(self) -> bool:
+        """Go on where a checkpoint ended within this epoch; return whether the loader can."""
+        given = loaders(self._trainer.fit_loop)
+        if not batches_done(self._trainer) or len(given) > 1 or not given[0].skips:
+            return False
+        if not find_place(self._trainer, self._origin(), self._split, given[0].given):
+            rank_zero_warn(str(refuse_other_split(self._origin(), self._split)))
+            return False
+        given[0].skip(batches_done(self._trainer))
+        return True
 
     def _start(self, fetcher: Fetcher) -> None:
         fetcher.done = False  # it is when all are

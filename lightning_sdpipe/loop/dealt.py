@@ -95,7 +95,7 @@ class DealtBatchSource:
         dealing: Dealing,
     ) -> None:
         self._trainer, self._turns, self._client = trainer, turns, client
-        self._shards = ShardBatchSource(trainer, turns)
+        self._shards = ShardBatchSource(trainer, turns, dealing.origin)
         self._checks, self._run, self._dealing = checks, run, dealing
         self._num_pipelines = groups.mesh.num_pipelines
         _, pipeline = groups.mesh.locate(groups.rank)
@@ -119,6 +119,7 @@ class DealtBatchSource:
             ConfigurationError: they cannot, and the user asked for it.
         """
         self._dealt = self._segment = self._next = self._now = None
+        self._shards.deal(loader, split)
         reason = self._dealing.reason or why_sharded(loader, self._home, self._num_pipelines)
         refused = self._refused(reason)
         if not self._dealing.required and self._dealing.on_any_worker(refused):
@@ -151,7 +152,7 @@ class DealtBatchSource:
         if not find_place(self._trainer, before, self._split, self._loader):
             if self._dealing.required:
                 raise refuse_other_split(before, self._split)
-            return self._shards.take_over(fetcher)  # for the rest of this epoch, of which Lightning warns
+            return self._shards.take_over(fetcher)  # for the rest of this epoch
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         rank_zero_info(announcement(self._dealing.required, self._trainer.lightning_module, callbacks))
         taken = Fetcher(fetcher, self)
@@ -169,6 +170,11 @@ class DealtBatchSource:
 
     @property
     def resumes(self) -> bool:
+        return self._deals or self._shards.resumes
+
+    @property
+    def _deals(self) -> bool:
+        """True if the batches of this epoch are dealt."""
         return gives(self, lightning_internals.fetcher(self._trainer.fit_loop))
 
     @property
@@ -177,7 +183,7 @@ class DealtBatchSource:
 
     @property
     def zeroes_gradients(self) -> bool:
-        return self._accumulated == 0 if self.resumes else self._shards.zeroes_gradients
+        return self._accumulated == 0 if self._deals else self._shards.zeroes_gradients
 
     # ------------------------------------------------------------------- turns
 

@@ -14,6 +14,7 @@ same time. What it does between batches is changed here, in the loop of one Trai
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 import warnings
@@ -30,7 +31,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.lightning_internals import Method
-from lightning_sdpipe.loop.batch_source import BatchSource, Turns
+from lightning_sdpipe.loop.batch_source import BatchSource, Turns, batches_done, move_to
 
 _SOONEST, _LATEST = 1, 2**40
 _NOTHING = nullcontext()
@@ -201,18 +202,31 @@ def _take_over(trainer: Trainer, source: BatchSource) -> None:
 
 
 def _begin_whole_epochs(trainer: Trainer) -> None:
-    """Make a run that resumes from a checkpoint of an epoch's last batch begin the next epoch as any other. Lightning
-    takes it for the middle of that epoch: ``on_train_epoch_start`` is left out, and counters of epochs stay one behind,
-    so that a checkpoint within a later epoch, and a newcomer of an elastic run, begin that epoch again."""
+    """Make a run that resumes from a checkpoint of an epoch's last batch train no more of that epoch, which may have
+    another number of batches now, and begin the next one as any other. Lightning goes by the number of that batch. It
+    also takes a checkpoint of the end of that batch for the middle of the epoch: ``on_train_epoch_start`` is left out,
+    and counters of epochs stay one behind, so that a checkpoint within a later epoch, and a newcomer of an elastic run,
+    begin that epoch again."""
     loop: Any = trainer.fit_loop
+    epoch: Any = loop.epoch_loop
 
     def reset() -> None:
         type(loop).reset(loop)
-        epoch = loop.epoch_loop
-        if loop.restarted_mid_epoch and epoch.restarted_on_train_batch_end and epoch.batch_progress.is_last_batch:
+        if not loop.restarted_mid_epoch or not epoch.batch_progress.is_last_batch:
+            return
+        if epoch.restarted_on_train_batch_end:
             loop.reset_restart_stage()
+            move_to(trainer, trainer.num_training_batches)
+        elif trainer.num_training_batches != math.inf:
+            move_to(trainer, int(trainer.num_training_batches))
 
-    loop.reset = reset
+    def advance(fetcher: Any) -> None:
+        if epoch.restarting and epoch.batch_progress.is_last_batch and epoch.restarted_on_last:
+            lightning_internals.skip_next_validation(trainer)  # the checkpoint was saved in it, or after it
+        else:
+            type(epoch).advance(epoch, fetcher)
+
+    loop.reset, epoch.advance = reset, advance
 
 
 def _profile_nothing(trainer: Any) -> None:
@@ -224,12 +238,14 @@ def _profile_nothing(trainer: Any) -> None:
 
 
 def _resume_quietly(trainer: Trainer, source: BatchSource) -> None:
-    """Silence Lightning's warning that it does not know which batches remain of an epoch; ``source`` may know."""
+    """Silence Lightning's warning that it does not know which batches remain of an epoch, where none remain, or
+    ``source`` knows. Lightning goes by the number of steps, which another number of pipelines makes another one."""
     loop: Any = trainer.fit_loop.epoch_loop
 
     def reset() -> None:
-        with warnings.catch_warnings() if source.resumes else nullcontext():
-            if source.resumes:
+        known = source.resumes or not batches_done(trainer)
+        with warnings.catch_warnings() if known else nullcontext():
+            if known:
                 warnings.filterwarnings("ignore", ".*dataloader is not resumable")
             type(loop).reset(loop)
 

@@ -132,6 +132,8 @@ class CheckpointHooks(Collectives):
         if in_parts:
             if broadcast_value(self._run.leads, 0, self.groups.world):  # its stages may hear of it at other times
                 self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io, self._run.publisher)
+            if self._run.membership is None:  # the run is over: nothing is gained by going on meanwhile
+                self._checkpoints.wait()
             return
         in_its_place = self.is_global_zero and is_distributed(filepath)  # a file would be moved into that directory
         try:

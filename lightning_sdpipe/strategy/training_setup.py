@@ -166,7 +166,7 @@ class TrainingSetup(CheckpointHooks):
             )
         data, method = self.options.data, self._run.options.method
         if not deals(data, method, self.mesh.num_pipelines, self.membership.client.policy):
-            return ShardBatchSource(trainer, self.training)
+            return ShardBatchSource(trainer, self.training, origin)
         asked = data == "dealt"
         in_step = None if asked or not self._guard.communicates else "a step communicates with other pipelines"
         dealing = Dealing(self._seed, origin, asked, on_any_worker, in_step)

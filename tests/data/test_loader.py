@@ -339,3 +339,19 @@ def test_a_generator_of_the_users_own_draws_the_order_of_one_process(options: di
     ours = PipelineLoader(other, 0, 1, lambda: SEED)
     for _ in range(3):
         assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
+
+
+@pytest.mark.parametrize("done", [2, 100])  # the second: a shard that is shorter than others keeps its last batch
+def test_what_is_done_is_left_out_once_and_the_rest_draws_as_ever(done: int) -> None:
+    whole, rest = (PipelineLoader(loader("own", 1), 1, N, lambda: SEED) for _ in range(2))
+    every = list(whole)
+    assert rest.skips
+    rest.skip(done)
+    assert torch.equal(torch.cat(list(rest)), torch.cat(every[min(done, len(every) - 1) :]))
+    assert torch.equal(torch.cat(list(rest)), torch.cat(list(whole)))
+
+
+@pytest.mark.parametrize("kind", ["stateful", "lazy stream", "by hand", "no loader"])
+def test_other_loaders_leave_out_nothing(kind: str) -> None:
+    given = Resuming(Noisy(), BATCH) if kind == "stateful" else loader(kind, 1)
+    assert not PipelineLoader(given, 1, N, lambda: SEED).skips

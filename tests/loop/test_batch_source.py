@@ -52,10 +52,11 @@ def fetched_by(shard: Shard, sync_points: list[SyncPoint]) -> tuple[DataFetcher,
     fetcher.setup(combined)
     iter(fetcher)
     progress = SimpleNamespace(current=SimpleNamespace(ready=0))
-    fit_loop = SimpleNamespace(_combined_loader=combined, epoch_loop=SimpleNamespace(batch_progress=progress))
+    epoch_loop = SimpleNamespace(batch_progress=progress)
+    fit_loop = SimpleNamespace(_combined_loader=combined, epoch_loop=epoch_loop, restarted_mid_epoch=False)
     trainer: Any = SimpleNamespace(fit_loop=fit_loop, accumulate_grad_batches=1)
     said = Said(sync_points)
-    source = ShardBatchSource(trainer, said)
+    source = ShardBatchSource(trainer, said, lambda: None)
     taken = source.take_over(fetcher)
     assert source.take_over(taken) is taken, "once"
     return taken, said, trainer
