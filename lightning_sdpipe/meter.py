@@ -56,14 +56,12 @@ _AGAIN = 0.01
 
 class MeterRow(NamedTuple):
     """The times of an update: microseconds of each phase, and those in which the thread was ready to run and had no
-    core. ``ended`` is the time of :data:`CLOCK`. ``follows``: it began where another row ended. ``apart``: see
-    :class:`Meter`."""
+    core. ``ended`` is the time of :data:`CLOCK`. ``follows``: it began where another row ended."""
 
     us: tuple[int, ...]
     core: int
     ended: int
     follows: bool
-    apart: int = 0
 
 
 class Span:
@@ -97,9 +95,6 @@ class Meter:
         self.spans = [Span(self, phase) for phase in range(len(PHASES))]
         """Nanoseconds of each phase."""
         self.core_wait = core_wait or self._core_wait
-        self.apart = 0
-        """Distance of the model from the mean of its group in this update, in millionths of the mean; 0 if it was not
-        measured."""
         self.kept: deque[tuple[int, int, int]] = deque(maxlen=SPANS)
         """Spans, each a phase, its begin and its end; and marks: kind, time, and number."""
         self._clock = clock
@@ -161,8 +156,7 @@ class Meter:
         row = None
         if self._marked:
             us = tuple(map(sub, mark, self._mark))
-            row = MeterRow(us, core - self._core_mark, self._since, self._follows, self.apart)
-        self.apart = 0
+            row = MeterRow(us, core - self._core_mark, self._since, self._follows)
         self._follows, self._marked, self._mark, self._core_mark = self._marked, True, mark, core
         return row
 

@@ -23,7 +23,6 @@ class UpdateRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     ``us`` has the microseconds of each of :data:`~lightning_sdpipe.meter.PHASES`, and ``core`` those without a core.
     ``group`` is the sequence of the group that the worker waited for, -1 if it waited for none, or for several.
-    ``apart`` is its distance from that group's mean, in millionths of the mean, 0 if that is not known.
     """
 
     update: int
@@ -31,7 +30,6 @@ class UpdateRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     us: tuple[int, ...]
     core: int
     group: int = -1
-    apart: int = 0
 
 
 class NewRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -58,7 +56,7 @@ class NewRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
         if min(self.ago, self.dropped) < 0 or any(later.update <= row.update for row, later in pairwise(self.rows)):
             return "rows that do not increase"
         for row in self.rows:
-            numbers = (row.update, row.core, row.group + 1, row.apart, *row.us)
+            numbers = (row.update, row.core, row.group + 1, *row.us)
             if len(row.us) != len(meter.PHASES) or row.count < 1 or min(numbers) < 0 or max(numbers) > _LARGEST:
                 return f"the row {row}"
         return None

@@ -1,5 +1,4 @@
-"""Bottlenecks of a run where no worker is slow: stalls, links, loading, a bad cut, enforced groups, and models that
-drift apart.
+"""Bottlenecks of a run where no worker is slow: stalls, links, loading, a bad cut, and enforced groups.
 
 The functions are pure. All examine the newest :data:`RECENT` updates of each worker, and say nothing of fewer than
 :data:`LEAST`.
@@ -7,7 +6,6 @@ The functions are pure. All examine the newest :data:`RECENT` updates of each wo
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -28,9 +26,6 @@ MEETINGS = 16
 SLOW_LINK, OF_ITS_UPDATE = 1.5, 0.05
 EXCHANGE_BOUND, DATA_BOUND, UNBALANCED = 0.10, 0.05, 1.03
 ENFORCED, FOR_ENFORCED = 0.30, 0.05
-DRIFTING, CERTAINTY, LOOKS = 1.5, 4.0, 8
-"""Factor by which a model is further from means than others, number of standard errors that its logarithm is above 0,
-and least number of groups."""
 FLUSHES = ("1f1b", "gpipe")
 """Schedules for which the time of an update follows from the times of the stages."""
 NOT_HELD = {"", Reason.EVERYBODY_CAME, Reason.MATCHED}
@@ -45,7 +40,7 @@ def bottlenecks(recording: Recording, slow: bool) -> list[Finding]:
     met = meetings(seen)
     found = [] if slow else stalling(seen)
     found += slow_link(seen, met) + exchange_bound(seen, met) + data_bound(seen)
-    return found + unbalanced_cut(seen) + enforced_often(seen, met) + drifting(seen)
+    return found + unbalanced_cut(seen) + enforced_often(seen, met)
 
 
 def recent(recording: Recording) -> Recording:
@@ -289,39 +284,6 @@ def enforced_often(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
     workers = tuple(sorted({worker for meeting in enforced for worker, _ in meeting}))
     evidence = {"share": round(share, 3)}
     return [Finding("enforced_often", severity(cost), workers, _since(seen, workers), text, evidence, cost, advice)]
-
-
-def drifting(seen: Recording) -> list[Finding]:
-    """Find workers whose models are, repeatedly and by far, further from the means of their groups than those of their
-    replicas at about the same time."""
-    looked: dict[Worker, list[tuple[float, float]]] = {}
-    for worker, series in sorted(seen.series.items()):
-        looked[worker] = [(end, math.log(far)) for end, far in zip(series.ends, series.apart, strict=True) if far]
-    further = dict[Worker, float]()
-    for worker, own in looked.items():
-        others = [each for other in seen.replicas(worker) if (each := looked[other])]
-        if len(own) < LOOKS or len(others) < 2:
-            continue
-        beyond = [far - statistics.median(_nearest(end, each) for each in others) for end, far in own]
-        mean = statistics.fmean(beyond)
-        error = statistics.stdev(beyond) / math.sqrt(len(beyond))
-        if mean >= math.log(DRIFTING) and mean >= CERTAINTY * error:
-            further[worker] = math.exp(mean)
-    if not further:
-        return []
-    worst = max(further, key=further.__getitem__)
-    text = f"the model of {seen.name(worst)} is {further[worst]:.1f} × as far from those of its groups as others are"
-    advice: tuple[Advice, ...] = (Advice("compare its data, learning rate and device with those of its replicas"),)
-    if "staleness" in seen.policy and seen.policy["staleness"] is None:
-        python = "SDPipeStrategy(sync=PHDPSGD(staleness=8))"
-        advice = (Advice("bound by how many updates a worker may lag", python, "sync.staleness=8"), *advice)
-    evidence = {"ratio": round(further[worst], 3)}
-    return [Finding("drifting", "warning", tuple(further), _since(seen, further), text, evidence, None, advice)]
-
-
-def _nearest(end: float, looked: Sequence[tuple[float, float]]) -> float:
-    """Return what was seen at about that time."""
-    return min(looked, key=lambda each: abs(each[0] - end))[1]
 
 
 def _transfer(seen: Recording, meeting: Meeting) -> float:

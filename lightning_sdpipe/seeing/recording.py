@@ -30,8 +30,7 @@ class Series:
     that number of equal ones.
 
     ``numbers`` are those of the updates, ``ends`` seconds of the scheduler's clock, ``us`` microseconds of each phase,
-    ``core`` those without a core, ``groups`` the sequence of the awaited group, -1 for none, and ``apart`` the distance
-    of the model from its mean, in millionths of the mean, 0 where unknown.
+    ``core`` those without a core, and ``groups`` the sequence of the awaited group, -1 for none.
     """
 
     life: int
@@ -40,7 +39,6 @@ class Series:
     us: list[tuple[float, ...]] = field(default_factory=list)
     core: list[float] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
-    apart: list[int] = field(default_factory=list)
     dropped: int = 0
 
     def __len__(self) -> int:
@@ -60,7 +58,6 @@ class Series:
                 end += seconds
                 self.numbers.append(number)
                 self.groups.append(row.group)
-                self.apart.append(row.apart if number == row.update else 0)
                 self.ends.append(end)
                 self.us.append(us)
                 self.core.append(core)
@@ -74,7 +71,7 @@ class Series:
         return self._part(slice(updates))
 
     def _part(self, of: slice) -> Series:
-        columns = self.numbers[of], self.ends[of], self.us[of], self.core[of], self.groups[of], self.apart[of]
+        columns = self.numbers[of], self.ends[of], self.us[of], self.core[of], self.groups[of]
         return Series(self.life, *columns, self.dropped)
 
     def own(self) -> list[float]:

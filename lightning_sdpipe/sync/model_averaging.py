@@ -6,14 +6,8 @@ Algorithm 2.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
-from lightning_sdpipe import meter
 from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.moving import Mover, finish
@@ -23,9 +17,6 @@ from lightning_sdpipe.sync.mover_choice import Begin, mover_among_groups
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
 
-_COORDINATES = 2**16
-"""Number of coordinates by which models are compared, at least where there are so many."""
-_FARTHEST = 1e12
 _REMEMBERED = 100
 """Number of groups over which the inequality of weights is averaged."""
 
@@ -98,11 +89,8 @@ class ModelAveraging(Synchronizer):
             if self._late is not None:
                 self._late.begin(tensors, group)
             else:
-                before = _sample(tensors) if members > 1 and _is_looked_at(group) else None
                 waited += finish(self._mover.start(tensors, group))
                 self._let_copies_follow(members)
-                if before is not None:
-                    meter.current().apart = apart(before, _sample(tensors))
             self._weigh(group)
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
 
@@ -132,26 +120,6 @@ class ModelAveraging(Synchronizer):
         self._groups = min(self._groups + 1, _REMEMBERED)
         inequality = len(group.weights) * sum(weight**2 for weight in group.weights)
         self._inequality += (inequality - self._inequality) / self._groups
-
-
-def apart(own: Tensor, mean: Tensor) -> int:
-    """Return the distance of ``own`` from ``mean`` in millionths of the mean's norm; 0 if that is not a number."""
-    norms = torch.stack([(own - mean).norm(), mean.norm()]).tolist()
-    share = norms[0] / norms[1] if norms[1] else 0.0
-    return round(min(1e6 * share, _FARTHEST)) if math.isfinite(share) else 0
-
-
-def _is_looked_at(group: Group) -> bool:
-    """Return whether models are compared in this group: in one of eight, but not in every eighth, since turns repeat
-    themselves."""
-    return group.sequence * 2654435761 % 2**32 < 2**29  # Knuth's multiplicative hash
-
-
-def _sample(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy of coordinates that are spread over ``tensors``."""
-    flat = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
-    step = max(1, sum(map(len, flat)) // _COORDINATES)
-    return torch.cat([tensor[::step].float() for tensor in flat]) if flat else torch.zeros(1)
 
 
 class LateAveraging(ModelAveraging):

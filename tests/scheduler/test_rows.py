@@ -19,7 +19,6 @@ from lightning_sdpipe.scheduler.rows import MOST, About, Chunk, NewRows, UpdateR
 from lightning_sdpipe.scheduler.server import row_desk
 from lightning_sdpipe.scheduler.server.outbox import Outbox
 from lightning_sdpipe.scheduler.server.row_desk import RowDesk, RowRing
-from lightning_sdpipe.seeing.recording import Series
 from tests.scheduler.rows import one_row, rows
 
 A, B = Worker(0, 0), Worker(0, 1)
@@ -63,18 +62,6 @@ def test_updates_that_come_faster_share_a_row_and_sums_stay_exact() -> None:
     assert sum(row.us[0] for row in taken.rows) == sum(range(1000))
     assert taken.rows[-1].update == 999
     assert taken.dropped == 0
-
-
-def test_how_far_apart_a_model_was_stays_with_the_last_update_of_a_row() -> None:
-    buffer = RowBuffer(clock=lambda: 0)
-    for number in range(MOST + 1):
-        buffer.add(number, of_meter(1)._replace(apart=7 * (number in (1, 4))))
-    taken = buffer.take()
-    assert taken is not None
-    assert [(row.update, row.apart) for row in taken.rows[:3]] == [(1, 7), (3, 0), (5, 7)]
-    series = Series(1)
-    series.add(Chunk(A, 1, 0.0, taken.rows))
-    assert series.apart[:6] == [0, 7, 0, 0, 0, 7]
 
 
 def test_what_cannot_share_a_row_is_dropped_and_counted() -> None:

@@ -7,11 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sdpipe import meter
 from lightning_sdpipe.exchange.buckets import flatten
 from lightning_sdpipe.sync import PartialReduce
 from lightning_sdpipe.sync.methods import method_of
-from lightning_sdpipe.sync.model_averaging import apart
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -43,15 +41,12 @@ def take_turns(rank: int, decay: float | None) -> tuple[list[Tensor], list[float
         sync = method.build(Replica(client, groups, flatten([parameter]), [], [parameter], limit()))
         rendezvous = Rendezvous(sync)
         rendezvous.join()
-        for number, turn in enumerate(TURNS):
+        for turn in TURNS:
             if rank in turn:
                 sync.announce(iteration)
                 assert sync.shares_next
                 assert not sync.announced, "the scheduler was told before the step"
-                own, meter.current().apart = parameter.detach().clone(), 0
                 sync.synchronise()
-                looked = number in (0, 5)  # one group in eight, spread by its number
-                assert meter.current().apart == looked * apart(own.float(), parameter.detach().float())
                 models.append(parameter.detach().clone())
                 counts.append(sync.models_averaged)
                 iteration += 1
@@ -86,9 +81,3 @@ def test_constant_weights_leave_the_mean_where_it_is() -> None:
     assert not torch.allclose(after, before)
     drift = (after.mean(0) - before.mean(0)).abs().max() / before.abs().max()
     assert drift <= 1e-15
-
-
-def test_how_far_a_model_is_from_the_mean_of_its_group() -> None:
-    assert apart(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0])) == 1_333_333
-    assert apart(torch.ones(2), torch.zeros(2)) == 0
-    assert apart(torch.tensor([torch.nan]), torch.ones(1)) == 0

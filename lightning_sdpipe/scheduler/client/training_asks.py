@@ -269,7 +269,7 @@ class RowBuffer:
         heartbeat carries."""
         if len(self._rows) >= MOST:
             self._halve()
-        self._rows.append((UpdateRow(update, 1, row.us, row.core, group, row.apart), row.ended, row.follows))
+        self._rows.append((UpdateRow(update, 1, row.us, row.core, group), row.ended, row.follows))
         return len(self._rows) == MOST
 
     def take(self) -> NewRows | None:
@@ -291,8 +291,7 @@ class RowBuffer:
             if alone and follows:
                 before, _, followed = halved[-1]
                 us = tuple(a + b for a, b in zip(before.us, row.us, strict=True))
-                far = row.apart or before.apart
-                both = UpdateRow(row.update, before.count + row.count, us, before.core + row.core, apart=far)
+                both = UpdateRow(row.update, before.count + row.count, us, before.core + row.core)
                 halved[-1] = both, ended, followed
                 alone = False
             else:

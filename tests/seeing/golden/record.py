@@ -18,8 +18,8 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_sdpipe import AllReduce, RunMetrics, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.heterogeneity import Delays, Heterogeneity, Static
@@ -32,9 +32,6 @@ SLOW = Worker(0, 1)
 FACTOR = 1.6
 UPDATES = 112
 STAGES = PIPELINES = 2
-DRIFTING_UPDATES = 200
-DRIFTS = {"drifting": 2, "alike": None}
-"""Which of four replicas does."""
 LARGE, LARGE_SLOW, LARGE_UPDATES = 4, Worker(2, 1), 136
 
 
@@ -91,33 +88,6 @@ class Chain(EmulatedChain):
         self.blocks = nn.Sequential(*[EmulatedBlock(forward, 2 * forward) for forward in forwards])
 
 
-class Drifting(L.LightningModule):
-    """One of four replicas trains with a loss that is 30 times as large, if one is ``odd``."""
-
-    def __init__(self, odd: int | None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.odd = odd
-        self.net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        time.sleep(0.02)
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        return loss * (30 if self.global_rank == self.odd else 1)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.05)
-
-
-def drift(directory: Path, odd: int | None) -> None:
-    """As :func:`train`."""
-    draws = torch.Generator().manual_seed(1)
-    samples = torch.randn(4 * DRIFTING_UPDATES * 8, 64, generator=draws)
-    labels = (samples @ torch.randn(64, 10, generator=draws)).argmax(1)
-    strategy = SDPipeStrategy(1, SemiDecentralized(), log_dir=directory, start_method="fork")
-    trainer(directory, strategy, 4).fit(Drifting(odd), DataLoader(TensorDataset(samples, labels), 8))
-
-
 def train(directory: Path, scene: Scene) -> None:
     """Leaves ``scheduler.jsonl`` in ``directory``."""
     size = len(scene.blocks)
@@ -147,13 +117,10 @@ def trainer(directory: Path, strategy: SDPipeStrategy, devices: int) -> L.Traine
 def main(directory: Path, names: Sequence[str]) -> None:
     """A log for each scene."""
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
-    for name in names or [*SCENES, *DRIFTS]:
-        if name in DRIFTS:
-            drift(directory, DRIFTS[name])
-        else:
-            train(directory, SCENES[name])
+    for name in names or SCENES:
+        train(directory, SCENES[name])
         log = directory / "scheduler.jsonl"
-        if name in DRIFTS or len(SCENES[name].blocks) == LARGE:
+        if len(SCENES[name].blocks) == LARGE:
             (directory / f"{name}.jsonl.gz").write_bytes(gzip.compress(log.read_bytes(), mtime=0))
             log.unlink()
         else:
