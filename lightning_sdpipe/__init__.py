@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from lightning_sdpipe.exchange.payloads import Full as Full
     from lightning_sdpipe.exchange.payloads import Half as Half
     from lightning_sdpipe.exchange.payloads import OneBit as OneBit
-    from lightning_sdpipe.exchange.payloads import TopK as TopK
     from lightning_sdpipe.loop.weight_averaging import SDPipeWeightAveraging as SDPipeWeightAveraging
     from lightning_sdpipe.partition.pipeline_cut import Balanced as Balanced
     from lightning_sdpipe.seeing.callback import RunMetrics as RunMetrics
@@ -45,7 +44,6 @@ _HOMES = {
     "Full": "lightning_sdpipe.exchange.payloads",
     "Half": "lightning_sdpipe.exchange.payloads",
     "OneBit": "lightning_sdpipe.exchange.payloads",
-    "TopK": "lightning_sdpipe.exchange.payloads",
     "Balanced": "lightning_sdpipe.partition.pipeline_cut",
     "RunMetrics": "lightning_sdpipe.seeing.callback",
     "SDPipeStrategy": "lightning_sdpipe.strategy",

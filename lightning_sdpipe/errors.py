@@ -80,6 +80,7 @@ LEFT = {
     "staleness": "leave it out, since the groups of the last rounds connect all pipelines anyway, or use "
     "PHDPSGD(staleness=8), which bounds the age of models",
     "seating": "leave it out, since large groups are split by turns",
+    "top_k": 'use "one_bit", which sends a bit per value with error feedback',
     "sharded": "leave it out, since meetings move whole models",
 }
 """Names that the package once had, and what to do without them."""

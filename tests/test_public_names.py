@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PUBLIC = {
     "lightning_sdpipe": (
         *("SDPipeStrategy", "SDPipeWeightAveraging", "RunMetrics", "ConfigurationError", "Balanced", "Exchange"),
-        *("Full", "Half", "EightBit", "OneBit", "TopK"),
+        *("Full", "Half", "EightBit", "OneBit"),
         *("ADPSGD", "AllReduce", "Decentralized", "DiLoCo", "HetPipe", "LocalSGD", "NoSync", "ParameterServer"),
         *("PHDPSGD", "PartialReduce", "SemiDecentralized"),
     ),
@@ -25,7 +25,7 @@ PUBLIC = {
     "lightning_sdpipe.sync.model_averaging": ("ModelAveraging",),
     "lightning_sdpipe.sync.synchronizer": ("Synchronizer",),
     "lightning_sdpipe.optim": ("FrozenVariance", "VarianceCorrection"),
-    "lightning_sdpipe.exchange.payloads": ("EightBit", "ErrorFeedback", "Full", "Half", "OneBit", "Payload", "TopK"),
+    "lightning_sdpipe.exchange.payloads": ("EightBit", "ErrorFeedback", "Full", "Half", "OneBit", "Payload"),
     "lightning_sdpipe.exchange.moving": ("Mover", "Pending", "finish", "pieces_of", "tag_of"),
     "lightning_sdpipe.exchange.transfers": ("begin",),
     "lightning_sdpipe.policies": (

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
-from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, TopK
+from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit
 from lightning_sdpipe.exchange.payloads.payload import Payload
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.decentralized import Decentralized
@@ -264,5 +264,5 @@ def _needs(payload: Payload) -> Iterator[Needs]:
                 yield "feedback"
         case _:
             yield "differences"
-            if isinstance(payload, OneBit | TopK):
+            if isinstance(payload, OneBit):
                 yield "few_bits"

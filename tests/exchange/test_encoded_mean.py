@@ -14,7 +14,7 @@ from lightning_sdpipe.exchange import encoded_mean, moving, transfers
 from lightning_sdpipe.exchange.codec import Codec, Members, owned
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean, _by_host
 from lightning_sdpipe.exchange.moving import finish
-from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload, TopK
+from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload
 from lightning_sdpipe.exchange.references import CommonModel, CommonReference, OwnReference
 from tests.exchange.test_group_mean import group, values
 from tests.exchange.threads import Crew, one_thread, together
@@ -154,7 +154,6 @@ PAYLOADS = [
     EightBit(64, "stochastic"),
     EightBit(64, feedback=True),
     OneBit(64),
-    TopK(0.3),
 ]
 
 
@@ -312,7 +311,7 @@ def test_bytes_are_those_of_the_specification(crew: Crew, payload: Payload, monk
 
 
 def test_what_has_no_common_reference_is_refused() -> None:
-    for payload in (OneBit(), TopK(0.1), EightBit(feedback=True)):
+    for payload in (OneBit(), EightBit(feedback=True)):
         with pytest.raises(ConfigurationError, match="needs a common reference"):
             OwnReference(payload)
 

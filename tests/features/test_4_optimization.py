@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe import AllReduce, Exchange, SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
-from lightning_sdpipe.exchange.payloads import TopK
+from lightning_sdpipe.exchange.payloads import OneBit
 from lightning_sdpipe.worker.training import Training
 from tests.features.running import (
     Regression,
@@ -121,7 +121,7 @@ def _left_out(directory: Path) -> list[tuple[dict[str, Tensor], float]]:
     found = []
     for interval in (2, 1000):
         plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 64.0, growth_interval=interval))
-        strategy = SDPipeStrategy(2, AllReduce(), exchange=Exchange(TopK(0.3)), schedule="pipedream")
+        strategy = SDPipeStrategy(2, AllReduce(), exchange=Exchange(OneBit(block=8)), schedule="pipedream")
         model = Regression(lr=0.02)
         pipelines(directory, strategy, plugins=[plugin]).fit(model, train_loader())
         assert plugin.scaler is not None

@@ -68,7 +68,7 @@ def test_every_option_instantiates(options: list[str], tmp_path: Path) -> None:
 
 def _with(option: str, directory: Path) -> list[str]:
     """What options need besides: a placement, or members that know the same."""
-    if option in ("exchange=one_bit", "exchange=top_k"):
+    if option == "exchange=one_bit":
         return ["sync=all_reduce"]
     if option not in ("placement=file", "partition=placed"):
         return []

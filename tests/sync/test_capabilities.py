@@ -21,7 +21,7 @@ import pytest
 from lightning_sdpipe import SDPipeStrategy, sync
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
-from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, TopK
+from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit
 from lightning_sdpipe.policies.policy import Policy, PolicyConfig
 from lightning_sdpipe.sync import (
     ADPSGD,
@@ -100,7 +100,6 @@ PAYLOADS = {
     "`EightBit`": EightBit(),
     "`EightBit(feedback=True)`": EightBit(feedback=True),
     "`OneBit`": OneBit(),
-    "`TopK`": TopK(0.5),
     "momentum": OneBit(momentum=0.9, after=100),
 }
 

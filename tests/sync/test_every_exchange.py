@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange, Hierarchy, Overlap
-from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload, TopK
+from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload
 from lightning_sdpipe.sync import (
     ADPSGD,
     PHDPSGD,
@@ -60,7 +60,6 @@ PAYLOADS: list[Payload] = [
     OneBit(block=64),
     OneBit(block=64, after=2),
     OneBit(block=64, momentum=0.9, after=2),
-    TopK(0.5),
 ]
 PRODUCT = [
     (sync, Exchange(payload, overlap, hierarchy, **({"interval": 0.0} if overlap == "free" else {})))
@@ -144,7 +143,7 @@ def tolerance(sync: Any, exchange: Exchange) -> float:
         return 0.9  # it does not keep the mean
     if isinstance(sync, DiLoCo) and sync.delay and exchange.overlap == "none":
         return 0.9  # what is trained while a mean travels is lost
-    if isinstance(payload, OneBit | TopK):
+    if isinstance(payload, OneBit):
         return 0.9  # of which a model that has not moved has 1
     common = isinstance(sync, AllReduce | LocalSGD | DiLoCo) or getattr(sync, "peers", "") == "ring"
     if isinstance(payload, Full) or not common:

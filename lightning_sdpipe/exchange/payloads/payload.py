@@ -33,7 +33,7 @@ class Payload(ABC):
 
     Where a value is not finite, nothing of its block is finite for any receiver, and the residual stays as it was.
     Scratch memory is at most three pieces of float32, which together take 3 MiB on processors and 48 MiB on GPUs; twice
-    that for float64, and for :class:`TopK` as much as the message besides.
+    that for float64.
     """
 
     feedback: bool = False

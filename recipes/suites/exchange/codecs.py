@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, Modulo, OneBit, Payload, TopK
+from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, Modulo, OneBit, Payload
 from recipes.suites.processes import run_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 
@@ -23,7 +23,6 @@ PAYLOADS: dict[str, Payload] = {
     "eight_bit": EightBit(),
     "stochastic": EightBit(rounding="stochastic"),
     "one_bit": OneBit(),
-    "top_k": TopK(0.01),
 }
 GOALS = {"eight_bit encode": 7.0, "eight_bit decode": 5.0, "stochastic encode": 10.0, "one_bit encode": 10.0}
 

@@ -23,14 +23,12 @@ from lightning_sdpipe.exchange.payloads import (
     Modulo,
     OneBit,
     Payload,
-    TopK,
-    few_bits,
 )
 from lightning_sdpipe.exchange.payloads import payload as base
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 
 BLOCK = 16
-BLOCKED: tuple[Payload, ...] = (EightBit(BLOCK), EightBit(BLOCK, rounding="stochastic"), OneBit(BLOCK), TopK(0.25))
+BLOCKED: tuple[Payload, ...] = (EightBit(BLOCK), EightBit(BLOCK, rounding="stochastic"), OneBit(BLOCK))
 PAYLOADS: tuple[Payload, ...] = (Full(), Half(), Half("bfloat16"), *BLOCKED)
 SIZES = (0, 1, 7, 8, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 3)
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -49,7 +47,6 @@ def short_pieces() -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "CPU_PIECE", 2 * BLOCK)
         patch.setattr(base, "DEVICE_PIECE", 3 * BLOCK)
-        patch.setattr(few_bits, "SEGMENT", BLOCK)
         yield
 
 
@@ -209,7 +206,7 @@ def test_nothing_longer_than_a_piece_or_a_message_is_made(payload: Payload | Mod
             payload.encode(x, message, residual)
             payload.decode(message, x, 0.5)
     piece, header = 8 * 2 * BLOCK, 8 * blocks
-    assert 0 < allocated.longest <= (message.numel() if isinstance(payload, TopK) else max(piece, header))
+    assert 0 < allocated.longest <= (max(piece, header))
     assert allocated.longest < x.numel() * dtype.itemsize
 
 
@@ -233,9 +230,6 @@ def test_refuses_what_cannot_be_averaged(payload: Payload, dtype: torch.dtype) -
         (lambda: OneBit(after=1.5), "after=1.5"),
         (lambda: OneBit(momentum=1.0, after=10), "momentum=1.0.*below 1"),
         (lambda: OneBit(momentum=0.9), "after=0.*from 1 with momentum=0.9.*momentum=0"),
-        (lambda: TopK(0.0), "density=0.0.*0.01"),
-        (lambda: TopK(1.5), "density=1.5"),
-        (lambda: TopK(float("nan")), "density=nan"),
     ],
 )
 def test_refuses_values_when_they_are_made(make: Callable[[], Payload], message: str) -> None:
