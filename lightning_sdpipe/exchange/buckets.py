@@ -29,23 +29,34 @@ class FlatBucket:
         """Parameters in order, with tied ones."""
         return [t for p in self.parameters for t in (p, *self.tied.get(p, ())) if isinstance(t, nn.Parameter)]
 
-    def check(self) -> None:
-        """Raise RuntimeError if a parameter no longer is a view of the buffer, which averaging would then miss."""
-        offset = self.buffer.data_ptr()
-        for parameter in self.parameters:
-            same = [parameter, *(tensor for tensor in self.tied.get(parameter, ()) if isinstance(tensor, nn.Parameter))]
-            if parameter.numel() and any(tensor.data_ptr() != offset for tensor in same):
+    def check(self, take_back: bool = False) -> None:
+        """Raise RuntimeError if a parameter no longer is a view of the buffer, which averaging would then miss. With
+        ``take_back``, one that has been given other memory (``p.data = ...``) is moved into the buffer again, with its
+        new values, unless other tensors were to lie in the same memory."""
+        lengths = [p.numel() * (2 if p.is_complex() else 1) for p in self.parameters]
+        start = 0
+        for parameter, length in zip(self.parameters, lengths, strict=True):
+            place = self.buffer[start : start + length]
+            start += length
+            tied = [tensor for tensor in self.tied.get(parameter, ()) if isinstance(tensor, nn.Parameter)]
+            if length == 0 or all(tensor.data_ptr() == place.data_ptr() for tensor in (parameter, *tied)):
+                continue
+            kind = place.dtype.to_complex() if parameter.is_complex() else place.dtype
+            fits = (parameter.dtype, parameter.device) == (kind, place.device) and sum(lengths) == len(self.buffer)
+            if tied or not take_back or not fits:
                 raise RuntimeError(
                     f"A parameter of shape {tuple(parameter.shape)} was given other memory after set-up (an assignment "
                     "to .data, or .to()), so it cannot be averaged. Change parameters in place instead."
                 )
-            offset += parameter.numel() * parameter.element_size()
+            pairs = torch.view_as_complex(place.view(-1, 2)) if parameter.is_complex() else place
+            parameter.data = pairs.view(parameter.shape).copy_(parameter.data)
 
 
-def tensors_of(buckets: Sequence[FlatBucket]) -> list[Tensor]:
-    """Check each bucket (:meth:`FlatBucket.check`) and return the buffers, which an exchange moves."""
+def tensors_of(buckets: Sequence[FlatBucket], beside: bool = False) -> list[Tensor]:
+    """Check each bucket (:meth:`FlatBucket.check`) and return the buffers, which an exchange moves. Unless that goes on
+    ``beside`` training and would be lost, parameters that have other memory are taken back into them."""
     for bucket in buckets:
-        bucket.check()
+        bucket.check(take_back=not beside)
     return [bucket.buffer for bucket in buckets]
 
 

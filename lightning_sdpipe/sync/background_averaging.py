@@ -207,7 +207,7 @@ class FreeAveraging(Synchronizer):
         if group is None:
             return
         self._asked = False
-        self._beside.begin(tensors_of(self.replica.exchanged), group)
+        self._beside.begin(tensors_of(self.replica.exchanged, beside=True), group)
         if not self._beside.is_under_way:  # no other member was there
             self._due = time.monotonic() + self.replica.exchange.interval
 

@@ -84,7 +84,7 @@ class ModelAveraging(Synchronizer):
                 group = self.replica.client.group()
             self.announced = False
             waited += time.perf_counter() - asked
-            tensors = tensors_of(self.replica.exchanged)
+            tensors = tensors_of(self.replica.exchanged, beside=self._late is not None)
             members = len(group.members)
             if self._late is not None:
                 self._late.begin(tensors, group)

@@ -268,6 +268,6 @@ class StaleSynchronous(Synchronizer):
     def _changes(self) -> list[Tensor]:
         changes = []
         for bucket, before in zip(self.replica.exchanged, self._pulled, strict=True):
-            bucket.check()
+            bucket.check(take_back=True)
             changes.append((bucket.buffer - before).cpu())
         return changes
