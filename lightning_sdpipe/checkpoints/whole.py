@@ -42,28 +42,13 @@ def gather_module_state(module: nn.Module, ownership: Ownership, groups: Process
     state, entries = _state(module, ownership, stage)
     if pipeline != pipeline_of_zero:
         return state
-    transfers = []
-    more: dict[int, dict[str, Any]] = {}  # by stage, entries other than parameters and buffers
-    for name, entry in entries.items():
-        if stage_of_zero in entry.owners:
-            continue
-        source = groups.mesh.rank(entry.owners[0], pipeline)
-        if not entry.is_weight:
-            more.setdefault(entry.owners[0], {})[name] = state[name]
-        elif groups.rank == source:
-            transfers.append(p2p.send([state[name]], 0, groups.pipeline, _TAG, "rank 0"))
-        elif groups.rank == 0:
-            whole = torch.empty(state[name].shape, dtype=state[name].dtype)
-            transfers.append(p2p.receive([whole], source, groups.pipeline, _TAG, f"rank {source}"))
-            state[name] = whole
-    for transfer in transfers:
-        transfer.wait()
-    if groups.rank == 0:
-        for source in (groups.mesh.rank(other, pipeline) for other in sorted(more)):
-            data = p2p.receive_bytes(source, groups.pipeline, _TAG, f"rank {source}")
-            state |= torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    elif stage in more:
-        p2p.send_bytes(_packed(more[stage]), 0, groups.pipeline, _TAG, "rank 0").wait()
+    others = {n: state[n] for n, entry in entries.items() if stage_of_zero not in entry.owners}
+    if groups.rank != 0:
+        _send({n: value for n, value in others.items() if entries[n].owners[0] == stage}, groups)
+        return state
+    for source in groups.mesh.pipeline_ranks(pipeline):
+        if source != 0:
+            state |= _receive(source, groups)
     return state
 
 
@@ -159,7 +144,7 @@ def _entries(module: nn.Module, ownership: Ownership, state: Mapping[str, Any]) 
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     names = {id(tensor): name for name, tensor in tensors}
     weights = {
-        name: ownership.stages[names[id(value)]]
+        name: ownership.owners(names[id(value)])
         for name, value in module.state_dict(keep_vars=True).items()
         if id(value) in names
     }
@@ -335,11 +320,13 @@ class OptimizerParts:
         if groups.rank != 0:
             foreign = {i: s for i, s in local.items() if stage_of_zero not in self._owners.get(i, (stage_of_zero,))}
             mine = {i: s for i, s in foreign.items() if self._owners[i][0] == stage}
-            _send_states(mine, groups)
+            values = {(place, key): _as_python(v) for place, state in mine.items() for key, v in state.items()}
+            _send(values, groups, "optimizer's state", "the optimizer")
             return {}
         for source in groups.mesh.pipeline_ranks(pipeline):
             if source != 0:
-                local |= _receive_states(source, groups)
+                for (place, key), value in _receive(source, groups).items():
+                    local.setdefault(place, {})[key] = value
         state = {place: local[place] for place in self._owners if place in local}
         return {"state": state | local, "param_groups": self._packed(optimizer)}
 
@@ -367,29 +354,26 @@ class OptimizerParts:
         optimizer.load_state_dict({"state": state, "param_groups": packed})
 
 
-def _send_states(states: Mapping[int, Mapping[str, Any]], groups: ProcessGroups) -> None:
-    values = {(place, key): _as_python(value) for place, state in states.items() for key, value in state.items()}
-    shapes = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in values.items()}
-    header = _packed(shapes, "optimizer's state", "the optimizer")
-    p2p.send_bytes(header, 0, groups.pipeline, _TAG, "rank 0").wait()
-    tensors = [value for value in values.values() if isinstance(value, Tensor)]
-    p2p.send(tensors, 0, groups.pipeline, _TAG, "rank 0").wait()
-
-
 def _as_python(value: Any) -> Any:
     """Return a number of numpy as one of Python, which is unpacked without running code."""
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _receive_states(source: int, groups: ProcessGroups) -> dict[int, dict[str, Any]]:
+def _send(values: Mapping[Any, Any], groups: ProcessGroups, *described: str) -> None:
+    """Send ``values`` to rank 0, the shapes of tensors with them: a forward may have assigned a buffer of another one;
+    ``described`` is as for :func:`_packed`."""
+    dense = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.layout is torch.strided}
+    header = {name: value.to("meta") if name in dense else value for name, value in values.items()}
+    p2p.send_bytes(_packed(header, *described), 0, groups.pipeline, _TAG, "rank 0").wait()
+    p2p.send([*dense.values()], 0, groups.pipeline, _TAG, "rank 0").wait()
+
+
+def _receive(source: int, groups: ProcessGroups) -> dict[Any, Any]:
     peer = f"rank {source}"
-    states: dict[int, dict[str, Any]] = {}
-    tensors: list[Tensor] = []
-    header = torch.load(io.BytesIO(p2p.receive_bytes(source, groups.pipeline, _TAG, peer)), weights_only=True)
-    for (place, key), value in header.items():
-        if isinstance(value, Tensor) and value.is_meta:
-            value = torch.empty_like(value, device="cpu")
-            tensors.append(value)
-        states.setdefault(place, {})[key] = value
-    p2p.receive(tensors, source, groups.pipeline, _TAG, peer).wait()
-    return states
+    values: dict[Any, Any] = torch.load(
+        io.BytesIO(p2p.receive_bytes(source, groups.pipeline, _TAG, peer)), weights_only=True
+    )
+    of_meta = [name for name, value in values.items() if isinstance(value, Tensor) and value.is_meta]
+    values |= {name: torch.empty_like(values[name], device="cpu") for name in of_meta}
+    p2p.receive([values[name] for name in of_meta], source, groups.pipeline, _TAG, peer).wait()
+    return values

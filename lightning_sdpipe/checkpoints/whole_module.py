@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe.p2p import waiting_for
-from lightning_sdpipe.partition.ownership import Ownership, become, replace_data
+from lightning_sdpipe.partition.ownership import Ownership, become, buffers_now, replace_data
 from lightning_sdpipe.partition.placeholder import attributes_of
 from lightning_sdpipe.partition.same_memory import held_together
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -25,6 +26,16 @@ def to_cpu(module: nn.Module) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if not (tensor.is_meta or tensor.is_cpu):
             replace_data(tensor, tensor.data.cpu())
+
+
+def make_room(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give the buffers of ``module`` the shapes that they have in ``state``, its own one, where forwards have assigned
+    others."""
+    for path, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            given = state.get(f"{path}.{name}".lstrip("."))
+            if isinstance(given, Tensor) and (buffer is None or buffer.shape != given.shape):
+                part._buffers[name] = torch.empty_like(given, device=None if buffer is None else buffer.device)
 
 
 def tie_again(module: nn.Module, ownership: Ownership) -> None:
@@ -47,28 +58,37 @@ def make_whole(module: nn.Module, ownership: Ownership, groups: ProcessGroups, k
     """
     mesh = groups.mesh
     stage, pipeline = mesh.locate(groups.rank)
-    slots: dict[int, list[tuple[dict[str, Any], str, str]]] = {}  # of each tensor: where it is, and its whole name
-    for path, part in module.named_modules():
+    slots: dict[int, list[tuple[dict[str, Any], str]]] = {}  # of each tensor: where it is
+    for part in module.modules():
         for slot in (part._parameters, part._buffers):
             for name, value in slot.items():
-                if value is not None:
-                    slots.setdefault(id(value), []).append((slot, name, f"{path}.{name}".lstrip(".")))
-    for places in slots.values():
-        slot, name, whole_name = places[0]
-        tensor: Tensor = slot[name]
-        owners = ownership.stages[whole_name]
-        value = tensor.detach().clone() if stage in owners else torch.empty(tensor.shape, dtype=tensor.dtype)
-        if len(owners) < mesh.depth(pipeline) or not isinstance(tensor, nn.Parameter):
+                slots.setdefault(id(value), []).append((slot, name))
+    now = buffers_now(module, ownership, groups)
+    for whole_name in (*(name for name, _ in module.named_parameters()), *now):
+        inside, _, name = whole_name.rpartition(".")
+        part = module.get_submodule(inside)
+        own_slot: dict[str, Any] = part._buffers if whole_name in now else part._parameters
+        tensor: Tensor | None = own_slot.get(name)
+        like = now.get(whole_name, tensor)
+        assert like is not None
+        owners = ownership.owners(whole_name)
+        is_here = tensor is not None and stage in owners and (tensor.shape, tensor.dtype) == (like.shape, like.dtype)
+        held = tensor if is_here else None
+        value = torch.empty(like.shape, dtype=like.dtype) if held is None else held.detach().clone()
+        if len(owners) < mesh.depth(pipeline) or whole_name in now:
             # the last one's, since buffers outside of blocks are up to date where the step runs to its end
             with waiting_for(groups.pipeline, "bringing the module together"):
                 dist.broadcast(value, mesh.rank(owners[-1], pipeline), group=groups.pipeline)
         if not keep:
             continue
-        if stage in owners:
-            tensor.data = value  # the same object: users may hold it in their own lists
+        if held is not None and not held.is_inference():
+            held.data = value  # the same object: users may hold it in their own lists
             continue
         new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        if tensor is None:
+            own_slot[name] = new
+            continue
         vars(new).update(attributes_of(tensor))
         new = become(tensor, new)
-        for slot, name, _ in places:
-            slot[name] = new
+        for each, name in slots[id(tensor)]:
+            each[name] = new

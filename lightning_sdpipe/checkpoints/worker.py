@@ -42,6 +42,10 @@ class Checkpoints:
         self._optimizer: whole.OptimizerParts | None = None
         self._writer: DistributedWriter | None = None
 
+    def holds(self, name: str) -> bool:
+        """Return whether this worker holds the parameter or buffer ``name``."""
+        return self._stage in self._ownership.owners(name)
+
     def take_part_of(self, optimizer: Optimizer) -> None:
         """Drop the parameters of other stages from the optimizer of the whole module, and remember their places."""
         self._optimizer = whole.OptimizerParts(optimizer, self._module, self._ownership, self._stage)

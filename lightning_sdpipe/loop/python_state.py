@@ -30,6 +30,7 @@ from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE
 from lightning_sdpipe.lightning_results import is_metric, metrics_of, pack_metrics, unpack_metrics
 from lightning_sdpipe.loop.user_hooks import StandIn, is_gathered
 from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.partition.placeholder import Placeholder
 from lightning_sdpipe.partition.python_values import GENERATORS, LARGEST, NotPackedError, is_of_the_user, pack, unpack
 from lightning_sdpipe.topology.groups import ProcessGroups
 
@@ -338,7 +339,7 @@ def _digest(value: Any) -> int | None:
     a process's own (``id(parameter)``)."""
     if not _is_data(value):
         return None
-    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
+    if isinstance(value, Tensor) and value.layout is torch.strided and not isinstance(value, Placeholder):
         value = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return crc32(np.ascontiguousarray(value).tobytes())
@@ -351,7 +352,7 @@ def _digest(value: Any) -> int | None:
 def _print(value: Any) -> Any:
     """Return a print of the value, which differs when the value has changed."""
     if isinstance(value, Tensor):
-        plain = value.layout is torch.strided and not value.is_meta
+        plain = value.layout is torch.strided and not isinstance(value, Placeholder)
         return id(value), value._version, str(value.detach().sum().item()) if plain else ""
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return str(value.dtype), value.shape, crc32(np.ascontiguousarray(value).tobytes())

@@ -118,7 +118,7 @@ class SDPipeWeightAveraging(Callback):
             )
         device = self._device or trainer.strategy.root_device
         average = AveragedModel(nn.Module(), device, self._avg_fn, self._multi_avg_fn, self._use_buffers)
-        held = _held(pl_module)
+        held = self._held(pl_module)
         copies = _flat_copies(list(_tensors(held)), device)
         for (name, _), copy in zip(held.named_parameters(), copies, strict=False):
             average.module.register_parameter(name, nn.Parameter(copy, requires_grad=False))
@@ -135,12 +135,12 @@ class SDPipeWeightAveraging(Callback):
     ) -> None:
         for step in range(self._steps, trainer.global_step):
             if self.should_update(step_idx=step):
-                self._averaged.update_parameters(_held(pl_module))
+                self._averaged.update_parameters(self._held(pl_module))
         self._steps = trainer.global_step
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.should_update(epoch_idx=trainer.current_epoch):
-            self._averaged.update_parameters(_held(pl_module))
+            self._averaged.update_parameters(self._held(pl_module))
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._average is not None:
@@ -194,7 +194,17 @@ class SDPipeWeightAveraging(Callback):
     def _pairs(self, module: LightningModule) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of this stage's tensors: the average, and the present value."""
         averages = [tensor.detach() for tensor in _tensors(self._averaged.module)]
-        return list(zip(averages, _tensors(_held(module)), strict=True))
+        return list(zip(averages, _tensors(self._held(module)), strict=True))
+
+    def _held(self, module: LightningModule) -> nn.Module:
+        """Return what this worker holds of ``module``, as a module of its own."""
+        assert self._states is not None
+        held = nn.Module()
+        for number, parameter in enumerate(p for p in module.parameters() if not p.is_meta):
+            held.register_parameter(f"parameter{number}", parameter)
+        for number, buffer in enumerate(b for name, b in module.named_buffers() if self._states.holds(name)):
+            held.register_buffer(f"buffer{number}", buffer)
+        return held
 
     def _swap(self, module: LightningModule) -> None:
         for average, current in self._pairs(module):
@@ -219,16 +229,6 @@ def averaging_of(callbacks: Sequence[Callback]) -> SDPipeWeightAveraging | None:
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(), module.buffers())
-
-
-def _held(module: nn.Module) -> nn.Module:
-    """Return what this worker holds of ``module``, as a module of its own."""
-    held = nn.Module()
-    for number, parameter in enumerate(p for p in module.parameters() if not p.is_meta):
-        held.register_parameter(f"parameter{number}", parameter)
-    for number, buffer in enumerate(b for b in module.buffers() if not b.is_meta):
-        held.register_buffer(f"buffer{number}", buffer)
-    return held
 
 
 def _flat_copies(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

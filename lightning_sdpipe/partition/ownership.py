@@ -9,9 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_sdpipe import p2p
+from lightning_sdpipe.exchange.held_buffers import contiguous
 from lightning_sdpipe.lightning_internals import note_device
 from lightning_sdpipe.partition.placeholder import WeightElsewhere
 from lightning_sdpipe.partition.same_memory import SameMemory, same_memory
+from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class Ownership:
         parts = name.split(".")
         paths = (".".join(parts[:depth]) for depth in range(1, len(parts)))
         return next((self.blocks[path] for path in paths if path in self.blocks), self.num_stages - 1)
+
+    def owners(self, name: str) -> tuple[int, ...]:
+        """Return the stages that hold the tensor ``name``; one that the module has got since is where its module
+        runs."""
+        return self.stages.get(name) or (self.stage_of(name),)
 
     def givers(self, other: Ownership, stage: int) -> list[int]:
         """Return the stages from which a ``stage`` of a pipeline with the ownership ``other`` gets all that it holds:
@@ -81,12 +89,29 @@ def assign_owners(
         parts = name.split(".")
         blocks = (".".join(parts[:depth]) for depth in range(1, len(parts)))
         stage = next((stage_of_block[path] for path in blocks if path in stage_of_block), None)
-        owners.setdefault(id(tensor), set()).update(everywhere if stage is None else {stage})
+        stays = tensor.layout is not torch.strided  # a sparse buffer has no placeholder
+        owners.setdefault(id(tensor), set()).update(everywhere if stage is None or stays else {stage})
         owners[id(tensor)].update(number % num_workers for number in (readers or {}).get(name, ()))
     for names in memory.parameters:
         together = [id(module.get_parameter(name)) for name in names]
         owners |= dict.fromkeys(together, set().union(*(owners[one] for one in together)))
     return Ownership({name: tuple(sorted(owners[id(tensor)])) for name, tensor in named}, memory, stage_of_block)
+
+
+def buffers_now(module: nn.Module, ownership: Ownership, groups: ProcessGroups) -> dict[str, Tensor]:
+    """Return, for each buffer of ``module``, a tensor on ``meta`` of the shape and type that it has on the last stage
+    that holds it: a forward may assign another one. All stages of a pipeline must call it, and get the same."""
+    found: dict[str, Tensor] = {}
+    stage, pipeline = groups.mesh.locate(groups.rank)
+    for number, rank in enumerate(groups.mesh.pipeline_ranks(pipeline)):
+        mine = [
+            (name, list(buffer.shape), str(buffer.dtype).removeprefix("torch."))
+            for name, buffer in (module.named_buffers() if number == stage else ())
+            if ownership.owners(name)[-1] == stage and buffer.layout is torch.strided
+        ]
+        for name, shape, dtype in p2p.broadcast_value(mine, rank, groups.pipeline):
+            found[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+    return found
 
 
 def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch.device) -> None:
@@ -130,8 +155,8 @@ def move_the_rest(module: nn.Module, device: torch.device) -> None:
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    if not isinstance(tensor, nn.Parameter) and not tensor.is_contiguous():
-        tensor.data = tensor.data.contiguous()  # transposed or expanded: it is averaged as it lies
+    if not isinstance(tensor, nn.Parameter):
+        contiguous(tensor)
     if tensor.device == device:
         return tensor
     if not isinstance(tensor, nn.Parameter):

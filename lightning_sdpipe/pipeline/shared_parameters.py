@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.p2p import waiting_for
-from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.partition.ownership import Ownership, buffers_now
 from lightning_sdpipe.pipeline.gradients import hooked
 from lightning_sdpipe.pipeline.late_sums import LateSum
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -97,13 +97,19 @@ class SharedParameters:
                     dist.broadcast(parameter.data, copies.ranks[0], group=copies.group)
 
     def make_buffers_equal(self, device: torch.device) -> None:
-        """Give every copy of a buffer, on ``device``, the value of the last stage that holds it. All stages must call
-        it."""
+        """Give every copy of a buffer, on ``device``, the shape and the value of the last stage that holds it. All
+        stages must call it."""
         ranks = self._groups.mesh.pipeline_ranks(self._groups.mesh.locate(self._groups.rank)[1])
-        for name, buffer in self._module.named_buffers():
-            owners = self._ownership.stages[name]
+        for name, now in buffers_now(self._module, self._ownership, self._groups).items():
+            owners = self._ownership.owners(name)
             if len(owners) > 1:
-                held = buffer if self._stage in owners else torch.empty_like(buffer, device=device)
+                path, _, own = name.rpartition(".")
+                buffers = self._module.get_submodule(path)._buffers
+                held = buffers[own] if self._stage in owners else None
+                if held is None or (held.shape, held.dtype) != (now.shape, now.dtype):
+                    held = torch.empty_like(now, device=device)
+                    if self._stage in owners:
+                        buffers[own] = held
                 value = torch.view_as_real(held) if held.is_complex() else held
                 with waiting_for(self._groups.pipeline, "handing on buffers"):
                     dist.broadcast(value, ranks[owners[-1]], group=self._groups.pipeline)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
 from lightning_sdpipe.exchange.collectives import average_all
 from lightning_sdpipe.exchange.moving import Mover, Pending
@@ -210,7 +213,7 @@ class Replica:
         if self.sections is None:
             return [HeldPart(self.parameters, self.buffers)]
         return [
-            HeldPart([b for b in self.parameters if b.section == number], self.sections.buffers.get(number, ()))
+            HeldPart([b for b in self.parameters if b.section == number], self.sections.buffers[number])
             for number in self.sections.numbers
         ]
 
@@ -237,6 +240,7 @@ class Replica:
     def average_buffers(self) -> None:
         """Average the buffers in the same way."""
         for part in self.parts:
+            refuse_unlike(part.buffers, partial(average_all, replicas=part.among))
             average_all(part.buffers, part.among)
         if self.shared is not None:
             self.shared.make_buffers_equal(self.device)
@@ -252,6 +256,22 @@ class Replica:
 def averaged(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:
     """Return the ``buckets`` that a full average makes equal: all but frozen integers."""
     return [bucket for bucket in buckets if bucket.trains or torch.is_floating_point(bucket.buffer)]
+
+
+def refuse_unlike(buffers: Sequence[Tensor], average: Callable[[Sequence[Tensor]], None]) -> None:
+    """Raise ConfigurationError unless the replicas, among which ``average`` gives all the largest of integers, have
+    buffers of the same shapes: a forward may assign others."""
+    if not buffers:
+        return
+    described = str(buffers)
+    mine = crc32(described.encode())
+    least_and_most = torch.tensor([-mine, mine], device=buffers[0].device)
+    average([least_and_most])
+    if least_and_most.tolist() != [-mine, mine]:
+        raise ConfigurationError(
+            "The buffers of the module do not have the same shapes on all pipelines, so they cannot be averaged. Here "
+            f"{described}. Give a buffer a shape in the forward that does not depend on the batch."
+        )
 
 
 class Synchronizer:
@@ -367,6 +387,7 @@ class Synchronizer:
     def average_buffers(self) -> None:
         """Make buffers and averages of the weights equal, as :meth:`make_parameters_equal` does parameters."""
         if self.replica.sections is None:
+            refuse_unlike(self.replica.buffers, self.replica.average)
             self.replica.average([*self.replica.buffers, *self.replica.averages])
         else:
             self.replica.average_buffers()

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.held_buffers import HeldBuffers
 from lightning_sdpipe.exchange.sectioned import OwnSections
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.loop.freezing import Freezing
@@ -42,7 +42,7 @@ class Assembled:
     runners: Sequence[StageRunner]  # those of its stages, in order
     pipeline: Pipeline
     freezing: Freezing  # records which of its parameters train
-    buffers: Sequence[Tensor]
+    buffers: HeldBuffers
     delays: DelayInjector
     sections: Sections | None = None
     """Sections of the chain, if pipelines are cut unlike."""
@@ -98,7 +98,7 @@ def assemble(
     keep_only(module, ownership, worker, device)
     move_the_rest(module, device)
     parameters = [p for p in module.parameters() if not p.is_meta]
-    buffers = [torch.view_as_real(b) if b.is_complex() else b for b in module.buffers() if not b.is_meta]
+    buffers = HeldBuffers(module, lambda name: worker in ownership.owners(name))
     late = {name for own in ownerships for _, name in own.shared_parameters(module)}  # complete when all owners are
     names = {id(p): name for name, p in module.named_parameters()}
     backwards = parameters[::-1]
@@ -112,11 +112,11 @@ def assemble(
             dist.broadcast(tensor, min(groups.mesh.stage_ranks(worker)), group=groups.stage)
         shared.make_buffers_equal(device)
     else:
-        own_sections = _open_sections(module, sections, groups, options)
+        own_sections = _open_sections(module, sections, ownerships, groups, options)
         freezing = Freezing(module, in_order, groups, together, own_sections.parameters)
         for number, replicas in own_sections.replicas.items():
             held = [bucket.buffer for bucket in freezing.buckets if bucket.section == number]
-            for tensor in (*held, *own_sections.buffers.get(number, ())):
+            for tensor in (*held, *own_sections.buffers[number]):
                 dist.broadcast(tensor, group=replicas.group, group_src=replicas.ranks[0])
         shared.make_equal()
         shared.make_buffers_equal(device)
@@ -150,7 +150,13 @@ def assemble(
     return Assembled(*parts, sections, own_sections, copies)
 
 
-def _open_sections(module: LightningModule, sections: Sections, groups: ProcessGroups, options: Options) -> OwnSections:
+def _open_sections(
+    module: LightningModule,
+    sections: Sections,
+    ownerships: Sequence[Ownership],
+    groups: ProcessGroups,
+    options: Options,
+) -> OwnSections:
     """Open a process group for each section, two if a thread averages beside training, and none in an elastic job;
     return what this worker holds of the sections that it averages."""
     stage, pipeline = groups.mesh.locate(groups.rank)
@@ -168,10 +174,11 @@ def _open_sections(module: LightningModule, sections: Sections, groups: ProcessG
         for name, parameter in module.named_parameters()
         if (number := sections.parameters[name]) in owners
     }
-    buffers: dict[int, list[Tensor]] = {}
-    for name, buffer in module.named_buffers():
-        if (number := sections.buffers[name]) in owners:
-            buffers.setdefault(number, []).append(torch.view_as_real(buffer) if buffer.is_complex() else buffer)
+
+    def is_of(number: int, name: str) -> bool:
+        return sections.owners[number] == tuple(own.owners(name)[-1] for own in ownerships)
+
+    buffers = {number: HeldBuffers(module, partial(is_of, number)) for number in owners}
     return OwnSections(replicas, parameters, buffers, beside, owners if elastic else {})
 
 

@@ -35,6 +35,9 @@ class Half(L.LightningModule):
     def load_module(self, state: Any, strict: bool) -> None:
         self.load_state_dict({name: value for name, value in state.items() if name != "turned"}, strict=strict)
 
+    def holds(self, name: str) -> bool:
+        return not self.get_buffer(name).is_meta
+
     def held(self) -> list[Tensor]:
         return [tensor for tensor in (*self.parameters(), *self.buffers()) if not tensor.is_meta]
 

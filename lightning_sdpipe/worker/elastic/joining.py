@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import Store
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import lightning_internals
+from lightning_sdpipe.checkpoints.whole_module import make_room
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.buckets import tensors_of
@@ -242,6 +243,7 @@ class Fit:
         self.source.load(own["turns"])
         self.training.begin_at(own["updates"])
         leader.adopt(self.trainer, own["names"])
+        make_room(self.trainer.lightning_module, state["state_dict"])
         lightning_internals.resume_from_state(self.trainer, state)
 
     def go_on_from_file(self, path: str) -> None:

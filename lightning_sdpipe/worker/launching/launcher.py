@@ -22,7 +22,7 @@ from lightning.pytorch import Trainer
 
 import __main__
 from lightning_sdpipe import openmp
-from lightning_sdpipe.checkpoints.whole_module import is_whole
+from lightning_sdpipe.checkpoints.whole_module import is_whole, make_room
 from lightning_sdpipe.errors import LOST_CONNECTION, ConfigurationError, WorkerFailedError
 from lightning_sdpipe.lightning_internals import (
     ChildProcessObserver,
@@ -291,6 +291,11 @@ class WholeModelLauncher(MultiProcessingLauncher):
         if not is_whole(module):  # a part of the module is nothing to bring home
             module.__dict__["state_dict"] = dict
         return super()._collect_rank_zero_results(trainer, results)
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
+        register: Any = trainer.lightning_module.register_load_state_dict_pre_hook
+        with register(lambda module, state, *_: make_room(module, state)):
+            super()._recover_results_in_main_process(worker_output, trainer)
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         return {**super().get_extra_results(trainer), "costs": strategy_of(self).costs()}
