@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -23,7 +24,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_sdpipe import SDPipeStrategy, SDPipeWeightAveraging, openmp
+from lightning_sdpipe.policies import registry
 from lightning_sdpipe.scheduler.credentials import write_keys
+from lightning_sdpipe.scheduler.log.event_log import read_log
 from lightning_sdpipe.worker.phases import Phase
 from tests.namespaces import Machine
 from tests.patience import limit, until
@@ -199,6 +202,7 @@ class Job:
             depth = run.depth(self.pipeline)
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": depth, "LOCAL_WORLD_SIZE": depth}
             place: dict[str, object] = {"SDPIPE_PIPELINE": self.pipeline, "SDPIPE_SCHEDULER": run.address, **world}
+            place["SDPIPE_POLICY_FILE"] = run.policy
             place["GLOO_SOCKET_IFNAME"] = "lo"  # as sdpipe run sets it
             if run.machines:
                 machine = run.machines[self.pipeline]
@@ -247,8 +251,8 @@ class Job:
 
 class ElasticRun:
     """A run in ``directory``, whose scheduler is a process of its own: on this machine, or each pipeline on one of
-    ``machines``, the scheduler on that of the number ``center``, and encrypted. ``num_stages`` may list those of each
-    pipeline."""
+    ``machines``, the scheduler on that of the number ``center``, and encrypted. As under ``sdpipe run``, it begins when
+    the first worker has written down the policy of the script. ``num_stages`` may list those of each pipeline."""
 
     def __init__(
         self,
@@ -264,7 +268,9 @@ class ElasticRun:
         self.num_stages = num_stages if isinstance(num_stages, int) else max(num_stages)
         self.machines, self.center = machines, center
         self.address = f"tcp://{machines[center].address if machines else '127.0.0.1'}:{free_port()}"
-        self._options = ["--journal", str(directory / "journal"), *options]
+        self.policy, self._log = directory / "policy.json", directory / "events.jsonl"
+        files = {"--journal": directory / "journal", "--policy-file": self.policy, "--log": self._log}
+        self._options = [*(str(word) for pair in files.items() for word in pair), *options]
         if machines:
             write_keys(directory / "keys")
             self._options += ["--key-file", str(directory / "keys/scheduler.key")]
@@ -277,7 +283,8 @@ class ElasticRun:
         if self.depths:
             mesh[1] = ",".join(map(str, self.depths))
         with open(self.directory / "scheduler.txt", "a") as output:
-            command = [sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", *mesh, *self._options]
+            waits = ["sh", "-c", 'until [ -e "$0" ]; do sleep 0.2; done; exec "$@"', str(self.policy)]
+            command = [*waits, sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", *mesh, *self._options]
             if self.machines:
                 command = ["ip", "netns", "exec", self.machines[self.center].name, *command]
             self.scheduler = subprocess.Popen(command, stdout=output, stderr=output)
@@ -318,6 +325,14 @@ class ElasticRun:
         texts = [self.directory / "scheduler.txt", self.directory / "output.txt"]
         codes = [f"pipeline {job.pipeline}: exit codes by rank {job.ended_with()}" for job in self.jobs]
         return "\n".join([*(text.read_text()[-20000:] for text in texts if text.exists()), *codes])
+
+    def check_policy(self, **options: Any) -> None:
+        """That all groups were made by that of the script's options."""
+        deciding = [each for each in read_log(self._log) if any(entry.decisions for entry in each.entries)]
+        policies = [registry.from_plain(record.beginning.policy) for record in deciding]
+        with mock.patch.dict(os.environ, {"SDPIPE_PIPELINE": "0", "SDPIPE_SCHEDULER": self.address}):
+            method = SDPipeStrategy(**options).options.method
+        assert policies == [getattr(method, "elastic_policy", method.policy)], policies
 
     def trained(self) -> dict[int, Counter[int]]:
         """How often each sample was trained in each epoch, by all."""

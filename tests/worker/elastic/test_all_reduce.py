@@ -162,8 +162,7 @@ def check(run: ElasticRun, pipelines: list[int], weight_of_each: int = BATCH) ->
 def test_one_is_killed_in_a_round_and_comes_back(
     tmp_path: Path, num_stages: int, phase: str, exchange: Exchange
 ) -> None:
-    options = "--start-pipelines", "3", "--policy", "all_present"
-    with elastic_run(tmp_path, num_stages, 3, *options) as run:
+    with elastic_run(tmp_path, num_stages, 3, "--start-pipelines", "3") as run:
         for pipeline in range(3):
             fault = Fault(phase, 12) if pipeline == 2 else None
             run.start(pipeline, partial(train, tmp_path, num_stages, fault, exchange))
@@ -175,12 +174,13 @@ def test_one_is_killed_in_a_round_and_comes_back(
         codes = run.finish()
         assert set(codes) == {0, 1, 2}
         assert {code for each in codes.values() for code in each} == {0}, run.said()
+        run.check_policy(sync=AllReduce())
         check(run, [0, 1, 2], BATCH if exchange.is_full else 1)
         check_that_replicas_were_equal(run, [0, 1, 2])
 
 
 def test_one_that_breaks_off_gets_the_mean_of_encoded_gradients_from_another(tmp_path: Path) -> None:
-    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2", "--policy", "all_present") as run:
+    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2") as run:
         for pipeline in range(2):
             fault = Fault("breaks", 12) if pipeline == 1 else None
             run.start(pipeline, partial(train, tmp_path, 1, fault, Exchange(EightBit(block=8, feedback=True))))

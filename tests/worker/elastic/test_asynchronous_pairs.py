@@ -22,7 +22,7 @@ from lightning_sdpipe.worker.elastic.replica import DroppedPairs
 from tests.worker.elastic.jobs import Diary, ElasticRun, elastic_run, fit
 from tests.worker.elastic.test_runs import SAMPLES, check_that_nothing_is_lost, check_that_replicas_were_equal
 
-POLICY = ["--policy", "ad_psgd", "--set", "asynchronous=true"]
+SYNC = ADPSGD(asynchronous=True)
 pytestmark = pytest.mark.distributed
 
 
@@ -57,7 +57,7 @@ class Exchanges(Callback):
 
 
 def train(directory: Path, exchange: Exchange, role: str = "") -> None:
-    options = {"sync": ADPSGD(asynchronous=True), "exchange": exchange}
+    options = {"sync": SYNC, "exchange": exchange}
     fit(directory, SAMPLES, options, more=[Exchanges(role, 8)])
 
 
@@ -89,7 +89,7 @@ def check_exchanges(run: ElasticRun) -> None:
 def test_one_is_killed_amid_an_exchange_and_comes_back_and_one_is_told_to_leave(
     tmp_path: Path, exchange: Exchange, role: str
 ) -> None:
-    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3", *POLICY) as run:
+    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3") as run:
         for pipeline in range(3):
             run.start(pipeline, partial(train, tmp_path, exchange, role if pipeline == 2 else ""))
         run.wait(lambda: run.jobs[2].ended(), "the death of pipeline 2")
@@ -103,6 +103,7 @@ def test_one_is_killed_amid_an_exchange_and_comes_back_and_one_is_told_to_leave(
         run.wait_for_turns([0, 2], 4)
         codes = run.finish()
         assert codes == {0: [0], 1: [143], 2: [0]}, run.said()
+        run.check_policy(sync=SYNC)
         check_that_nothing_is_lost(run)
         check_that_replicas_were_equal(run, [0, 1, 2])
         check_exchanges(run)

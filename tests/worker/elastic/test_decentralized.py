@@ -56,8 +56,7 @@ def train(directory: Path, sync: Decentralized, exchange: Exchange, num_stages: 
 def test_one_is_killed_in_an_exchange_and_comes_back(
     tmp_path: Path, sync: Decentralized, exchange: Exchange, num_stages: int
 ) -> None:
-    options = "--start-pipelines", "4", "--policy", "present_peers", "--set", f'peers="{sync.peers}"'
-    with elastic_run(tmp_path, num_stages, 4, *options, "--set", f"every={sync.every}") as run:
+    with elastic_run(tmp_path, num_stages, 4, "--start-pipelines", "4") as run:
         for pipeline in range(4):
             run.start(pipeline, partial(train, tmp_path, sync, exchange, num_stages, dies=pipeline == 3))
         run.wait(lambda: run.jobs[3].ended(), "the death of pipeline 3")
@@ -68,6 +67,7 @@ def test_one_is_killed_in_an_exchange_and_comes_back(
         codes = run.finish()
         assert set(codes) == {0, 1, 2, 3}
         assert {code for each in codes.values() for code in each} == {0}, run.said()
+        run.check_policy(sync=sync)
         check_that_replicas_were_equal(run, [0, 1, 2, 3])
         check_that_nothing_is_lost(run)
         assert _others(run.rows(3)[-1]) > 1, "it has averaged with others"

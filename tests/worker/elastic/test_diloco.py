@@ -118,7 +118,7 @@ def check_that_what_died_is_trained_by_others(run: ElasticRun, died: int) -> Non
     ids=["all by machines and samples", "quorum in eight bits beside the next steps", "plain means in one bit"],
 )
 def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, sync: Any, exchange: Exchange, phase: str) -> None:
-    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3", "--policy", "outer_rounds") as run:
+    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3") as run:
         for pipeline in range(3):
             run.start(pipeline, partial(train, tmp_path, sync, exchange, phase if pipeline == 2 else ""))
         run.wait(lambda: run.jobs[2].ended(), "the death of pipeline 2")
@@ -129,6 +129,7 @@ def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, sync: Any, exch
         codes = run.finish()
         assert set(codes) == {0, 1, 2}
         assert {code for each in codes.values() for code in each} == {0}, run.said()
+        run.check_policy(sync=sync, exchange=exchange)
         assert check(run, [0, 1, 2]) > 4
         if phase == "made":
             check_that_what_died_is_trained_by_others(run, 2)
@@ -184,7 +185,7 @@ def train_in_groups(directory: Path, sync: DiLoCo, dies: bool = False) -> None:
 
 def test_one_is_killed_in_a_round_of_a_group_and_comes_back(tmp_path: Path) -> None:
     sync = DiLoCo(every=4, group=PartialReduce())
-    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3", "--policy", "partial_reduce") as run:
+    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3") as run:
         for pipeline in range(3):
             run.start(pipeline, partial(train_in_groups, tmp_path, sync, pipeline == 2))
         run.wait(lambda: run.jobs[2].ended(), "the death of pipeline 2")
@@ -195,5 +196,6 @@ def test_one_is_killed_in_a_round_of_a_group_and_comes_back(tmp_path: Path) -> N
         codes = run.finish()
         assert set(codes) == {0, 1, 2}
         assert {code for each in codes.values() for code in each} == {0}, run.said()
+        run.check_policy(sync=sync)
         check_that_what_died_is_trained_by_others(run, 2)
         check_that_replicas_were_equal(run, [0, 1, 2])

@@ -46,9 +46,7 @@ def train(directory: Path, options: dict[str, Any], dies_in: int = 0) -> None:
 def test_one_is_killed_in_an_average_and_the_others_go_on_without_a_pause(tmp_path: Path, num_stages: int) -> None:
     exchange = Exchange(overlap="free", interval=0.02)
     work = partial(train, tmp_path, {"sync": LocalSGD(every=1), "exchange": exchange, "num_stages": num_stages})
-    with elastic_run(
-        tmp_path, num_stages, 3, "--start-pipelines", "3", "--policy", "local_sgd", "--set", "every=1"
-    ) as run:
+    with elastic_run(tmp_path, num_stages, 3, "--start-pipelines", "3") as run:
         for pipeline in range(3):
             run.start(pipeline, partial(work, dies_in=10 if pipeline == 2 else 0))
         run.wait(lambda: run.jobs[2].ended(), "the death of pipeline 2")
@@ -59,6 +57,7 @@ def test_one_is_killed_in_an_average_and_the_others_go_on_without_a_pause(tmp_pa
         run.wait_for_turns([2], 16)
         codes = run.finish()
         assert codes == dict.fromkeys(range(3), [0] * num_stages), run.said()
+        run.check_policy(sync=LocalSGD(every=1))
         check_that_nothing_is_lost(run)
         check_that_replicas_were_equal(run, [0, 1, 2])
         for survivor in (0, 1):

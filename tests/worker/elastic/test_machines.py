@@ -80,8 +80,9 @@ def lose_and_regain(run: ElasticRun, work: Any, machines: str, back_on: str, die
 
 def test_survivors_exchange_again_by_the_machines_that_are_left(tmp_path: Path) -> None:
     work = partial(train, tmp_path, sync=LocalSGD(every=1), exchange=Exchange(hierarchy="hosts"))
-    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3", "--policy", "local_sgd", "--set", "every=1") as run:
+    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3") as run:
         lose_and_regain(run, work, "aab", "a", dies_in=20)
+        run.check_policy(sync=LocalSGD(every=1))
         (rows,) = run.rows(0)
         machines = [[tuple(each) for each in row["hosts"]] for row in rows if "hosts" in row]
         assert machines[:3] == [[(0, "a"), (1, "a"), (2, "b")], [(0, "a"), (1, "a")], [(0, "a"), (1, "a"), (2, "a")]]

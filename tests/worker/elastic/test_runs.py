@@ -85,6 +85,7 @@ def test_one_is_killed_and_comes_back(tmp_path: Path, sync: Any, exchange: Excha
         run.wait_for_turns([2], 12)
         codes = run.finish()
         assert codes == {0: [0], 1: [0], 2: [0]}, run.said()
+        run.check_policy(sync=sync)
         check_that_nothing_is_lost(run)
         check_that_replicas_were_equal(run, [0, 1, 2])
         for survivor in (0, 1):
