@@ -1,7 +1,6 @@
-"""Bottlenecks of a run where no worker is slow: stalls, links, loading, a bad cut, and enforced groups.
+"""Bottlenecks of a run where no worker is slow: stalls, links, exchanges, loading, and a bad cut.
 
-The functions are pure. All examine the newest :data:`RECENT` updates of each worker, and say nothing of fewer than
-:data:`LEAST`.
+The functions are pure. All examine the newest updates of each worker (:func:`~lightning_sdpipe.seeing.finding.recent`).
 """
 
 from __future__ import annotations
@@ -11,13 +10,25 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lightning_sdpipe.meter import DATA, GC, OWN, PHASES, SEND, WAIT_GROUP
+from lightning_sdpipe.meter import DATA, GC, OWN, PHASES, SEND
 from lightning_sdpipe.policies.decisions import Reason
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, Meeting, costs, meetings, severity, stood_still
+from lightning_sdpipe.seeing.finding import (
+    SCHEDULES,
+    Advice,
+    Charge,
+    Finding,
+    Meeting,
+    bound,
+    costs,
+    meetings,
+    recent,
+    severity,
+    stood_still,
+    update_time,
+)
 from lightning_sdpipe.seeing.recording import Recording, Series
 
-RECENT, LEAST = 192, 64
 STALLS, MANY_STALLS = 0.10, 0.30
 """Shares of own time: from the first one on stalls are reported, and from the second on they exceed what a shared
 machine causes."""
@@ -25,9 +36,6 @@ MEETINGS = 16
 """Least number of meetings by which a link is judged."""
 SLOW_LINK, OF_ITS_UPDATE = 1.5, 0.05
 EXCHANGE_BOUND, DATA_BOUND, UNBALANCED = 0.10, 0.05, 1.03
-ENFORCED, FOR_ENFORCED = 0.30, 0.05
-FLUSHES = ("1f1b", "gpipe")
-"""Schedules for which the time of an update follows from the times of the stages."""
 NOT_HELD = {"", Reason.EVERYBODY_CAME, Reason.MATCHED}
 """Reasons of groups that the scheduler did not hold back: the last member waits for nothing but the exchange."""
 
@@ -40,13 +48,7 @@ def bottlenecks(recording: Recording, slow: bool) -> list[Finding]:
     met = meetings(seen)
     found = [] if slow else stalling(seen)
     found += slow_link(seen, met) + exchange_bound(seen, met) + data_bound(seen)
-    return found + unbalanced_cut(seen) + enforced_often(seen, met)
-
-
-def recent(recording: Recording) -> Recording:
-    """Return the newest updates of workers that have reported enough."""
-    enough = {worker: series.newest(RECENT) for worker, series in recording.series.items() if len(series) >= LEAST}
-    return replace(recording, series=enough)
+    return found + unbalanced_cut(seen)
 
 
 def stalling(seen: Recording) -> list[Finding]:
@@ -103,9 +105,9 @@ def _wait_less(seen: Recording) -> tuple[Advice, ...]:
         if seen.policy.get("window") == "auto":
             return ()
         python = 'SDPipeStrategy(sync=SemiDecentralized(window="auto"))'
-        return (Advice("wait as long as is worth it for those that stall", python, "sync.window=auto"),)
+        return (Advice("wait as long as is worth it for those that stall", python, "sync.window=auto", bound(seen)),)
     python = 'SDPipeStrategy(sync="semi_decentralized")'
-    return (Advice("let the others go on without those that stall", python, "sync=semi_decentralized"),)
+    return (Advice("let the others go on without those that stall", python, "sync=semi_decentralized", bound(seen)),)
 
 
 class _Stalls:
@@ -181,6 +183,7 @@ def exchange_bound(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
                 "exchange while the next batch is computed",
                 'SDPipeStrategy(exchange=Exchange(overlap="step"))',
                 "exchange=full exchange.overlap=step",
+                cost.gain,
             )
             advice: tuple[Advice, ...] = () if seen.policy.get("type") == "no_sync" else (overlap,)
             advice = (
@@ -214,15 +217,16 @@ def data_bound(seen: Recording) -> list[Finding]:
     """Find workers that wait for their batches."""
     loading = {worker: sum(us[DATA] for us in series.us) for worker, series in sorted(seen.series.items())}
     shares = {worker: us / _total([seen.series[worker]]) for worker, us in loading.items()}
-    bound = [worker for worker, share in shares.items() if share >= DATA_BOUND]
-    if not bound:
+    late = [worker for worker, share in shares.items() if share >= DATA_BOUND]
+    if not late:
         return []
-    cost = Charge(sum(loading[worker] for worker in bound) / _total(seen.series.values()))
-    share = statistics.median(shares[worker] for worker in bound)
-    text = f"{len(bound)} of {len(shares)} workers wait for batches, {share:.0%} of their time"
-    advice = _AGAINST_STALLS["data"]
+    cost = Charge(sum(loading[worker] for worker in late) / _total(seen.series.values()))
+    share = statistics.median(shares[worker] for worker in late)
+    text = f"{len(late)} of {len(shares)} workers wait for batches, {share:.0%} of their time"
+    (advice,) = _AGAINST_STALLS["data"]
     evidence = {"share": round(share, 3)}
-    return [Finding("data_bound", severity(cost), tuple(bound), _since(seen, bound), text, evidence, cost, advice)]
+    advice = replace(advice, gain=cost.gain)
+    return [Finding("data_bound", severity(cost), tuple(late), _since(seen, late), text, evidence, cost, (advice,))]
 
 
 def unbalanced_cut(seen: Recording) -> list[Finding]:
@@ -232,7 +236,7 @@ def unbalanced_cut(seen: Recording) -> list[Finding]:
     if len(schedules) != 1 or len(stages) != seen.num_stages or len(stages) < 2 or not seen.of_one_depth:
         return []
     ((schedule, micro_batches),) = schedules
-    if schedule not in (*FLUSHES, "pipedream"):
+    if schedule not in SCHEDULES:
         return []
     mean = statistics.fmean(stages)
     now, equal = (update_time(times, micro_batches, schedule) for times in (stages, [mean] * len(stages)))
@@ -244,7 +248,7 @@ def unbalanced_cut(seen: Recording) -> list[Finding]:
     evidence = {"update_ms": round(now / 1e3, 3), "update_ms_if_equal": round(equal / 1e3, 3)}
     workers = tuple(worker for worker in sorted(seen.series) if worker.stage == longest)
     python = 'SDPipeStrategy(partition="balanced")'
-    advice = (Advice("cut the model where measured times are equal", python, "partition=balanced"),)
+    advice = (Advice("cut the model where measured times are equal", python, "partition=balanced", cost.gain),)
     return [Finding("unbalanced_cut", severity(cost), workers, _since(seen, workers), text, evidence, cost, advice)]
 
 
@@ -256,44 +260,9 @@ def stage_times(seen: Recording) -> list[float]:
     return [statistics.median_low(own[stage]) for stage in sorted(own)]
 
 
-def update_time(stages: Sequence[float], micro_batches: int, schedule: str) -> float:
-    """Return the time of an update of a pipeline whose stages compute this long."""
-    if schedule == "pipedream":
-        return max(stages)
-    return (sum(stages) + (micro_batches - 1) * max(stages)) / micro_batches
-
-
-def enforced_often(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
-    """Find out whether groups are often held until they connect the stage, and that takes long."""
-    known = [(meeting, seen.reasons[group]) for meeting in met if (group := _sequence(seen, meeting)) in seen.reasons]
-    enforced = [meeting for meeting, reason in known if reason == Reason.ENFORCED]
-    if len(known) < MEETINGS or len(enforced) < ENFORCED * len(known):
-        return []
-    waits = sum(seen.series[worker].us[at][WAIT_GROUP] for meeting in enforced for worker, at in meeting)
-    cost = Charge(waits / _total(seen.series.values()))
-    if cost.stood < FOR_ENFORCED:
-        return []
-    rounds = seen.policy.get("connectivity")
-    python, override = "", ""
-    if isinstance(rounds, int):
-        python = f"SDPipeStrategy(sync=SemiDecentralized(connectivity={2 * rounds}))"
-        override = f"sync.connectivity={2 * rounds}"
-    advice = (Advice("enforce that all are connected over more rounds", python, override),)
-    share = len(enforced) / len(known)
-    text = f"{share:.0%} of groups are enforced"
-    workers = tuple(sorted({worker for meeting in enforced for worker, _ in meeting}))
-    evidence = {"share": round(share, 3)}
-    return [Finding("enforced_often", severity(cost), workers, _since(seen, workers), text, evidence, cost, advice)]
-
-
 def _transfer(seen: Recording, meeting: Meeting) -> float:
     """Return what the member that came last spent on the meeting."""
     return min(stood_still(seen, worker, at) for worker, at in meeting)
-
-
-def _sequence(seen: Recording, meeting: Meeting) -> int:
-    worker, at = meeting[0]
-    return seen.series[worker].groups[at]
 
 
 def _total(series: Iterable[Series]) -> float:

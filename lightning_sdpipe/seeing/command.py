@@ -15,9 +15,9 @@ from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.run_file import RunFile, running
 from lightning_sdpipe.seeing.detectors import findings
-from lightning_sdpipe.seeing.page import HEALTHY, exit_status, render, to_plain
-from lightning_sdpipe.seeing.recording import Recording, of_log, of_scheduler
-from lightning_sdpipe.seeing.what_if import advised
+from lightning_sdpipe.seeing.following import NEWEST, Follower
+from lightning_sdpipe.seeing.page import HEALTHY, exit_status, text, to_plain
+from lightning_sdpipe.seeing.recording import Recording, of_log
 
 _ELSEWHERE = 1.0
 """Seconds in which a scheduler of another host must answer to be shown."""
@@ -80,11 +80,9 @@ def _show(look: Look, options: argparse.Namespace) -> int:
         _watch(look, options.watch)
         return HEALTHY
     recording, status = look()
-    found = advised(recording, findings(recording))
-    if options.json:
-        print(json.dumps(to_plain(recording, status, found), allow_nan=False))
-    else:
-        print(render(recording, status, found))
+    found = findings(recording)
+    plain = to_plain(recording, status, found)
+    print(json.dumps(plain, allow_nan=False) if options.json else text(plain, status))
     return exit_status(found) if options.once else HEALTHY
 
 
@@ -96,7 +94,8 @@ def _look(options: argparse.Namespace) -> Look:
             f"there is no file {options.run}; give the log of a run, or a scheduler, as in tcp://10.0.0.1:5555"
         )
     address, keys = scheduler_of(options.run, options.key_file)
-    return lambda: of_scheduler(address, keys, options.timeout)
+    follower = Follower(address, keys, newest=NEWEST)
+    return lambda: follower.poll(options.timeout)
 
 
 def _watch(look: Look, seconds: float) -> None:
@@ -115,7 +114,7 @@ def _watch(look: Look, seconds: float) -> None:
 def _newest(recording: Recording, status: Status | None) -> str:
     """Return a page about the last updates, which takes tens of milliseconds to find."""
     series = {worker: series.newest(_WATCHED) for worker, series in recording.series.items()}
-    return render(replace(recording, series=series), status)
+    return text(to_plain(replace(recording, series=series), status), status)
 
 
 def scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, WorkerKeys | None]:

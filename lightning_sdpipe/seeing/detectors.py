@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from lightning_sdpipe.meter import OWN, PHASES
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.seeing.bottlenecks import bottlenecks
-from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, costs, severity
+from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, bound, costs, recent, severity
 from lightning_sdpipe.seeing.recording import Recording, Series
 
 
@@ -237,6 +237,7 @@ def _for_slow_ones(recording: Recording, slow: Sequence[_Slow]) -> tuple[Advice,
                 "let the others go on without it",
                 'SDPipeStrategy(sync="semi_decentralized")',
                 "sync=semi_decentralized",
+                bound(recent(recording)),
             ),
             Advice(
                 "give it fewer micro-batches",

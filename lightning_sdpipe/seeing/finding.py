@@ -16,7 +16,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_sdpipe.meter import EXCHANGE, FOR_NEIGHBOURS, OWN, WAIT_GROUP, WAIT_STAGE
 from lightning_sdpipe.policies.events import Worker
@@ -26,6 +26,10 @@ FOR_STAGES = (*FOR_NEIGHBOURS, WAIT_STAGE)
 Meeting = Sequence[tuple[Worker, int]]
 """Workers of a stage that met, each with the place of its update in its series."""
 
+SCHEDULES = ("1f1b", "gpipe", "pipedream")
+"""Schedules for which the time of an update follows from the times of the stages."""
+RECENT, LEAST = 192, 64
+"""Number of newest updates of each worker that are examined, and least number of which anything is said."""
 WARNING, CRITICAL = 0.03, 0.10
 """Shares of all workers' time for which they stood still because of a finding, from which on it is a warning, or
 critical."""
@@ -52,8 +56,8 @@ class Charge:
 @dataclass(frozen=True)
 class Advice:
     """Advice on a finding. ``python`` is what to write in a script, and ``override`` the same on the command line of
-    recipes/; both are empty where no argument does it. ``gain`` is the factor by which the run would have been faster;
-    None where it is unknown."""
+    recipes/; both are empty where no argument does it. ``gain`` is the largest factor by which the run would have been
+    faster; None where it is unknown."""
 
     text: str
     python: str = ""
@@ -84,6 +88,34 @@ def severity(cost: Charge | None) -> str:
     if cost is None or WARNING <= cost.stood < CRITICAL:
         return "warning"
     return "note" if cost.stood < WARNING else "critical"
+
+
+def recent(recording: Recording) -> Recording:
+    """Return the newest updates of workers that have reported enough."""
+    enough = {worker: series.newest(RECENT) for worker, series in recording.series.items() if len(series) >= LEAST}
+    return replace(recording, series=enough)
+
+
+def update_time(stages: Sequence[float], micro_batches: int, schedule: str) -> float:
+    """Return the time of an update of a pipeline whose stages compute this long; see :data:`SCHEDULES`."""
+    if schedule == "pipedream":
+        return max(stages)
+    return (sum(stages) + (micro_batches - 1) * max(stages)) / micro_batches
+
+
+def bound(recording: Recording) -> float | None:
+    """Return how many times as fast the run would be if no pipeline waited for another: the rates that follow from the
+    workers' own times over the measured ones. None where that is unknown."""
+    alone = measured = 0.0
+    for pipeline in {worker.pipeline for worker in recording.series}:
+        stages = [series for worker, series in sorted(recording.series.items()) if worker.pipeline == pipeline]
+        about = recording.about.get(Worker(0, pipeline))
+        if len(stages) > 1 and (about is None or about.schedule not in SCHEDULES):
+            return None
+        own = [statistics.fmean(series.own()) / 1e6 for series in stages]
+        alone += 1 / update_time(own, *((1, "") if about is None else (about.micro_batches, about.schedule)))
+        measured += len(stages[-1]) / stages[-1].seconds()
+    return round(alone / measured, 3) if measured else None
 
 
 def meetings(recording: Recording) -> list[Meeting]:

@@ -14,25 +14,11 @@ from lightning_sdpipe.scheduler.client.connection import ask
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.rows import Chunk
-from lightning_sdpipe.seeing.recording import Recording, Series, of_answers
+from lightning_sdpipe.seeing.recording import Recording, Series, add, of_answers
 
 KEPT = 1024
-
-
-class Totals:
-    """Totals of a worker over all its lives: the number of updates that it has reported, and the microseconds of each
-    phase."""
-
-    def __init__(self) -> None:
-        self.updates = 0
-        self.us = [0] * len(PHASES)
-
-    def add(self, chunk: Chunk) -> None:
-        """Add the rows of ``chunk``."""
-        for row in chunk.rows:
-            self.updates += row.count
-            for phase, us in enumerate(row.us):
-                self.us[phase] += us
+NEWEST = 256
+"""Number of newest chunks of each worker that suffice for one look: some minutes, or more where updates are slow."""
 
 
 class Follower:
@@ -42,16 +28,18 @@ class Follower:
         address: address of the scheduler.
         keys: keys that open it.
         kept: number of newest updates of each worker in which findings are looked for; up to twice as many are kept.
+        newest: number of newest chunks of each worker that are asked for at first; None for all.
     """
 
-    def __init__(self, address: str, keys: WorkerKeys | None, kept: int = KEPT) -> None:
-        self.address, self._keys, self._kept = address, keys, kept
-        self.totals: dict[Worker, Totals] = {}
+    def __init__(self, address: str, keys: WorkerKeys | None, kept: int = KEPT, newest: int | None = None) -> None:
+        self.address, self._keys, self._kept, self._newest = address, keys, kept, newest
+        self.totals: dict[Worker, list[int]] = {}
+        """Number of updates that a worker has reported over all its lives, and the microseconds of each phase."""
         self._series: dict[Worker, Series] = {}
-        self._next = 0
+        self._next: int | None = None
         self._lost = 0
 
-    def look(self, timeout: float) -> tuple[Recording, Status]:
+    def poll(self, timeout: float) -> tuple[Recording, Status]:
         """Return the present state of the run.
 
         Raises:
@@ -59,11 +47,12 @@ class Follower:
         """
         until = time.monotonic() + timeout
         status = ask(m.AskStatus(), m.StatusReply, self.address, credentials=self._keys, timeout=timeout).status
+        first = 0 if self._newest is None else -self._newest * max(1, len(status.workers()))
         while True:
             left = max(0.0, until - time.monotonic())
-            question = m.AskRows(self._next)
+            question = m.AskRows(first if self._next is None else self._next)
             reply = ask(question, m.RowsReply, self.address, credentials=self._keys, timeout=left)
-            if reply.next < self._next:  # the scheduler was started again
+            if self._next is not None and reply.next < self._next:  # the scheduler was started again
                 self._next = 0
                 continue
             if self._next:  # rows from before the first look are no loss
@@ -77,13 +66,12 @@ class Follower:
         return of_answers(status, reply, self._series, lost), status
 
     def _add(self, chunk: Chunk) -> None:
-        if any(len(row.us) != len(PHASES) for row in chunk.rows):
+        if not add(self._series, chunk):
             return
-        self.totals.setdefault(chunk.worker, Totals()).add(chunk)
-        series = self._series.get(chunk.worker)
-        if series is None or series.life != chunk.life:
-            series = self._series[chunk.worker] = Series(chunk.life)
-        series.add(chunk)
+        totals = self.totals.setdefault(chunk.worker, [0] * (1 + len(PHASES)))
+        for row in chunk.rows:
+            totals[:] = map(sum, zip(totals, (row.count, *row.us), strict=True))
+        series = self._series[chunk.worker]
         if len(series) >= 2 * self._kept:
             for column in fields(series):
                 values = getattr(series, column.name)

@@ -1,22 +1,24 @@
-"""Forms of a recording for people and machines: findings, a bar of phases for each worker, and the last line."""
+"""View of a run, :func:`to_plain`, of which all forms are made: JSON, text here, and the page of ``html.py``. And the
+last line of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from lightning_sdpipe.errors import SchedulerError
-from lightning_sdpipe.meter import PHASES
+from lightning_sdpipe.meter import OWN, PHASES
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
 from lightning_sdpipe.scheduler.log import status_page
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.seeing.detectors import abstains, findings
 from lightning_sdpipe.seeing.finding import Advice, Finding
-from lightning_sdpipe.seeing.recording import Recording, of_scheduler
-from lightning_sdpipe.seeing.what_if import with_gains
+from lightning_sdpipe.seeing.following import NEWEST, Follower
+from lightning_sdpipe.seeing.recording import Recording, Series
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the result of :func:`to_plain`; it grows where a key has gone, or has another meaning."""
 LAST_LINE_WITHIN = 1.0
 """Seconds in which a run prints its last line, or none."""
@@ -52,86 +54,72 @@ def exit_status(found: Sequence[Finding]) -> int:
     return next((status for severity, status in EXIT.items() if severity in severities), HEALTHY)
 
 
-def render(recording: Recording, status: Status | None, found: Sequence[Finding] | None = None) -> str:
-    """Return a page of text with the findings, which are looked for if ``found`` is not given."""
-    found, why = findings(recording) if found is None else found, abstains(recording)
-    lines = [line for finding in found if finding.severity != "note" for line in _lines(finding)]
-    if why is not None:
-        lines.append(f"slow?    {why}")
-    elif not lines:
-        lines.append("healthy  no worker is slower than its replicas")
-    lines += [line for finding in found if finding.severity == "note" for line in _lines(finding)]
-    lines += ["", *_bars(recording)]
-    if status is not None:
-        lines += ["", status_page.render(status), "", _CELL]
-    return "\n".join(lines)
-
-
-def said(finding: Finding) -> str:
-    """Return a finding and its cost as text for people."""
-    if finding.cost is None:
-        return finding.text
-    blamed = finding.kind in (*IN_ONE_LINE, "stalling")
-    return f"{finding.text}: {'others stood still' if blamed else 'it costs'} {100 * finding.cost.stood:.1f} %"
-
-
-def recommended(advice: Advice) -> str:
-    """Return an advice as text for people."""
-    gain = "" if advice.gain is None else f" ({advice.gain:.2f} × as fast)"
-    return advice.text + (f": {advice.python}" if advice.python else "") + gain
-
-
-def to_plain(recording: Recording, status: Status | None, found: Sequence[Finding] | None = None) -> dict[str, object]:
-    """Return plain values for JSON; see :func:`render`."""
-    rate = recording.samples_per_second()
-    plain: dict[str, object] = {} if status is None else status_page.to_plain(status)
+def to_plain(recording: Recording, status: Status | None, found: Sequence[Finding] | None = None) -> dict[str, Any]:
+    """Return the view of a run in plain values, for JSON and all other forms. Findings are looked for if ``found`` is
+    not given."""
+    found = findings(recording) if found is None else found
+    rate, why = recording.samples_per_second(), abstains(recording)
+    plain: dict[str, Any] = {} if status is None else status_page.to_plain(status)
     return plain | {
         "schema": SCHEMA,
+        "line": in_one_line(recording, found),
+        "healthy": why is None and all(finding.severity == "note" for finding in found),
         "findings": [
             {
                 "kind": finding.kind,
                 "severity": finding.severity,
                 "workers": [{"stage": worker.stage, "pipeline": worker.pipeline} for worker in finding.workers],
                 "seconds_ago": round(max(0.0, recording.now - finding.since), 3),
-                "text": finding.text,
+                "text": _said(finding),
                 "evidence": finding.evidence,
                 "cost": None if finding.cost is None else asdict(finding.cost),
-                "advice": [asdict(advice) for advice in finding.advice],
+                "advice": [asdict(advice) | {"text": _recommended(advice)} for advice in finding.advice],
             }
-            for finding in (findings(recording) if found is None else found)
+            for finding in found
         ],
-        "abstains": abstains(recording),
+        "abstains": why,
         "samples_per_second": None if rate is None else round(rate, 3),
         "updates": [_worker_to_plain(recording, worker) for worker in sorted(recording.series)],
     }
 
 
-def last_line(address: str, keys: WorkerKeys | None) -> str | None:
-    """Return rank 0's line at the end of a run; None if the scheduler does not answer soon."""
-    try:
-        recording, _ = of_scheduler(address, keys, LAST_LINE_WITHIN)
-    except SchedulerError:  # training has succeeded in any case
-        return None
-    return in_one_line(recording)
+def text(plain: dict[str, Any], status: Status | None) -> str:
+    """Return a page of text of the view ``plain``."""
+    grave, notes = (
+        [each for each in plain["findings"] if (each["severity"] == "note") is note] for note in (False, True)
+    )
+    lines = [line for finding in grave for line in _lines(finding)]
+    if plain["abstains"] is not None:
+        lines.append(f"slow?    {plain['abstains']}")
+    elif plain["healthy"]:
+        lines.append("healthy  no worker is slower than its replicas")
+    lines += [line for finding in notes for line in _lines(finding)]
+    lines += ["", *_bars(plain["updates"])]
+    if status is not None:
+        lines += ["", status_page.render(status), "", _CELL]
+    return "\n".join(lines)
 
 
-def in_one_line(recording: Recording) -> str:
-    """Return the run's speed, which worker was slow or what else held it up, and what to pass; further findings are
-    counted, and those of little cost left out."""
-    found = findings(recording)
-    named = [finding for finding in found if finding.kind in IN_ONE_LINE]
-    costly = [finding for finding in found if finding.severity != "note" and finding not in named[:1]]
-    shown, more = (named or costly)[:1], costly if named else costly[1:]
-    rate = recording.samples_per_second()
-    parts = [] if rate is None else [f"{_rounded(rate)} samples/s"]
-    if not named:
-        parts.append(abstains(recording) or "no worker was slower than its replicas")
-    for finding in shown:
-        advice = sorted(with_gains(recording, finding).advice, key=lambda each: -(each.gain or 0.0))
-        parts.append(" → ".join([said(finding), *map(recommended, advice[:1])]))
-    if more:
-        parts.append(f"{len(more)} more (log_dir= keeps a log, which sdpipe status reads)")
-    return "sdpipe: " + "; ".join(parts)
+def _lines(finding: dict[str, Any]) -> list[str]:
+    advice = [f"{'':9}→ {each['text']}" for each in finding["advice"]]
+    return [f"{finding['severity'].upper():9}{finding['text']}  [{finding['kind']}]", *advice]
+
+
+def _bars(workers: Sequence[dict[str, Any]]) -> list[str]:
+    if not workers:
+        return ["no worker has told of an update yet"]
+    rows = [["stage", "pipeline", "rank", "where", "updates", "ms", "own", f"the last {RECENT} updates"]]
+    drawn = ""
+    for each in workers:
+        us = [*each["recent_us"].values()]
+        line = bar(us)
+        where = "-" if each["host"] is None else f"{each['host']}, {each['device']}"
+        rank = "-" if each["rank"] is None else each["rank"]
+        numbers = [each["stage"], each["pipeline"], rank, where, each["updates"]]
+        rows.append([*map(str, numbers), f"{sum(us) / 1e3:.1f}", f"{sum(us[:OWN]) / 1e3:.1f}", line])
+        drawn += line
+    legend = [f"{_LETTERS[name]} {MEANINGS.get(name, name)}" for name in PHASES if _LETTERS[name] in drawn]
+    return [*status_page.aligned(rows), "own: without waits for other workers; " + ", ".join(legend)]
 
 
 def bar(shares: Sequence[float], width: int = _WIDTH) -> str:
@@ -147,32 +135,48 @@ def bar(shares: Sequence[float], width: int = _WIDTH) -> str:
     return "".join(_LETTERS[name] * count for name, count in zip(PHASES, counts, strict=True))
 
 
-def _lines(finding: Finding) -> list[str]:
-    advice = [f"{'':9}→ {recommended(each)}" for each in finding.advice]
-    return [f"{finding.severity.upper():9}{said(finding)}  [{finding.kind}]", *advice]
+def last_line(address: str, keys: WorkerKeys | None) -> str | None:
+    """Return rank 0's line at the end of a run; None if the scheduler does not answer soon."""
+    try:
+        recording, _ = Follower(address, keys, newest=NEWEST).poll(LAST_LINE_WITHIN)
+    except SchedulerError:  # training has succeeded in any case
+        return None
+    return in_one_line(recording)
 
 
-def _bars(recording: Recording) -> list[str]:
-    if not recording.series:
-        return ["no worker has told of an update yet"]
-    rows = [["stage", "pipeline", "rank", "where", "updates", "ms", "own", f"the last {RECENT} updates"]]
-    drawn = ""
-    for worker, series in sorted(recording.series.items()):
-        about, recent = recording.about.get(worker), series.us[-RECENT:]
-        shares = [sum(us[phase] for us in recent) for phase in range(len(PHASES))]
-        milliseconds = [sum(times) / len(recent) / 1e3 for times in (shares, series.own()[-RECENT:])]
-        rank, where = ("-", "-") if about is None else (str(about.rank), str(about))
-        line = bar(shares)
-        numbers = [str(number) for number in (worker.stage, worker.pipeline)]
-        rows.append([*numbers, rank, where, str(len(series)), *(f"{each:.1f}" for each in milliseconds), line])
-        drawn += line
-    legend = [f"{_LETTERS[name]} {MEANINGS.get(name, name)}" for name in PHASES if _LETTERS[name] in drawn]
-    return [*status_page.aligned(rows), "own: without waits for other workers; " + ", ".join(legend)]
+def in_one_line(recording: Recording, found: Sequence[Finding] | None = None) -> str:
+    """Return the run's speed, which worker was slow or what else held it up, and what to pass; further findings are
+    counted, and those of little cost left out."""
+    found = findings(recording) if found is None else found
+    named = [finding for finding in found if finding.kind in IN_ONE_LINE]
+    costly = [finding for finding in found if finding.severity != "note" and finding not in named[:1]]
+    shown, more = (named or costly)[:1], costly if named else costly[1:]
+    rate = recording.samples_per_second()
+    parts = [] if rate is None else [f"{_rounded(rate)} samples/s"]
+    if not named:
+        parts.append(abstains(recording) or "no worker was slower than its replicas")
+    for finding in shown:
+        advice = sorted(finding.advice, key=lambda each: -(each.gain or 0.0))
+        parts.append(" → ".join([_said(finding), *map(_recommended, advice[:1])]))
+    if more:
+        parts.append(f"{len(more)} more (log_dir= keeps a log, which sdpipe status reads)")
+    return "sdpipe: " + "; ".join(parts)
 
 
-def _worker_to_plain(recording: Recording, worker: Worker) -> dict[str, object]:
+def _said(finding: Finding) -> str:
+    if finding.cost is None:
+        return finding.text
+    blamed = finding.kind in (*IN_ONE_LINE, "stalling")
+    return f"{finding.text}: {'others stood still' if blamed else 'it costs'} {100 * finding.cost.stood:.1f} %"
+
+
+def _recommended(advice: Advice) -> str:
+    gain = "" if advice.gain is None else f" (up to {advice.gain:.2f} × as fast)"
+    return advice.text + (f": {advice.python}" if advice.python else "") + gain
+
+
+def _worker_to_plain(recording: Recording, worker: Worker) -> dict[str, Any]:
     series, about = recording.series[worker], recording.about.get(worker)
-    means = [round(sum(times) / len(series), 1) for times in zip(*series.us, strict=True)]
     return {
         "stage": worker.stage,
         "pipeline": worker.pipeline,
@@ -181,9 +185,15 @@ def _worker_to_plain(recording: Recording, worker: Worker) -> dict[str, object]:
         "device": None if about is None else about.device,
         "updates": len(series),
         "dropped": series.dropped,
-        "phases_us": dict(zip(PHASES, means, strict=True)),
+        "phases_us": _means(series),
+        "recent_us": _means(series.newest(RECENT)),
         "without_a_core_us": round(sum(series.core) / len(series), 1),
     }
+
+
+def _means(series: Series) -> dict[str, float]:
+    sums = map(sum, zip(*series.us, strict=True))
+    return {name: round(us / len(series), 1) for name, us in zip(PHASES, sums, strict=True)}
 
 
 def _rounded(rate: float) -> str:

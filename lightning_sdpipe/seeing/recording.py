@@ -1,8 +1,7 @@
-"""Recording of a run's updates: from a scheduler that serves it, or from a log."""
+"""Recording of a run's updates, from a scheduler's answers or from a log."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,15 +12,9 @@ import msgspec
 from lightning_sdpipe.meter import OWN, PHASES
 from lightning_sdpipe.policies.events import Joined, Left, Lost, Worker
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.connection import ask
-from lightning_sdpipe.scheduler.credentials import WorkerKeys
 from lightning_sdpipe.scheduler.log.event_log import Record, read_log
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.rows import About, Chunk
-
-LOOKED_AT = 256
-"""Number of newest chunks of each worker that a scheduler is asked for: some minutes, or more where updates are
-slow."""
 
 
 @dataclass
@@ -151,28 +144,6 @@ class Recording:
         return rate or None
 
 
-def of_scheduler(address: str, keys: WorkerKeys | None, timeout: float) -> tuple[Recording, Status]:
-    """Return the recording of the scheduler at ``address``, within ``timeout`` seconds.
-
-    Raises:
-        SchedulerError: the scheduler does not answer in time, or is of another version.
-    """
-    until = time.monotonic() + timeout
-    status = ask(m.AskStatus(), m.StatusReply, address, credentials=keys, timeout=timeout).status
-    workers = status.workers()
-    since, lost, chunks = -LOOKED_AT * max(1, len(workers)), "", list[Chunk]()
-    while True:
-        left = max(0.0, until - time.monotonic())
-        reply = ask(m.AskRows(since), m.RowsReply, address, credentials=keys, timeout=left)
-        if 0 <= since < reply.first:
-            lost = f"{reply.first - since} heartbeats that the scheduler no longer has"
-        chunks += [msgspec.msgpack.decode(data, type=Chunk) for data in reply.chunks]
-        if not reply.chunks:
-            break
-        since = reply.next
-    return of_answers(status, reply, series_of(chunks), lost), status
-
-
 def of_answers(status: Status, reply: m.RowsReply, series: dict[Worker, Series], lost: str) -> Recording:
     """Return the recording from a scheduler's answers, with the workers' updates ``series``."""
     active = {
@@ -235,9 +206,16 @@ def series_of(chunks: Iterable[Chunk]) -> dict[Worker, Series]:
     """Return the updates of each worker's newest life, since a restarted worker is a new one."""
     found: dict[Worker, Series] = {}
     for chunk in chunks:
-        if not any(len(row.us) != len(PHASES) for row in chunk.rows):
-            series = found.get(chunk.worker)
-            if series is None or series.life != chunk.life:
-                series = found[chunk.worker] = Series(chunk.life)
-            series.add(chunk)
+        add(found, chunk)
     return found
+
+
+def add(found: dict[Worker, Series], chunk: Chunk) -> bool:
+    """Add the rows of ``chunk`` to those of its worker; False if they are of another version."""
+    if any(len(row.us) != len(PHASES) for row in chunk.rows):
+        return False
+    series = found.get(chunk.worker)
+    if series is None or series.life != chunk.life:
+        series = found[chunk.worker] = Series(chunk.life)
+    series.add(chunk)
+    return True

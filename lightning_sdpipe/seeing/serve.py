@@ -7,6 +7,7 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from lightning_sdpipe.errors import ConfigurationError, carried_out
@@ -53,15 +54,15 @@ def _serve(options: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"--host {options.host} can be reached by other machines; give --token-file too, or leave it at 127.0.0.1"
         )
-    try:
-        from lightning_sdpipe.seeing import web
-    except ImportError as error:
+    if missing := [name for name in ("aiohttp", "jinja2", "prometheus_client") if find_spec(name) is None]:
         raise ConfigurationError(
-            f"sdpipe serve needs {error.name}; install it: pip install 'lightning-sdpipe[serve]'"
-        ) from error
+            f"sdpipe serve needs {' and '.join(missing)}; install the extra: pip install 'lightning-sdpipe[serve]'"
+        )
+    from lightning_sdpipe.seeing import web
+
     address, keys = scheduler_of(options.address, options.key_file)
     follower = Follower(address, keys)
-    follower.look(options.timeout)  # an unreachable scheduler is reported at once
+    follower.poll(options.timeout)  # an unreachable scheduler is reported at once
     names = {"localhost", "127.0.0.1", "::1", options.host, socket.gethostname(), *options.allow_host}
     hosts = frozenset(name.lower() for name in names)
 

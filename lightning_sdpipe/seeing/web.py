@@ -9,36 +9,31 @@ import binascii
 import hmac
 import json
 import math
-import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
+from functools import cached_property
+from typing import Any
 
-import jinja2
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from lightning_sdpipe.errors import SchedulerError
-from lightning_sdpipe.meter import OWN, PHASES
+from lightning_sdpipe.meter import PHASES
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.log import status_page
 from lightning_sdpipe.scheduler.log.status import Status
-from lightning_sdpipe.seeing.detectors import abstains, findings
+from lightning_sdpipe.seeing.detectors import findings
 from lightning_sdpipe.seeing.finding import Finding
-from lightning_sdpipe.seeing.following import Follower, Totals
-from lightning_sdpipe.seeing.page import MEANINGS, RECENT, recommended, said, to_plain
+from lightning_sdpipe.seeing.following import Follower
+from lightning_sdpipe.seeing.html import page, speed
+from lightning_sdpipe.seeing.page import to_plain
 from lightning_sdpipe.seeing.recording import Recording
 
 MOST_WORKERS = 256
 """Largest number of workers that each have metrics; above, those of a stage are added up."""
 ALL = "all"
-
-_COLOURS = (
-    *("#b0bec5", "#8d6e63", "#43a047", "#1e88e5", "#00897b", "#d81b60", "#6d4c41"),
-    *("#ffe082", "#ffcc80", "#ffab91", "#ef9a9a", "#e0e0e0", "#ce93d8"),
-)
 
 EVERY = 1.0
 """Seconds between questions to the scheduler."""
@@ -56,8 +51,48 @@ _HEADERS = {
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class Seen:
+    """A run as it was when its scheduler was asked, or as it was before that, for the reason ``silence``. Each form is
+    made once for all requests."""
+
+    def __init__(
+        self, address: str, told: tuple[Recording, Status] | None, totals: Mapping[Worker, list[int]], silence: str
+    ) -> None:
+        self.address, self.told, self.totals, self.silence = address, told, totals, silence
+
+    @cached_property
+    def found(self) -> list[Finding]:
+        """What is found in the recording."""
+        return [] if self.told is None else findings(self.told[0])
+
+    @cached_property
+    def view(self) -> dict[str, Any]:
+        """The view of the run, empty if nothing is known."""
+        return {} if self.told is None else to_plain(*self.told, self.found)
+
+    @cached_property
+    def page(self) -> bytes:
+        """Page for people."""
+        title = f"the run at {self.address}"
+        if self.told is None:
+            return page(title, {}, silence=self.silence, live=True)
+        recording, status = self.told
+        scheduler = status_page.render(status)
+        return page(title, self.view, speed(recording), silence=self.silence, scheduler=scheduler, live=True)
+
+    @cached_property
+    def plain(self) -> bytes:
+        """JSON, as of ``sdpipe status --json``; ``silence`` says why it is not new."""
+        return json.dumps(self.view | {"silence": self.silence or None}, allow_nan=False).encode()
+
+    @cached_property
+    def metrics(self) -> bytes:
+        """Metrics for Prometheus."""
+        return exposition(self.totals, None if self.told is None else self.told[1], self.found, not self.silence)
+
+
 class View:
-    """The run that ``follower`` follows, for any thread. Each form is made once for all requests.
+    """The run that ``follower`` follows, for any thread.
 
     Args:
         follower: asks the scheduler.
@@ -66,74 +101,21 @@ class View:
 
     def __init__(self, follower: Follower, timeout: float) -> None:
         self._follower, self._timeout = follower, timeout
-        self._lock = threading.Lock()
-        self._seen: tuple[Recording, Status] | None = None
-        self._found: list[Finding] | None = None
-        self._made: dict[str, bytes] = {}
-        self.silence = "it was not asked yet"
-        """Reason why nothing new is known, if so."""
+        self.seen = Seen(follower.address, None, {}, "it was not asked yet")
 
     def refresh(self) -> None:
         """Ask the scheduler."""
-        with self._lock:
-            try:
-                self._seen, self._found, self.silence = self._follower.look(self._timeout), None, ""
-            except SchedulerError as error:  # the scheduler may be restarted
-                self.silence = str(error)
-            self._made = {}
-
-    def page(self) -> bytes:
-        """Return the page for people."""
-        return self._form("page", self._page)
-
-    def plain(self) -> bytes:
-        """Return JSON, as of ``sdpipe status --json``; ``silence`` says why it is not new."""
-        return self._form("plain", self._plain)
-
-    def metrics(self) -> bytes:
-        """Return the metrics for Prometheus."""
-        return self._form("metrics", self._metrics)
-
-    def _form(self, name: str, make: Callable[[], bytes]) -> bytes:
-        with self._lock:
-            if self._found is None and self._seen is not None:
-                self._found = findings(self._seen[0])
-            made = self._made.get(name)
-            if made is None:
-                made = self._made[name] = make()
-            return made
-
-    def _page(self) -> bytes:
-        title, seen = f"the run at {self._follower.address}", self._seen
-        phases = [
-            {"name": name, "colour": colour, "meaning": MEANINGS.get(name, name)}
-            for name, colour in zip(PHASES, _COLOURS, strict=True)
-        ]
-        facts = {"title": title, "phases": phases, "silence": self.silence, "recent": RECENT}
-        facts |= {"said": said, "recommended": recommended, "healthy": False}
-        facts |= {"findings": (), "abstains": None, "rows": (), "page": ""}
-        if seen is not None:
-            recording, status = seen
-            facts |= {
-                "findings": self._found,
-                "abstains": abstains(recording),
-                "healthy": all(finding.severity == "note" for finding in self._found or ()),
-                "rows": [_row(recording, worker) for worker in sorted(recording.series)],
-                "page": status_page.render(status),
-            }
-        return _template().render(facts).encode()
-
-    def _plain(self) -> bytes:
-        plain = {} if self._seen is None else to_plain(*self._seen, self._found)
-        return json.dumps(plain | {"silence": self.silence or None}, allow_nan=False).encode()
-
-    def _metrics(self) -> bytes:
-        status = None if self._seen is None else self._seen[1]
-        return exposition(self._follower.totals, status, self._found or (), not self.silence)
+        told, silence = self.seen.told, ""
+        try:
+            told = self._follower.poll(self._timeout)
+        except SchedulerError as error:  # the scheduler may be restarted
+            silence = str(error)
+        totals = {worker: [*sums] for worker, sums in self._follower.totals.items()}
+        self.seen = Seen(self._follower.address, told, totals, silence)
 
 
 def exposition(
-    totals: Mapping[Worker, Totals], status: Status | None, found: Iterable[Finding], answers: bool
+    totals: Mapping[Worker, list[int]], status: Status | None, found: Iterable[Finding], answers: bool
 ) -> bytes:
     """Return the text for Prometheus. A run whose scheduler does not answer is ``blind``."""
     registry = CollectorRegistry()
@@ -143,7 +125,7 @@ def exposition(
 
 class _Run(Collector):
     def __init__(
-        self, totals: Mapping[Worker, Totals], status: Status | None, found: list[Finding], answers: bool
+        self, totals: Mapping[Worker, list[int]], status: Status | None, found: list[Finding], answers: bool
     ) -> None:
         self._totals, self._status, self._found, self._answers = totals, status, found, answers
 
@@ -154,15 +136,13 @@ class _Run(Collector):
             "sdpipe_phase_seconds", "Seconds of training threads in each phase.", labels=[*where, "phase"]
         )
         many = len(self._totals) > MOST_WORKERS
-        made: defaultdict[tuple[str, str], int] = defaultdict(int)
-        spent: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0] * len(PHASES))
+        sums: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0] * (1 + len(PHASES)))
         for worker, totals in sorted(self._totals.items()):
             key = str(worker.stage), ALL if many else str(worker.pipeline)
-            made[key] += totals.updates
-            spent[key] = [a + b for a, b in zip(spent[key], totals.us, strict=True)]
-        for key, count in made.items():
+            sums[key] = [a + b for a, b in zip(sums[key], totals, strict=True)]
+        for key, (count, *spent) in sums.items():
             updates.add_metric(key, count)
-            for name, us in zip(PHASES, spent[key], strict=True):
+            for name, us in zip(PHASES, spent, strict=True):
                 phases.add_metric([*key, name], us / 1e6)
         yield updates
         yield phases
@@ -182,28 +162,6 @@ class _Run(Collector):
         yield cost
         blind = not self._answers or any(finding.severity == "blind" for finding in self._found)
         yield GaugeMetricFamily("sdpipe_blind", "1 if too little is known to call the run healthy.", value=blind)
-
-
-def _row(recording: Recording, worker: Worker) -> dict[str, object]:
-    series, about = recording.series[worker], recording.about.get(worker)
-    recent = series.us[-RECENT:]
-    us = [sum(phase) / len(recent) for phase in zip(*recent, strict=True)]
-    whole = sum(us)
-    return {
-        "stage": worker.stage,
-        "pipeline": worker.pipeline,
-        "rank": "-" if about is None else about.rank,
-        "where": "-" if about is None else str(about),
-        "updates": len(series),
-        "ms": whole / 1e3,
-        "own": sum(us[:OWN]) / 1e3,
-        "shares": [(name, 100 * part / whole) for name, part in zip(PHASES, us, strict=True) if part],
-    }
-
-
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(Path(__file__).with_name("serve.html").read_text())
 
 
 def application(view: View, hosts: Collection[str], token: str | None) -> web.Application:
@@ -228,20 +186,21 @@ def application(view: View, hosts: Collection[str], token: str | None) -> web.Ap
         response.headers.update(_HEADERS)
         return response
 
-    def shows(form: Callable[[], bytes], kind: str) -> _Handler:
+    def shows(form: str, kind: str) -> _Handler:
         async def show(_: web.Request) -> web.Response:
-            return web.Response(body=await asyncio.to_thread(form), headers={"Content-Type": kind})
+            body: bytes = await asyncio.to_thread(getattr, view.seen, form)
+            return web.Response(body=body, headers={"Content-Type": kind})
 
         return show
 
     async def health(_: web.Request) -> web.Response:
-        silence = view.silence
+        silence = view.seen.silence
         return web.Response(text=f"{silence or 'ok'}\n", status=503 if silence else 200)
 
     app = web.Application(middlewares=[guard], client_max_size=0)
-    app.router.add_get("/", shows(view.page, "text/html; charset=utf-8"), allow_head=False)
-    app.router.add_get("/status.json", shows(view.plain, "application/json"), allow_head=False)
-    app.router.add_get("/metrics", shows(view.metrics, CONTENT_TYPE_LATEST), allow_head=False)
+    app.router.add_get("/", shows("page", "text/html; charset=utf-8"), allow_head=False)
+    app.router.add_get("/status.json", shows("plain", "application/json"), allow_head=False)
+    app.router.add_get("/metrics", shows("metrics", CONTENT_TYPE_LATEST), allow_head=False)
     app.router.add_get("/healthz", health, allow_head=False)
     return app
 

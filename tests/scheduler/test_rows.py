@@ -91,7 +91,7 @@ def test_what_a_policy_hears_is_what_the_rows_add_up_to() -> None:
         NewRows((one_row(3, forward=1 << 60),), 0),
         NewRows((UpdateRow(3, 1, (1, 2), 0),), 0),
         NewRows((UpdateRow(3, 1, (1,) * PHASES, -1),), 0),
-        NewRows((UpdateRow(3, 1, (1,) * PHASES, 0, 0, -1),), 0),
+        NewRows((UpdateRow(3, 1, (1,) * PHASES, 0, -2),), 0),
     ],
 )
 def test_rows_that_make_no_sense_are_ignored_and_counted(wrong: NewRows) -> None:

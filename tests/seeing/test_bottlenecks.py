@@ -15,12 +15,13 @@ from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.rows import About, Chunk
-from lightning_sdpipe.seeing.bottlenecks import NOT_HELD, bottlenecks, stalling, update_time
+from lightning_sdpipe.seeing.bottlenecks import NOT_HELD, bottlenecks, stalling
 from lightning_sdpipe.seeing.detectors import findings
-from lightning_sdpipe.seeing.finding import Finding
+from lightning_sdpipe.seeing.finding import Finding, bound, update_time
 from lightning_sdpipe.seeing.page import in_one_line
 from lightning_sdpipe.seeing.recording import Recording, of_log
 from lightning_sdpipe.simulate import Work, jittered, simulate
@@ -213,14 +214,17 @@ def test_how_long_an_update_takes_by_the_times_of_the_stages() -> None:
     assert update_time((10, 20, 10, 20), 1, "pipedream") == 20
 
 
-def test_groups_that_are_enforced_often(tmp_path: Path) -> None:
-    own = stalls(0, 1, 2, 3, seconds=0.3)
-    seen = log_of(tmp_path, own, SemiDecentralized(window=0.0, connectivity=2))
-    found = {finding.kind: finding for finding in findings(seen)}
-    assert "enforced_often" in found
-    assert found["enforced_often"].advice[0].override == "sync.connectivity=4"
-    rarely = log_of(tmp_path / "b", own, SemiDecentralized())
-    assert "enforced_often" not in kinds(rarely)
+@pytest.mark.parametrize(("shape", "factor"), [((1, 4), 2.0), ((1, 4), 1.0), ((2, 2), 2.0)])
+def test_the_bound_is_the_speed_of_pipelines_that_do_not_wait_for_each_other(
+    shape: tuple[int, int], factor: float, tmp_path: Path
+) -> None:
+    def own(worker: Worker, number: int) -> float:
+        return 0.06 * (factor if worker == Worker(0, 1) else 1)
+
+    seen = log_of(tmp_path, own, shape=shape, micro_batches=4, exchange=lambda _: 0.0)
+    work = Work(*shape, 140, own, "1f1b", 4)
+    alone, together = (simulate(policy, work).throughput for policy in (NoSync(), ALL_REDUCE))
+    assert bound(seen) == pytest.approx(alone / together, rel=0.04)
 
 
 def test_of_few_updates_nothing_is_said(tmp_path: Path) -> None:

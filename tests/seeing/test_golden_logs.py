@@ -1,5 +1,5 @@
-"""Recorded trainings: of 4 × 4 on an idle machine, the worker that was made slow is found, and none among equals; of
-1 × 4, the one whose model is pulled away."""
+"""Recorded trainings: of 4 × 4 on an idle machine, the worker that was made slow is found, and none among
+equals."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from lightning_sdpipe.meter import PHASES
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.scheduler.rows import About
 from lightning_sdpipe.seeing.finding import Finding
-from lightning_sdpipe.seeing.page import bar, exit_status, in_one_line, render, to_plain
+from lightning_sdpipe.seeing.page import bar, exit_status, in_one_line, text, to_plain
 from lightning_sdpipe.seeing.recording import Recording
 from tests.seeing.recordings import chunks, recording
 
@@ -22,6 +22,10 @@ def pair(updates: int, factor: float, samples: int | None = 32) -> Recording:
     every = 60.0 * factor + 1
     slow = chunks(B, [60.0 * factor] * updates, every=every)
     return recording({A: chunks(A, [60.0] * updates, every=every), B: slow}, about)
+
+
+def shown(seen: Recording) -> str:
+    return text(to_plain(seen, None), None)
 
 
 def test_the_last_line_says_how_fast_it_was_and_who_was_slow() -> None:
@@ -37,7 +41,7 @@ def test_the_last_line_says_how_fast_it_was_and_who_was_slow() -> None:
 
 
 def test_a_page_has_findings_bars_and_a_legend() -> None:
-    lines = render(pair(128, 1.5), None).splitlines()
+    lines = shown(pair(128, 1.5)).splitlines()
     assert lines[0] == (
         "CRITICAL stage 0 of pipeline 1 (gpu7, cuda:1) 1.50 × as slow as its peers (forward): others stood still 16.5 %"
         "  [compute_straggler]"
@@ -50,9 +54,9 @@ def test_a_page_has_findings_bars_and_a_legend() -> None:
         "0      1         1     gpu7, cuda:1  128      91.0  90.0  " + "f" * 18 + "b" * 22,
         "own: without waits for other workers; f forward, b backward, . waits for replicas",
     ]
-    assert render(pair(128, 1.0), None).startswith("healthy  no worker is slower than its replicas\n")
-    assert render(pair(44, 1.0), None).startswith("slow?    too short to tell (44 of 96 updates)\n")
-    assert "no worker has told of an update yet" in render(recording({}, active=()), None)
+    assert shown(pair(128, 1.0)).startswith("healthy  no worker is slower than its replicas\n")
+    assert shown(pair(44, 1.0)).startswith("slow?    too short to tell (44 of 96 updates)\n")
+    assert "no worker has told of an update yet" in shown(recording({}, active=()))
 
 
 def test_a_bar_has_one_letter_for_each_part_of_it() -> None:
@@ -65,7 +69,7 @@ def test_a_bar_has_one_letter_for_each_part_of_it() -> None:
 
 def test_machines_are_told_the_same_with_a_number_for_what_it_means() -> None:
     plain = json.loads(json.dumps(to_plain(pair(128, 1.5), None), allow_nan=False))
-    assert plain["schema"] == 1
+    assert plain["schema"] == 2
     (finding,) = plain["findings"]
     assert (finding["kind"], finding["workers"]) == ("compute_straggler", [{"stage": 0, "pipeline": 1}])
     assert finding["evidence"]["ratio"] == 1.5

@@ -30,7 +30,7 @@ from lightning_sdpipe.scheduler.log.event_log import read_log
 from lightning_sdpipe.scheduler.rows import About
 from lightning_sdpipe.seeing import following
 from lightning_sdpipe.seeing.finding import Finding
-from lightning_sdpipe.seeing.following import Follower, Totals
+from lightning_sdpipe.seeing.following import Follower
 from tests.scheduler.live_scheduler import clients, serving
 from tests.seeing.recordings import chunks, recording
 
@@ -87,7 +87,7 @@ class Fixed(Follower):
         super().__init__("tcp://10.0.0.1:5555", None)
         self.seen = seen
 
-    def look(self, timeout: float) -> Any:
+    def poll(self, timeout: float) -> Any:
         if self.seen is None:
             raise SchedulerError("nothing <listens> there")
         return self.seen
@@ -131,7 +131,7 @@ def get(
 @pytest.fixture(scope="module")
 def status() -> Any:
     with serving(AllReduceModels(), 1, 2) as server:
-        return Follower(server.address, None).look(5.0)[1]
+        return Follower(server.address, None).poll(5.0)[1]
 
 
 def seen(status: Any, host: str = "gpu7") -> Any:
@@ -166,8 +166,8 @@ def test_what_is_shown_is_what_the_log_has(tmp_path: Path) -> None:
         for client in both:
             client.leave()
         shown.refresh()
-        found = Samples(shown.metrics().decode())
-        page = Page(shown.page().decode())
+        found = Samples(shown.seen.metrics.decode())
+        page = Page(shown.seen.page.decode())
     (record,) = read_log(log)
     for worker in (Worker(0, 0), Worker(0, 1)):
         rows = [row for update in record.updates if update.rows.worker == worker for row in update.rows.rows]
@@ -188,34 +188,33 @@ def test_a_scheduler_that_was_started_again_is_followed_on(monkeypatch: pytest.M
     with serving(AllReduceModels(), 1, 1) as server, clients(server.address, Worker(0, 0)) as (client,):
         follower = Follower(server.address, None)
         follower._next = 99  # of the one before
-        follower.totals[Worker(0, 0)] = Totals()
-        follower.totals[Worker(0, 0)].updates = 1000
+        follower.totals[Worker(0, 0)] = [1000] * (1 + len(PHASES))
         client.join()
         for iteration in range(2 * following.KEPT + 10):
             client.step_ended(iteration, 0.0)
         client.leave()
-        seen, _ = follower.look(5.0)
-        assert follower.totals[Worker(0, 0)].updates == 1000 + 2 * following.KEPT + 9
+        seen, _ = follower.poll(5.0)
+        assert follower.totals[Worker(0, 0)][0] == 1000 + 2 * following.KEPT + 9
         assert following.KEPT <= len(seen.series[Worker(0, 0)]) < 2 * following.KEPT
         assert seen.lost == ""
-        follower._next = -1 + follower._next
-        assert follower.look(5.0)[0].lost == ""
+        follower._next = (follower._next or 0) - 1
+        assert follower.poll(5.0)[0].lost == ""
 
 
 def test_a_page_has_findings_and_bars_and_takes_nothing_for_markup(status: Any) -> None:
-    text = seen(status, "<script>alert(1)</script>").page().decode()
+    text = seen(status, "<script>alert(1)</script>").seen.page.decode()
     page = Page(text)
     assert "<script>alert(1)</script>, cuda:1" in page.words
     assert any("1.50 × as slow as its peers" in word for word in page.words)
     assert 'class="finding critical"' in text
     assert any(word.startswith("→ ") for word in page.words), "what to do"
     assert any("others stood still 15.0 %" in word for word in page.words)
-    assert 'title="forward 40.0 %"' in text
-    Page(web.View(Fixed(), 1.0).page().decode())
+    assert "<title>forward 40.0 ms, 40.0 %</title>" in text
+    Page(web.View(Fixed(), 1.0).seen.page.decode())
 
 
 def test_a_scheduler_that_is_silent_does_not_look_healthy(status: Any) -> None:
-    follower = Fixed(seen(status)._seen)
+    follower = Fixed(seen(status).seen.told)
     shown = web.View(follower, 1.0)
     with at(shown) as connection:
         assert get(connection, "/healthz")[:2] == (200, "ok\n")
@@ -285,9 +284,8 @@ def test_of_many_connections_the_oldest_are_cut(status: Any) -> None:
 
 
 def test_many_workers_are_added_up_by_stage() -> None:
-    totals = {Worker(j, i): Totals() for j in range(2) for i in range(200)}
-    for each in totals.values():
-        each.updates, each.us[2] = 3, 500_000
+    us = [500_000 if phase == "forward" else 0 for phase in PHASES]
+    totals = {Worker(j, i): [3, *us] for j in range(2) for i in range(200)}
     found = Samples(web.exposition(totals, None, [], True).decode())
     assert found("updates_total", stage="1", pipeline="all") == 600
     assert found("phase_seconds_total", stage="1", pipeline="all", phase="forward") == 100
@@ -296,7 +294,7 @@ def test_many_workers_are_added_up_by_stage() -> None:
 
 def test_findings_have_a_cost_or_none(status: Any) -> None:
     """What others stood still, in the gauge."""
-    found = Samples(seen(status).metrics().decode())
+    found = Samples(seen(status).seen.metrics.decode())
     assert found("finding_cost", kind="compute_straggler", who="0.1") == pytest.approx(0.15)
     unknown = web.exposition({}, status, [Finding("blind", "blind", (), 0.0, "too little")], True)
     assert math.isnan(Samples(unknown.decode())("finding_cost", kind="blind", who=""))
