@@ -217,13 +217,10 @@ def _scheduler(options: argparse.Namespace) -> int:
         ),
         Limits(options.worker_timeout),
         Files(options.log, options.log_limit << 20, options.journal),
-        ElasticConfig(
-            options.min_pipelines,
-            options.start_pipelines,
-            options.gather,
-            options.hold_limit,
-            resume=options.resume,
-            depths=depths,
+        ElasticConfig.of_fixed(num_pipelines, depths=depths)
+        if depths
+        else ElasticConfig(
+            options.min_pipelines, options.start_pipelines, options.gather, options.hold_limit, resume=options.resume
         ),
         level=logging.DEBUG if options.verbose else logging.INFO,
         worker_keys=None if key_file is None else credentials.worker_keys_beside(key_file),

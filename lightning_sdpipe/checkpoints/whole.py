@@ -65,14 +65,6 @@ def held_module_state(module: nn.Module, ownership: Ownership, stage: int) -> di
     return {name: value if stage in entries[name].owners else None for name, value in state.items()}
 
 
-def names_given(module: nn.Module, ownership: Ownership, stage: int, theirs: Ownership, to: int) -> set[str]:
-    """Return the names in the ``state_dict`` of what this stage, as the last owner, gives to the stage ``to`` of a
-    pipeline with the ownership ``theirs``, which holds it."""
-    _, here = _state(module, ownership, stage)
-    _, there = _state(module, ownership, stage, theirs)
-    return {name for name, entry in here.items() if entry.owners[-1] == stage and to in there[name].owners}
-
-
 def check_module_state(module: nn.Module, ownership: Ownership, stage: int, sends: bool) -> None:
     """Raise ConfigurationError if the ``state_dict`` that the module and its hooks make has an entry that no single
     stage can give, or that this stage cannot send, if it ``sends`` its part."""
@@ -125,17 +117,14 @@ class _Entry:
     is_weight: bool
 
 
-def _state(
-    module: nn.Module, ownership: Ownership, stage: int, entries_of: Ownership | None = None
-) -> tuple[dict[str, Any], dict[str, _Entry]]:
-    """Return the part of the ``state_dict`` that this stage has, and its entries, by default as ``ownership`` has them.
-    Modules of other stages are not asked for their extra state, which may depend on buffers that are not here: it is
-    None."""
+def _state(module: nn.Module, ownership: Ownership, stage: int) -> tuple[dict[str, Any], dict[str, _Entry]]:
+    """Return the part of the ``state_dict`` that this stage has, and its entries. Modules of other stages are not asked
+    for their extra state, which may depend on buffers that are not here: it is None."""
     extras = _with_extra_state(module)
     elsewhere = [part for name, part in extras.items() if ownership.stage_of(name) != stage]
     with _instead(elsewhere, "get_extra_state", lambda: None):
         state = module.state_dict()
-        return state, _entries(module, entries_of or ownership, state)
+        return state, _entries(module, ownership, state)
 
 
 def _entries(module: nn.Module, ownership: Ownership, state: Mapping[str, Any]) -> dict[str, _Entry]:
@@ -298,17 +287,6 @@ class OptimizerParts:
             "param_groups": self._packed(optimizer),
             _NAMES: self._name_of,
         }
-
-    def given(self, held: Mapping[str, Any], theirs: Ownership, to: int) -> dict[str, Any]:
-        """Return the part of :meth:`held` that this stage, as the last owner of parameters, gives to the stage ``to``
-        of a pipeline with the ownership ``theirs``."""
-        state = {
-            place: value
-            for place, value in held["state"].items()
-            if place not in self._owners
-            or (self._owners[place][-1] == self._stage and to in theirs.stages.get(self._name_of[place], (to,)))
-        }
-        return {**held, "state": state}
 
     def gather(self, optimizer: Optimizer, groups: ProcessGroups) -> dict[str, Any]:
         """Return the whole optimizer's ``state_dict`` on rank 0; an empty one on the others."""

@@ -78,19 +78,6 @@ class Checkpoints:
         finally:
             self.only_held = False
 
-    def given(self, checkpoint: Mapping[str, Any], theirs: Ownership, to: int) -> dict[str, Any]:
-        """Return the part of this stage's own ``checkpoint`` that it gives to the stage ``to`` of a pipeline with the
-        ownership ``theirs``: what it is the last owner of, and all else where steps come to their end."""
-        names = whole.names_given(self._module, self._ownership, self._stage, theirs, to)
-        held = checkpoint["state_dict"].items()
-        (of_optimizer,) = checkpoint["optimizer_states"]
-        rest = checkpoint if self._groups.mesh.is_last(self._groups.rank) else {}
-        return {
-            **rest,
-            "state_dict": {name: value if name in names else None for name, value in held},
-            "optimizer_states": [self._parts.given(of_optimizer, theirs, to)],
-        }
-
     def check(self) -> None:
         """Raise ConfigurationError if the module's state cannot be saved."""
         mesh, rank = self._groups.mesh, self._groups.rank

@@ -24,24 +24,22 @@ class OwnSections:
     """The sections that this worker exchanges, by number."""
 
     replicas: Mapping[int, Replicas]
-    """Replicas of each section; empty if they come and go."""
+    """Replicas of each section."""
     parameters: Mapping[nn.Parameter, int]
     """Section of each parameter that this worker exchanges; it may hold others, as copies."""
     buffers: Mapping[int, Sequence[Tensor]]
     beside: Mapping[int, Replicas] = field(default_factory=dict)
     """Replicas of each section over separate process groups, where a thread exchanges beside training."""
-    owners: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Stage of each pipeline that exchanges each section, where replicas come and go."""
 
     @property
     def numbers(self) -> list[int]:
         """Numbers of the sections in increasing order, in which all workers go through theirs."""
-        return sorted(self.owners or self.replicas)
+        return sorted(self.replicas)
 
     @property
     def in_order(self) -> list[Replicas]:
         """Replicas of each section, in that order."""
-        return [self.replicas[number] for number in sorted(self.replicas)]
+        return [self.replicas[number] for number in self.numbers]
 
 
 class SectionedMover:

@@ -27,7 +27,7 @@ class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fixed: bool = False
     """Pipelines neither come late nor go: ``min_pipelines`` begin together, and one that ends ends the run."""
     depths: tuple[int, ...] = ()
-    """Stages of each pipeline, if they differ; no pipelines beyond these may come then."""
+    """Stages of each pipeline of a fixed roster, if they differ."""
 
     def __post_init__(self) -> None:
         check_integer("min_pipelines", self.min_pipelines, 1, "pipelines")
@@ -39,9 +39,9 @@ class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         if self.fixed and self.to_start != self.min_pipelines:
             raise refusal("start_pipelines", self.start_pipelines, f"{self.min_pipelines}, all of a fixed roster")
-        enough = len(self.depths) == self.to_start if self.fixed else len(self.depths) >= self.to_start
-        if self.depths and not (enough and min(self.depths) >= 1):
-            raise refusal("depths", list(self.depths), f"the stages of each of {self.to_start} pipelines, 1 or more")
+        if self.depths and not (self.fixed and len(self.depths) == self.min_pipelines and min(self.depths) >= 1):
+            allowed = f"the stages of each of {self.min_pipelines} pipelines of a fixed roster, 1 or more"
+            raise refusal("depths", list(self.depths), allowed)
 
     @classmethod
     def of_fixed(cls, num_pipelines: int, recovery_grace: float = 10.0, depths: tuple[int, ...] = ()) -> ElasticConfig:

@@ -119,19 +119,17 @@ class Silence:
 
 
 class Stuck:
-    """The exchanges of all stages; ``limit`` is in seconds, and ``stands_for`` returns the member of groups that
-    represents a worker.
+    """The exchanges of all stages; ``limit`` is in seconds.
 
     Two members that cannot reach each other would wait for each other, and the others of their group for them. An
     exchange is stuck when all of its members that are there have begun it, some have not left it, and none of these has
-    moved a piece for a limit. Until the last one has begun, the others only wait for a slow one. Where groups are of
-    whole pipelines, the members are all workers of these.
+    moved a piece for a limit. Until the last one has begun, the others only wait for a slow one.
     """
 
-    def __init__(self, limit: float, stands_for: Callable[[Worker], Worker] = lambda worker: worker) -> None:
+    def __init__(self, limit: float) -> None:
         self.due = math.inf
         """Time at which :meth:`look` may find something."""
-        self._limit, self._stands_for = limit, stands_for
+        self._limit = limit
         self._in: dict[Worker, tuple[Exchanging, float]] = {}
         """Exchange of each worker, and since when it has not moved."""
         self._left: dict[Worker, tuple[int, int]] = {}
@@ -161,11 +159,11 @@ class Stuck:
         """
         found: dict[tuple[int, int], list[Worker]] = {}
         for worker, (exchange, _) in self._in.items():
-            found.setdefault((self._stands_for(worker).stage, exchange.sequence), []).append(worker)
+            found.setdefault((worker.stage, exchange.sequence), []).append(worker)
         stuck = []
         for (stage, sequence), inside in found.items():
             members = {Worker(stage, i) for worker in inside for i in self._in[worker][0].pipelines}
-            others = [other for other in here if self._stands_for(other) in members and other not in inside]
+            others = [other for other in members.intersection(here) if other not in inside]
             begun = all(self._has_left(other, sequence) for other in others)
             since = max(self._in[worker][1] for worker in inside)
             if begun and now - since >= self._limit:

@@ -246,7 +246,7 @@ class EntryRules:
         """Fingerprint of all jobs, once one has come."""
         self._num_stages, self._depths = num_stages, terms.depths
         self._fixed = terms.fixed
-        self._most = terms.min_pipelines if terms.fixed else len(terms.depths) or MOST_PIPELINES
+        self._most = terms.min_pipelines if terms.fixed else MOST_PIPELINES
 
     def binds(self, event: w.Enrolled | w.Resumed, anew: bool = False) -> None:
         """Take the process of ``event``; others must be like the first, or, with ``anew``, like this one."""

@@ -159,7 +159,7 @@ class RunState:
         if not (self.roster.here or self.ending.over or self.epoch.number or self.recovering):
             terms = self.offered
             if fixed and not terms.fixed:
-                terms = ElasticConfig.of_fixed(self._num_pipelines, terms.recovery_grace, terms.depths)
+                terms = ElasticConfig.of_fixed(self._num_pipelines, terms.recovery_grace)
                 self._settled = now
             self.terms = self.ending.terms = terms
             self._entry = EntryRules(self._num_stages, terms)

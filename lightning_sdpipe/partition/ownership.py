@@ -48,13 +48,6 @@ class Ownership:
         runs."""
         return self.stages.get(name) or (self.stage_of(name),)
 
-    def givers(self, other: Ownership, stage: int) -> list[int]:
-        """Return the stages from which a ``stage`` of a pipeline with the ownership ``other`` gets all that it holds:
-        the last owner of each tensor, those that run its blocks, and the last one, which runs the step to its end."""
-        found = {owners[-1] for name, owners in self.stages.items() if stage in other.stages[name]}
-        found |= {self.blocks[path] for path, runs in other.blocks.items() if runs == stage}
-        return sorted(found | {self.num_stages - 1})
-
     def held_by(self, stage: int) -> list[str]:
         return [name for name, owners in self.stages.items() if stage in owners]
 

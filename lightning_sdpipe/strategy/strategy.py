@@ -214,7 +214,7 @@ class SDPipeStrategy(SetupHooks):
         if job is not None and devices:
             if (said := job.overrides(len(devices), self.num_nodes)) is not None:
                 rank_zero_info(said)
-            devices = job.devices(devices, self.options.depths)
+            devices = job.devices(devices)
         lightning_internals.set_parallel_devices(self, devices)
 
     # -------------------------------------------------------------------- data

@@ -24,7 +24,6 @@ from lightning_sdpipe.supervision.script import command
 from lightning_sdpipe.supervision.state import Settings
 from lightning_sdpipe.supervision.status_poller import seen
 from lightning_sdpipe.supervision.supervisor import Supervisor
-from lightning_sdpipe.topology.mesh import depths_of
 
 _ANSWER = 2.0  # seconds in which the scheduler answers for its status
 
@@ -49,13 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--pipelines", type=int, required=True, metavar="N", help="pipelines, each a job of its own")
-    add(
-        "--stages",
-        type=depths_of,
-        default=(1,),
-        metavar="M",
-        help="processes of a pipeline (1); or of each, as in 1,2,2, for pipelines that are cut unlike",
-    )
+    add("--stages", type=_stages, default=1, metavar="M", help="processes of each pipeline (%(default)s)")
     add("--restarts", type=int, default=10, metavar="K", help="of each pipeline, until it is given up (%(default)s)")
     add("--min-pipelines", type=int, default=1, metavar="P", help="fewer than these do not train (%(default)s)")
     add("--gather", type=float, help="seconds after which it begins without those that have not come (60)")
@@ -77,6 +70,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _stages(text: str) -> int:
+    if "," in text:
+        raise argparse.ArgumentTypeError(
+            f"{text}: pipelines that come and go have equally many stages, so give one number; an ordinary run takes "
+            f"SDPipeStrategy(num_stages=[{text}])"
+        )
+    return int(text)
+
+
 def _run(options: argparse.Namespace) -> int:
     settings = _check(options)
     terminal = own_terminal()  # before anything is opened that could take the place of a closed output
@@ -86,9 +88,7 @@ def _run(options: argparse.Namespace) -> int:
     scheduler_file, worker_file = write_keys(logs)
     environment["SDPIPE_KEY_FILE"], keys = str(worker_file), read_worker_keys(worker_file)
     given = {name: getattr(options, name) for name in ("gather", "hold_limit") if getattr(options, name) is not None}
-    elastic = ElasticConfig(
-        settings.min_pipelines, settings.num_pipelines, resume=options.resume, depths=settings.depths, **given
-    )
+    elastic = ElasticConfig(settings.min_pipelines, settings.num_pipelines, resume=options.resume, **given)
     policy = policy_file = None
     if options.policy is None:
         policy_file = logs / "policy.json"
@@ -108,8 +108,6 @@ def _run(options: argparse.Namespace) -> int:
     )
     scheduler = SchedulerProcess(of_scheduler, logs / "scheduler.log", environment, keeps_port=True)
     shape = f"{settings.num_pipelines} pipelines × {settings.num_stages} stages"
-    if settings.depths:
-        shape = f"{settings.num_pipelines} pipelines of {', '.join(map(str, settings.depths))} stages"
     terminal.say(f"{shape}; scheduler at {scheduler.address}; logs in {logs}")
 
     def look(asked: float) -> Seen:
@@ -132,12 +130,7 @@ def _check(options: argparse.Namespace) -> Settings:
             "scheduler and, for each pipeline, torchrun: docs/faults.md"
         )
     check_integer("--pipelines", options.pipelines, 1, "pipelines")
-    stages, depths = max(options.stages), options.stages if len(options.stages) > 1 else ()
-    if depths and len(depths) != options.pipelines:
-        raise ConfigurationError(
-            f"--stages {','.join(map(str, depths))} lists {len(depths)} pipelines, and --pipelines is "
-            f"{options.pipelines}; give as many, or one number of stages for all"
-        )
+    check_integer("--stages", options.stages, 1, "processes of each pipeline")
     check_integer("--restarts", options.restarts, 0, "times that a pipeline is started again")
     check_integer("--min-pipelines", options.min_pipelines, 1, "pipelines")
     if options.min_pipelines > options.pipelines:
@@ -149,14 +142,14 @@ def _check(options: argparse.Namespace) -> Settings:
         raise ConfigurationError("--set gives values of --policy, which is missing; or give them to the script's sync=")
     if options.policy is not None:
         policy = registry.from_text(options.policy, options.set)
-        registry.build(policy, stages, options.pipelines, depths)
+        registry.build(policy, options.stages, options.pipelines)
     if not options.module and not Path(options.script).is_file():
         raise ConfigurationError(f"there is no script {options.script}; give its path, or -m and a module's name")
     if "SDPIPE_PIPELINE" in os.environ:
         raise ConfigurationError(
             "SDPIPE_PIPELINE is set, so this is already a pipeline of an elastic run; give the script to python itself"
         )
-    return Settings(options.pipelines, stages, options.restarts, options.min_pipelines, depths=depths)
+    return Settings(options.pipelines, options.stages, options.restarts, options.min_pipelines)
 
 
 def _make_directory(asked: Path | None) -> Path:
@@ -171,7 +164,6 @@ def _make_directory(asked: Path | None) -> Path:
 def _environment(settings: Settings, bind: str) -> dict[str, str]:
     """Return the environment of all ranks. All pipelines share the processors, which a rank does not know. Where no
     other machine can send pipelines, tensors travel over loopback."""
-    processes = sum(map(settings.depth, range(settings.num_pipelines)))
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    threads = max(1, len(os.sched_getaffinity(0)) // (settings.num_pipelines * settings.num_stages))
     network = {"GLOO_SOCKET_IFNAME": "lo"} if bind.startswith("tcp://127.") else {}
     return {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"} | network | os.environ

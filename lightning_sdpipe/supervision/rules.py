@@ -36,8 +36,8 @@ class Rules:
     """The rules for one run of a machine's pipelines. ``on`` must be called with times that do not decrease, and at
     ``deadline``."""
 
-    def __init__(self, settings: Settings, stage_of: Callable[[int, int], int]) -> None:
-        """Store the settings; ``stage_of`` returns the stage that a pipeline has on a rank."""
+    def __init__(self, settings: Settings, stage_of: Callable[[int], int]) -> None:
+        """Store the settings; ``stage_of`` returns the stage of a rank."""
         self._settings = settings
         self._stage_of = stage_of
         self._pipelines = [PipelineState(number) for number in range(settings.num_pipelines)]
@@ -97,7 +97,7 @@ class Rules:
 
     def _launch(self, pipeline: PipelineState) -> None:
         pipeline.phase, pipeline.due = PipelinePhase.RUNNING, math.inf
-        pipeline.alive, pipeline.ends = set(range(self._settings.depth(pipeline.number))), []
+        pipeline.alive, pipeline.ends = set(range(self._settings.num_stages)), []
         pipeline.told = pipeline.pressed = pipeline.trained = False
         self._out.append(events.Launch(pipeline.number, pipeline.again))
 
@@ -196,7 +196,7 @@ class Rules:
         return f"{others} of {self._settings.num_pipelines} go on"
 
     def _describe(self, end: events.ProcessEnded) -> str:
-        return f"stage {self._stage_of(end.pipeline, end.rank)}{events.how(end)}"
+        return f"stage {self._stage_of(end.rank)}{events.how(end)}"
 
     # --------------------------------------------------------------- scheduler
 

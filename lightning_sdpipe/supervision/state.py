@@ -40,12 +40,6 @@ class Settings:
     """Seconds in which a pipeline that the scheduler has given up ends by itself."""
     first_delay: float = 1.0
     longest_delay: float = 30.0
-    depths: tuple[int, ...] = ()
-    """Stages of each pipeline, if they differ."""
-
-    def depth(self, pipeline: int) -> int:
-        """Return the number of stages of ``pipeline``."""
-        return self.depths[pipeline] if self.depths else self.num_stages
 
 
 @dataclass

@@ -81,8 +81,8 @@ class Supervisor:
         logs: Path,
         terminal: Terminal,
     ) -> None:
-        self._meshes = [Mesh.build(size, size) for size in map(settings.depth, range(settings.num_pipelines))]
-        self._rules = Rules(settings, lambda pipeline, rank: self._meshes[pipeline].locate(rank)[0])
+        self._mesh = mesh = Mesh.build(settings.num_stages, settings.num_stages)  # of each pipeline
+        self._rules = Rules(settings, lambda rank: mesh.locate(rank)[0])
         self._command = [*command]
         self._environment = dict(environment)
         self._scheduler = scheduler
@@ -230,7 +230,7 @@ class Supervisor:
         job.port = reserve_port()
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         job.log.write("", f"--- {when} started{f' (restart {again})' if again else ''} ---".encode())
-        for rank in range(self._meshes[number].num_stages):
+        for rank in range(self._mesh.num_stages):
             try:
                 job.ranks[rank] = self._start(number, rank, job)
             except OSError as error:  # out of processes or memory, perhaps for a moment
@@ -240,8 +240,7 @@ class Supervisor:
 
     def _start(self, number: int, rank: int, job: _Job) -> _Rank:
         assert job.port is not None
-        mesh = self._meshes[number]
-        size = mesh.num_stages
+        size = self._mesh.num_stages
         environment = self._environment | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -253,7 +252,7 @@ class Supervisor:
             "SDPIPE_SCHEDULER": self._scheduler.address,
         }
         sources, ends = open_outputs(self._terminal if rank == 0 else None)
-        prefix = f"[stage {mesh.locate(rank)[0]}] " if size > 1 else ""
+        prefix = f"[stage {self._mesh.locate(rank)[0]}] " if size > 1 else ""
 
         def shown() -> bool:
             return rank == 0 and self._shown == number

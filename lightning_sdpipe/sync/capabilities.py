@@ -58,7 +58,6 @@ class Capabilities:
         elastic_schedules: schedules in such a job. A policy that keeps replicas equal always refuses ``"pipedream"``.
         elastic_accumulates: ``accumulate_grad_batches`` above 1 in such a job, which such a policy always refuses.
         ragged: pipelines of unlike depths or cuts.
-        ragged_elastic: such pipelines in a job in which pipelines come and go.
         ragged_exchange: exchanges other than ``Exchange()`` there; else only ``overlap="free"`` and
             ``hierarchy="hosts"`` are refused.
     """
@@ -79,7 +78,6 @@ class Capabilities:
     elastic_schedules: Mapping[str, Incompatible] = field(default_factory=dict)
     elastic_accumulates: Incompatible | None = None
     ragged: Incompatible | None = because.ONE_CUT
-    ragged_elastic: Incompatible | None = None
     ragged_exchange: Incompatible | None = None
 
 
@@ -95,7 +93,6 @@ GRADIENTS = Capabilities(
     elastic=None,
     elastic_payloads={"momentum": because.MEAN_MOMENTUM},
     ragged=None,
-    ragged_elastic=because.UNLIKE_ROUNDS,
     ragged_exchange=because.UNLIKE_GRADIENTS,
 )
 EQUALLY = replace(GRADIENTS, elastic_divides=because.BY_SHARES)
@@ -122,7 +119,6 @@ _RING = Capabilities(
     elastic=None,
     elastic_payloads={},
     ragged=None,
-    ragged_elastic=because.UNLIKE_UNTRIED,
 )
 _NEIGHBOURS = replace(
     _RING, payloads=_SEVERAL, hierarchies={"hosts": because.PAIRS}, elastic_overlaps={"free": because.PAIRS_BY_NUMBER}
@@ -166,7 +162,7 @@ def of_policy(policy: PolicyConfig) -> Capabilities:
         case PHDPSGD():
             return _MEETINGS
         case _:
-            return replace(_GROUPS, deals_by_itself=because.UNKNOWN, ragged_elastic=because.UNLIKE_UNTRIED)
+            return replace(_GROUPS, deals_by_itself=because.UNKNOWN)
 
 
 @dataclass(frozen=True)
@@ -236,8 +232,6 @@ def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompat
         yield with_method("batch_by_speed=True"), row.divides
     if asked.elastic:
         yield elastic, row.elastic
-        if asked.unlike:
-            yield f"num_stages={list(asked.unlike)} with unlike cuts and {elastic}", row.ragged_elastic
         for need in _needs(exchange.payload):
             yield f"exchange={exchange} with {elastic}", row.elastic_payloads.get(need)
         yield f"exchange={exchange} with {elastic}", row.elastic_overlaps.get(exchange.overlap)

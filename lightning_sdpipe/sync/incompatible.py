@@ -237,16 +237,6 @@ PAIRS_BY_NUMBER = Incompatible(
     "Use overlap='step', or Decentralized(), which has a ring",
     (_STEP, _RING),
 )
-UNLIKE_ROUNDS = Incompatible(
-    "rounds of gradients that survive their members are among replicas of a stage only",
-    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=1), ADPSGD() or NoSync()",
-    (_SEMI, _PARTIAL, _EACH, _PAIRS_WAIT, _NO_SYNC),
-)
-UNLIKE_UNTRIED = Incompatible(
-    "it has not been tried with pipelines of unlike cuts that come and go",
-    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=8), ADPSGD() or NoSync()",
-    (_SEMI, _PARTIAL, _EIGHTH, _PAIRS_WAIT, _NO_SYNC),
-)
 UNLIKE_FREELY = Incompatible(
     "a thread that averages at its own pace knows the replicas of a stage only", "Use overlap='step'", (_STEP,)
 )

@@ -245,13 +245,6 @@ class Replica:
         if self.shared is not None:
             self.shared.make_buffers_equal(self.device)
 
-    def make_copies_equal(self) -> None:
-        """Give the copies that several stages of this pipeline hold the values that are exchanged, if there are
-        sections."""
-        if self.shared is not None:
-            self.shared.make_equal()
-            self.shared.make_buffers_equal(self.device)
-
 
 def averaged(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:
     """Return the ``buckets`` that a full average makes equal: all but frozen integers."""

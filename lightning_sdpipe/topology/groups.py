@@ -275,15 +275,6 @@ class ProcessGroups:
                     self._side_channels.append(group)
         return self._side_channels[0]
 
-    def second(self, timeout: timedelta | None) -> dist.ProcessGroup:
-        """Return a second group of all workers, on gloo, for threads beside the training.
-
-        Every rank must call it; it is opened once.
-        """
-        if not self._second:
-            self._second.append(self.new_group(None, timeout, "gloo"))
-        return self._second[0]
-
     @property
     def world(self) -> dist.ProcessGroup:
         """All workers of the run; in an elastic job, those of the pipeline."""

@@ -157,29 +157,28 @@ def _open_sections(
     groups: ProcessGroups,
     options: Options,
 ) -> OwnSections:
-    """Open a process group for each section, two if a thread averages beside training, and none in an elastic job;
-    return what this worker holds of the sections that it averages."""
+    """Open a process group for each section, two if a thread averages beside training; return what this worker holds
+    of the sections that it averages."""
     stage, pipeline = groups.mesh.locate(groups.rank)
-    owners = {number: those for number, those in enumerate(sections.owners) if those[pipeline] == stage}
-    elastic = options.job is not None
+    own = {number for number, owners in enumerate(sections.owners) if owners[pipeline] == stage}
 
     def opened(backend: str | None) -> dict[int, Replicas]:
         found = [groups.open_section(owners, options.run_timeout, backend) for owners in sections.owners]
         return {number: replicas for number, replicas in enumerate(found) if replicas is not None}
 
-    replicas = {} if elastic else opened(None)
-    beside = opened("gloo") if options.exchange.overlap != "none" and not elastic else {}
+    replicas = opened(None)
+    beside = opened("gloo") if options.exchange.overlap != "none" else {}
     parameters = {
         parameter: number
         for name, parameter in module.named_parameters()
-        if (number := sections.parameters[name]) in owners
+        if (number := sections.parameters[name]) in own
     }
 
     def is_of(number: int, name: str) -> bool:
-        return sections.owners[number] == tuple(own.owners(name)[-1] for own in ownerships)
+        return sections.owners[number] == tuple(each.owners(name)[-1] for each in ownerships)
 
-    buffers = {number: HeldBuffers(module, partial(is_of, number)) for number in owners}
-    return OwnSections(replicas, parameters, buffers, beside, owners if elastic else {})
+    buffers = {number: HeldBuffers(module, partial(is_of, number)) for number in own}
+    return OwnSections(replicas, parameters, buffers, beside)
 
 
 def refuse_counting(plan: Plan, stages_per_worker: int) -> None:

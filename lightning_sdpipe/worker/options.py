@@ -173,8 +173,7 @@ def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
         depths = tuple(num_stages)
         num_stages = max(depths)
     if job is not None:
-        job.check_depths(depths)
-        num_stages, data = num_stages if depths else job.num_stages(num_stages), job.data(data)
+        num_stages, data = job.num_stages(given["num_stages"]), job.data(data)
     schedule, partition = given["schedule"], given["partition"]
     num_micro_batches = 1 if schedule == "pipedream" else given["num_micro_batches"] or num_stages
     placement = None if given["placement"] is None else read_placement(given["placement"])

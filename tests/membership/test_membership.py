@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,15 +24,14 @@ SAME = {"model": "linear", "seed": "1"}
 class Run:
     """A scheduler's core, spoken to by name; it is looked for contradictions after each event."""
 
-    def __init__(self, stages: int = 1, *, depths: tuple[int, ...] = (), **terms: float) -> None:
-        stages = max(depths, default=stages)
-        self.core = Membership(stages, ElasticConfig(**{"settle": 0.0, "depths": depths, **terms}))  # type: ignore[arg-type]
-        self.stages, self.depths = stages, depths
+    def __init__(self, stages: int = 1, **terms: float) -> None:
+        self.core = Membership(stages, ElasticConfig(**{"settle": 0.0, **terms}))  # type: ignore[arg-type]
+        self.stages = stages
         self.incarnations: dict[int, int] = {}
 
     def of(self, pipeline: int) -> range:
         """Its stages."""
-        return range(self.depths[pipeline] if self.depths else self.stages)
+        return range(self.stages)
 
     def on(self, event: MemberEvent, now: float = 0.0) -> list[MemberDecision]:
         decisions = self.core.on(event, now)
@@ -127,70 +125,6 @@ def test_a_newcomer_gets_the_state_of_a_member_at_one_update_of_all_its_stages()
     assert run.core.members == [0, 1, 2]
     assert epoch == run.core.epoch
     assert started == w.Started(2, run.core.epoch, False)
-
-
-class TestUnlikeDepths:
-    """A transfer is over when all stages of the newcomer have the state, which all stages of the donor have copied."""
-
-    def test_three_stages_join_from_a_donor_of_one(self) -> None:
-        run = Run(depths=(1, 3))
-        run.enrol(0)
-        (donate,) = run.enrol(1)
-        assert isinstance(donate, w.Donate)
-        assert run.core.awaited(2) == []
-        (receive,) = run.gives(donate)
-        assert isinstance(receive, w.Receive)
-        assert [run.core.awaited(stage) for stage in range(3)] == [[0, 1], [1], [1]]
-        for stage in (2, 0):
-            assert run.say(w.Received, 1, receive.transfer, receive.update, stage=stage) == []
-        epoch, started = run.say(w.Received, 1, receive.transfer, receive.update, stage=1)
-        assert started == w.Started(1, epoch, False)
-        assert run.core.members == [0, 1]
-
-    def test_one_stage_joins_from_a_donor_of_three(self) -> None:
-        run = Run(depths=(1, 3), start_pipelines=1)
-        run.enrol(1)
-        (donate,) = run.enrol(0)
-        assert isinstance(donate, w.Donate)
-        for stage in (1, 2):
-            assert run.say(w.Snapshot, 1, donate.transfer, 10, stage=stage) == []
-        assert run.core.awaited(0) == [1], "stage 0 has not copied"
-        assert run.say(w.Snapshot, 1, donate.transfer, 10) == [w.Receive(0, 1, donate.transfer, 10)]
-        assert kinds(run.say(w.Received, 0, donate.transfer, 10)) == ["Epoch", "Started"]
-
-    def test_another_donor_of_another_depth_gives_its_state_when_one_is_lost(self) -> None:
-        run = Run(depths=(1, 3, 2), start_pipelines=2)
-        run.enrol(0), run.enrol(1)
-        (donate,) = run.enrol(2)
-        assert donate == w.Donate(1, 2, "state-2-1-65")
-        run.gives(donate)
-        run.say(w.Received, 2, donate.transfer, 10)
-        gone, _, again = run.say(w.Died, 1, "was killed", stage=2)
-        assert (kinds([gone]), again) == (["Gone"], w.Donate(0, 2, "state-2-2-64"))
-        assert run.gives(again) == [w.Receive(2, 0, "state-2-2-64", 10)]
-        assert run.say(w.Received, 2, "state-2-2-64", 10, stage=1) == []
-        assert kinds(run.say(w.Received, 2, "state-2-2-64", 10)) == ["Epoch", "Started"]
-        assert run.core.members == [0, 2]
-
-    def test_a_newcomer_that_is_lost_in_the_transfer_leaves_the_donor_alone(self) -> None:
-        run = Run(depths=(1, 3))
-        run.enrol(0)
-        (donate,) = run.enrol(1)
-        assert isinstance(donate, w.Donate)
-        run.gives(donate)
-        run.say(w.Received, 1, donate.transfer, 10)
-        assert kinds(run.say(w.Died, 1, "was killed", stage=2)) == ["Gone", "Abandoned"]
-        assert (run.core.members, run.core.awaited(0)) == ([0], [0])
-
-    def test_who_is_not_among_them_is_refused(self) -> None:
-        run = Run(depths=(1, 3))
-        run.incarnations |= {0: 7, 2: 8}
-        (deeper,) = run.say(w.Enrolled, 0, SAME, stage=1)
-        (more,) = run.say(w.Enrolled, 2, SAME)
-        assert isinstance(deeper, w.Denied)
-        assert isinstance(more, w.Denied)
-        assert "this scheduler serves pipelines of 1 stages, 0 to 0" in deeper.reason
-        assert "pipeline 2 is not allowed; give SDPIPE_PIPELINE from 0 to 1" in more.reason
 
 
 def test_a_donor_whose_stages_name_different_updates_gives_nothing_and_trains_on() -> None:
@@ -585,8 +519,9 @@ def test_nobody_starts_anew_before_members_of_an_older_run_can_make_themselves_h
     [
         ({"min_pipelines": 0}, "min_pipelines"),
         ({"min_pipelines": 3, "start_pipelines": 2}, "start_pipelines"),
-        ({"min_pipelines": 3, "depths": (1, 2)}, r"depths=\[1, 2\] .*the stages of each of 3 pipelines"),
-        ({"depths": (1, 0)}, "depths"),
+        ({"depths": (1,)}, r"depths=\[1\] .* 1 pipelines of a fixed roster"),
+        ({"min_pipelines": 3, "depths": (1, 2), "fixed": True}, r"depths=\[1, 2\] .*the stages of each of 3 pipelines"),
+        ({"min_pipelines": 2, "depths": (1, 0), "fixed": True}, "depths"),
     ],
 )
 def test_terms_that_cannot_be_met_are_refused(terms: dict[str, Any], name: str) -> None:
@@ -675,8 +610,6 @@ def keep_the_promises(seed: int) -> None:
     terms = ElasticConfig(
         rng.randint(1, 2), rng.choice([None, 2, 3]), 5.0, 40.0, 6.0, rng.choice([0.0, 1.0]), rng.random() < 0.8
     )
-    if rng.random() < 0.3:
-        terms = msgspec.structs.replace(terms, depths=(stages, *(rng.randint(1, stages) for _ in range(3))))
     core = Membership(stages, terms)
     promises = Promises(core)
     for _ in range(rng.randint(5, 120)):

@@ -58,17 +58,6 @@ def test_barriers_are_numbered_apart_from_groups() -> None:
     assert stuck.look(60.0, [A, B]) == [(BARRIERS, [A])]
 
 
-def test_an_exchange_of_whole_pipelines_is_stuck_among_all_of_their_workers() -> None:
-    """Pipeline 0 has one worker, and pipeline 1 two, whose stages are replicas of none of its."""
-    first, last, stuck = Worker(0, 1), Worker(1, 1), Stuck(5.0, lambda worker: Worker(0, worker.pipeline))
-    stuck.hear(A, within(4, 0, 1), NONE, 0.0)
-    stuck.hear(first, None, (4, -1), 0.0)
-    stuck.hear(last, None, (3, -1), 0.0)
-    assert stuck.look(5.0, [A, first, last, C]) == [], "the last stage still computes"
-    stuck.hear(last, within(4, 0, 1), NONE, 5.0)
-    assert stuck.look(10.0, [A, first, last, C]) == [(4, [A, last])]
-
-
 def test_with_nobody_in_an_exchange_there_is_nothing_to_look_for() -> None:
     stuck = Stuck(5.0)
     stuck.hear(A, within(4), NONE, 0.0)

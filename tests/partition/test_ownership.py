@@ -37,18 +37,6 @@ def test_shared_parameters_are_named_once() -> None:
     assert shared == [((0, 1, 2), "scale"), ((0, 2), "embedding.weight")]
 
 
-def test_a_stage_of_another_cut_gets_its_tensors_from_the_last_that_hold_them() -> None:
-    module = Tied()
-    of_three = assign_owners(module, CHAIN, SPANS)
-    of_two = assign_owners(module, CHAIN, [range(0, 3), range(3, 4)])
-    of_one = assign_owners(module, CHAIN, [range(0, 4)])
-    assert of_three.givers(of_one, 0) == [0, 1, 2]
-    assert of_three.givers(of_two, 0) == [0, 1, 2], "its embedding from the decoder, which has the same weight"
-    assert of_three.givers(of_two, 1) == [2]
-    assert of_two.givers(of_three, 1) == [0, 1], "the last one has all that is no tensor"
-    assert of_one.givers(of_three, 1) == [0]
-
-
 def test_buffers_that_are_transposed_or_expanded_can_be_averaged() -> None:
     module = Tied()
     for name, buffer in {"turned": torch.arange(6.0).view(2, 3).t(), "wide": torch.ones(1).expand(4)}.items():

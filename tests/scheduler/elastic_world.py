@@ -88,7 +88,7 @@ class Process:
     """Groups whose exchange it has begun."""
     broke: set[int] = field(default_factory=set)
     has_result: bool | None = None
-    """Of its exchange, once that has ended, where pipelines are of unlike depths."""
+    """Of its exchange, once that has ended."""
     goes_on: Callable[[], None] | None = None
     """What it does when its exchange is over."""
     nonce: bytes | None = None
@@ -112,7 +112,6 @@ class World:
         tell: Callable[[str], None] = lambda text: None,
         late: float = 0.0,
         pairs: bool = False,
-        unlike: bool = False,
     ) -> None:
         self.rng = rng = random.Random(seed)
         self.tell = tell
@@ -133,8 +132,6 @@ class World:
         self.seen: dict[str, int] = defaultdict(int)
         """How often each kind of message was delivered."""
         self.stages, self.pipelines = rng.randint(1, 2), rng.randint(1, 4)
-        self.depths = tuple(rng.randint(1, 3) for _ in range(self.pipelines)) if unlike else ()
-        self.stages = max(self.depths, default=self.stages)
         least = rng.randint(1, min(2, self.pipelines))
         start = rng.choice([None, self.pipelines])
         self.terms = ElasticConfig(
@@ -146,7 +143,6 @@ class World:
             settle=0.6,
             resume=True,
             apart=2.0,
-            depths=self.depths,
         )
         self.overlaps = rng.random() < 0.5
         """Does an exchange go on while its worker computes?"""
@@ -158,7 +154,7 @@ class World:
         ]
         if self.pipelines > 1:
             configs.append(PartialReduce(group_size=2))
-        for size in () if unlike else {1, 2} if self.pipelines % 2 == 0 else {1}:
+        for size in {1, 2} if self.pipelines % 2 == 0 else {1}:
             every, staleness = rng.randint(1, 2), rng.choice([None, 3])
             configs.append(PHDPSGD(group_size=size, every=every, staleness=staleness, within="models"))
         self.config = ADPSGD(asynchronous=True) if pairs else rng.choice(configs)
@@ -211,13 +207,7 @@ class World:
         self.after(0.02, self.wakes)
 
     def workers(self, pipeline: int) -> list[Worker]:
-        return [Worker(j, pipeline) for j in range(self.depths[pipeline] if self.depths else self.stages)]
-
-    def exchanges(self, group: Group) -> set[Worker]:
-        """Those that exchange in it."""
-        if not self.depths:
-            return {*group.members}
-        return {worker for member in group.members for worker in self.workers(member.pipeline)}
+        return [Worker(j, pipeline) for j in range(self.stages)]
 
     def start_job(self, pipeline: int) -> None:
         incarnation = next(self.starts)
@@ -366,11 +356,7 @@ class World:
         """The members of an epoch find each other in the store."""
         room, stage = f"epoch-{epoch.number}", process.worker.stage
         self.ask(process, lambda _: None, e.Store, "put", (f"{room}/{stage}.{process.worker.pipeline}",), b"here")
-        keys = tuple(
-            f"{room}/{worker.stage}.{worker.pipeline}"
-            for pipeline in epoch.pipelines
-            for worker in (self.workers(pipeline) if self.depths else [Worker(stage, pipeline)])
-        )
+        keys = tuple(f"{room}/{stage}.{pipeline}" for pipeline in epoch.pipelines)
         self.ask(process, lambda _: self.after(0.01, lambda: self.found(process, epoch)), e.Store, "wait", keys)
         if epoch.tries:
             self.after(self.rng.uniform(0.01, 3.0), lambda: self.tried(process, epoch))
@@ -412,10 +398,10 @@ class World:
     def copied(self, process: Process, receive: Receive) -> None:
         if process.dead:
             return
-        givers = self.workers(receive.donor) if self.depths else [Worker(process.worker.stage, receive.donor)]
-        donors = [p for p in self.processes if p.worker in givers and not p.dead and receive.transfer in p.copies]
+        giver = Worker(process.worker.stage, receive.donor)
+        donors = [p for p in self.processes if p.worker == giver and not p.dead and receive.transfer in p.copies]
         apart = frozenset((process.worker.pipeline, receive.donor)) in self.apart
-        copy = None if len(donors) < len(givers) or apart else donors[0].copies[receive.transfer]
+        copy = None if not donors or apart else donors[0].copies[receive.transfer]
         said: tuple[object, ...] = receive.transfer, -1, "connection reset"
         if copy is not None and self.rng.random() >= 0.05:
             process.update, process.segment = copy.update, copy.segment
@@ -443,18 +429,9 @@ class World:
             self.ready(process)
 
     def meet(self, process: Process) -> None:
-        """By itself, or with its pipeline, for which the first stage speaks when all are there."""
-        there = self.job(process) if self.depths else [process]
-        if all(not p.dead and p.state == "barrier" and p.segment == process.segment for p in there):
+        if not process.dead and process.state == "barrier":
             key = f"pause/{process.segment.run}/{process.segment.epoch}"
-            speaks = min(there, key=lambda p: p.worker)
-
-            def met(reply: e.Reply) -> None:
-                for p in there:
-                    if not p.dead:
-                        self.met(p, reply)
-
-            self.ask(speaks, met, e.Meet, key, b"%d" % process.worker.pipeline)
+            self.ask(process, lambda reply: self.met(process, reply), e.Meet, key, b"%d" % process.worker.pipeline)
 
     def met(self, process: Process, reply: e.Reply) -> None:
         assert isinstance(reply, e.HasMet)
@@ -558,7 +535,7 @@ class World:
 
     def exchange(self, process: Process, group: Group) -> None:
         """At once, or when the last one is over."""
-        assert process.worker in self.exchanges(group)
+        assert process.worker in group.members
         if process.group is not None:
             process.goes_on = lambda: self.exchange(process, group)
             return
@@ -586,7 +563,7 @@ class World:
         if process.dead or process.group is not group or process.has_result is not None:
             return
         there = {p.worker for p in self.processes if not p.dead and group.epoch in p.talk.held}
-        pipelines, workers = {worker.pipeline for worker in group.members}, self.exchanges(group)
+        pipelines, workers = {worker.pipeline for worker in group.members}, {*group.members}
         members = [p for p in self.processes if p.worker in workers]
         waits = any(pair <= pipelines for pair in self.apart) or any(group.sequence not in p.begun for p in members)
         if waits and workers <= there and group.sequence not in process.broke:  # nothing comes
@@ -594,27 +571,11 @@ class World:
             return
         failed = len(group.members) > 1 and (not workers <= there or self.rng.random() < 0.01)
         process.has_result = not (failed or group.sequence in process.broke)
-        if not process.has_result:
-            self.give_up(process, group)
-        together = self.job(process) if self.depths and len(group.members) > 1 else [process]
-        if any(p.dead for p in together):
-            return  # its pipeline ends
-        if any(p.has_result is None or p.group is None or p.group.sequence != group.sequence for p in together):
-            return  # it waits until all of its pipeline know whether they have it
-        if all(p.has_result for p in together):
-            for p in together:
-                self.completed(p, group)
+        if process.has_result:
+            self.completed(process, group)
             return
-        for p in together:
-            self.give_up(p, group)
-
-        def again(reply: e.Reply) -> None:
-            for p in together:
-                if not p.dead:
-                    self.again(p, reply)
-
-        speaks = min(together, key=lambda p: p.worker)
-        self.ask(speaks, again, e.AskRegroup, group, speaks.talk.held, False)
+        self.give_up(process, group)
+        self.ask(process, lambda reply: self.again(process, reply), e.AskRegroup, group, process.talk.held, False)
 
     def give_up(self, process: Process, group: Group) -> None:
         process.talk.exchanges(None)
@@ -622,8 +583,7 @@ class World:
 
     def completed(self, process: Process, group: Group) -> None:
         process.talk.exchanges(None)
-        if process.worker.stage == 0 or not self.depths:
-            process.talk.completed(group.sequence)
+        process.talk.completed(group.sequence)
         self.pump(process)
         self.exchange_ends(process)
 
@@ -753,11 +713,9 @@ def live_through(
     tell: Callable[[str], None] = lambda text: None,
     late: float = 0.0,
     pairs: bool = False,
-    unlike: bool = False,
 ) -> World:
-    """A history with so many faults, and what must hold in it; with ``pairs``, of asynchronous AD-PSGD, and with
-    ``unlike``, of pipelines with depths of their own."""
-    world = World(seed, tell, late, pairs, unlike)
+    """A history with so many faults, and what must hold in it; with ``pairs``, of asynchronous AD-PSGD."""
+    world = World(seed, tell, late, pairs)
     with suppress(NobodyLeft):
         world.run(3.0)
         for _ in range(faults):

@@ -24,14 +24,6 @@ def test_everybody_trains_again_after_any_faults(seed: int, faults: int) -> None
     live_through(seed, faults)
 
 
-@settings(max_examples=HISTORIES, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(0, 8))
-@example(9514952, 4)  # a restarted scheduler hears of a broken group before all stages have joined
-@example(1050211, 6)  # a newcomer outlives all members and the scheduler, while it has a state of theirs
-def test_pipelines_of_unlike_depths_train_again_after_any_faults(seed: int, faults: int) -> None:
-    live_through(seed, faults, unlike=True)
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_pairs_that_average_while_they_compute_go_on_after_any_faults(seed: int) -> None:
     world = live_through(seed, 8, pairs=True)

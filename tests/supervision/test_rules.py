@@ -33,7 +33,7 @@ from lightning_sdpipe.supervision.state import Settings
 KILLED, TERM = -signal.SIGKILL, signal.SIGTERM
 
 
-def stage_of(pipeline: int, rank: int) -> int:
+def stage_of(rank: int) -> int:
     return 1 - rank  # rank 0 runs the last stage
 
 
@@ -70,15 +70,6 @@ def test_the_beginning() -> None:
     assert made.deadline() == math.inf
     assert made.on(seen(0, at=4.0), 4.0) == []
     assert made.on(seen(0, 1, at=5.0, leader=1), 5.0) == [Say("all 2 pipelines train"), Show(1)]
-
-
-def test_pipelines_may_have_unlike_numbers_of_processes() -> None:
-    made = Rules(Settings(2, 2, depths=(1, 2)), lambda pipeline, rank: pipeline - rank)
-    made.on(Begin(), 0.0)
-    made.on(seen(0, 1, at=5.0, leader=0), 5.0)
-    assert made.on(ProcessEnded(0, 0, KILLED), 10.0)[0] == Say("pipeline 0 lost (stage 0 killed); 1 of 2 go on")
-    assert made.on(ProcessEnded(1, 0, KILLED), 11.0)[0] == Say("pipeline 1 lost (stage 1 killed); 0 of 2 go on")
-    assert Launch(1, 1) not in made.on(TimePassed(), 11.1), "its other process has not ended"
 
 
 def test_a_killed_stage_and_its_pipelines_return() -> None:
@@ -418,7 +409,7 @@ class Machine:
 @given(st.data(), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3))
 def test_whatever_happens(data: st.DataObject, pipelines: int, stages: int, restarts: int) -> None:
     settings = Settings(pipelines, stages, restarts, data.draw(st.integers(1, pipelines)))
-    machine = Machine(Rules(settings, lambda _, rank: stages - 1 - rank), stages, settings)
+    machine = Machine(Rules(settings, lambda rank: stages - 1 - rank), stages, settings)
     machine.on(Begin())
     for _ in range(data.draw(st.integers(0, 60))):
         if machine.finished is not None:

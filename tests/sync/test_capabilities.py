@@ -153,15 +153,14 @@ def is_cut_unlike(given: Any) -> list[str]:
         ["none", "step", "free"],
         lambda overlap: goes(given, exchange=Exchange(overlap=overlap), unlike=(1, 2)),  # type: ignore[arg-type]
     )
-    elastic = "yes" if goes(given, elastic=True, unlike=(1, 2)) else "–"
-    return [] if payloads == "–" else [payloads, overlaps, elastic]
+    return [] if payloads == "–" else [payloads, overlaps]
 
 
 TABLES: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
     "exchange.md": ("| method | payloads | overlap | hierarchy | schedule |", moves),
     "data.md": ('| method | `data="dealt"` | `data="auto"` deals | `batch_by_speed` |', trains),
     "faults.md": ("| method | payloads | overlap | hierarchy |", comes_and_goes),
-    "partition.md": ("| method, where pipelines are cut unlike | payloads | overlap | elastic |", is_cut_unlike),
+    "partition.md": ("| method, where pipelines are cut unlike | payloads | overlap |", is_cut_unlike),
 }
 
 

@@ -57,7 +57,7 @@ def _opens_run_after_run(rank: int) -> list[int]:
     mesh, own = Mesh.build(4, 2), dist.new_group([0, 1])
     groups, counts = ProcessGroups.open(mesh, None), []
     for _ in range(3):
-        groups.second(None)
+        groups.side_channel(None)
         counts.append(len(open_groups()))
         del groups
         groups = ProcessGroups.open(mesh, None)

@@ -200,7 +200,7 @@ class GroupDelivery:
         self._here, self._unreachable = incarnations, unreachable
         self._levels, levels.broken = levels, self._broken
         self._regrouping = Regrouping()
-        self._stuck = Stuck(limit, groups.extent.stands_for)
+        self._stuck = Stuck(limit)
         self._stuck_in: dict[Worker, int] = {}
         """Exchanges that are broken off, by the workers that have not left them."""
         self._met: list[_KeptMet] = []

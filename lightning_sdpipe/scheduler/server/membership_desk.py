@@ -224,7 +224,7 @@ class MembershipDesk:
         worker, incarnation, core = request.worker, request.incarnation, self.membership
         fixed, resumes = w.is_fixed(request.fingerprint), request.resumes
         extent = self._groups.extent
-        if not fixed and not extent.depths and extent.num_pipelines <= worker.pipeline < MOST_PIPELINES:
+        if not (fixed or core.offered.fixed) and extent.num_pipelines <= worker.pipeline < MOST_PIPELINES:
             self._groups.widen(worker.pipeline + 1, now)
         was_here = self._presence.incarnations.get(worker) == incarnation
         if resumes is None or not resumes.epoch.number:

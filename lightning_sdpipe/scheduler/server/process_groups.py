@@ -1,7 +1,7 @@
 """Registry of the process groups of an elastic run's workers, and of groups that wait until their members share one.
 
 A worker makes a process group of its stage's replicas for each epoch of membership, in a thread, and reports which it
-holds; where groups are of whole pipelines, one with all workers of the members. A group that is decided before its
+holds. A group that is decided before its
 members share one is kept for the few milliseconds that this takes, or until the epoch is announced anew. A group with
 passive members is not kept: the others go on without these.
 """
@@ -16,7 +16,6 @@ import msgspec
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies.decisions import Group, without_passive
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.server.contradictions import Extent
 from lightning_sdpipe.scheduler.server.liveness import Liveness
 
 REMAKE_AFTER = 5.0
@@ -39,15 +38,14 @@ class KeptGroup:
 
 
 class ProcessGroupRegistry:
-    """Epochs whose process group each worker holds; ``extent`` knows the workers that a member of a group
-    represents."""
+    """Epochs whose process group each worker holds."""
 
-    def __init__(self, membership: Membership, presence: Liveness, extent: Extent) -> None:
+    def __init__(self, membership: Membership, presence: Liveness) -> None:
         self.kept: dict[int, KeptGroup] = {}
         """Kept groups by sequence."""
         self.apart: dict[tuple[Worker, ...], KeptGroup] = {}
         """Groups that went out without their passive members, by the members, which share no process group yet."""
-        self._membership, self._presence, self._extent = membership, presence, extent
+        self._membership, self._presence = membership, presence
         self._holds: dict[Worker, frozenset[int]] = {}
 
     @property
@@ -70,13 +68,10 @@ class ProcessGroupRegistry:
         self._holds.pop(worker, None)
 
     def common(self, workers: Sequence[Worker]) -> int | None:
-        """Return the newest epoch of which all of them hold a process group; one alone needs none. Where groups are of
-        whole pipelines, all workers of these must hold it."""
+        """Return the newest epoch of which all of them hold a process group; one alone needs none."""
         if len(workers) < 2:
             return self._membership.epoch.number
-        members = [self._extent.stands_for(worker) for worker in workers]
-        represented = self._extent.represented_by(members)
-        shared = frozenset.intersection(*(self._holds.get(worker, frozenset()) for worker in represented))
+        shared = frozenset.intersection(*(self._holds.get(worker, frozenset()) for worker in workers))
         return max(shared, default=None)
 
     def with_epoch(self, group: Group) -> Group | None:

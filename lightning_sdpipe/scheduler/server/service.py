@@ -80,7 +80,7 @@ class SchedulerService:
         self._name, self._description = registry.name_of(config), registry.to_json(config)
         self._looks_back = config.looks_back
         self._extent = Extent(num_stages, num_pipelines, depths)
-        may_grow = elastic is not None and not elastic.fixed and not depths
+        may_grow = elastic is not None and not elastic.fixed
         self._most_pipelines = max(num_pipelines, MOST_PIPELINES) if may_grow else num_pipelines
         self.log = EventLog() if log is None else log
         self.log.remember(EVENTS_PER_WORKER * num_stages * num_pipelines)
@@ -97,7 +97,7 @@ class SchedulerService:
         terms = elastic or ElasticConfig.of_fixed(num_pipelines, recovery_grace)
         membership = Membership(num_stages, terms, now, num_pipelines)
         presence = Liveness(worker_timeout, self.lines, now, membership.unit)
-        process_groups = ProcessGroupRegistry(membership, presence, self._extent)
+        process_groups = ProcessGroupRegistry(membership, presence)
         rows = RowDesk(self.log, self._outbox)
         self.groups = GroupDesk(self._driver, self._extent, self.overview, self._outbox, process_groups, rows)
         self.leases = LeaseDesk(self._driver, self.groups, self._outbox)

@@ -1,5 +1,4 @@
-"""The process groups of a stage's replicas: one for each epoch of membership, made beside the training. Where pipelines
-are cut unlike, it holds all workers of the members, and each part of the model has replicas of its own in it.
+"""The process groups of a stage's replicas: one for each epoch of membership, made beside the training.
 
 Making one takes milliseconds, and longer if a member is gone; so threads do it, and the groups of earlier epochs stay
 in use meanwhile. gloo cannot end a wait for a message that a live process will not send, except that a receive in
@@ -19,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,7 +30,6 @@ from torch._C._distributed_c10d import Store
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import GroupMean, Mover
-from lightning_sdpipe.exchange.sectioned import SectionedMover
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
@@ -56,18 +54,8 @@ MakeStore = Callable[[str, Callable[[], bool]], Store]
 
 
 @dataclass(frozen=True)
-class EpochPart:
-    """A part of the model that is exchanged by itself: by the stage ``owners[i]`` of each pipeline i, with the mover
-    that ``among`` makes for models that train."""
-
-    owners: Sequence[int]
-    among: MakeMover
-
-
-@dataclass(frozen=True)
 class _OfEpoch:
     replicas: Replicas  # over a gloo group that belongs to no world
-    movers: Sequence[GroupMean]
     exchange: Mover
     hosts: Mapping[int, str] | None
 
@@ -83,7 +71,6 @@ class EpochGroups:
         among: makes the mover that averages models while they train, from the replicas and their machines.
         traffic: counts the bytes that this worker sends.
         host: this worker's machine, if machines are told apart; the replicas of an epoch tell each other theirs.
-        depths: stages of each pipeline, if pipelines are cut unlike; then :meth:`divide` comes before the first epoch.
     """
 
     def __init__(
@@ -95,17 +82,14 @@ class EpochGroups:
         among: MakeMover = lambda replicas, hosts: GroupMean(replicas),
         traffic: Traffic | None = None,
         host: str | None = None,
-        depths: Sequence[int] = (),
     ) -> None:
-        self._worker, self._depths = worker, depths
+        self._worker = worker
         self._make_store = make_store
         self._timeout = timeout
         self._report = report
         self._lock = threading.Condition()
         self._among = among
         self._host = host
-        self._parts: Sequence[EpochPart] = ()
-        self._counts: Callable[[], Sequence[int]] = tuple
         self._traffic = Traffic() if traffic is None else traffic
         self._made: dict[int, _OfEpoch] = {}
         self._given_up = -1  # the newest epoch whose group was
@@ -116,11 +100,6 @@ class EpochGroups:
         """Groups that are used beside that one, by sequence."""
         self._moved = 0  # pieces of the exchange that were taken over
         self._closed = False
-
-    def divide(self, parts: Sequence[EpochPart], counts: Callable[[], Sequence[int]]) -> None:
-        """Set the ``parts`` of the model that this worker exchanges, in the order in which all workers go through
-        theirs; ``counts`` returns the number of tensors of each that change in training."""
-        self._parts, self._counts = parts, counts
 
     def enter(self, epoch: Epoch) -> None:
         """Make the members of ``epoch`` the members from now on. Any thread may call it; it does not wait."""
@@ -154,14 +133,13 @@ class EpochGroups:
         does."""
         return self._of(group).exchange
 
-    def movers(self, group: Group) -> Sequence[GroupMean]:
-        """Return the mover that averages among the members of ``group`` in full precision, one for each part of the
-        model; raises as :meth:`replicas` does."""
-        return self._of(group).movers
+    def mean(self, group: Group) -> GroupMean:
+        """Return the mover that averages among the members of ``group`` in full precision; raises as :meth:`replicas`
+        does."""
+        return GroupMean(self.replicas(group))
 
     def replicas(self, group: Group) -> Replicas:
-        """Return how this worker reaches the members of ``group``; where pipelines are cut unlike, how the last stages
-        reach each other.
+        """Return how this worker reaches the members of ``group``.
 
         Raises:
             WorkerFailedError: a member of the group's epoch is gone, and with it the process group.
@@ -302,22 +280,21 @@ class EpochGroups:
 
     def _make(self, epoch: Epoch) -> None:
         own, number = self._worker, epoch.number
-        workers = [each for i in epoch.pipelines for each in _workers_of(i, own, self._depths)]
-        places = {each: place for place, each in enumerate(workers)}
-        room = f"epoch-{number}" if self._depths else f"epoch-{number}-{own.stage}"
-        store = self._make_store(room, lambda: self._is_over or number != self._newest)
+        ranks = {pipeline: rank for rank, pipeline in enumerate(epoch.pipelines)}
+        store = self._make_store(f"epoch-{number}-{own.stage}", lambda: self._is_over or number != self._newest)
         hosts: dict[int, str] | None = None
         try:
             if self._host is not None:
                 store.set(f"host-{own.pipeline}", self._host)
-            group: Any = dist.ProcessGroupGloo(store, places[own], len(places), CONNECTING)
+            group: Any = dist.ProcessGroupGloo(store, ranks[own.pipeline], len(ranks), CONNECTING)
             if self._host is not None:
                 hosts = {i: store.get(f"host-{i}").decode() for i in epoch.pipelines}
         except Exception as error:  # a later epoch is on its way, or the scheduler, which says so where it is asked
             log.info("the group of epoch %d was not made: %s", number, str(error).splitlines()[0])
             return
         group._set_default_timeout(self._timeout)  # of collectives
-        made = self._over(group, places, hosts)
+        replicas = Replicas(group, ranks, own.stage, own.pipeline, limit=self._timeout, given_up=threading.Event())
+        made = _OfEpoch(replicas, self._among(replace(replicas, traffic=self._traffic), hosts), hosts)
         with self._lock:
             if self._is_over:
                 return
@@ -328,29 +305,10 @@ class EpochGroups:
         self._report.holds(self.held)
         del old
 
-    def _over(self, group: Any, places: Mapping[Worker, int], hosts: Mapping[int, str] | None) -> _OfEpoch:
-        """Return what this worker exchanges by over ``group``, in which workers have these ``places``, on ``hosts``."""
-        stage, pipeline, given_up = self._worker.stage, self._worker.pipeline, threading.Event()
-
-        def replicas(owners: Callable[[int], int]) -> Replicas:
-            ranks = {i: places[Worker(owners(i), i)] for i in {each.pipeline for each in places}}
-            return Replicas(group, ranks, stage, pipeline, limit=self._timeout, given_up=given_up)
-
-        def counted(among: MakeMover, those: Replicas) -> Mover:
-            return among(replace(those, traffic=self._traffic), hosts)
-
-        if not self._depths:
-            own = replicas(lambda _: stage)
-            return _OfEpoch(own, [GroupMean(own)], counted(self._among, own), hosts)
-        of_parts = [replicas(part.owners.__getitem__) for part in self._parts]
-        movers = [counted(part.among, those) for part, those in zip(self._parts, of_parts, strict=True)]
-        last = replicas(lambda i: self._depths[i] - 1)
-        return _OfEpoch(last, [*map(GroupMean, of_parts)], SectionedMover(movers, self._counts), hosts)
-
     def _try(self, epoch: Epoch) -> None:
         """Find the workers that this worker can reach: make and use a process group of two with each."""
         number, own = epoch.number, self._worker
-        others = {each for i in epoch.pipelines if i != own.pipeline for each in _workers_of(i, own, self._depths)}
+        others = {Worker(own.stage, i) for i in epoch.pipelines if i != own.pipeline}
         until = time.monotonic() + _TRYING
         reached: set[Worker] = set()
 
@@ -382,8 +340,3 @@ class EpochGroups:
 
 def _holds(replicas: Replicas, group: Group) -> bool:
     return {member.pipeline for member in group.members} <= {*replicas.pipelines}
-
-
-def _workers_of(pipeline: int, worker: Worker, depths: Sequence[int]) -> list[Worker]:
-    """Return the workers of ``pipeline`` that ``worker`` shares process groups with."""
-    return [Worker(j, pipeline) for j in (range(depths[pipeline]) if depths else [worker.stage])]

@@ -12,9 +12,9 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence, Sized
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,12 @@ from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.lightning_internals import data_source
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.weight_averaging import averaging_of
-from lightning_sdpipe.membership.state_transfers import newcomer_of
 from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.partition.ownership import Ownership
-from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient, Receive, Start
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.worker.elastic import leader, state_transfer
-from lightning_sdpipe.worker.elastic.barriers import Barriers, divided, of_all_stages
+from lightning_sdpipe.worker.elastic.barriers import Barriers, divided, of_all_stages, pack, unpack_max
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource
 from lightning_sdpipe.worker.elastic.leader import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.options import Options
@@ -51,17 +49,17 @@ from lightning_sdpipe.worker.training import Training
 log = logging.getLogger(__name__)
 
 
-def fingerprint(trainer: Trainer, options: Options, ownerships: Sequence[Ownership]) -> dict[str, str]:
+def fingerprint(trainer: Trainer, options: Options, ownership: Ownership) -> dict[str, str]:
     """Return the fingerprint of a worker that is about to join: the same on all stages of a pipeline, and in all
     pipelines."""
     module = trainer.lightning_module
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.state_dict().items()]
-    cut = [sorted((name, owners) for name, owners in own.stages.items()) for own in ownerships]
+    cut = sorted((name, owners) for name, owners in ownership.stages.items())
     interval = getattr(trainer, "val_check_interval", "at times")  # Lightning sets none if validation goes by the clock
     every = f"{interval} of every {trainer.check_val_every_n_epoch} epochs"
     return {
         "version": f"lightning_sdpipe {version('lightning-sdpipe')}, torch {torch.__version__}",
-        "stages": str([*options.depths] if options.cuts else options.num_stages),
+        "stages": str(options.num_stages),
         "model": f"{type(module).__name__} {_digest(shapes)}",
         "cut": _digest(cut),
         "optimizer": ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers),
@@ -131,11 +129,10 @@ def join(
     return answer, None if answer.fresh else state
 
 
-def begin_together(barriers: Barriers, parts: Sequence[Sequence[Tensor]], says: bytes, gather: Gather) -> bytes:
-    """Give the tensors of ``parts`` on all of the first pipelines the values of one of them, the same one in every
-    stage.
+def begin_together(barriers: Barriers, tensors: Sequence[Tensor], says: bytes, gather: Gather) -> bytes:
+    """Give ``tensors`` on all of the first pipelines the values of one of them, the same one in every stage.
 
-    Unless whole pipelines meet, each stage meets by itself. When a pipeline is lost meanwhile, one stage may have met
+    Each stage meets by itself. When a pipeline is lost meanwhile, one stage may have met
     with it and another without, or one may have its tensors and another not. So the stages of a pipeline tell each
     other how their barriers went, which is the same in all pipelines. The source is the first pipeline that came in
     every stage. If not all pipelines that are left have its tensors in every stage, all begin again with what they had
@@ -143,9 +140,9 @@ def begin_together(barriers: Barriers, parts: Sequence[Sequence[Tensor]], says: 
 
     Args:
         barriers: those of this worker's stage, at a point of their own.
-        parts: parameters and buffers of each part that is exchanged by itself, changed when the source is agreed on.
+        tensors: parameters and buffers, changed when the source is agreed on.
         says: what else the source is to tell, without a zero byte.
-        gather: gathers among the stages of this worker's pipeline, where each of them meets by itself.
+        gather: gathers among the stages of this worker's pipeline.
 
     Returns:
         What the source says.
@@ -154,22 +151,20 @@ def begin_together(barriers: Barriers, parts: Sequence[Sequence[Tensor]], says: 
         ConfigurationError: there are too many integers to be sent.
         WorkerFailedError: another stage of this worker's pipeline is lost.
     """
-    floating, integers = divided(parts)
+    floating, integers = divided(tensors)
     while True:
-        met = barriers.meet(says + _END + barriers.pack(integers))
+        met = barriers.meet(says + _END + pack(integers))
         members = sorted(set.intersection(*map(set, gather(met.pipelines))))
         source = members[0]
-        copies = [[tensor.detach().clone() for tensor in part] for part in floating]
+        copies = [tensor.detach().clone() for tensor in floating]
         copied = barriers.weighted_sum(copies, met, {pipeline: float(pipeline == source) for pipeline in members})
         done = barriers.meet(_DONE if copied else _NOT)
-        if all(gather(barriers.all_said(done, _DONE))):
+        if all(gather(all(value == _DONE for value in done.values))):
             break
-    of_source = [value.partition(_END) for value in barriers.said(met)[source]]
-    for part, copied_part in zip(floating, copies, strict=True):
-        for tensor, copy in zip(part, copied_part, strict=True):
-            tensor.copy_(copy)
-    barriers.unpack_max(integers, [[packed for _, _, packed in of_source]])
-    said, _, _ = of_source[0]
+    said, _, packed = met.values[met.pipelines.index(source)].partition(_END)
+    for tensor, copy in zip(floating, copies, strict=True):
+        tensor.copy_(copy)
+    unpack_max(integers, [packed])
     return said
 
 
@@ -197,44 +192,23 @@ class Fit:
     store: Callable[..., Store]
 
     def receive(self, what: Receive) -> State:
-        """Receive the state of the donor's stage; it is given up when another donor is found, since others may wait. If
-        pipelines are cut unlike, each stage of the donor gives what it has of it."""
+        """Receive the state of the donor's stage; it is given up when another donor is found, since others may wait."""
 
         def is_in_vain() -> bool:
             return self.line.offered != what.transfer
 
-        def receive_from(giver: int) -> State:
-            store = self.store(_room(what.transfer, giver, own.stage), is_in_vain)
-            return state_transfer.receive_state(store, self._limit, f"pipeline {what.donor}", is_in_vain)
-
-        own, ownerships = self._worker, self.training.parts.ownerships
-        if not self._unlike:
-            return receive_from(own.stage)
-        givers = ownerships[what.donor].givers(ownerships[own.pipeline], own.stage)
-        with ThreadPoolExecutor(len(givers)) as threads:
-            return state_transfer.merged([*threads.map(receive_from, givers)])
+        store = self.store(self._room(what.transfer), is_in_vain)
+        return state_transfer.receive_state(store, self._limit, f"pipeline {what.donor}", is_in_vain)
 
     def give(self, transfer: str, turns: State) -> None:
-        """Copy this stage's state, with that of its ``turns``, and send it while training goes on: to the same stage of
-        the newcomer, or what it needs of it to each of its stages, if pipelines are cut unlike."""
+        """Copy this stage's state, with that of its ``turns``, and send it to the same stage of the newcomer while
+        training goes on."""
         with self.checkpoints.of_this_stage():
             state = state_transfer.snapshot(self.trainer)
         state["elastic"] = {"turns": turns, "updates": self.training.updates, "names": leader.names(self.trainer)}
         state["sync"] = self.training.sync.handover()
         self.line.snapshot_taken(transfer, self.training.updates)
-        own = self._worker.stage
-        for stage, part in self._by_stage(state, newcomer_of(transfer)).items():
-            state_transfer.send_state(part, self.store(_room(transfer, own, stage)), self._limit)
-
-    def _by_stage(self, state: State, newcomer: int) -> dict[int, State]:
-        """Return what of this worker's ``state`` goes to which stages of ``newcomer``."""
-        own, ownerships = self._worker, self.training.parts.ownerships
-        if not self._unlike:
-            return {own.stage: state}
-        mine, theirs = ownerships[own.pipeline], ownerships[newcomer]
-        takers = [stage for stage in range(theirs.num_stages) if own.stage in mine.givers(theirs, stage)]
-        common = {"elastic": state["elastic"]}
-        return {stage: self.checkpoints.given(state, theirs, stage) | common for stage in takers}
+        state_transfer.send_state(state, self.store(self._room(transfer)), self._limit)
 
     def go_on_from(self, state: State) -> None:
         """Make Lightning resume from ``state``, whatever checkpoint the run began with."""
@@ -261,10 +235,9 @@ class Fit:
         replica = self.training.sync.replica
         with barriers.at("beginning"):  # at no epoch: if a pipeline is lost, starts may name different ones
             mine = {"turns": self.source.state, "seed": data_seed, "names": leader.names(self.trainer)}
-            tensors = [[*tensors_of(part.parameters), *part.buffers] for part in replica.divided]
-            says = json.dumps(mine).encode()
-            first = json.loads(begin_together(barriers, tensors, says, self._gather))
-        replica.make_copies_equal()
+            tensors = [*tensors_of(replica.parameters), *replica.buffers]
+            says, gather = json.dumps(mine).encode(), partial(of_all_stages, self.groups)
+            first = json.loads(begin_together(barriers, tensors, says, gather))
         self.source.load(first["turns"])
         leader.adopt(self.trainer, first["names"])
         seed: int = first["seed"]
@@ -275,21 +248,8 @@ class Fit:
         """Longest time that each part of a state may take."""
         return timedelta(seconds=self.line.limit)
 
-    def _gather(self, mine: Any) -> list[Any]:
-        """Return what each stage that meets by itself gives."""
-        return [mine] if self._unlike else of_all_stages(self.groups, mine)
-
-    @property
-    def _worker(self) -> Worker:
-        return Worker(*self.groups.mesh.locate(self.groups.rank))
-
-    @property
-    def _unlike(self) -> bool:
-        return not self.groups.mesh.alike
-
-
-def _room(transfer: str, giver: int, taker: int) -> str:
-    return f"{transfer}-{giver}-{taker}"
+    def _room(self, transfer: str) -> str:
+        return f"{transfer}-{self.groups.mesh.locate(self.groups.rank)[0]}"
 
 
 class StageDuties:

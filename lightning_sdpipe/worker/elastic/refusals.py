@@ -11,7 +11,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.pipeline_cut import is_measured
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.decentralized import PresentPeers
@@ -27,37 +26,18 @@ def check_options(options: Options) -> None:
     """Raise ConfigurationError for options of the strategy that no elastic job carries out."""
     if options.start_method != "popen":
         raise ConfigurationError(f"start_method={options.start_method!r} does not work {_HOW}: leave it out.")
-    unlike = f"with num_stages={list(options.depths)} and unlike cuts does not work {_HOW} yet"
-    if options.cuts and options.placement is not None:
-        raise ConfigurationError(
-            f"placement=… {unlike}: start each pipeline on its devices, and give partition= the blocks that the "
-            "placement has."
-        )
-    if any(is_measured(cut.partition) for cut in options.cuts):
-        raise ConfigurationError(
-            f"partition={options.partition!r} {unlike}, since each pipeline would measure by itself. List the blocks, "
-            "as in partition=[[26], [13, 13]]; `sdpipe partition` shows those of a balanced cut."
-        )
 
 
 def check_served(options: Options, served: Sequence[int], address: str) -> None:
-    """Raise ConfigurationError if the scheduler at ``address`` serves pipelines of other depths: it has ``served`` a
-    number of stages, one of pipelines and, if they are unlike, the stages of each."""
+    """Raise ConfigurationError if the scheduler at ``address`` serves pipelines of another depth: it has ``served`` a
+    number of stages, one of pipelines and, for ordinary runs of unlike pipelines, the stages of each."""
     job = options.job
     assert job is not None
-    stages, _, *depths = served
-    mine = [*options.depths] if options.cuts else []
-    if depths != mine:
-        serves = f"unlike pipelines of {depths} stages" if depths else f"pipelines of {stages} stages each"
-        own = f"unlike pipelines of {mine} stages" if mine else f"pipelines of {job.world_size} stages each"
-        option = ",".join(map(str, mine)) if mine else f"{job.world_size} --num-pipelines N"
+    stages = {*served[2:]} or {served[0]}
+    if stages != {job.world_size}:
+        serves = ", ".join(map(str, sorted(stages)))
         raise ConfigurationError(
-            f"The scheduler at {address} serves {serves}, and pipeline {job.pipeline} is one of {own}. Start it with "
-            f"--num-stages {option}, or give num_stages= what it serves."
-        )
-    if not depths and stages != job.world_size:
-        raise ConfigurationError(
-            f"The scheduler at {address} serves pipelines of {stages} stages, and pipeline {job.pipeline} was started "
+            f"The scheduler at {address} serves pipelines of {serves} stages, and pipeline {job.pipeline} was started "
             f"with {job.world_size} processes, one for each stage. Start as many."
         )
 

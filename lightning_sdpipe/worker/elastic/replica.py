@@ -1,9 +1,5 @@
 """A worker as one of the replicas of its stage in an elastic job: its rendezvous with the others, and exchanges that
 survive their members. When one is lost, the members that are left retry, or go on without a result.
-
-Where pipelines are cut unlike, members of a group are whole pipelines. A pipeline has the result when each of its
-workers has that of its sections. They agree on it after each exchange; otherwise all of them give up the process group,
-and retry all of their sections with the pipelines that are left.
 """
 
 from __future__ import annotations
@@ -13,19 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
-import msgspec
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
-from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.moving import Pending, exchange_whole
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, averaged
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas, Traffic
 from lightning_sdpipe.worker.elastic.barriers import Barriers
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
@@ -33,74 +24,25 @@ from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 log = logging.getLogger(__name__)
 
 
-class Outcomes:
-    """Outcomes of the exchanges of a worker that is a member of groups by itself; ``line`` is its client of the
-    scheduler."""
-
-    def __init__(self, line: MembershipClient) -> None:
-        self._line = line
-
-    def agreed(self, done: bool) -> bool:
-        """Return whether the member has the result, which this worker has if it is ``done``."""
-        return done
-
-    def completed(self, sequence: int) -> None:
-        """Report that the member has the result of that group."""
-        self._line.completed(sequence)
-
-    def again(self, broken: Group) -> Group:
-        """Report that the member lacks the result of ``broken``; return the group in which it retries."""
-        return self._line.broken(broken)
-
-
-class PipelineOutcomes(Outcomes):
-    """The same where the member is a whole pipeline. All of its workers must call each method at the same point.
-
-    Args:
-        line: client of the scheduler.
-        first: rank of stage 0, which speaks for the pipeline.
-        group: process group of its workers, of which nothing else makes use: a thread may exchange beside training.
-    """
-
-    def __init__(self, line: MembershipClient, first: int, group: dist.ProcessGroup) -> None:
-        super().__init__(line)
-        self._first, self._group, self._speaks = first, group, dist.get_rank() == first
-
-    def agreed(self, done: bool) -> bool:
-        """See the base class, as for the other methods."""
-        all_done = torch.tensor(int(done))
-        with p2p.waiting_for(self._group, "agreeing on the outcome of an exchange"):
-            dist.all_reduce(all_done, dist.ReduceOp.MIN, group=self._group)
-        return bool(all_done)
-
-    def completed(self, sequence: int) -> None:
-        if self._speaks:
-            super().completed(sequence)
-
-    def again(self, broken: Group) -> Group:
-        mine = msgspec.json.encode(super().again(broken)).decode() if self._speaks else ""
-        return msgspec.json.decode(p2p.broadcast_value(mine, self._first, self._group), type=Group)
-
-
 class FaultTolerantMean:
-    """The weighted mean over a group, by the mover of its epoch.
+    """The weighted mean over a group, by the mover of its epoch; ``line`` is told its outcomes.
 
     After a failure it begins again, with the model as it is by then: pieces that were taken over are means of models
     that existed, and so is a mean of them.
     """
 
-    def __init__(self, epochs: EpochGroups, outcomes: Outcomes) -> None:
-        self._epochs, self._outcomes = epochs, outcomes
+    def __init__(self, epochs: EpochGroups, line: MembershipClient) -> None:
+        self._epochs, self._line = epochs, line
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
         """Start the exchange; see :class:`~lightning_sdpipe.exchange.moving.Mover`."""
-        return _FaultTolerantPending(tensors, group, self._epochs, self._outcomes)
+        return _FaultTolerantPending(tensors, group, self._epochs, self._line)
 
 
 class _FaultTolerantPending:
-    def __init__(self, tensors: Sequence[Tensor], group: Group, epochs: EpochGroups, outcomes: Outcomes) -> None:
+    def __init__(self, tensors: Sequence[Tensor], group: Group, epochs: EpochGroups, line: MembershipClient) -> None:
         self.seconds_waiting = 0.0
-        self._tensors, self._epochs, self._outcomes = tensors, epochs, outcomes
+        self._tensors, self._epochs, self._line = tensors, epochs, line
         self._waited = 0.0
         self._inner: Pending | None = None
         self._begin(group)
@@ -114,24 +56,17 @@ class _FaultTolerantPending:
             except WorkerFailedError:
                 self._waited += self._inner.seconds_waiting
                 self._epochs.give_up(self._group)
-                done = False
+                self._retry()
             else:
-                done = True
-            self._end(done)
+                self._inner = None
+                self._epochs.use(None)
+                self._line.completed(self._group.sequence)
         return False
 
-    def _end(self, done: bool) -> None:
-        """End the attempt, of which this worker has the result if it is ``done``; retry unless the member has it."""
-        if self._outcomes.agreed(done):
-            self._inner = None
-            self._epochs.use(None)
-            self._outcomes.completed(self._group.sequence)
-            return
-        if done:
-            self._epochs.give_up(self._group)  # other members wait for this one, which has left it
+    def _retry(self) -> None:
         self.abort()
         self._epochs.wait_for_newest()
-        self._begin(self._outcomes.again(self._group))
+        self._begin(self._line.broken(self._group))
 
     def commit(self) -> None:
         assert self._inner is not None
@@ -152,13 +87,13 @@ class _FaultTolerantPending:
         try:
             mover = self._epochs.exchange(group)
         except WorkerFailedError:  # the exchange has not begun
-            self._end(False)
+            self._retry()
             return
         try:
             self._inner = mover.start(self._tensors, group)
         except WorkerFailedError:
             self._epochs.give_up(group)
-            self._end(False)
+            self._retry()
 
 
 class DroppedPairs:
@@ -231,14 +166,5 @@ class ElasticReplica(Replica):
         self.forget()
         self.barriers.average(tensors)
 
-    def average_parameters(self) -> None:
-        if self.shared is None:
-            super().average_parameters()
-            return
-        self.barriers.average(*(tensors_of(averaged(part.parameters)) for part in self.divided))
-        self.shared.make_equal()
-
     def average_buffers(self) -> None:
-        self.barriers.average(*(part.buffers for part in self.divided))
-        if self.shared is not None:
-            self.shared.make_buffers_equal(self.device)
+        self.barriers.average(self.buffers)

@@ -35,9 +35,9 @@ from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic import joining, leader, refusals
-from lightning_sdpipe.worker.elastic.barriers import Barriers, PipelineBarriers
+from lightning_sdpipe.worker.elastic.barriers import Barriers
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, RoundBatchSource
-from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, EpochPart
+from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 from lightning_sdpipe.worker.elastic.joint_batches import JointRoundSource
 from lightning_sdpipe.worker.elastic.leader import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.elastic.replica import (
@@ -45,8 +45,6 @@ from lightning_sdpipe.worker.elastic.replica import (
     ElasticRendezvous,
     ElasticReplica,
     FaultTolerantMean,
-    Outcomes,
-    PipelineOutcomes,
 )
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection, SchedulerStore
 from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
@@ -70,7 +68,6 @@ class _Place:
     store: Callable[..., SchedulerStore]
     """Makes a store of that name; its waits end when a second argument, if any, returns true."""
     epochs: EpochGroups
-    outcomes: Outcomes
     commands: CommandChannel
     leaving: LeaveNotice
     rounds: SurvivingRounds
@@ -78,7 +75,6 @@ class _Place:
     """Rounds of an outer optimizer, if the method has one."""
     forget: Callable[[], None]
     """Forgets what the members of groups have in common."""
-    policy: PolicyConfig
 
 
 class ElasticRun(TrainingRun):
@@ -90,7 +86,7 @@ class ElasticRun(TrainingRun):
         assert options.job is not None
         super().__init__(options, strategy, give_up)
         self._job = job = options.job
-        self._mesh = OnePipeline.of(job.world_size, job.pipeline, job.pipeline + 1, not options.cuts)  # N comes later
+        self._mesh = OnePipeline.of(job.world_size, job.pipeline, job.pipeline + 1)  # N comes later
         self._lead = leader.Leadership(job.rank, job.pipeline)
         self._place: _Place | None = None
         self._barriers: Barriers | None = None
@@ -147,20 +143,14 @@ class ElasticRun(TrainingRun):
 
         traffic = self._groups.traffic
         among, forget = among_those_present(options.exchange, policy, job.pipeline)
-        host, depths = own_host(options.exchange, job.pipeline), options.depths if options.cuts else ()
-        epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic, host, depths)
+        host = own_host(options.exchange, job.pipeline)
+        epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic, host)
         commands = CommandChannel(self._groups)
         leaving = LeaveNotice(line, job.pipeline, commands)
         common = worker, connection.client, line, epochs, self._where_to_meet, traffic
         rounds = SurvivingRounds(commands.on_any_stage, options.run_timeout.total_seconds(), *common)
         bases = SurvivingBases(*common) if isinstance(policy, OuterRounds) else None
-        outcomes = Outcomes(line)
-        if depths:
-            second = self._groups.second(options.run_timeout)
-            outcomes = PipelineOutcomes(line, self._mesh.rank(0, job.pipeline), second)
-        self._place = _Place(
-            worker, line, connection.client, store, epochs, outcomes, commands, leaving, rounds, bases, forget, policy
-        )
+        self._place = _Place(worker, line, connection.client, store, epochs, commands, leaving, rounds, bases, forget)
 
     def _hand_over(self, sequence: int, group: Group) -> None:
         """Give other members of ``group`` the result of a group."""
@@ -222,32 +212,21 @@ class ElasticRun(TrainingRun):
         self, parts: Assembled, watch: bool, loss_scale: Callable[[], float], progress: TrainingState
     ) -> Replica:
         place, line = self._opened, self._opened.line
-        self._fit, sections = None, parts.own_sections
-        where = place.worker, line, place.epochs, self._point, self.take_lead
-        self._barriers = (
-            Barriers(*where) if sections is None else PipelineBarriers(*where, self.groups, sections.numbers)
-        )
+        self._fit = None
+        self._barriers = Barriers(place.worker, line, place.epochs, self._point, self.take_lead)
         self.evaluations = SharedEvaluations(self._job.pipeline, self._barriers, self.groups)
         exchanges: dict[str, Any] = {
             "rounds": place.rounds,
             "bases": place.bases,
             "pairs": DroppedPairs(place.epochs, line, self.groups.traffic).run,
-            "mover": FaultTolerantMean(place.epochs, place.outcomes),
+            "mover": FaultTolerantMean(place.epochs, line),
         }
-        replica = ElasticReplica(
+        return ElasticReplica(
             **vars(super().replica(parts, watch, loss_scale, progress)) | exchanges,
             barriers=self._barriers,
             present=lambda: max(1, len(line.epoch.members)),
             forget=place.forget,
         )
-        if sections is not None:
-            makes = [
-                among_those_present(self.options.exchange, place.policy, self._job.pipeline)[0]
-                for _ in sections.numbers
-            ]
-            exchanged = [EpochPart(sections.owners[s], among) for s, among in zip(sections.numbers, makes, strict=True)]
-            place.epochs.divide(exchanged, lambda: [len(part.exchanged) for part in replica.divided])
-        return replica
 
     def rendezvous(self, sync: Synchronizer) -> Rendezvous:
         return ElasticRendezvous(sync, self._where_to_meet())
@@ -292,9 +271,8 @@ class ElasticRun(TrainingRun):
         return self._where_to_meet().agree(self.groups, (self.leads, numbers), leaders)
 
     def vote(self, decision: bool, all: bool) -> bool:
-        barriers = self._where_to_meet()
-        met = barriers.meet(b"1" if decision else b"0")
-        votes = [said == b"1" for each in barriers.said(met).values() for said in each]
+        met = self._where_to_meet().meet(b"1" if decision else b"0")
+        votes = [said == b"1" for said in met.values]
         return super().vote(min(votes) if all else max(votes), all)
 
     # ----------------------------------------------------------- coming, going
@@ -304,7 +282,7 @@ class ElasticRun(TrainingRun):
         if trainer.state.fn != TrainerFn.FITTING:
             return data_seed
         place, fit = self._opened, self.fit
-        mine = joining.fingerprint(trainer, self.options, fit.training.parts.ownerships)
+        mine = joining.fingerprint(trainer, self.options, fit.training.parts.ownership)
         answer, state = joining.join(place.line, mine, fit.receive)
         place.epochs.enter(answer.epoch)
         if state is not None:

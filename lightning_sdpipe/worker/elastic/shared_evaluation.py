@@ -137,8 +137,6 @@ class SharedEvaluations:
             each = None
             if self._groups.rank == 0:
                 each = self._barriers.gather(data, {i: said[1] for i, said in met.items()})
-            else:
-                self._barriers.pass_by()
             if all(self._meet(each is not None).values()):  # also if one that gave its own is lost now
                 if each is not None:
                     merge_results(evaluation.trainer, each)

@@ -11,7 +11,7 @@ import io
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -51,25 +51,6 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
     kept = {name: value for name, value in checkpoint.items() if not name.endswith(_HYPERPARAMETERS)}
     copied: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), kept)
     return copied
-
-
-def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state that ``parts`` make up, those of several stages of a donor, its last one at the end: its state,
-    with the tensors of all of them.
-
-    Raises:
-        WorkerFailedError: they were copied after different numbers of updates.
-    """
-    if len(made := {part["elastic"]["updates"] for part in parts}) > 1:
-        raise WorkerFailedError(f"the stages of the donor gave states after {sorted(made)} updates")
-    *_, last = parts
-    tensors = {name: value for part in parts for name, value in part["state_dict"].items() if value is not None}
-    states = {place: value for part in parts for place, value in part["optimizer_states"][0]["state"].items()}
-    return {
-        **last,
-        "state_dict": {name: tensors.get(name) for name in last["state_dict"]},
-        "optimizer_states": [{**last["optimizer_states"][0], "state": states}],
-    }
 
 
 def send_state(state: Mapping[str, Any], store: Store, timeout: timedelta) -> None:

@@ -334,9 +334,9 @@ class SurvivingBases(HandOvers):
             source = min(pipeline for pipeline, base in bases.items() if base == newest)
             moved = [piece - outer.base for piece, outer in zip(pieces_of(tensors), state.codec.outer, strict=True)]
             given = state.copy()[1] if min(bases.values()) < newest else []
-            whole = barriers.weighted_sum([moved], met, {p: samples / total for p, (*_, samples) in said.items()})
+            whole = barriers.weighted_sum(moved, met, {p: samples / total for p, (*_, samples) in said.items()})
             if whole and given:
-                whole = barriers.weighted_sum([given], met, {p: float(p == source) for p in bases})
+                whole = barriers.weighted_sum(given, met, {p: float(p == source) for p in bases})
             done = barriers.meet(_DONE if whole else _NOT)
             if done.pipelines == met.pipelines and all(value == _DONE for value in done.values):
                 break

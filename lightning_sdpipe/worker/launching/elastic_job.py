@@ -54,12 +54,17 @@ class ElasticJob:
         """Machines of the job."""
         return self.world_size // self.local_world_size
 
-    def num_stages(self, asked: int) -> int:
+    def num_stages(self, asked: int | Sequence[int]) -> int:
         """Return M. ``asked`` is the strategy's ``num_stages``; its default, 1, is not a wish.
 
         Raises:
-            ConfigurationError: another number was asked for.
+            ConfigurationError: another number was asked for, or one for each pipeline.
         """
+        if not isinstance(asked, int):
+            raise ConfigurationError(
+                f"num_stages={list(asked)} is for an ordinary run: pipelines of an elastic run ({PIPELINE} is set) "
+                f"have equally many stages. Leave num_stages out, or unset {PIPELINE} and start all as one job."
+            )
         if asked not in (1, self.world_size):
             raise ConfigurationError(
                 f"num_stages={asked}, but pipeline {self.pipeline} was started with {self.world_size} processes, and "
@@ -67,23 +72,6 @@ class ElasticJob:
                 f"--nproc-per-node {asked}`), or leave num_stages out."
             )
         return self.world_size
-
-    def check_depths(self, depths: Sequence[int]) -> None:
-        """Raise ConfigurationError unless ``depths``, the stages of each pipeline of the run, have those of this one;
-        nothing is checked without any."""
-        if not depths:
-            return
-        if self.pipeline >= len(depths):
-            raise ConfigurationError(
-                f"num_stages={list(depths)} lists {len(depths)} pipelines, and this is pipeline {self.pipeline}. Set "
-                f"{PIPELINE} to a number from 0 to {len(depths) - 1}, or list more."
-            )
-        if depths[self.pipeline] != self.world_size:
-            raise ConfigurationError(
-                f"num_stages={list(depths)}, but pipeline {self.pipeline} was started with {self.world_size} "
-                f"processes, and an elastic run has one for each stage. Start {depths[self.pipeline]} (`torchrun "
-                f"--nproc-per-node {depths[self.pipeline]}`), or give another list in all pipelines."
-            )
 
     def data(self, asked: Literal["auto", "dealt", "sharded"]) -> Literal["dealt"]:
         """Return how batches are divided. ``asked`` is the strategy's ``data``.
@@ -98,12 +86,11 @@ class ElasticJob:
             )
         return "dealt"
 
-    def devices(self, of_trainer: Sequence[Any], depths: Sequence[int] = ()) -> list[Any]:
+    def devices(self, of_trainer: Sequence[Any]) -> list[Any]:
         """Return a device for each process of the job on this machine, from those that the Trainer was given.
 
         Pipelines that share a machine take turns: process r of pipeline i gets device i·M + r, modulo their number,
-        where M counts the job's processes on this machine. With ``depths``, those of the pipelines before it take the
-        place of i·M.
+        where M counts the job's processes on this machine.
 
         Raises:
             ConfigurationError: there are fewer than M, and they cannot be shared as processors can.
@@ -114,7 +101,7 @@ class ElasticJob:
                 f"{len(of_trainer)} device(s) for them: {', '.join(map(str, of_trainer))}. Give "
                 'Trainer(devices="auto"), or make more of them visible.'
             )
-        first = sum(depths[: self.pipeline]) if depths else self.pipeline * self.local_world_size
+        first = self.pipeline * self.local_world_size
         return [of_trainer[(first + rank) % len(of_trainer)] for rank in range(self.local_world_size)]
 
     def overrides(self, devices: int, num_nodes: int) -> str | None:

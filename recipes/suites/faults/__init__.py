@@ -69,7 +69,7 @@ def run(
     Args:
         methods: specifications for Hydra, by name.
         cases: what is killed, or full: ``method``, ``role``, ``phase``, ``num_stages`` if not 1, ``schedule`` if not
-            1F1B, ``exchange`` if not ``Exchange()``, and ``cuts`` of pipelines of unlike depths.
+            1F1B, and ``exchange`` if not ``Exchange()``.
         only: parts.
         after: updates that all make before the death.
         calm: seconds after it until a newcomer takes the place.
@@ -101,8 +101,7 @@ PARTS: Parts = {"matrix": measure, "overhead": elastic_overhead.measure, "torchf
 def _survived(
     case: Mapping[str, Any], methods: Mapping[str, Any], after: int, calm: float, work: Mapping[str, Any], seed: int
 ) -> Row:
-    cuts, ends = case.get("cuts", ()), case["phase"] in ("pause", "validation")
-    stages = max(map(len, cuts), default=case.get("num_stages", 1))
+    stages, ends = case.get("num_stages", 1), case["phase"] in ("pause", "validation")
     whole = Work(
         **work,
         seed=seed,
@@ -114,7 +113,6 @@ def _survived(
         checkpoint_every=CHECKPOINT_EVERY if case["phase"] == "full_checkpoints" else 0,
         schedule=case.get("schedule", "1f1b"),
         exchange=Exchange(**case.get("exchange", {})),
-        cuts=cuts,
     )
     print(f"{case['method']}: {case['role']} in {case['phase']}", end=": ", flush=True)
     row = {"method": case["method"], "role": case["role"], "phase": case["phase"], "num_stages": stages}

@@ -63,7 +63,6 @@ class Work:
         checkpoint_every: so many updates; 0 for never.
         schedule: of the pipelines.
         exchange: of the method; with ``hierarchy="hosts"`` two consecutive pipelines share a machine by name.
-        cuts: the blocks of each stage of each pipeline, if these are cut unlike; each stage has one block otherwise.
     """
 
     num_stages: int
@@ -78,18 +77,6 @@ class Work:
     schedule: Schedule = "1f1b"
     exchange: Exchange = field(default_factory=Exchange)
     seed: int = 1
-    cuts: Sequence[Sequence[int]] = ()
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the whole chain."""
-        return sum(self.cuts[0]) if self.cuts else self.num_stages
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """``num_stages`` and ``partition``, as a user gives them, if pipelines are cut unlike."""
-        cuts = [list(cut) for cut in self.cuts]
-        return {"num_stages": [len(cut) for cut in cuts], "partition": cuts} if cuts else {}
 
 
 @dataclass
@@ -117,7 +104,6 @@ class World:
         hosts: namespaces of the network, one of each pipeline, and at the end that of the scheduler, in which the
             calling thread is; none if all are on this machine.
         late: seconds by which what hosts and the scheduler say to each other arrives late, emulated by a proxy.
-        depths: stages of each pipeline, if they differ.
     """
 
     def __init__(
@@ -129,9 +115,7 @@ class World:
         target: Callable[..., None] | None = None,
         hosts: Sequence[str] = (),
         late: float = 0.0,
-        depths: Sequence[int] = (),
     ) -> None:
-        self._depths = [*depths] or [work.num_stages] * work.num_pipelines
         self.directory, self.work, self._target, self._hosts = directory, work, target or train, hosts
         self.logs = directory / "logs"
         self.logs.mkdir(exist_ok=True)
@@ -147,7 +131,7 @@ class World:
             endpoint=Endpoint(bind, read_scheduler_keys(key_file), lifeline_port),
             limits=limits,
             files=Files(journal=self.logs / "journal"),
-            elastic=ElasticConfig(start_pipelines=work.num_pipelines, resume=resumes, depths=tuple(depths)),
+            elastic=ElasticConfig(start_pipelines=work.num_pipelines, resume=resumes),
         )
         self.scheduler = SchedulerProcess(settings, self.logs / "scheduler.log", keeps_port=True)
         port = int(self.scheduler.address.rpartition(":")[2])
@@ -164,8 +148,8 @@ class World:
         self.end(pipeline)
         port = self._ports[pipeline] = reserve_port()
         environment = {
-            "WORLD_SIZE": str(self._depths[pipeline]),
-            "LOCAL_WORLD_SIZE": str(self._depths[pipeline]),
+            "WORLD_SIZE": str(self.work.num_stages),
+            "LOCAL_WORLD_SIZE": str(self.work.num_stages),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port.getsockname()[1]),
             "SDPIPE_PIPELINE": str(pipeline),
@@ -179,7 +163,7 @@ class World:
         self._processes[pipeline] = []
         self._launches += 1
         self._newest[pipeline] = self._launches
-        for each in range(self._depths[pipeline]):
+        for each in range(self.work.num_stages):
             own = environment | {"RANK": str(each), "LOCAL_RANK": str(each)}
             name = f"{self._launches:04d}-{pipeline}-{each}"
             arguments = (self.work, self.directory, name, own, fault if each == rank else None)
@@ -316,7 +300,7 @@ def read_records(directory: Path) -> list[Record]:
 @contextmanager
 def world(directory: Path, work: Work, limits: Limits = USUAL_LIMITS) -> Iterator[World]:
     """All pipelines of ``work`` started; they are not waited for."""
-    made = World(directory, work, limits, depths=[len(cut) for cut in work.cuts])
+    made = World(directory, work, limits)
     try:
         yield made
     finally:
@@ -338,11 +322,11 @@ def train(work: Work, directory: Path, name: str, environment: Mapping[str, str]
     """One worker, in a process of its own; ``environment`` says which, and whether the run is elastic."""
     set_up(directory, name, environment)
     torch.manual_seed(work.seed)
-    module = Validated(work.num_blocks, *passes(work.batch_seconds / work.num_blocks), work.num_parameters)
+    module = Validated(work.num_stages, *passes(work.batch_seconds / work.num_stages), work.num_parameters)
     elastic = "SDPIPE_PIPELINE" in environment
     if work.exchange.hierarchy == "hosts":
         os.environ["SDPIPE_HOST"] = f"machine-{int(environment['SDPIPE_PIPELINE']) // 2}"
-    shape: dict[str, Any] = work.options or {"num_stages": 1 if elastic else work.num_stages}
+    shape: dict[str, Any] = {"num_stages": 1 if elastic else work.num_stages}
     strategy = SDPipeStrategy(
         **shape,
         sync=work.sync,

@@ -186,7 +186,7 @@ class Job:
         self.pipeline = pipeline
         self.codes: dict[int, int] = {}
         port = str(free_port())
-        self.pids = [self._start(run, rank, port, work) for rank in range(run.depth(pipeline))]
+        self.pids = [self._start(run, rank, port, work) for rank in range(run.num_stages)]
 
     def _start(self, run: ElasticRun, rank: int, port: str, work: Callable[[], None]) -> int:
         openmp.end_threads()
@@ -199,8 +199,8 @@ class Job:
             for number, name in ((1, "stdout"), (2, "stderr")):
                 os.dup2(output, number)
                 setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))  # else pytest's own
-            depth = run.depth(self.pipeline)
-            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": depth, "LOCAL_WORLD_SIZE": depth}
+            size = run.num_stages
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             place: dict[str, object] = {"SDPIPE_PIPELINE": self.pipeline, "SDPIPE_SCHEDULER": run.address, **world}
             place["SDPIPE_POLICY_FILE"] = run.policy
             place["GLOO_SOCKET_IFNAME"] = "lo"  # as sdpipe run sets it
@@ -257,15 +257,13 @@ class ElasticRun:
     def __init__(
         self,
         directory: Path,
-        num_stages: int | Sequence[int],
+        num_stages: int,
         num_pipelines: int,
         *options: str,
         machines: Sequence[Machine] = (),
         center: int = 0,
     ) -> None:
-        self.directory, self.num_pipelines = directory, num_pipelines
-        self.depths = [] if isinstance(num_stages, int) else [*num_stages]
-        self.num_stages = num_stages if isinstance(num_stages, int) else max(num_stages)
+        self.directory, self.num_stages, self.num_pipelines = directory, num_stages, num_pipelines
         self.machines, self.center = machines, center
         self.address = f"tcp://{machines[center].address if machines else '127.0.0.1'}:{free_port()}"
         self.policy, self._log = directory / "policy.json", directory / "events.jsonl"
@@ -280,17 +278,12 @@ class ElasticRun:
     def start_scheduler(self) -> None:
         stages, pipelines = str(self.num_stages), str(self.num_pipelines)
         mesh = ["--num-stages", stages, "--num-pipelines", pipelines, "--bind", self.address]
-        if self.depths:
-            mesh[1] = ",".join(map(str, self.depths))
         with open(self.directory / "scheduler.txt", "a") as output:
             waits = ["sh", "-c", 'until [ -e "$0" ]; do sleep 0.2; done; exec "$@"', str(self.policy)]
             command = [*waits, sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", *mesh, *self._options]
             if self.machines:
                 command = ["ip", "netns", "exec", self.machines[self.center].name, *command]
             self.scheduler = subprocess.Popen(command, stdout=output, stderr=output)
-
-    def depth(self, pipeline: int) -> int:
-        return self.depths[pipeline] if self.depths else self.num_stages
 
     def start(self, pipeline: int, work: Callable[[], None]) -> Job:
         self.jobs.append(Job(self, pipeline, work))
@@ -361,7 +354,7 @@ class ElasticRun:
 @contextmanager
 def elastic_run(
     directory: Path,
-    num_stages: int | Sequence[int],
+    num_stages: int,
     num_pipelines: int,
     *options: str,
     machines: Sequence[Machine] = (),

@@ -60,7 +60,7 @@ class Table:
 
 
 class Epochs:
-    """In the place of process groups; :meth:`movers` gives one that reads the table."""
+    """In the place of process groups; :meth:`mean` gives one that reads the table."""
 
     def __init__(self, pipeline: int, table: Table) -> None:
         self.pipeline, self.table = pipeline, table
@@ -77,8 +77,8 @@ class Epochs:
     def moved(self) -> None:
         pass
 
-    def movers(self, group: Group) -> Any:
-        return [self]
+    def mean(self, group: Group) -> Epochs:
+        return self
 
     def start(self, tensors: list[Tensor], group: Group) -> Pending:
         return _Reading(self, tensors, group)

@@ -146,7 +146,7 @@ class MetBarriers:
         other = json.dumps(self.of_other).encode() if says[:1] == b"[" else says
         return Met(0, "pause", (3, 5), (says, other), 0)
 
-    def weighted_sum(self, parts: Any, met: Met, weights: dict[int, float]) -> bool:
+    def weighted_sum(self, tensors: Any, met: Met, weights: dict[int, float]) -> bool:
         self.weights = weights
         return True
 

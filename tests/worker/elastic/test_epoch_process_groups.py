@@ -65,15 +65,15 @@ def test_a_group_of_somebody_that_was_lost_before_fails_at_once_and_those_that_a
         groups = EpochGroups(Worker(0, pipeline), lambda name, cancelled: stores[name], limit(), Reports())
         groups.enter(epoch(2, 0, 1))
         tensor = torch.full((3,), float(pipeline))
-        groups.movers(group(2, 0, 1))[0]  # waits until it is made
+        groups.mean(group(2, 0, 1))  # waits until it is made
         began = time.monotonic()
         groups.use(group(2, 0, 1, 2))
-        for mover in (groups.movers, groups.exchange):
+        for mover in (groups.mean, groups.exchange):
             with pytest.raises(WorkerFailedError, match=r"pipelines \[0, 1, 2\].*epoch 2, which has \[0, 1\]"):
                 mover(group(2, 0, 1, 2))
         seconds = time.monotonic() - began
         groups.use(group(2, 0, 1))
-        finish(groups.movers(group(2, 0, 1))[0].start([tensor], group(2, 0, 1)))
+        finish(groups.mean(group(2, 0, 1)).start([tensor], group(2, 0, 1)))
         groups.use(None)
         return seconds, groups.held, tensor.tolist()
 
@@ -90,45 +90,12 @@ def test_what_training_sends_is_counted_and_what_pauses_send_is_not() -> None:
         groups = EpochGroups(Worker(0, pipeline), lambda *_: store, limit(), Reports(), traffic=traffic)
         groups.enter(epoch(1, 0, 1))
         counts = []
-        for mover in (groups.movers(group(1, 0, 1))[0], groups.exchange(group(1, 0, 1))):
+        for mover in (groups.mean(group(1, 0, 1)), groups.exchange(group(1, 0, 1))):
             finish(mover.start([torch.zeros(8)], group(1, 0, 1)))
             counts.append(traffic.bytes)
         return counts
 
     assert together(2, work) == [[0, 32]] * 2
-
-
-def test_workers_of_unlike_pipelines_share_one_process_group_and_each_part_has_replicas_of_its_own() -> None:
-    """Pipeline 0 has one stage, and 1 two, each with a part of the model."""
-    stores: dict[str, Store] = {"epoch-3": dist.HashStore()}
-    workers, owners = [Worker(0, 0), Worker(0, 1), Worker(1, 1)], [(0, 0), (0, 1)]
-
-    def work(number: int) -> tuple[list[list[float]], list[list[float]], list[int]]:
-        own, traffic = workers[number], Traffic()
-        groups = EpochGroups(own, lambda name, _: stores[name], limit(), Reports(), traffic=traffic, depths=(1, 2))
-        parts = [part for part, stages in enumerate(owners) if stages[own.pipeline] == own.stage]
-        groups.divide(
-            [epoch_process_groups.EpochPart(owners[part], lambda replicas, _: GroupMean(replicas)) for part in parts],
-            lambda: [1] * len(parts),
-        )
-        groups.enter(epoch(3, 0, 1))
-        uneven = Group((Worker(0, 0), Worker(0, 1)), (0.25, 0.75), 7, "tested", epoch=3)
-        groups.use(uneven)
-        tensors = [torch.full((2,), 10.0 * part + own.pipeline) for part in parts]
-        finish(groups.exchange(uneven).start(tensors, uneven), groups.moved)
-        averaged = [tensor.tolist() for tensor in tensors]
-        for mover, tensor in zip(groups.movers(uneven), tensors, strict=True):
-            tensor.fill_(own.pipeline)
-            finish(mover.start([tensor], uneven))
-        groups.use(None)
-        return averaged, [tensor.tolist() for tensor in tensors], [groups.replicas(uneven).ranks[i] for i in (0, 1)]
-
-    first, second = [0.75] * 2, [10.75] * 2
-    assert together(3, work) == [
-        ([first, second], [[0.75] * 2] * 2, [0, 2]),
-        ([first], [[0.75] * 2], [0, 2]),
-        ([second], [[0.75] * 2], [0, 2]),
-    ]
 
 
 def test_models_are_averaged_by_machines_which_each_epoch_tells_anew() -> None:
@@ -175,7 +142,7 @@ def test_what_an_exchange_that_broke_off_has_left_on_its_way_does_not_hold_up_th
     def work(pipeline: int) -> tuple[list[int], list[float]]:
         groups = EpochGroups(Worker(0, pipeline), lambda name, cancelled: stores[name], limit(), Reports())
         groups.enter(epoch(1, 0, 1))
-        mover = groups.movers(group(1, 0, 1))[0]
+        mover = groups.mean(group(1, 0, 1))
         groups.use(group(1, 0, 1))
         if pipeline == 0:
             mover.start([torch.zeros(3)], group(1, 0, 1)).abort()
@@ -192,7 +159,7 @@ def test_what_an_exchange_that_broke_off_has_left_on_its_way_does_not_hold_up_th
         assert time.monotonic() - began < epoch_process_groups.CONNECTING.total_seconds() / 2
         groups.enter(epoch(2, 0, 1))
         tensor = torch.full((3,), float(pipeline))
-        finish(groups.movers(group(2, 0, 1))[0].start([tensor], group(2, 0, 1)))
+        finish(groups.mean(group(2, 0, 1)).start([tensor], group(2, 0, 1)))
         return groups.held, tensor.tolist()
 
     assert together(2, work) == [([2], [0.5] * 3)] * 2
@@ -207,7 +174,7 @@ def test_an_exchange_that_breaks_off_ends_even_if_another_member_is_gone() -> No
     def work(pipeline: int) -> str:
         groups = EpochGroups(Worker(0, pipeline), lambda name, cancelled: stores[name], limit(60), Reports())
         groups.enter(epoch(1, 0, 1, 2))
-        mover = groups.movers(group(1, 0, 2))[0]
+        mover = groups.mean(group(1, 0, 2))
         if pipeline == 1:
             groups.give_up(group(1, 0, 1, 2))  # closes its connections, as its end does
             gone.set()
@@ -257,7 +224,7 @@ def test_who_is_left_alone_at_a_barrier_does_not_wait_for_a_process_group() -> N
     groups.enter(epoch(2, 0))
     began = time.monotonic()
     with pytest.raises(WorkerFailedError, match="epoch 2 is not there"):
-        groups.movers(group(2, 0, 1))
+        groups.mean(group(2, 0, 1))
     assert time.monotonic() - began < epoch_process_groups.CONNECTING.total_seconds() / 2
 
 
@@ -272,7 +239,7 @@ def test_a_member_that_begins_late_is_waited_for_as_long_as_a_transfer_may_take(
     def work(pipeline: int) -> list[float]:
         groups = EpochGroups(Worker(0, pipeline), lambda name, cancelled: stores[name], limit(60), Reports())
         groups.enter(epoch(1, 0, 1))
-        mover = groups.movers(group(1, 0, 1))[0]
+        mover = groups.mean(group(1, 0, 1))
         made.wait()
         time.sleep(5 * pipeline)
         tensor = torch.full((3,), float(pipeline))
@@ -290,7 +257,7 @@ def test_a_group_of_somebody_that_is_lost_meanwhile_is_given_up(left: Epoch, mon
     def work(pipeline: int) -> str:
         groups = EpochGroups(Worker(0, pipeline), lambda name, cancelled: stores[name], limit(60), Reports())
         groups.enter(epoch(1, 0, 1))
-        mover = groups.movers(group(1, 0, 1))[0]
+        mover = groups.mean(group(1, 0, 1))
         if pipeline == 1:
             kept.append(groups)  # it lives, but sends nothing
             return "lost"
@@ -320,7 +287,7 @@ def test_of_exchanges_at_the_same_time_each_ends_when_its_own_member_is_lost() -
         groups = EpochGroups(Worker(0, pipeline), lambda name, cancelled: stores[name], limit(60), Reports())
         groups.enter(epoch(1, 0, 1, 2))
         tensor = torch.full((3,), float(pipeline))
-        groups.movers(group(1, 0, 1, 2))[0]  # waits until it is made
+        groups.mean(group(1, 0, 1, 2))  # waits until it is made
         made.wait()
         if pipeline == 2:
             kept.append(groups)  # it lives, but sends nothing

@@ -157,7 +157,7 @@ class Stages:
 
         try:
             with barriers.at("beginning"):
-                said = begin_together(barriers, [[weights, steps]], b"words of %d" % pipeline, gather)
+                said = begin_together(barriers, [weights, steps], b"words of %d" % pipeline, gather)
         except (SystemExit, WorkerFailedError):
             self.lose(pipeline)
         else:
@@ -186,8 +186,8 @@ class OneWorker:
     def moved(self) -> None:
         pass
 
-    def movers(self, group: Group) -> list[OneWorker]:
-        return [self]
+    def mean(self, group: Group) -> OneWorker:
+        return self
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
         return Copying(self, tensors, group)

@@ -125,33 +125,17 @@ def test_a_checkpoint_may_be_written_in_parts(distributed: Any) -> None:
     refusals.check_options(SDPipeStrategy(save_distributed_checkpoint=distributed).options)
 
 
-UNLIKE: dict[str, Any] = {"num_stages": [1, 2], "partition": [[4], [3, 1]]}
-
-
-@pytest.mark.parametrize("sync", [SemiDecentralized(), PartialReduce(), NoSync(), LocalSGD(every=2), ADPSGD()])
-def test_these_methods_work_on_pipelines_of_unlike_depths(sync: Any) -> None:
-    options = SDPipeStrategy(sync=sync, **UNLIKE).options
-    refusals.check_options(options)
-    assert (options.num_stages, options.depths) == (2, (1, 2))
-    refusals.check_served(options, (2, 2, 1, 2), "there")
-
-
-def test_what_pipelines_of_unlike_depths_cannot_do_is_refused_with_what_they_can() -> None:
-    for sync in (AllReduce(), DiLoCo(every=2), PHDPSGD(within="models")):
-        with pytest.raises(ConfigurationError, match=r"num_stages=\[1, 2\] with unlike cuts.* Use SemiDecentralized"):
-            SDPipeStrategy(sync=sync, **UNLIKE)
-    with pytest.raises(ConfigurationError, match=r"partition='balanced' with num_stages=\[1, 2\].* List the blocks"):
-        refusals.check_options(SDPipeStrategy(num_stages=[1, 2], partition="balanced").options)
+def test_pipelines_of_unlike_depths_are_for_ordinary_runs() -> None:
+    with pytest.raises(ConfigurationError, match=r"num_stages=\[1, 2\] is for an ordinary run: .* Leave num_st"):
+        SDPipeStrategy(num_stages=[1, 2])
 
 
 def test_the_scheduler_must_serve_the_same_pipelines() -> None:
-    unlike, alike = SDPipeStrategy(**UNLIKE).options, SDPipeStrategy().options
-    refusals.check_served(alike, (1, 4), "there")
-    for options, served, said in (
-        (unlike, (2, 2), r"2 stages each, .* one of unlike pipelines of \[1, 2\] stages. .*--num-stages 1,2"),
-        (unlike, (2, 2, 2, 1), r"unlike pipelines of \[2, 1\] stages, .* one of unlike pipelines of \[1, 2\]"),
-        (alike, (2, 2, 1, 2), r"unlike pipelines of \[1, 2\] .* 1 stages each. .*--num-stages 1 --num-pipelines N"),
-        (alike, (2, 2), "2 stages, and pipeline 0 was started with 1 processes"),
+    options = SDPipeStrategy().options
+    refusals.check_served(options, (1, 4), "there")
+    for served, said in (
+        ((2, 2), "pipelines of 2 stages, and pipeline 0 was started with 1 processes"),
+        ((2, 2, 1, 2), "pipelines of 1, 2 stages, and pipeline 0 was"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             refusals.check_served(options, served, "there")

@@ -77,19 +77,6 @@ def test_the_number_of_stages_is_that_of_processes() -> None:
         job().num_stages(4)
 
 
-def test_a_list_of_depths_has_that_of_the_pipeline() -> None:
-    job().check_depths([])
-    job().check_depths([1, 1, 2])
-    with pytest.raises(
-        ConfigurationError, match=r"num_stages=\[1, 2, 3\], but pipeline 2 was started with 2 pro.* Start 3"
-    ):
-        job().check_depths([1, 2, 3])
-    with pytest.raises(
-        ConfigurationError, match=r"lists 2 pipelines, and this is pipeline 2. Set SDPIPE_PIPELINE to .* 1,"
-    ):
-        job().check_depths([1, 2])
-
-
 def test_shards_are_contradicted() -> None:
     assert job().data("auto") == job().data("dealt") == "dealt"
     with pytest.raises(ConfigurationError, match="data='sharded', but pipeline 2 is one of an elastic run"):
@@ -111,7 +98,6 @@ def test_devices_of_the_trainer() -> None:
     assert job(SDPIPE_PIPELINE="1").devices(gpus) == gpus[2:], "pipelines of one machine get different ones"
     assert job(SDPIPE_PIPELINE="2").devices(gpus) == gpus[:2], "the next machine's first pipeline"
     assert job().devices(gpus[:2]) == gpus[:2], "only its own are visible"
-    assert job().devices(gpus, [1, 1, 2]) == gpus[2:], "those before it have one each"
     with pytest.raises(ConfigurationError, match=r"2 processes on this machine and the Trainer 1 device\(s\)"):
         job().devices(gpus[:1])
 
