@@ -126,6 +126,11 @@ def _index_sampler(loader: DataLoader[Any]) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
+def distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
+    """Return the DistributedSampler that gives ``loader`` its samples; None if there is none."""
+    return _distributed(_index_sampler(loader))
+
+
 def _distributed(batches: Any) -> DistributedSampler[Any] | None:
     """Return the DistributedSampler that ``batches`` are made from; None if there is none."""
     if isinstance(batches, DistributedSampler):

@@ -16,13 +16,14 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.checkpoints.whole_module import make_whole, tie_again, to_cpu
 from lightning_sdpipe.data.loader import PipelineLoader
+from lightning_sdpipe.data.same_samples import unlike_samples
 from lightning_sdpipe.errors import ONLY_LIGHTNING
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
@@ -241,6 +242,8 @@ class SDPipeStrategy(SetupHooks):
             loader.compare(self.groups, self.root_device)
             self._split = split_of(loader, self.mesh.num_pipelines)
             self._batches.deal(dataloader, self._split)
+            if said := unlike_samples(dataloader, self.mesh.num_pipelines, self.groups.stage):
+                rank_zero_warn(said)
         return loader
 
     def _seed_of_epoch(self) -> tuple[int, ...]:

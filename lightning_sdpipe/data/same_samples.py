@@ -1,0 +1,113 @@
+"""Comparison of the data sets of pipelines when training begins.
+
+Each pipeline takes its shard of what should be one data set. Where a script makes another one in each process, as by an
+unseeded ``random_split``, pipelines train some samples twice and others never, and nothing fails.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from time import monotonic
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_sdpipe.data.shards import distributed_sampler
+from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.partition.apart import apart
+from lightning_sdpipe.random_streams import mix, seed_generators
+
+_SAMPLES = 8
+_READING, _ANSWERING = 3.0, 20.0  # seconds
+_UNKNOWN = 0
+
+
+def unlike_samples(loader: Any, num_pipelines: int, group: dist.ProcessGroup) -> str | None:
+    """Compare a few samples of ``loader``'s data set with those that the members of ``group`` have, one in each
+    pipeline, which must all call this function. Return what differs, and why that may be; None if nothing does.
+
+    A sample that is not the same when it is read again is passed over, and so are data sets of which no
+    :class:`~torch.utils.data.DistributedSampler` gives each pipeline a shard. They are read in a forked child, so that
+    no generator, file or cache of a data set is touched here.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 1:
+        return None
+    mine = torch.tensor(_digests(loader, num_pipelines))
+    every = [torch.empty_like(mine) for _ in ranks]
+    with waiting_for(group, "comparing samples"):
+        dist.all_gather(every, mine, group=group)
+    sizes, *samples = torch.stack(every, 1).tolist()
+    names = ["the size", *(f"sample {place}" for place in _places(max(sizes)))]
+    for name, found in zip(names, [sizes, *samples], strict=True):
+        known = {value: rank for rank, value in zip(ranks[::-1], found[::-1], strict=True) if value != _UNKNOWN}
+        if len(known) > 1:
+            first, other, *_ = sorted(known.values())
+            return (
+                f"Pipelines have unlike training data: {name} on rank {other} is another one than on rank {first}. "
+                "Each pipeline takes its shard of its own data, so some samples are trained twice and others never. "
+                "Usual causes: random_split, or other draws in the script, without a seed (call L.seed_everything(1) "
+                "first: every process runs the script); labels or files in the order of a set or of a directory (sort "
+                "them); a data set of which each rank takes its part by itself (give "
+                "Trainer(use_distributed_sampler=False) with it). Training goes on."
+            )
+    return None
+
+
+def _digests(loader: Any, num_pipelines: int) -> list[int]:
+    """Return the size of the data set, and a number of the contents of each sample; _UNKNOWN for what is not known."""
+    nothing = [_UNKNOWN] * (1 + _SAMPLES)
+    if sys.platform != "linux" or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return nothing
+    sampler = distributed_sampler(loader)
+    if sampler is None or sampler.num_replicas != num_pipelines:
+        return nothing
+    try:
+        size = len(loader.dataset)  # type: ignore[arg-type]
+        return [size, *json.loads(apart(partial(_read, loader.dataset, _places(size)), _ANSWERING))]
+    except Exception:  # what cannot be read is reported when it is trained
+        return nothing
+
+
+def _places(size: int) -> list[int]:
+    return [number * (size - 1) // (_SAMPLES - 1) for number in range(_SAMPLES)]
+
+
+def _read(dataset: Any, places: Sequence[int]) -> bytes:
+    found, end = [_UNKNOWN] * len(places), monotonic() + _READING
+    for number, place in enumerate(places):
+        twice = set()
+        for _ in range(2):
+            seed_generators(mix(place))
+            twice.add(_digest(dataset[place]))
+        if len(twice) == 1:
+            found[number] = twice.pop()
+        if monotonic() > end:
+            break
+    return json.dumps(found).encode()
+
+
+def _digest(sample: Any) -> int:
+    leaves, structure = tree_flatten(sample)
+    number = crc32(repr(structure).encode())
+    for leaf in leaves:
+        number = crc32(_contents(leaf), number)
+    return number or 1
+
+
+def _contents(leaf: Any) -> bytes:
+    """Return bytes that are equal for equal values: for objects of unknown kinds, those of the name of their class."""
+    if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+        return repr((leaf.shape, leaf.dtype)).encode() + leaf.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(leaf, (str, bytes, int, float, complex)):
+        return repr(leaf).encode()
+    as_bytes = getattr(leaf, "tobytes", None)  # as arrays and images have it
+    return as_bytes() if as_bytes is not None and not isinstance(leaf, Tensor) else type(leaf).__qualname__.encode()
