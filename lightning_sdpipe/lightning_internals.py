@@ -196,13 +196,14 @@ def resume_from_state(trainer: Trainer, state: dict[str, Any]) -> None:
     connector.resume_start = resume_start
 
 
-def resume_from_file(trainer: Trainer, path: str) -> None:
-    """Make Lightning resume from the checkpoint at ``path`` once, in the place of any other."""
+def resume_from(trainer: Trainer, choose: Callable[[Any], Any]) -> None:
+    """Make Lightning resume once from the checkpoint that ``choose`` returns: it gets the path, or None, from which
+    Lightning would resume."""
     connector: Any = trainer._checkpoint_connector
 
-    def resume_start(*_: Any, **more: Any) -> None:
+    def resume_start(path: Any = None, **more: Any) -> None:
         del connector.resume_start
-        connector.resume_start(path, **more)
+        connector.resume_start(choose(path), **more)
 
     connector.resume_start = resume_start
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,12 +27,22 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from lightning_sdpipe.checkpoints.files import Publisher, beside_it, damaged, of_predecessors, sync_directory
+from lightning_sdpipe.checkpoints.files import (
+    Publisher,
+    beside_it,
+    damaged,
+    of_predecessors,
+    place_of,
+    sync_directory,
+)
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.lightning_internals import is_local_path
 from lightning_sdpipe.p2p import broadcast_value
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.topology.groups import ProcessGroups
 
-_REST = "meta.pt"  # Lightning's name for it, so that its functions read such a directory
+REST = "meta.pt"
+"""File of all else: Lightning's name for it, so that its functions read such a directory."""
 _OPTIMIZER = "optimizer_of_pipeline"
 _MODULES = ("state_dict", "current_model_state")
 """States of the module that a checkpoint may have: the second is there if the first is an average over time."""
@@ -40,8 +51,24 @@ _PART = ".part"
 
 
 def is_distributed(path: str | Path) -> bool:
-    """Return whether ``path`` is a checkpoint that :class:`DistributedWriter` wrote."""
-    return (Path(path) / _REST).is_file()
+    """Return whether ``path``, which may be an address elsewhere, is a checkpoint that :class:`DistributedWriter`
+    wrote."""
+    return bool(get_filesystem(path).isfile(f"{path}/{REST}"))
+
+
+def directory_of(path: Any) -> Path:
+    """Return the directory of the distributed checkpoint ``path``.
+
+    Raises:
+        ConfigurationError: it is an address elsewhere.
+    """
+    if not is_local_path(path):
+        raise ConfigurationError(
+            f"A distributed checkpoint is a directory on a file system that all ranks see, and {path} is none. Give "
+            "ModelCheckpoint(dirpath=...) or ckpt_path such a one, and copy the directory when it is there; or "
+            "SDPipeStrategy(save_distributed_checkpoint=False), which writes one file, also to such an address."
+        )
+    return place_of(path)
 
 
 class DistributedWriter:
@@ -85,7 +112,7 @@ class DistributedWriter:
         if self._groups.rank == 0:
             _remove(part)
             try:
-                files.save_checkpoint(checkpoint, part / _REST)
+                files.save_checkpoint(checkpoint, part / REST)
             except BaseException:
                 _remove(part)
                 raise
@@ -215,7 +242,7 @@ def _read(path: Path, metadata: Metadata, wanted: Sequence[str], files: Checkpoi
         load(values, checkpoint_id=path, no_dist=True)
     except CheckpointException as error:
         raise damaged(path) from error
-    checkpoint: dict[str, Any] = files.load_checkpoint(path / _REST, weights_only=False)
+    checkpoint: dict[str, Any] = files.load_checkpoint(path / REST, weights_only=False)
     held = {key: value for key, value in values.items() if key.startswith(_OF_MODULES)}
     nested = unflatten_state_dict(held, {key: metadata.planner_data[key] for key in held})  # extra state may be a dict
     checkpoint |= {"state_dict": {}, **nested}

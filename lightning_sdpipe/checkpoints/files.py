@@ -60,7 +60,7 @@ class WholeFiles(TorchCheckpointIO):
         if storage_options is not None or not is_local_path(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        place = _place(path)
+        place = place_of(path)
         mark = "" if self.publisher is None else self.publisher.mark
         beside = beside_it(place, mark, _BESIDE)
         try:
@@ -97,7 +97,7 @@ class WholeFiles(TorchCheckpointIO):
         try:
             return super().load_checkpoint(path, *args, **kwargs)
         except Exception as error:  # torch raises any, most of which name no file
-            if is_local_path(path) and _place(path).is_file() and not zipfile.is_zipfile(_place(path)):
+            if is_local_path(path) and place_of(path).is_file() and not zipfile.is_zipfile(place_of(path)):
                 raise damaged(path) from error
             raise
 
@@ -111,8 +111,8 @@ def damaged(path: Any) -> ConfigurationError:
     )
 
 
-def _place(path: Any) -> Path:
-    """Return the ``path`` of a file on this machine, which may be given as ``file://...``."""
+def place_of(path: Any) -> Path:
+    """Return the ``path`` of a file or directory on this machine, which may be given as ``file://...``."""
     return Path(get_filesystem(path)._strip_protocol(str(path)))
 
 

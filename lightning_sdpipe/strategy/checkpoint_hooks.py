@@ -7,23 +7,25 @@ cut and loaded as its own are, on any number of stages.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdpipe import lightning_internals
-from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
+from lightning_sdpipe.checkpoints.distributed import directory_of, is_distributed, replacing
 from lightning_sdpipe.checkpoints.files import whole_files, with_whole_files
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, NotWrittenError
+from lightning_sdpipe.lightning_internals import WrappingCheckpointIO
 from lightning_sdpipe.loop.batch_source import Split
 from lightning_sdpipe.loop.freezing import restore_groups
 from lightning_sdpipe.p2p import broadcast_value, waiting_for
@@ -68,6 +70,8 @@ class CheckpointHooks(Collectives):
     """Hooks that gather a checkpoint into one file, or have each rank write its part of a directory."""
 
     _checkpoints: Checkpoints
+    _begun: frozenset[str] = frozenset()
+    """Checkpoints that are there or will be, as they may be written in the background."""
     _split: Split | None = None
     _loaded_split: Split | None = None
     _lacks_checkpoint = False
@@ -127,17 +131,19 @@ class CheckpointHooks(Collectives):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         in_parts = self._assembled is not None and self._checkpoints.distributed
+        if in_parts or isinstance(self.checkpoint_io, WrappingCheckpointIO):
+            self._begun |= {str(filepath)}
         if (files := whole_files(self.checkpoint_io)) is not None:
             files.publisher = None if in_parts else self._run.publisher
         if in_parts:
             if broadcast_value(self._run.leads, 0, self.groups.world):  # its stages may hear of it at other times
-                self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io, self._run.publisher)
+                self._checkpoints.save(checkpoint, directory_of(filepath), self.checkpoint_io, self._run.publisher)
             if self._run.membership is None:  # the run is over: nothing is gained by going on meanwhile
                 self._checkpoints.wait()
             return
         in_its_place = self.is_global_zero and is_distributed(filepath)  # a file would be moved into that directory
         try:
-            with replacing(Path(filepath)) if in_its_place else nullcontext():
+            with replacing(directory_of(filepath)) if in_its_place else nullcontext():
                 super().save_checkpoint(checkpoint, filepath, storage_options)
         except NotWrittenError as error:
             if self.options.on_checkpoint_error == "stop":
@@ -149,14 +155,37 @@ class CheckpointHooks(Collectives):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if is_distributed(checkpoint_path):
-            return self._checkpoints.load(Path(checkpoint_path), self.checkpoint_io)
+            return self._checkpoints.load(directory_of(checkpoint_path), self.checkpoint_io)
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _know_names(self, trainer: Trainer) -> Callable[[], None]:
+        """Let each callback that saves know that a name is taken whose checkpoint another one still writes, and refuse
+        places where none can be. Return a function that undoes it."""
+        callbacks: list[Any] = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+
+        def knowing(callback: Any) -> Callable[..., bool]:
+            def file_exists(filepath: Any, trainer: Trainer) -> bool:
+                return str(filepath) in self._begun or type(callback).file_exists(callback, filepath, trainer)
+
+            return file_exists
+
+        for callback in callbacks:
+            if self._checkpoints.distributed and callback.dirpath is not None:
+                directory_of(callback.dirpath)
+            callback.file_exists = knowing(callback)
+
+        def undo() -> None:
+            for callback in callbacks:
+                vars(callback).pop("file_exists", None)
+
+        return undo
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self._lacks_checkpoint:  # the checkpoint to be removed may be the last one
             return
         if self.is_global_zero:
             self._checkpoints.wait()
+        self._begun -= {str(filepath)}
         super().remove_checkpoint(filepath)
 
     def _random_states(self) -> dict[str, Any]:

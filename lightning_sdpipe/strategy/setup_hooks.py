@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_sdpipe import lightning_internals
+from lightning_sdpipe.checkpoints.agreement import agree_on
 from lightning_sdpipe.checkpoints.whole_module import is_whole
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError
@@ -97,6 +98,7 @@ class SetupHooks(TrainingSetup):
         refuse_unsupported(trainer, self.options.total_stages > 1)
         self._refuse_averaging(trainer)
         self._run.check_trainer(trainer)
+        lightning_internals.resume_from(trainer, partial(agree_on, groups=self.groups))
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)
         self._prepare_training(trainer)

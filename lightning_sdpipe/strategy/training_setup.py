@@ -89,6 +89,7 @@ class TrainingSetup(CheckpointHooks):
             *self._adapt_hooks(trainer)[::-1],  # several may have changed the same hook
             refuse_own_values(trainer, self._why_alike),
             agree_in_evaluations(trainer, self.groups, self._first_failure),
+            self._know_names(trainer),
             meter.count_collections(),
         ]
         checks = ClockChecks(loop.clocks(trainer), self._from_leader)

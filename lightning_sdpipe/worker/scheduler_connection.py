@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import LOST_CONNECTION, ConfigurationError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.lightning_internals import is_local_path
 from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.partition.pipeline_cut import PipelineCut
 from lightning_sdpipe.partition.plan import Plan
@@ -128,8 +129,10 @@ def scheduler_log(directory: str | Path | None, standing: SchedulerAddress | Non
     """Return the log file in ``directory`` for a scheduler that rank 0 starts.
 
     Raises:
-        ConfigurationError: there is a ``standing`` scheduler, which writes its own log.
+        ConfigurationError: there is a ``standing`` scheduler, which writes its own log, or the directory is elsewhere.
     """
+    if directory is not None and not is_local_path(directory):
+        raise ConfigurationError(f"log_dir={str(directory)!r} is no directory of rank 0's machine; give one there.")
     if directory is not None and standing is not None:
         raise ConfigurationError(
             f"log_dir={str(directory)!r} does not reach the scheduler at {standing.address}, which runs already; leave "

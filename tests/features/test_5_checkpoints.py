@@ -23,7 +23,16 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import OneBit
 from lightning_sdpipe.sync import NoSync
-from tests.features.running import Regression, assert_same, on_four_ranks, one_process, pipelines, train_loader, weights
+from tests.features.running import (
+    Regression,
+    assert_same,
+    eval_loader,
+    on_four_ranks,
+    one_process,
+    pipelines,
+    train_loader,
+    weights,
+)
 from tests.features.table import supported
 from tests.own_session import module, script
 from tests.scripts import save_forever
@@ -215,3 +224,22 @@ def test_crash(tmp_path: Path, distributed: bool) -> None:
     state = _load_distributed_checkpoint(path) if distributed else torch.load(path, weights_only=True)
     (values,) = {tuple(value.unique().tolist()) for value in state["state_dict"].values()}
     assert values[0] >= int(saved[2])
+
+
+def _save_twice(directory: Path) -> list[list[str]]:
+    """Two callbacks save into one directory: one keeps the best, and the other one every one."""
+    module = Regression()
+    module.validation_step = lambda batch, batch_idx: module.log("score", float(module.current_epoch))  # type: ignore[method-assign]
+    savers = [
+        ModelCheckpoint(directory, "model", "score", mode="min"),
+        ModelCheckpoint(directory, "model", save_top_k=1, monitor=None),
+    ]
+    strategy = SDPipeStrategy(1, AllReduce(), save_distributed_checkpoint="async")
+    pipelines(directory, strategy, callbacks=savers).fit(module, train_loader(), eval_loader())
+    return [[Path(each.best_model_path).name, str(Path(each.best_model_path).exists())] for each in savers]
+
+
+def test_a_name_is_taken_while_its_checkpoint_is_written(tmp_path: Path) -> None:
+    for best, last in on_four_ranks(_save_twice, tmp_path, count=2):
+        assert best[1] == last[1] == "True"
+        assert best[0] != last[0]

@@ -42,6 +42,7 @@ ROOT = Path(__file__).parents[2]
         ({"find_unused_parameters": True}, "does not use: parameters without a gradient are allowed"),
         ({"num_stages": "2"}, "num_stages='2' is not allowed: give int or a list of int"),
         ({"num_stages": True}, "num_stages=True is not allowed: give int or a list of int"),
+        ({"log_dir": "s3://runs"}, "log_dir='s3://runs' is no directory of rank 0's machine; give one there."),
         ({"num_stages": 0}, "num_stages=0 is not allowed; use 1 or more."),
         ({"num_micro_batches": 0}, "num_micro_batches=0 is not allowed; use 1 or more."),
         ({"num_micro_batches": 2.0}, "num_micro_batches=2.0 is not allowed: give int or None."),

@@ -228,7 +228,7 @@ class Fit:
                 "machine. Write checkpoints to a file system that all machines share."
             )
         log.warning("No pipeline was left of the run: it goes on from %s.", path)
-        lightning_internals.resume_from_file(self.trainer, path)
+        lightning_internals.resume_from(self.trainer, lambda _: path)
 
     def begin_together(self, barriers: Barriers, data_seed: int) -> int:
         """Make the first pipelines equal, and return the data's seed of the first of them, which all take over."""
