@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from lightning_sdpipe.sync import AllReduce as AllReduce
     from lightning_sdpipe.sync import Decentralized as Decentralized
     from lightning_sdpipe.sync import DiLoCo as DiLoCo
-    from lightning_sdpipe.sync import HetPipe as HetPipe
     from lightning_sdpipe.sync import LocalSGD as LocalSGD
     from lightning_sdpipe.sync import NoSync as NoSync
-    from lightning_sdpipe.sync import ParameterServer as ParameterServer
     from lightning_sdpipe.sync import PartialReduce as PartialReduce
     from lightning_sdpipe.sync import SemiDecentralized as SemiDecentralized
 
@@ -53,10 +51,8 @@ _HOMES = {
     "AllReduce": "lightning_sdpipe.sync",
     "Decentralized": "lightning_sdpipe.sync",
     "DiLoCo": "lightning_sdpipe.sync",
-    "HetPipe": "lightning_sdpipe.sync",
     "LocalSGD": "lightning_sdpipe.sync",
     "NoSync": "lightning_sdpipe.sync",
-    "ParameterServer": "lightning_sdpipe.sync",
     "PartialReduce": "lightning_sdpipe.sync",
     "SemiDecentralized": "lightning_sdpipe.sync",
 }

@@ -80,6 +80,11 @@ LEFT = {
     "staleness": "leave it out, since the groups of the last rounds connect all pipelines anyway, or use "
     "PHDPSGD(staleness=8), which bounds the age of models",
     "seating": "leave it out, since large groups are split by turns",
+    **dict.fromkeys(
+        ("parameter_server", "het_pipe"),
+        "a checkout has it as a method from outside, recipes.baselines.ParameterServer and HetPipe; or use "
+        "SemiDecentralized(window=inf), which computes what a synchronous server does",
+    ),
     "top_k": 'use "one_bit", which sends a bit per value with error feedback',
     "sharded": "leave it out, since meetings move whole models",
 }

@@ -9,18 +9,14 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD as PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized as SemiDecentralized
 from lightning_sdpipe.sync.diloco import DiLoCo as DiLoCo
 from lightning_sdpipe.sync.methods import AllReduce as AllReduce
-from lightning_sdpipe.sync.methods import HetPipe as HetPipe
-from lightning_sdpipe.sync.methods import ParameterServer as ParameterServer
 
 NAMES = {
     "ad_psgd": ADPSGD,
     "all_reduce": AllReduce,
     "decentralized": Decentralized,
     "diloco": DiLoCo,
-    "het_pipe": HetPipe,
     "local_sgd": LocalSGD,
     "no_sync": NoSync,
-    "parameter_server": ParameterServer,
     "partial_reduce": PartialReduce,
     "phd_psgd": PHDPSGD,
     "semi_decentralized": SemiDecentralized,

@@ -19,14 +19,13 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
-from lightning_sdpipe.policies.admission import AdmissionRule
 from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.decentralized import Decentralized, PresentPeers, with_neighbours
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.pairing import random_pair, shift_one
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
-from lightning_sdpipe.policies.policy import PolicyConfig, check_integer, refusal
+from lightning_sdpipe.policies.policy import PolicyConfig, refusal
 from lightning_sdpipe.sync.background_averaging import AsynchronousPairs, BackgroundAveraging, FreeAveraging
 from lightning_sdpipe.sync.capabilities import (
     BY_SAMPLES,
@@ -42,7 +41,6 @@ from lightning_sdpipe.sync.gradient_averaging import GradientAveraging, PresentA
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.model_averaging import LateAveraging, ModelAveraging
 from lightning_sdpipe.sync.mover_choice import Begin, mover_among_all, mover_among_groups, mover_in_a_ring
-from lightning_sdpipe.sync.parameter_server import StaleSynchronous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
 
 
@@ -86,69 +84,6 @@ class AllReduce:
             by_samples = self.weights == "samples" or (self.weights is None and replica.exchange.is_plain)
             return PresentAveraging(replica, rounds, size, by_samples)
         return GradientAveraging(replica, size, self.weights == "samples")
-
-
-@dataclass(frozen=True)
-class ParameterServer(AdmissionRule):
-    """Parameter server: each pipeline pushes its updates to it and pulls the parameters with all updates.
-
-    The changes of the optimizer in ``every`` updates are pushed, so any optimizer can be used: its state stays with the
-    pipeline. The other values say which pushes count, with which weight, and when workers may go on:
-    :mod:`lightning_sdpipe.policies.admission`.
-
-    ==========================  ===================================================================
-    BSP                         the defaults
-    SSP                         ``staleness=s``
-    ASP                         ``staleness=None``
-    HETE                        ``staleness=None, weights="inverse_staleness"``
-    b backup workers            ``quorum=N - b``
-    Eager-Reduce                ``quorum=⌈N/2⌉, late="carry"``
-    ==========================  ===================================================================
-    """
-
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer("every", self.every, 1, "updates")
-
-    @property
-    def policy(self) -> PolicyConfig:
-        return NoSync()  # the parameter servers keep the clocks
-
-    def build(self, replica: Replica) -> Synchronizer:
-        return StaleSynchronous(replica, self, self.every)
-
-
-@dataclass(frozen=True)
-class HetPipe:
-    """HetPipe (Park et al. 2020): each pipeline is a virtual worker of a parameter server.
-
-    Every ``sync_every`` updates, its clock, it pushes the sum of its updates and pulls the parameters with those of
-    all. No pipeline works more than ``staleness`` clocks ahead of another; M, the number of stages, if it is None.
-    ``combine="mean"`` divides updates by the number of pipelines, so that a learning rate chosen for averaged gradients
-    fits; ``"sum"`` follows HetPipe.
-    """
-
-    staleness: int | None = None
-    sync_every: int = 10
-    combine: Literal["sum", "mean"] = "sum"
-
-    def __post_init__(self) -> None:
-        check_integer("sync_every", self.sync_every, 1, "updates")
-        self.server(1)
-
-    def server(self, num_stages: int) -> ParameterServer:
-        """Return the equivalent parameter server."""
-        staleness = num_stages if self.staleness is None else self.staleness
-        return ParameterServer(staleness=staleness, combine=self.combine, every=self.sync_every)
-
-    @property
-    def policy(self) -> PolicyConfig:
-        return self.server(1).policy
-
-    def build(self, replica: Replica) -> Synchronizer:
-        return self.server(replica.groups.mesh.num_stages).build(replica)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
-from lightning_sdpipe.exchange.collectives import average_all
+from lightning_sdpipe.exchange.collectives import average_all, take_over
 from lightning_sdpipe.exchange.moving import Mover, Pending
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState
@@ -186,6 +186,24 @@ class Replica:
     @property
     def pipeline(self) -> int:
         return self.groups.mesh.locate(self.groups.rank)[1]
+
+    @property
+    def num_stages(self) -> int:
+        return self.groups.mesh.num_stages
+
+    @property
+    def among(self) -> Replicas:
+        """The stage's replicas, with their process group."""
+        return self.groups.replicas()
+
+    def side_channel(self) -> dist.ProcessGroup:
+        """Return a second process group of the stage's replicas, on gloo, for threads beside the training. Every worker
+        of the run must ask for it at the same point."""
+        return self.groups.side_channel(self.timeout)
+
+    def take_over(self, pipeline: int) -> None:
+        """Give all replicas, which are together, the parameters of ``pipeline``."""
+        take_over(tensors_of(self.parameters), self.among, pipeline)
 
     @property
     def exchanged(self) -> list[FlatBucket]:

@@ -29,10 +29,8 @@ from lightning_sdpipe.sync import (
     AllReduce,
     Decentralized,
     DiLoCo,
-    HetPipe,
     LocalSGD,
     NoSync,
-    ParameterServer,
     PartialReduce,
     SemiDecentralized,
 )
@@ -56,12 +54,10 @@ METHODS: dict[str, Any] = {
     "phd_gradients": PHDPSGD(group_size=2),
     "phd_meetings": PHDPSGD(groups=((0,), (1,))),
     "phd_models": PHDPSGD(group_size=2, within="models"),
-    "parameter_server": ParameterServer(),
-    "hetpipe": HetPipe(combine="mean", sync_every=2, staleness=0),
     "no_sync": NoSync(),
 }
 """What decides by number or by an unlimited window. ``phd_meetings`` has one pipeline in each group."""
-OF_ONE_PIPELINE = ("all_reduce", "semi_decentralized", "diloco", "parameter_server", "no_sync")
+OF_ONE_PIPELINE = ("all_reduce", "semi_decentralized", "diloco", "no_sync")
 """One of each kind: where there is nothing to decide, the others do what one of these does."""
 CASES = {1: OF_ONE_PIPELINE, 2: tuple(METHODS)}
 

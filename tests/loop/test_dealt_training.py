@@ -26,10 +26,8 @@ from lightning_sdpipe.sync import (
     AllReduce,
     Decentralized,
     DiLoCo,
-    HetPipe,
     LocalSGD,
     NoSync,
-    ParameterServer,
     PartialReduce,
     SemiDecentralized,
 )
@@ -204,15 +202,12 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "in step: DiLoCo": (DiLoCo(every=2, momentum=0.0), {}),
     "in step: Decentralized": (Decentralized(), {}),
     "in step: PHDPSGD": (PHDPSGD(group_size=2), {}),
-    "in step: HetPipe": (HetPipe(combine="mean"), {}),
-    "in step: BSP": (ParameterServer(combine="mean"), {}),
-    "in step: ASP": (ParameterServer(combine="mean", staleness=None), {}),
 }
 GENERATIONS = (1.0, 1.0, 2.0, 4.0)
 
 
-IN_MAKE_TEST_ALL = {"in step: LocalSGD", "in step: ADPSGD", "in step: BSP"}
-"""Others come as near: DiLoCo, Decentralized and HetPipe."""
+IN_MAKE_TEST_ALL = {"in step: LocalSGD", "in step: ADPSGD"}
+"""Others come as near: DiLoCo and Decentralized."""
 
 
 def every_method(directory: Path, names: Collection[str]) -> None:
@@ -398,9 +393,7 @@ def test_without_a_flush_all_stages_of_a_pipeline_count_alike(tmp_path: Path) ->
     assert records[0]["schedule"][0][0] == 20
 
 
-@pytest.mark.parametrize(
-    "sync", [AllReduce(), LocalSGD(2), ADPSGD(asynchronous=False), DiLoCo(), HetPipe(), ParameterServer(staleness=None)]
-)
+@pytest.mark.parametrize("sync", [AllReduce(), LocalSGD(2), ADPSGD(asynchronous=False), DiLoCo()])
 def test_methods_whose_pipelines_cannot_leave_are_refused(sync: Any) -> None:
     with pytest.raises(ConfigurationError, match="data='dealt' does not go with sync="):
         SDPipeStrategy(sync=sync, data="dealt")

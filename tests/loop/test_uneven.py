@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from lightning_sdpipe import ADPSGD, AllReduce, HetPipe, SDPipeStrategy, SemiDecentralized
+from lightning_sdpipe import ADPSGD, AllReduce, SDPipeStrategy, SemiDecentralized
 from tests.features.running import quiet_trainer
 from tests.features.table import refused, supported
 from tests.loop.numbered import records_of
@@ -181,12 +181,9 @@ def test_gradients_of_uneven_shards_are_averaged(tmp_path: Path, schedule: str) 
 @pytest.mark.parametrize(
     ("batches", "sync"),
     [
-        *itertools.product([(1, 4)], [None, AllReduce(), HetPipe(), ADPSGD(asynchronous=True)]),
+        *itertools.product([(1, 4)], [None, AllReduce(), ADPSGD(asynchronous=True)]),
         ((6, 1), None),  # the leader's is the long one
-        *(
-            pytest.param((6, 1), sync, marks=pytest.mark.slow)
-            for sync in (AllReduce(), HetPipe(), ADPSGD(asynchronous=True))
-        ),
+        *(pytest.param((6, 1), sync, marks=pytest.mark.slow) for sync in (AllReduce(), ADPSGD(asynchronous=True))),
     ],
     ids=repr,
 )

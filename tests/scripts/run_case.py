@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdpipe import ADPSGD, AllReduce, HetPipe, SDPipeStrategy
+from lightning_sdpipe import ADPSGD, AllReduce, SDPipeStrategy
+from recipes.baselines import HetPipe
 
 
 class Model(L.LightningModule):

@@ -30,10 +30,8 @@ from lightning_sdpipe.sync import (
     AllReduce,
     Decentralized,
     DiLoCo,
-    HetPipe,
     LocalSGD,
     NoSync,
-    ParameterServer,
     PartialReduce,
     SemiDecentralized,
     diloco,
@@ -89,8 +87,6 @@ METHODS: dict[str, Any] = {
     "`PHDPSGD`": PHDPSGD(),
     '`PHDPSGD(within="models")`': PHDPSGD(within="models", group_size=2),
     "`NoSync`": NoSync(),
-    "`ParameterServer`": ParameterServer(),
-    "`HetPipe`": HetPipe(),
     "a policy of your own": OwnPolicy(),
     "a method of your own": OwnMethod(),
 }
@@ -194,7 +190,7 @@ def test_the_tables_of_the_docs_are_what_the_check_says(page: str) -> None:
 
 def test_unlike_pipelines_go_with_what_needs_no_replicas_of_a_stage() -> None:
     refused = {type(given).__name__ for given in METHODS.values() if not goes(given, unlike=(1, 2))}
-    assert refused == {"ADPSGD", "DiLoCo", "PHDPSGD", "ParameterServer", "HetPipe", "OwnMethod"}
+    assert refused == {"ADPSGD", "DiLoCo", "PHDPSGD", "OwnMethod"}
     assert goes(ADPSGD(), unlike=(1, 2)), "only if it is waited for"
 
 

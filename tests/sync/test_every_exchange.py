@@ -20,10 +20,8 @@ from lightning_sdpipe.sync import (
     AllReduce,
     Decentralized,
     DiLoCo,
-    HetPipe,
     LocalSGD,
     NoSync,
-    ParameterServer,
     PartialReduce,
     SemiDecentralized,
 )
@@ -49,8 +47,6 @@ METHODS: list[Any] = [
     NoSync(),
     PHDPSGD(group_size=2),
     PHDPSGD(group_size=2, within="models"),
-    ParameterServer(),
-    HetPipe(combine="mean"),
 ]
 PAYLOADS: list[Payload] = [
     Full(),
@@ -85,9 +81,7 @@ LONG = settings.default.max_examples >= 10_000  # --hypothesis-profile=long
 
 def in_threads(sync: Any) -> bool:
     """Tests of their own have the others in processes."""
-    if isinstance(sync, PHDPSGD):
-        return sync.within == "models"
-    return not isinstance(sync, ParameterServer | HetPipe)
+    return not isinstance(sync, PHDPSGD) or sync.within == "models"
 
 
 def chosen() -> list[tuple[Any, Exchange]]:
@@ -171,7 +165,7 @@ def test_refusals_say_what_to_use_and_are_no_broader_than_they_have_to_be() -> N
             assert reason.startswith(f"exchange={exchange} does not go with sync={sync}: ")
             assert any(does in reason.lower() for does in (" use ", ". leave ", ". average models with "))
     in_processes = {(type(sync), exchange.payload) for sync, exchange in WORKS if not in_threads(sync)}
-    assert in_processes == {(PHDPSGD, Full()), (ParameterServer, Full()), (HetPipe, Full())}
+    assert in_processes == {(PHDPSGD, Full())}
 
 
 PINS = [

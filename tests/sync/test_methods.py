@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_sdpipe import ADPSGD, AllReduce, ConfigurationError, HetPipe, LocalSGD, NoSync, SDPipeStrategy
+from lightning_sdpipe import ADPSGD, AllReduce, ConfigurationError, LocalSGD, NoSync, SDPipeStrategy
 from lightning_sdpipe.policies import registry
-from lightning_sdpipe.sync import ParameterServer, PartialReduce, SemiDecentralized
+from lightning_sdpipe.sync import PartialReduce, SemiDecentralized
 from lightning_sdpipe.sync.capabilities import Combination, check
 from lightning_sdpipe.sync.methods import deals, method_of
-from lightning_sdpipe.sync.synchronizer import Replica
-from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.topology.mesh import Mesh
-from tests.patience import limit
 from tests.strategy.test_strategy import Regression, data, fit
-from tests.workers import run_workers
 
 ROWS = ((5, 3), (2, 4))  # mini-batches of the two pipelines in each epoch, where they differ
 
@@ -75,8 +69,6 @@ class Gentle(Regression):
         (ADPSGD(), (2.0, 2.0)),
         (PartialReduce(group_size=2, decay=0.5), (2.0, 2.0)),
         (ADPSGD(asynchronous=True), (1.01, 2.0)),  # alone when the other has ended its epoch
-        (HetPipe(sync_every=2), (1.01, 1.5)),  # too
-        (ParameterServer(quorum=1, late="carry"), (1.01, 2.0)),
     ],
     ids=lambda value: str(value) if not isinstance(value, tuple) else "",
 )
@@ -99,13 +91,6 @@ def test_partial_reduce_learns_with_several_stages_per_worker(tmp_path: Path) ->
     strategy = SDPipeStrategy(2, sync=PartialReduce(2, 0.5), schedule="interleaved_1f1b", start_method="fork")
     _, model = fit(tmp_path, strategy, 6, 4, Gentle(), callbacks=[EqualReplicas()])
     assert nn.functional.mse_loss(model.net(x), y).item() < 0.95 * before
-
-
-@pytest.mark.distributed
-def test_het_pipe_with_no_staleness_and_means_is_model_averaging(tmp_path: Path) -> None:
-    server, _ = train(tmp_path / "server", HetPipe(staleness=0, sync_every=1, combine="mean"))
-    averaged, _ = train(tmp_path / "averaged", SemiDecentralized(window=math.inf))
-    assert_close(server, averaged)
 
 
 @pytest.mark.distributed
@@ -183,22 +168,16 @@ def test_a_pipeline_with_less_data_does_not_hold_all_reduce_up(tmp_path: Path) -
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("sync", [ADPSGD(asynchronous=True), ParameterServer(quorum=2)], ids=str)
-def test_a_pipeline_with_less_data_does_not_hold_others_up(tmp_path: Path, sync: Any) -> None:
-    train(tmp_path, sync, Uneven())
+def test_a_pipeline_with_less_data_does_not_hold_others_up(tmp_path: Path) -> None:
+    train(tmp_path, ADPSGD(asynchronous=True), Uneven())
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: HetPipe(staleness=-1), "staleness=-1"),
-        (lambda: HetPipe(sync_every=0), "sync_every=0"),
-        (lambda: HetPipe(combine="max"), "combine='max'"),  # type: ignore[arg-type]
         (lambda: AllReduce(bucket_mib=0), "bucket_mib=0"),
         (lambda: LocalSGD(every=0), "every=0"),
         (lambda: PartialReduce(decay=1.0), "decay=1.0"),
-        (lambda: ParameterServer(every=0), "every=0"),
-        (lambda: ParameterServer(quorum=2, staleness=1), "staleness=1 contradicts quorum=2"),
         (lambda: SDPipeStrategy(2, sync="allreduce"), "sync='allreduce'"),
         (lambda: SDPipeStrategy(2, sync=AllReduce), "sync=AllReduce is a class; give an object of it"),  # type: ignore[arg-type]
         (lambda: SDPipeStrategy(2, sync="no_such.module:Policy"), "No module named 'no_such'"),
@@ -212,21 +191,6 @@ def test_wrong_values_are_refused(wrong: Any, message: str) -> None:
 def test_what_does_not_fit_the_mesh_is_refused_before_any_process_starts() -> None:
     with pytest.raises(ConfigurationError, match="group_size=3 is not allowed with 2 pipelines; give 2"):
         L.Trainer(accelerator="cpu", devices=4, strategy=SDPipeStrategy(2, sync=PartialReduce()), logger=False)
-
-
-def build_with_a_quorum_of_three(rank: int) -> str:
-    mesh = Mesh.build(2, 1)
-    groups = ProcessGroups.open(mesh, limit())
-    nobody: Any = None
-    with pytest.raises(ConfigurationError) as refused:
-        ParameterServer(quorum=3).build(Replica(nobody, groups, [], [], [], limit()))
-    return str(refused.value)
-
-
-@pytest.mark.distributed
-def test_every_worker_refuses_a_quorum_that_can_never_come_together() -> None:
-    message = "quorum=3 is not allowed with 2 pipelines; give 1 to 2"
-    assert run_workers(2, build_with_a_quorum_of_three) == [message, message]
 
 
 def test_groups_of_those_that_have_stepped_do_not_go_without_a_flush() -> None:

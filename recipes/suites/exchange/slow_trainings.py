@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sdpipe as sdp
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Static
+from recipes.baselines import ParameterServer
 from recipes.suites import trainings
 from recipes.suites.emulated import EmulatedChain, passes
 from recipes.suites.namespaces import INTERFACE, NotAllowed, address, enter, hosts
@@ -84,7 +85,7 @@ CASES: Mapping[str, Case] = {
     "all_reduce/half": Case(_ours(sdp.AllReduce(), sdp.Exchange(sdp.Half()))),  # as Horovod sends
     "all_reduce/eight_bit": Case(_ours(sdp.AllReduce(), sdp.Exchange(sdp.EightBit()))),
     "all_reduce/one_bit": Case(_ours(sdp.AllReduce(), sdp.Exchange(sdp.OneBit()))),
-    "server": Case(_ours(sdp.ParameterServer())),  # in one of the workers
+    "server": Case(_ours(ParameterServer())),  # in one of the workers
     "groups/eight_bit": Case(_ours(_GROUPS, sdp.Exchange(sdp.EightBit()))),
     "groups/eight_bit/step": Case(_ours(_GROUPS, sdp.Exchange(sdp.EightBit(), "step"))),
     "adpsgd_async": Case(_ours(_PAIRS)),

@@ -17,13 +17,15 @@ import hydra
 
 from lightning_sdpipe import AllReduce
 from lightning_sdpipe.heterogeneity import Heterogeneity
+from lightning_sdpipe.policies import PolicyConfig
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.simulate import Work, jittered
+from recipes.baselines import ParameterServer
 from recipes.suites import convergence, throughput
 from recipes.suites.cases import seeded
 from recipes.suites.figures import require_matplotlib
 from recipes.suites.partial_reduce import figures
-from recipes.suites.partial_reduce.virtual import Digits, Method, Problem, Quadratic, at_target, train
+from recipes.suites.partial_reduce.virtual import Digits, Problem, Quadratic, at_target, train
 from recipes.suites.ratios import Ratios, Row, quotients, ratio, refuse_unknown
 
 LOWER_IS_BETTER = frozenset({"samples"})
@@ -257,9 +259,11 @@ def _work(
     )
 
 
-def _method(specification: Mapping[str, Any]) -> Method:
-    method: Method | AllReduce = hydra.utils.instantiate(specification)
-    return AllReduceModels() if isinstance(method, AllReduce) else method  # the same, for plain SGD
+def _method(specification: Mapping[str, Any]) -> PolicyConfig:
+    method: PolicyConfig | AllReduce | ParameterServer = hydra.utils.instantiate(specification)
+    if isinstance(method, AllReduce):
+        return AllReduceModels()  # the same, for plain SGD
+    return method.rule if isinstance(method, ParameterServer) else method
 
 
 def table_1(rows: Sequence[Row]) -> list[Row]:

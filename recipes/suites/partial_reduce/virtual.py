@@ -14,13 +14,12 @@ from typing import NamedTuple, Protocol
 import numpy
 from numpy.typing import NDArray
 
-from lightning_sdpipe.policies import Decision, GroupPolicy, Left, PolicyConfig, Ready, Worker
-from lightning_sdpipe.policies.admission import AdmissionRule, Verdict, admission
+from lightning_sdpipe.policies import Left, PolicyConfig, Ready
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.simulate import Work, simulate
+from recipes.baselines.admission import AdmissionPolicy, AdmissionRule
 
 Vector = NDArray[numpy.float64]
-Method = PolicyConfig | AdmissionRule
 
 
 class Problem(Protocol):
@@ -99,11 +98,11 @@ class Point(NamedTuple):
     loss: float
 
 
-def train(method: Method, work: Work, problem: Problem, learning_rate: float, seed: int) -> list[Point]:
+def train(method: PolicyConfig, work: Work, problem: Problem, learning_rate: float, seed: int) -> list[Point]:
     """Train until one worker has done all iterations of ``work``: from then on the workers are fewer.
 
     Args:
-        method: a policy's values, or a parameter server's.
+        method: a policy's values.
         work: of one stage.
         problem: what is learned.
         learning_rate: of SGD.
@@ -111,8 +110,8 @@ def train(method: Method, work: Work, problem: Problem, learning_rate: float, se
     """
     trainee: _Models | _Server
     if isinstance(method, AdmissionRule):
-        served = Served(method, work.num_pipelines)
-        run = simulate(served, replace(work, announce="late"))
+        served = method.make_policy(1, work.num_pipelines)
+        run = simulate(served, replace(work, announce=method.announces))
         trainee = _Server(served, problem, learning_rate, seed)
     else:
         run = simulate(method, work)
@@ -165,35 +164,10 @@ class _Models:
         self.updates += 1
 
 
-class Served(GroupPolicy):
-    """The admission of a parameter server in a policy's place: each worker that may go on is a group of its own."""
-
-    def __init__(self, rule: AdmissionRule, num_pipelines: int) -> None:
-        super().__init__(1, num_pipelines)
-        self.admission = admission(rule, num_pipelines)
-        self.verdicts: list[Verdict] = []
-
-    def worker_joined(self, worker: Worker, now: float) -> list[Decision]:
-        self.admission.join(worker.pipeline)
-        return []
-
-    def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
-        return self._carry_out(self.admission.push(worker.pipeline))
-
-    def worker_left(self, worker: Worker, now: float) -> list[Decision]:
-        return self._carry_out(self.admission.leave(worker.pipeline, pushes=False))
-
-    def _carry_out(self, verdict: Verdict) -> list[Decision]:
-        self.verdicts.append(verdict)
-        for pipeline in verdict.released:
-            self.admission.pull(pipeline)
-        return [self.participants.group(0, [pipeline], "may go on") for pipeline in verdict.released]
-
-
 class _Server:
     """The parameters at a server, by what it has decided."""
 
-    def __init__(self, served: Served, problem: Problem, learning_rate: float, seed: int) -> None:
+    def __init__(self, served: AdmissionPolicy, problem: Problem, learning_rate: float, seed: int) -> None:
         self._problem, self._learning_rate = problem, learning_rate
         num_pipelines = served.participants.num_pipelines
         self._random = [numpy.random.default_rng((seed, pipeline)) for pipeline in range(num_pipelines)]

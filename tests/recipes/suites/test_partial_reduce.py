@@ -8,20 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import hydra
 import numpy
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Static
-from lightning_sdpipe.policies.admission import AdmissionRule
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
-from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.simulate import Work, jittered
+from recipes.baselines.admission import AdmissionRule
 from recipes.bench import ratio_table
 from recipes.suites import convergence, partial_reduce, throughput
-from recipes.suites.partial_reduce.virtual import Digits, Quadratic, Served, at_target, train
+from recipes.suites.partial_reduce.virtual import Digits, Quadratic, at_target, train
 from tests.recipes.composed import parameters_of
 
 suite = partial(parameters_of, "partial_reduce")
@@ -78,10 +76,7 @@ def test_the_digits_are_learned() -> None:
 def test_every_method_of_the_suite_can_be_built() -> None:
     parameters = suite()
     for name in {m for part in ("virtual", "sweep", "production") for m in parameters[part]["compared"]}:
-        method: Any = hydra.utils.instantiate(parameters["methods"][name])
-        assert isinstance(method, PolicyConfig | AdmissionRule) or name == "all_reduce"
-        if isinstance(method, AdmissionRule):
-            Served(method, 8)
+        assert partial_reduce._method(parameters["methods"][name]).make_policy(1, 8)
     wanted = {key.rpartition("/")[2] for key in partial_reduce.SPEED_GOALS}
     assert wanted <= set(parameters["emulated"]["grid"]["partial_reduce"]["heterogeneity"])
     assert parameters["emulated"]["only"] == ["partial_reduce"]

@@ -23,10 +23,8 @@ from lightning_sdpipe.sync import (
     AllReduce,
     Decentralized,
     DiLoCo,
-    HetPipe,
     LocalSGD,
     NoSync,
-    ParameterServer,
     PartialReduce,
     SemiDecentralized,
 )
@@ -59,7 +57,7 @@ def test_these_methods_work(sync: Any) -> None:
     assert options.data == "dealt"
 
 
-@pytest.mark.parametrize("sync", [HetPipe(), ParameterServer(), PHDPSGD(), DiLoCo(every=2, fragments=2)])
+@pytest.mark.parametrize("sync", [PHDPSGD(), DiLoCo(every=2, fragments=2)])
 def test_other_methods_are_refused(sync: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"SemiDecentralized|PHDPSGD\(within='models'|fragments=1"):
         SDPipeStrategy(sync=sync)

@@ -22,11 +22,9 @@ from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.buckets import tensors_of
-from lightning_sdpipe.exchange.collectives import take_over
-from lightning_sdpipe.policies.admission import Admission, AdmissionRule, Verdict, admission
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
+from recipes.baselines.admission import Admission, AdmissionRule, Verdict, admission
 
 _TAG = 2**31 - 2
 _PUSH, _LEAVE, _LEAVE_EMPTY = 0, 1, 2
@@ -206,7 +204,7 @@ class StaleSynchronous(Synchronizer):
         rule.check_fits(len(replica.ranks))
         self._rule = rule
         self._every = every
-        self._channel = replica.groups.side_channel(replica.timeout)
+        self._channel = replica.side_channel()
         self._host = replica.stage % len(replica.ranks)
         self._server: ServedParameters | RemoteServer | None = None
         self._pulled: list[Tensor] = []
@@ -215,7 +213,7 @@ class StaleSynchronous(Synchronizer):
     @property
     def equal_at_start(self) -> Replicas | None:
         """See the base class."""
-        return self.replica.groups.replicas()
+        return self.replica.among
 
     @property
     def shares_next(self) -> bool:
@@ -258,12 +256,11 @@ class StaleSynchronous(Synchronizer):
         self._server.leave(self.replica.pipeline, self._changes(), self._updates % self._every != 0)
 
     def make_parameters_equal(self) -> None:
-        server, replica = self._server, self.replica
-        if isinstance(server, ServedParameters):
-            for bucket, value in zip(replica.exchanged, server.close(), strict=True):
+        if isinstance(self._server, ServedParameters):
+            for bucket, value in zip(self.replica.exchanged, self._server.close(), strict=True):
                 bucket.buffer.copy_(value)
         self._server = None
-        take_over(tensors_of(replica.parameters), replica.groups.replicas(), self._host)
+        self.replica.take_over(self._host)
 
     def _changes(self) -> list[Tensor]:
         changes = []

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.policies.policy import check_integer, refusal
+from lightning_sdpipe.policies import Decision, GroupPolicy, PolicyConfig, Worker, check_integer, refusal
 
 
-@dataclass(frozen=True)
-class AdmissionRule:
-    """Checked values of one rule.
+class AdmissionRule(PolicyConfig, frozen=True):
+    """Checked values of one rule. A run's parameter servers keep it; as a policy, by the import path
+    ``recipes.baselines.admission:AdmissionRule``, it can be simulated.
 
     Args:
         quorum: q, the pushes that close a round; None for none.
@@ -69,6 +69,13 @@ class AdmissionRule:
                 'weights="inverse_staleness" has no effect with staleness=0, where all pushes are as fresh; give a '
                 "staleness above 0, or null for no limit"
             )
+
+    @property
+    def announces(self) -> Literal["early", "late"]:
+        return "late"
+
+    def make_policy(self, num_stages: int, num_pipelines: int) -> AdmissionPolicy:
+        return AdmissionPolicy(self, num_stages, num_pipelines)
 
     def check_fits(self, num_pipelines: int) -> None:
         """Refuse a quorum that can never come together.
@@ -258,3 +265,28 @@ class Rounds(Admission):
 def admission(rule: AdmissionRule, num_pipelines: int) -> Admission:
     """Return the admission by ``rule`` for ``num_pipelines`` pipelines, none of which has joined."""
     return BoundedStaleness(rule, num_pipelines) if rule.quorum is None else Rounds(rule, num_pipelines)
+
+
+class AdmissionPolicy(GroupPolicy):
+    """The admission of parameter servers in a policy's place: each worker that may go on is a group of its own."""
+
+    def __init__(self, rule: AdmissionRule, num_stages: int, num_pipelines: int) -> None:
+        super().__init__(num_stages, num_pipelines)
+        self._servers = [admission(rule, num_pipelines) for _ in range(num_stages)]
+        self.verdicts: list[Verdict] = []
+
+    def worker_joined(self, worker: Worker, now: float) -> list[Decision]:
+        self._servers[worker.stage].join(worker.pipeline)
+        return []
+
+    def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
+        return self._carry_out(worker.stage, self._servers[worker.stage].push(worker.pipeline))
+
+    def worker_left(self, worker: Worker, now: float) -> list[Decision]:
+        return self._carry_out(worker.stage, self._servers[worker.stage].leave(worker.pipeline, pushes=False))
+
+    def _carry_out(self, stage: int, verdict: Verdict) -> list[Decision]:
+        self.verdicts.append(verdict)
+        for pipeline in verdict.released:
+            self._servers[stage].pull(pipeline)
+        return [self.participants.group(stage, [pipeline], "may go on") for pipeline in verdict.released]

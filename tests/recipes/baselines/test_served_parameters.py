@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.policies.admission import AdmissionRule, admission
-from lightning_sdpipe.sync.parameter_server import RemoteServer, ServedParameters
+from recipes.baselines.admission import AdmissionRule, admission
+from recipes.baselines.served_parameters import RemoteServer, ServedParameters
 from tests.workers import run_workers
 
 SIZES = (5, 2)

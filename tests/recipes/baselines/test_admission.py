@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.policies.admission import Admission, AdmissionRule, BoundedStaleness, Verdict, admission
+from recipes.baselines.admission import Admission, AdmissionRule, BoundedStaleness, Verdict, admission
 
 
 class Server:
