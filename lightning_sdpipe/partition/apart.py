@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import gc
 import multiprocessing
 import os
 import pickle
+import platform
 import signal
+import stat
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sdpipe import openmp
 from lightning_sdpipe.errors import ConfigurationError
 
 _STDERR = 2
+_TOLD_AFTER = 10.0  # seconds
+_STUCK_AFTER = 30.0  # seconds without work in which all threads wait for locks
+_LOOKS_EVERY = 1.0  # seconds
+_FUTEX = {"x86_64": "202", "aarch64": "98"}  # numbers of the system call with which threads wait for a lock
 
 
 class NoAnswerError(RuntimeError):
@@ -33,17 +43,20 @@ def is_possible(device: torch.device) -> bool:
 
 
 def apart(work: Callable[[], bytes], seconds: float) -> bytes:
-    """Call ``work`` in a forked child and return its result. Memory is copied as it is written to, and the rest is
-    shared.
+    """Call ``work`` in a forked child and return its result. Memory is copied as it is written to. Files and folders
+    that are open for reading are opened anew there, each at its position; pipes, sockets and what is only written to
+    are shared.
 
-    The child has this thread only, and torch computes there with as many threads as here.
+    The child has this thread only, and torch computes there with as many threads as here. A lock that another thread
+    holds at this moment stays locked in the child: if all of its threads wait for locks and do nothing else for 30 s,
+    it is given up. After 10 s the log says what is waited for.
 
     Args:
         work: the function to call. It prints as usual; changes that it makes do not remain.
         seconds: limit of time.
 
     Raises:
-        NoAnswerError: the child died, or took longer than that.
+        NoAnswerError: the child died, took longer than that, or waited for a lock for ever.
         Exception: the exception that ``work`` raised.
     """
     receive, send = multiprocessing.Pipe(duplex=False)
@@ -57,8 +70,7 @@ def apart(work: Callable[[], bytes], seconds: float) -> bytes:
     send.close()
     try:
         with receive:
-            if not receive.poll(seconds):
-                raise NoAnswerError(f"it was not done within {seconds:g} s")
+            _wait(child, receive, seconds)
             raised, answer = pickle.loads(receive.recv_bytes())
     except EOFError:
         os.kill(child, signal.SIGKILL)  # unless it has ended
@@ -75,6 +87,79 @@ def apart(work: Callable[[], bytes], seconds: float) -> bytes:
     return answer  # type: ignore[no-any-return]
 
 
+def _wait(child: int, answer: Connection, seconds: float) -> None:
+    """Wait for the child's answer.
+
+    Raises:
+        NoAnswerError: it does not come.
+    """
+    began = worked = time.monotonic()
+    done, told = (0, 0), False
+    while not answer.poll(min(_LOOKS_EVERY, max(began + seconds - time.monotonic(), 0.0))):
+        now = time.monotonic()
+        if now >= began + seconds:
+            raise NoAnswerError(f"it was not done within {seconds:g} s")
+        before, done = done, _work_of(child)
+        if done != before or not _waits_for_locks(child):
+            worked = now
+        if now - worked >= _STUCK_AFTER:
+            raise NoAnswerError(
+                f"all threads waited for a lock, and nothing else happened, for {_STUCK_AFTER:g} s: another thread of "
+                "this process, which a child does not have, held the lock. Start threads and pools when training "
+                "begins, not before"
+            )
+        if now - began >= _TOLD_AFTER and not told:
+            told = True
+            doing = "is computing or reading" if done != before else "is waiting for something outside"
+            rank_zero_info(
+                f"Rank 0 is still planning the stages: a child process ({child}) takes a batch from your data loaders "
+                f"and runs your steps on parts of it, and {doing if worked == now else 'is waiting for a lock'}."
+            )
+
+
+def _work_of(process: int) -> tuple[int, int]:
+    """Return the ticks of processor time that a process has used, and the bytes that it has read."""
+    try:
+        used = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        read = Path(f"/proc/{process}/io").read_text().split()[1]  # from files, pipes and sockets alike
+    except OSError:
+        return 0, 0  # it is about to end
+    return int(used[11]) + int(used[12]), int(read)
+
+
+def _waits_for_locks(process: int) -> bool:
+    """Return whether every thread of a process is known to wait for a lock."""
+
+    def waits(thread: Path) -> bool:
+        waits_in = (thread / "wchan").read_text()
+        if waits_in not in ("", "0"):
+            return waits_in.startswith("futex")
+        return (thread / "syscall").read_text().split()[0] == _FUTEX.get(platform.machine())
+
+    try:
+        return all(waits(thread) for thread in Path(f"/proc/{process}/task").iterdir())
+    except OSError:
+        return False
+
+
+def _reopen_files() -> None:
+    """Give this process a position of its own in every file and folder that it has open for reading; those that cannot
+    be opened again stay shared. Writers share theirs, or they would write over each other."""
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        try:
+            kind, flags = os.fstat(number).st_mode, fcntl.fcntl(number, fcntl.F_GETFL)
+            reads = flags & os.O_ACCMODE != os.O_WRONLY
+            if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)) or not reads or number <= _STDERR:
+                continue
+            anew = os.open(f"/proc/self/fd/{number}", flags & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC))
+        except OSError:  # the list itself was among them, or this user may not open the file
+            continue
+        os.lseek(anew, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
+        os.dup2(anew, number, inheritable=os.get_inheritable(number))
+        os.close(anew)
+
+
 def _answer(work: Callable[[], bytes], send: Connection, seconds: float) -> None:
     """Run the child; it leaves without running what is registered for the end of the parent."""
     status = 1
@@ -86,6 +171,7 @@ def _answer(work: Callable[[], bytes], send: Connection, seconds: float) -> None
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         faulthandler.register(signal.SIGALRM, file=_STDERR, chain=True)
         signal.setitimer(signal.ITIMER_REAL, seconds + 1)
+        _reopen_files()
         gc.freeze()  # a process group that was collected here would wait for threads that do not exist
         send.send_bytes(_outcome(work))
         status = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -13,15 +15,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_sdpipe.lightning_internals import goes_one_by_one
 
 
-def sample_batch(dataloaders: Any) -> Any:
+def sample_batch(dataloaders: Any, keep: bool = True) -> Any:
     """Return a batch as the dataloaders would give it, on the CPU.
 
     The first samples of a ``DataLoader`` over a map-style dataset are taken and collated: its sampler, its generator
-    and its worker processes are not touched. Any other loader is copied, and the copy is iterated. The random
-    generators are left as they were.
+    and its worker processes are not touched. Any other loader is copied, and the copy is iterated; without ``keep``,
+    the loader itself. The random generators are left as they were.
 
     Args:
         dataloaders: one dataloader, or tuples, lists and dicts of them, which give a batch of the same structure.
+        keep: whether the loaders are used again.
 
     Raises:
         Exception: the exception that copying a loader raised.
@@ -29,20 +32,20 @@ def sample_batch(dataloaders: Any) -> Any:
     if isinstance(dataloaders, CombinedLoader):
         dataloaders = dataloaders.flattened[0] if goes_one_by_one(dataloaders) else dataloaders.iterables
     with isolate_rng():
-        return tree_map(_first, dataloaders)
+        return tree_map(partial(_first, copied=copy.deepcopy if keep else lambda value, _=None: value), dataloaders)
 
 
-def _first(loader: Any) -> Any:
+def _first(loader: Any, copied: Callable[..., Any]) -> Any:
     if not isinstance(loader, DataLoader):
-        return next(iter(copy.deepcopy(loader)))
+        return next(iter(copied(loader)))
     if isinstance(loader.dataset, IterableDataset):
-        loader = copy.deepcopy(loader)
+        loader = copied(loader)
         loader.num_workers = 0
         return next(iter(loader))
     dataset: Any = loader.dataset
     known = {id(dataset): dataset}  # samplers may hold it, and it may be large
     if loader.batch_sampler is None:  # automatic batching is off
-        return loader.collate_fn(dataset[next(iter(copy.deepcopy(loader.sampler, known)))])
+        return loader.collate_fn(dataset[next(iter(copied(loader.sampler, known)))])
     size = getattr(loader.batch_sampler, "batch_size", None)
-    whole = range(min(size, len(dataset))) if size else next(iter(copy.deepcopy(loader.batch_sampler, known)))
+    whole = range(min(size, len(dataset))) if size else next(iter(copied(loader.batch_sampler, known)))
     return loader.collate_fn([dataset[index] for index in whole])

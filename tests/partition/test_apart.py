@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_sdpipe import openmp
 from lightning_sdpipe.errors import ConfigurationError
@@ -71,6 +75,70 @@ def test_a_child_without_an_answer_ends() -> None:
         os.kill(int(os.read(pids[0], 20)), 0)
     with pytest.raises(NoAnswerError, match="status -9"):
         apart(lambda: bytes(os.kill(os.getpid(), signal.SIGKILL) or 0), 20)
+
+
+def test_it_reads_files_without_moving_the_position_here(tmp_path: Path) -> None:
+    written = tmp_path / "records"
+    written.write_bytes(bytes(range(100)))
+    (tmp_path / "gone").write_bytes(b"0123456789")
+    with (
+        written.open("rb", buffering=0) as read_only,
+        written.open("r+b", buffering=0) as both,
+        (tmp_path / "gone").open("rb", buffering=0) as gone,
+        (tmp_path / "log").open("wb", buffering=0) as log,
+    ):
+        (tmp_path / "gone").unlink()
+        read_only.seek(10)
+        both.seek(20)
+        gone.seek(5)
+
+        def work() -> bytes:
+            log.write(b"child ")
+            return read_only.read(2) + both.read(2) + gone.read(2)
+
+        assert apart(work, 20) == bytes([10, 11, 20, 21]) + b"56"
+        assert [each.tell() for each in (read_only, both, gone)] == [10, 20, 5]
+        assert read_only.read(1) == bytes([10])
+        log.write(b"parent")  # behind what the child has written
+    assert (tmp_path / "log").read_bytes() == b"child parent"
+
+
+def test_a_lock_that_another_thread_holds_is_not_waited_for_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lightning_sdpipe.partition.apart._STUCK_AFTER", 1.0)
+    monkeypatch.setattr("lightning_sdpipe.partition.apart._TOLD_AFTER", 0.2)
+    monkeypatch.setattr("lightning_sdpipe.partition.apart._LOOKS_EVERY", 0.2)
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
+    caplog.set_level(logging.INFO)
+    lock, locked, release = threading.Lock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            locked.set()
+            release.wait(120)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert locked.wait(60)
+
+    def work() -> bytes:
+        with lock:
+            return b"never"
+
+    def wait_outside() -> bytes:
+        time.sleep(2)
+        return b"slow"
+
+    try:
+        with pytest.raises(NoAnswerError, match="all threads waited for a lock"):
+            apart(work, 60)
+        assert "waiting for a lock" in caplog.text
+        assert apart(wait_outside, 60) == b"slow"  # asleep, and not in a lock
+        assert "waiting for something outside" in caplog.text
+    finally:
+        release.set()
+        holder.join()
 
 
 def test_a_watchdog_of_the_users_is_not_waited_for() -> None:

@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -31,3 +32,21 @@ class Stream(IterableDataset[float]):
 def test_a_stream_is_iterated() -> None:
     assert sample_batch(DataLoader(Stream(), 2)).tolist() == [1, 2]
     assert sample_batch([torch.zeros(3)])[0].shape == ()
+
+
+class Open:
+    """A loader that holds what cannot be copied."""
+
+    def __init__(self) -> None:
+        self.values = (number for number in range(3))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.full((2,), value) for value in self.values)
+
+
+def test_a_loader_that_is_not_used_again_need_not_be_copied() -> None:
+    loader = Open()
+    with pytest.raises(TypeError, match="cannot pickle 'generator'"):
+        sample_batch(loader)
+    assert sample_batch(loader, keep=False).tolist() == [0, 0]
+    assert sample_batch(DataLoader(Stream(), 2, num_workers=1), keep=False).tolist() == [1, 2]
