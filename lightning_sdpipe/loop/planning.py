@@ -26,7 +26,6 @@ from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.lightning_internals import Method, current, data_source
 from lightning_sdpipe.loop.user_hooks import CollectiveGuard
 from lightning_sdpipe.partition import apart, plan, rehearsal
-from lightning_sdpipe.partition import profile as profiles
 from lightning_sdpipe.partition.chain import Block
 from lightning_sdpipe.partition.ownership import move
 from lightning_sdpipe.partition.pipeline_cut import PipelineCut, is_measured
@@ -282,16 +281,11 @@ def _not_rehearsed(planning: Planning, what: str, error: Exception) -> None:
 def _measure(planning: Planning, blocks: Sequence[Block], batch: Any, arguments: Sequence[int]) -> plan.Profile:
     trainer: Any = planning.trainer
     module = trainer.lightning_module
-    key = profiles.fingerprint(module, blocks, batch, planning.device)
-    measured = profiles.load(key)
-    if measured is None:
-        if all(not p.is_meta for p in module.parameters()):  # else the profile says what is wrong
-            move(module, planning.device)
+    if all(not p.is_meta for p in module.parameters()):  # else the profile says what is wrong
+        move(module, planning.device)
 
-        def step() -> Any:
-            with trainer.precision_plugin.train_step_context():
-                return module.training_step(batch, *arguments)
+    def step() -> Any:
+        with trainer.precision_plugin.train_step_context():
+            return module.training_step(batch, *arguments)
 
-        measured = profile(module, blocks, step, planning.device)
-        profiles.store(key, measured)
-    return measured
+    return profile(module, blocks, step, planning.device)

@@ -78,12 +78,12 @@ def test_what_members_had_a_new_scheduler_keep_counts_before_what_a_newcomer_mea
 def fit_measured(directory: Path) -> None:
     """Pipelines that measure find unlike costs of the blocks, and by them unlike cuts."""
 
-    def measured(key: str) -> tuple[BlockProfile, ...]:
+    def measured(*_: Any) -> tuple[BlockProfile, ...]:
         (directory / f"measured-{os.environ['SDPIPE_PIPELINE']}-{os.getppid()}").touch()
         heavy = int(os.environ["SDPIPE_PIPELINE"]) % 2 * 5
         return tuple(BlockProfile(10.0 if block == heavy else 1.0, 1.0, 8, 8) for block in range(len(Model().net)))
 
-    planning.profiles.load = measured
+    planning.profile = measured
     fit(directory, samples=SAMPLES, options={"num_stages": 2, "partition": "balanced"})
 
 
