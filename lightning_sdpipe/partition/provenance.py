@@ -9,6 +9,7 @@ Flatten from its input, nor a value from its detached alias. Nothing here keeps 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -58,7 +58,6 @@ class Storage:
     """A storage. ``aliases`` are the views that were taken of it, by their place: the block in which, and the place and
     gradient of what they are views of."""
 
-    reference: StorageWeakRef  # as long as it lives, no other storage gets this one's address
     write: Write
     aliases: dict[Place, set[tuple[int, Place, Gradient]]] = field(default_factory=dict)
 
@@ -116,7 +115,9 @@ class ProvenanceTracer(TorchDispatchMode):
         self.traces: list[StepTrace] = []
         self._module = module
         self._chain = chain
-        self._storages: dict[int, Storage] = {}
+        self.weights_read: set[str] = set()  # their first names
+        self._storages: dict[int, Storage] = {}  # those that live, by address
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._block = OUTSIDE
         self._called = OUTSIDE  # the block whose call is under way, hooks included
         self._position = 0
@@ -183,27 +184,27 @@ class ProvenanceTracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if "c10d" in func.namespace:
-            raise RuntimeError(f"it communicates with other processes ({func.__name__} of torch.distributed)")
+        refuse_collectives(func)
         kwargs = kwargs or {}
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = tensors_in((args, kwargs))
         reads = [] if func in FROM_METADATA else [v for t in inputs if (v := self._value(t)) is not None]
-        written = {a for t in tree_leaves(written_by(func, args, kwargs)) if (a := _address(t)) is not None}
+        written = {a for t in tensors_in(written_by(func, args, kwargs)) if (a := _address(t)) is not None}
         given: dict[int | None, set[tuple[Place, Gradient]]] = {}
         for tensor in inputs:
             given.setdefault(_address(tensor), set()).add((_place(tensor), _gradient(tensor)))
             if _address(tensor) in written:
                 self._save(tensor)
         outcome = func(*args, **kwargs)
+        self.weights_read.update(v.write.name for v in reads if v.write.origin == "weight")
         self._note_reads(reads, func)
         write = Write("operation", self._block, self._position, self._step, self._place_of(func), reads)
         for changed in written:
             self._note_write([v for v in reads if v.storage is self._storages[changed]], reads, func)
             self._storages[changed].write = write
-        for tensor in tree_leaves(outcome):
+        for tensor in tensors_in(outcome):
             address = _address(tensor)
             if address is not None and address not in given:
-                self._storages[address] = Storage(_weak(tensor), write)
+                self._enter(tensor, write)
             elif address is not None and address not in written:
                 self._alias(tensor, given[address])
         return outcome
@@ -246,10 +247,18 @@ class ProvenanceTracer(TorchDispatchMode):
         return Value(storage.write, storage, _place(tensor), _gradient(tensor))
 
     def _begin(self, tensor: Tensor, origin: Origin, name: str = "") -> None:
-        write = Write(origin, self._block, self._position, self._step, name)
-        address = _address(tensor)
-        if address is not None:
-            self._storages[address] = Storage(_weak(tensor), write)
+        if _address(tensor) is not None:
+            self._enter(tensor, Write(origin, self._block, self._position, self._step, name))
+
+    def _enter(self, tensor: Tensor, write: Write) -> None:
+        """Note a storage until it dies and another one may get its address. Python's weak reference to it keeps no part
+        of it alive; torch's would keep the C++ object, and thousands of these would scatter over the heap."""
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = Storage(write)
+        self._references[storage._cdata] = weakref.ref(storage, partial(self._forget, storage._cdata))
+
+    def _forget(self, address: int, _: object) -> None:
+        del self._storages[address], self._references[address]
 
     def _save(self, tensor: Tensor) -> None:
         storage: Any = tensor.untyped_storage()
@@ -342,6 +351,23 @@ _LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
 _DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
+def refuse_collectives(func: Any) -> None:
+    """Raise RuntimeError for an operation that communicates with other processes, which do not rehearse."""
+    if "c10d" in func.namespace:
+        raise RuntimeError(f"it communicates with other processes ({func.__name__} of torch.distributed)")
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors among an operation's arguments or results; much faster than the leaves of any tree."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]
+
+
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an operation of torch changes."""
     if not func._schema.is_mutable:
@@ -370,10 +396,6 @@ def _address(tensor: Any) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (AttributeError, NotImplementedError, RuntimeError):
         return None
-
-
-def _weak(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _place(tensor: Tensor) -> Place:

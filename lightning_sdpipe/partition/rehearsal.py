@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_sdpipe.lightning_internals import trainer_of
+from lightning_sdpipe.partition import costs
+from lightning_sdpipe.partition.costs import Costs, Rates
 from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.provenance import ProvenanceTracer
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
@@ -58,14 +62,45 @@ def rehearse(
                     with step.context():
                         labels.run(partial(getattr(module, step.name), batch, *arguments), batch)
                     orders = {tuple(trace.order) for trace in labels.traces}
+                    used = set().union(*orders) | _used_by_weight(module, weights, labels.weights_read)
                     # one more run where a step leaves tensors: only later runs see when that happens
-                    settled = len(orders) == 1 and len(set().union(*orders)) == len(chain)
+                    settled = len(orders) == 1 and len(used) == len(chain)
                     if run + 1 >= len(step.calls) + labels.keeps and settled:
                         break
             finally:
                 labels.restore()
         traces[step.name] = labels.traces
     return RehearsalResult(chain, traces, weights)
+
+
+def stand_in_optimizers() -> tuple[list[torch.optim.Optimizer], list[LRSchedulerConfig]]:
+    """Return stand-ins for the optimizer and its schedule, for steps that look at the learning rate: the real ones are
+    made when the module has been cut."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
+    return [optimizer], [LRSchedulerConfig(LambdaLR(optimizer, lambda _: 1.0))]
+
+
+def count(module: nn.Module, step: StepCalls, rates: Rates, device: torch.device) -> Costs:
+    """Count the costs of the first call of ``step``, as :func:`rehearse` runs it.
+
+    Raises:
+        Exception: the step raised it, or the step communicates with other processes.
+    """
+    batch, arguments = step.calls[0]
+    with without_a_trace(module), torch.set_grad_enabled(step.trains), step.context():
+        if not step.trains:
+            module.eval()
+        RandomStreams(device).begin(0)
+        return costs.count(partial(getattr(module, step.name), batch, *arguments), rates)
+
+
+def _used_by_weight(module: nn.Module, weights: Mapping[str, set[int]], read: set[str]) -> set[int]:
+    """Return the blocks whose parameters are all used, perhaps by user code alone (an embedding as a table of queries,
+    or tied to another one): nothing skips them by chance."""
+    parameters = {name for name, _ in module.named_parameters()}
+    blocks = {name: held for name, held in weights.items() if name in parameters}
+    unread = set().union(*(held for name, held in blocks.items() if name not in read))
+    return set().union(*blocks.values()) - unread
 
 
 @contextmanager

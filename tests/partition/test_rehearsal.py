@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import resource
 from collections import deque
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.apart import apart
 from lightning_sdpipe.partition.provenance import StepTrace
 from lightning_sdpipe.partition.rehearsal import StepCalls, rehearse
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
@@ -133,6 +135,58 @@ def test_a_block_that_never_runs_stays_in_its_list(number: int) -> None:
     found = rehearse(module, CHAIN, [StepCalls("training_step", CALLS, True)], torch.device("cpu"))
     assert [CHAIN[block] for block in found.order] == ["embed", "norm", "layers.0", "layers.1", "layers.2"]
     assert len(found.traces["training_step"]) == 8
+
+
+class Table(nn.Module):
+    """The weights of two modules are used, and the modules are not called: queries, and a tied projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 2)
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.queries = nn.Embedding(4, 2)
+        self.head = nn.Linear(2, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(batch) + self.queries.weight
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.linear(x, self.embed.weight).sum()
+
+
+def test_a_block_whose_weight_alone_is_used_is_not_waited_for() -> None:
+    calls = [(torch.tensor([[0, 1, 2, 3]]), (0,))] * 2
+    chain = ["embed", "layers.0", "layers.1", "queries", "head"]
+    found = rehearse(Table(), chain, [StepCalls("training_step", calls, True)], torch.device("cpu"))
+    assert len(found.traces["training_step"]) == 2
+
+
+class Scattering(nn.Module):
+    """Frees a large tensor, each a bit larger than the last, after making many small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            batch.new_zeros(8_000_000)  # from now on, malloc keeps such memory in the heap
+            for number in range(150):
+                large = batch.new_zeros(500_000 + 4_000 * number)
+                small = [batch + 1 for _ in range(20)]
+                del large, small
+        return self.layer(batch).sum()  # type: ignore[no-any-return]
+
+
+def test_memory_that_the_step_frees_is_free_again() -> None:
+    def grown() -> bytes:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        rehearse(Scattering(), ["layer"], [StepCalls("training_step", CALLS, True)], torch.device("cpu"))
+        return str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before).encode()
+
+    step = (8_000_000 * 4) >> 10  # KiB
+    assert int(apart(grown, 60)) < 3 * step
 
 
 def test_who_is_in_no_list_stays_behind_whom_it_is_listed_behind() -> None:
