@@ -51,7 +51,8 @@ def _check(given: argparse.Namespace) -> int:
     make = partial(_make, given.factory, parts)
     module, _ = make()
     rehearse = partial(factory.rehearse, module, batches=parts)
-    found = factory.by_cut(plans(module, factory.cuts(given), given.blocks, None, rehearse))
+    count = partial(factory.count, module, parts[0])
+    found = factory.by_cut(plans(module, factory.cuts(given), given.blocks, None, rehearse, count))
     compared = [(of, *compare(make, cut)) for of, cut in found]
     splitting = compare_split(partial(_make, given.factory), batch, micro_batches)
     print(*(f"{of}{report}" for of, _, report in compared), splitting, sep="\n")

@@ -3,6 +3,8 @@ ranks."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,10 +18,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
@@ -27,6 +26,7 @@ from lightning_sdpipe.lightning_internals import Method, current, data_source
 from lightning_sdpipe.loop.user_hooks import CollectiveGuard
 from lightning_sdpipe.partition import apart, plan, rehearsal
 from lightning_sdpipe.partition.chain import Block
+from lightning_sdpipe.partition.costs import Costs, rates_of
 from lightning_sdpipe.partition.ownership import move
 from lightning_sdpipe.partition.pipeline_cut import PipelineCut, is_measured
 from lightning_sdpipe.partition.profile import profile
@@ -49,6 +49,8 @@ class Planning:
         device: that on which rank 0 computes.
         guard: the guard of this worker, which is told when a step is rehearsed.
         timeout: seconds that the other ranks wait for the plan.
+        memory: bytes of the device of each stage.
+        keeps_loaders: whether this process goes on, so that its data loaders must be copied to take a batch from them.
         notes: messages for the user, filled meanwhile.
     """
 
@@ -59,12 +61,22 @@ class Planning:
     device: torch.device
     guard: CollectiveGuard
     timeout: float
+    memory: float = math.inf
+    keeps_loaders: bool = True
     notes: list[str] = field(default_factory=list)
 
     @property
     def several_stages(self) -> bool:
         """True if any pipeline is cut."""
         return any(cut.num_stages > 1 for cut in self.cuts)
+
+
+def memory_of(device: torch.device, processes: int) -> float:
+    """Return the bytes of a device; of the machine's memory, if it is the CPU, the part of one of its processes."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / processes
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return math.inf if properties is None else float(getattr(properties(device), "total_memory", math.inf))
 
 
 def plan_on_rank_zero(planning: Planning) -> list[plan.Plan]:
@@ -124,7 +136,7 @@ def _plans(planning: Planning) -> list[plan.Plan]:
     data = None
     if apart.is_possible(planning.device):
         try:
-            data = apart.apart(partial(_try, planning), planning.timeout / 2)
+            data = apart.apart(partial(_try, replace(planning, keeps_loaders=False)), planning.timeout / 2)
         except apart.NoAnswerError as error:
             planning.notes.append(f"The steps are rehearsed in this process, since in a child of it {error}.")
     if data is None:
@@ -169,8 +181,26 @@ def _made(planning: Planning, steps: Sequence[StepCalls]) -> list[plan.Plan]:
     @cache
     def measure(blocks: Sequence[Block]) -> plan.Profile:
         calls = next((step.calls for step in steps if step.trains), None)
-        calls = calls or _calls(planning, "training_step", planning.trainer.fit_loop)
+        try:
+            calls = calls or _calls(planning, "training_step", planning.trainer.fit_loop)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f'partition="balanced" measures the blocks with a batch, and none could be had before training '
+                f'({type(error).__name__}: {error}). Use "auto" or numbers of blocks.'
+            ) from error
         return _measure(planning, blocks, *calls[0])
+
+    def count() -> Costs | None:
+        if not steps:
+            return None
+        move(module, planning.device)
+        step = next((step for step in steps if step.trains), steps[0])
+        try:
+            return rehearsal.count(module, step, rates_of(planning.device), planning.device)
+        except Exception:
+            return None  # the rehearsal meets the same, and says so
 
     def rehearse(chain: Sequence[str]) -> RehearsalResult | None:
         if not steps:
@@ -182,7 +212,9 @@ def _made(planning: Planning, steps: Sequence[StepCalls]) -> list[plan.Plan]:
             _not_rehearsed(planning, "a step could not be run before training", error)
             return None
 
-    return plan.plans(module, cuts, planning.names, measure, rehearse)
+    made = plan.plans(module, cuts, planning.names, measure, rehearse, count, planning.memory)
+    planning.notes.extend(dict.fromkeys(each.note for each in made if each.note))
+    return made
 
 
 def _steps(planning: Planning) -> list[StepCalls]:
@@ -216,21 +248,13 @@ def _steps(planning: Planning) -> list[StepCalls]:
 
 @contextmanager
 def _within(planning: Planning, name: str, precision: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    with planning.guard.rehearsal(name), _stand_in_optimizer(planning.trainer.strategy), precision():
-        yield
-
-
-@contextmanager
-def _stand_in_optimizer(strategy: Any) -> Iterator[None]:
-    """Stand in for the optimizer, for steps that look at the learning rate: optimizers are made when the module has
-    been cut."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
-    strategy.optimizers = [optimizer]
-    strategy.lr_scheduler_configs = [LRSchedulerConfig(LambdaLR(optimizer, lambda _: 1.0))]
-    try:
-        yield
-    finally:
-        strategy.optimizers, strategy.lr_scheduler_configs = [], []
+    strategy: Any = planning.trainer.strategy
+    with planning.guard.rehearsal(name), precision():
+        strategy.optimizers, strategy.lr_scheduler_configs = rehearsal.stand_in_optimizers()
+        try:
+            yield
+        finally:
+            strategy.optimizers, strategy.lr_scheduler_configs = [], []
 
 
 def _calls(planning: Planning, name: str, loop: Any) -> list[tuple[Any, tuple[int, ...]]]:
@@ -242,7 +266,7 @@ def _calls(planning: Planning, name: str, loop: Any) -> list[tuple[Any, tuple[in
     loaders = source.dataloader()
     several = not trains and isinstance(loaders, Sequence)
     batches = [
-        _parts(planning, _as_the_step_gets_it(planning, sample_batch(each)), trains)
+        _parts(planning, _as_the_step_gets_it(planning, sample_batch(each, planning.keeps_loaders)), trains)
         for each in (loaders if several else [loaders])
         if each is not None
     ]

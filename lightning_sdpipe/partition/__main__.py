@@ -14,7 +14,8 @@ from torch import nn
 from lightning_sdpipe.errors import ConfigurationError, carried_out
 from lightning_sdpipe.partition import factory
 from lightning_sdpipe.partition.chain import Block, described
-from lightning_sdpipe.partition.ownership import assign_owners
+from lightning_sdpipe.partition.costs import Costs
+from lightning_sdpipe.partition.ownership import Ownership, assign_owners, parameters_held, saves_nothing
 from lightning_sdpipe.partition.plan import Plan, Profile, num_parameters, plans, with_crossing
 from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
@@ -24,24 +25,33 @@ _HEADINGS = ("stage", "blocks", "parameters", "forward ms", "backward ms", "KiB 
 
 
 def table(module: nn.Module, plan: Plan, profile: Profile | None = None, each_block: bool = False) -> str:
-    """Return the stages of ``plan`` as a table: blocks, parameters (tied ones count in every block that has them), and
-    with a ``profile`` the measured times of one micro-batch in milliseconds and the activations in KiB that cross the
-    cut after the stage (as much again comes back as gradients). ``each_block`` gives every block a row of its own."""
+    """Return the stages of ``plan`` as a table: blocks, all parameters that the stage holds, and with a ``profile`` the
+    measured times of one micro-batch in milliseconds and the activations in KiB that cross the cut after the stage (as
+    much again comes back as gradients). ``each_block`` gives every block a row of its own, with its own parameters
+    (tied ones count in every block that has them)."""
+    ownership = assign_owners(module, plan.chain, plan.module_spans, readers=plan.readers)
     parts = [
         (stage, part)
         for stage, span in enumerate(plan.spans)
         for part in ([range(b, b + 1) for b in span] if each_block else [span])
     ]
-    rows = [_HEADINGS, *(_row(module, plan, stage, part, profile) for stage, part in parts)]
+    rows = [
+        _HEADINGS,
+        *(_row(module, plan, stage, part, profile, None if each_block else ownership) for stage, part in parts),
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     lines = [_line(row, widths) for row in rows]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+    notes = [note for note in (plan.note, saves_nothing(module, ownership)) if note]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *notes])
 
 
-def _row(module: nn.Module, plan: Plan, stage: int, span: range, profile: Profile | None) -> Sequence[str]:
+def _row(
+    module: nn.Module, plan: Plan, stage: int, span: range, profile: Profile | None, ownership: Ownership | None
+) -> Sequence[str]:
     blocks = plan.blocks[span.start : span.stop]
     together: Block = tuple(path for block in blocks for path in block)
-    cells = [str(stage), described(blocks), f"{num_parameters(module, together):,}"]
+    parameters = num_parameters(module, together) if ownership is None else parameters_held(module, ownership, stage)
+    cells = [str(stage), described(blocks), f"{parameters:,}"]
     if profile is None:
         return [*cells, "–", "–", "–"]
     measured = profile[span.start : span.stop]
@@ -91,7 +101,10 @@ def _report(options: argparse.Namespace) -> str:
         rehearsals.append(factory.rehearse(module, chain, [batch]))
         return rehearsals[-1]
 
-    chosen = plans(module, factory.cuts(options), options.blocks, measure, rehearse)
+    def count() -> Costs | None:
+        return None if batch is None else factory.count(module, batch)
+
+    chosen = plans(module, factory.cuts(options), options.blocks, measure, rehearse, count)
     times = None
     if batch is not None:
         blocks = chosen[0].blocks

@@ -87,6 +87,62 @@ def balance(
     )
 
 
+CLOSE = 1.1
+"""How much longer than the fastest cut's slowest stage that of a more even one may take."""
+FAR = 1.3
+"""How much longer it may take where one stage would else hold much more than its part."""
+MUCH = 1.5
+"""More than so many even parts are much."""
+
+
+def even(
+    seconds: Sequence[float],
+    held: Sequence[float],
+    num_stages: int,
+    possible: Sequence[bool],
+    memory: float = math.inf,
+) -> tuple[tuple[range, ...], float]:
+    """Return a cut by time that gives up little of it for stages of more even sizes.
+
+    Among the cuts whose slowest stage takes at most :data:`CLOSE` times as long as the fastest cut's, the one is taken
+    whose largest stage is smallest. If that stage still holds much more than an even one, the same is tried with
+    :data:`FAR`, and taken if it helps. Stages that hold more than ``memory`` are avoided at any price, if they can be.
+
+    Args:
+        seconds: time of each of the n blocks.
+        held: bytes that a stage needs for each block.
+        num_stages: M, at most n.
+        possible: whether the chain can be cut at each of its n − 1 cuts.
+        memory: bytes of a device.
+
+    Returns:
+        M non-empty spans that cover the chain, and the time of the slowest, :data:`FAR` times that if a stage holds
+        much more than an even one; infinite if too few cuts are possible.
+    """
+    until, taken = (list(accumulate(each, initial=0.0)) for each in (seconds, held))
+    ends = [True, *possible, True]
+    limit = math.inf
+
+    def time(_: int, start: int, end: int) -> float:
+        fits = taken[end] - taken[start] <= memory
+        return until[end] - until[start] if ends[start] and ends[end] and fits else math.inf
+
+    def size(stage: int, start: int, end: int) -> float:
+        allowed = math.isinf(limit) or time(stage, start, end) <= limit
+        return taken[end] - taken[start] if ends[start] and ends[end] and allowed else math.inf
+
+    _, least = _least_maximum(len(seconds), num_stages, time)
+    rated = []
+    for slack in (CLOSE, FAR):
+        limit = slack * least
+        spans, largest = _least_maximum(len(seconds), num_stages, size)
+        slowest = max(until[span.stop] - until[span.start] for span in spans)
+        much = largest > MUCH * taken[-1] / num_stages
+        rated.append((math.inf if math.isinf(largest) else slowest * (FAR if much else 1.0), spans))
+    rating, spans = min(rated, key=lambda each: each[0])
+    return spans, rating
+
+
 def _least_maximum(n: int, m: int, cost: Callable[[int, int, int], float]) -> tuple[tuple[range, ...], float]:
     """Return the m spans of n blocks with the smallest largest ``cost(stage, start, end)``, and that cost; it is
     infinite if there are none."""

@@ -81,6 +81,24 @@ def find_chains(module: nn.Module, names: Sequence[str] | None = None) -> Iterat
         yield finer
 
 
+def open_heavy(
+    module: nn.Module, chain: Sequence[str], is_heavy: Callable[[nn.Module], bool], calls: Sequence[nn.Module]
+) -> tuple[str, ...]:
+    """Return the chain with the parts of each module in its place that is called once and is heavy, or that is not
+    called itself while its parts are; the same holds for the parts."""
+    called = set(calls)
+    opened: list[str] = []
+    for path in chain:
+        block = module.get_submodule(path)
+        parts = [f"{path}.{name}" for name, part in block.named_children() if _has_state(part)]
+        runs = any(not called.isdisjoint(module.get_submodule(part).modules()) for part in parts)
+        if runs and (block not in called or (calls.count(block) == 1 and is_heavy(block))):
+            opened += open_heavy(module, parts, is_heavy, calls)
+        else:
+            opened.append(path)
+    return tuple(opened)
+
+
 def described(blocks: Sequence[Block]) -> str:
     """Return the names of the first and the last of consecutive blocks, and their number."""
     return ends(blocks) + (f" ({len(blocks)})" if len(blocks) > 1 else "")

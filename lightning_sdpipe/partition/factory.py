@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import rehearsal
+from lightning_sdpipe.partition.costs import Costs, rates_of
 from lightning_sdpipe.partition.pipeline_cut import Balanced, PipelineCut, cuts_of, in_flight, refuse_lists
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.partition.rehearsal import StepCalls
@@ -34,9 +38,9 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--partition",
-        default="uniform",
-        help="uniform, parameters, balanced, or numbers of blocks like 3,2,4, and like 9/4,5/5,4 for each pipeline "
-        "(default: %(default)s)",
+        default="auto",
+        help="auto, uniform, parameters, balanced, or numbers of blocks like 3,2,4, and like 9/4,5/5,4 for each "
+        "pipeline (default: %(default)s)",
     )
     parser.add_argument("--blocks", nargs="+", metavar="PATH", help="name the blocks; * stands for one part of a path")
     parser.add_argument(
@@ -75,7 +79,8 @@ def _partition(options: argparse.Namespace) -> Any:
         rows = [[int(size) for size in row.split(",")] for row in given.split("/")]
     except ValueError as error:
         raise ConfigurationError(
-            f"--partition {given} is not known. Give uniform, parameters, balanced, or numbers of blocks like 3,2,4."
+            f"--partition {given} is not known. Give auto, uniform, parameters, balanced, or numbers of blocks like "
+            "3,2,4."
         ) from error
     return rows if len(rows) > 1 else rows[0]
 
@@ -109,7 +114,33 @@ def build(path: str) -> tuple[nn.Module, Any]:
     module, batch = built if isinstance(built, tuple) else (built, None)
     if not isinstance(module, nn.Module):
         raise ConfigurationError(f"{path} returned a {type(module).__name__}. It must return a module.")
+    if isinstance(module, LightningModule):
+        _give_trainer(module)
     return module, batch
+
+
+def _give_trainer(module: LightningModule) -> None:
+    """Give a module what its step may look at in a run: a Trainer that fits it, with optimizers."""
+    log = logging.getLogger("lightning.pytorch")
+    level = log.level
+    log.setLevel(logging.WARNING)  # it tells about devices
+    try:
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    finally:
+        log.setLevel(level)
+    strategy: Any = trainer.strategy
+    strategy.connect(module)
+    strategy.optimizers, strategy.lr_scheduler_configs = rehearsal.stand_in_optimizers()
+    trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
+    trainer.training = True
+    module.trainer = trainer
 
 
 def rehearse(module: nn.Module, chain: Sequence[str], batches: Sequence[Any]) -> RehearsalResult:
@@ -118,5 +149,17 @@ def rehearse(module: nn.Module, chain: Sequence[str], batches: Sequence[Any]) ->
     Raises:
         Exception: the exception that the step raised.
     """
-    calls = [(batch, (0,)) for batch in (batches[0], batches[-1])]
-    return rehearsal.rehearse(module, chain, [StepCalls("training_step", calls, trains=True)], _CPU)
+    return rehearsal.rehearse(module, chain, [_training_step(batches)], _CPU)
+
+
+def count(module: nn.Module, batch: Any) -> Costs:
+    """Count the costs of ``training_step``, for a CPU.
+
+    Raises:
+        Exception: the exception that the step raised.
+    """
+    return rehearsal.count(module, _training_step([batch]), rates_of(_CPU), _CPU)
+
+
+def _training_step(batches: Sequence[Any]) -> StepCalls:
+    return StepCalls("training_step", [(batch, (0,)) for batch in (batches[0], batches[-1])], trains=True)

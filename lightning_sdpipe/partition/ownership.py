@@ -107,6 +107,39 @@ def buffers_now(module: nn.Module, ownership: Ownership, groups: ProcessGroups) 
     return found
 
 
+def parameters_held(module: nn.Module, ownership: Ownership, stage: int) -> int:
+    """Return the number of elements of all parameters that a stage holds, each once: of its blocks, and of what several
+    stages hold."""
+    named = dict(module.named_parameters(remove_duplicate=False))
+    held = {id(named[name]): named[name] for name in ownership.held_by(stage) if name in named}
+    return sum(parameter.numel() for parameter in held.values())
+
+
+_SAVES_NOTHING = 0.8
+
+
+def saves_nothing(module: nn.Module, ownership: Ownership) -> str:
+    """Return what to tell the user if every stage holds more than 80 % of the parameters; else nothing."""
+    total = sum(parameter.numel() for parameter in module.parameters())
+    least = min(parameters_held(module, ownership, stage) for stage in range(ownership.num_stages))
+    if ownership.num_stages == 1 or least <= _SAVES_NOTHING * total:
+        return ""
+    sizes: dict[str, int] = {}
+    for owners, name in ownership.shared_parameters(module):
+        if len(owners) == ownership.num_stages:
+            parent = ".".join(name.split(".")[:-1][:_SHOWN_DEPTH])
+            sizes[parent] = sizes.get(parent, 0) + module.get_parameter(name).numel()
+    largest = sorted(sizes, key=lambda parent: -sizes[parent])[:3]
+    return (
+        f"The cut saves no memory: every stage holds at least {least / total:.0%} of the parameters. All stages hold "
+        f"what lies in no block, since it runs more than once in a step, or is a tied weight: most of it in {largest}. "
+        "Use num_stages=1 and more pipelines, or let a step run these modules once and name them with blocks=[...]."
+    )
+
+
+_SHOWN_DEPTH = 4  # of a module that is named
+
+
 def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch.device) -> None:
     """Move the tensors that ``stage`` holds to ``device`` and all others to ``meta``; ties between names are kept.
 

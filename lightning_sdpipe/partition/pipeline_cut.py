@@ -47,7 +47,7 @@ class InFlight:
     copies: Sequence[int]
 
 
-Partition = Literal["uniform", "parameters", "balanced"] | Balanced | Sequence[int]
+Partition = Literal["auto", "uniform", "parameters", "balanced"] | Balanced | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PipelineCut:
     which :class:`Balanced` with ``memory`` needs. ``pipeline`` is its number, None if all are cut the same way."""
 
     num_stages: int
-    partition: Partition = "uniform"
+    partition: Partition = "auto"
     in_flight: InFlight | None = None
     pipeline: int | None = None
 
@@ -142,11 +142,10 @@ def refuse_lists(partition: object) -> None:
 
 
 def _check_partition(num_stages: int, partition: Partition) -> None:
-    if isinstance(partition, str) and partition not in ("uniform", "parameters", "balanced"):
+    if isinstance(partition, str) and partition not in ("auto", "uniform", "parameters", "balanced"):
         raise ConfigurationError(
-            f"partition={partition!r} is not known. Use 'uniform', 'parameters', 'balanced', Balanced(...) "
-            "or a list "
-            "of block counts."
+            f"partition={partition!r} is not known. Use 'auto', 'uniform', 'parameters', 'balanced', Balanced(...) or "
+            "a list of block counts."
         )
     if isinstance(partition, Balanced) and partition.speeds and len(partition.speeds) != num_stages:
         raise ConfigurationError(

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.balance import Memory, balance
-from lightning_sdpipe.partition.chain import Block, described, ends, find_chains, join_ends, refuse_compiled
+from lightning_sdpipe.partition.balance import MUCH, Memory, balance
+from lightning_sdpipe.partition.balance import even as even_spans
+from lightning_sdpipe.partition.chain import (
+    Block,
+    described,
+    ends,
+    find_chains,
+    join_ends,
+    open_heavy,
+    refuse_compiled,
+)
+from lightning_sdpipe.partition.costs import Costs
 from lightning_sdpipe.partition.pipeline_cut import (
     Balanced,
     InFlight,
@@ -23,12 +34,14 @@ from lightning_sdpipe.partition.pipeline_cut import (
     is_measured,
 )
 from lightning_sdpipe.partition.profile import BlockProfile, parameter_bytes
+from lightning_sdpipe.partition.provenance import StepTrace
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.partition.sections import sections_of_blocks
 from lightning_sdpipe.partition.travel import Travel
 
 Profile = Sequence[BlockProfile]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,8 @@ class Plan:
     spans: tuple[range, ...]
     travel: Mapping[str, Travel] = field(default_factory=dict)
     readers: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    note: str = ""
+    """Why the stages of ``"auto"`` are far from even, if they are."""
 
     @property
     def chain(self) -> tuple[str, ...]:
@@ -59,14 +74,15 @@ class Plan:
 def plan(
     module: nn.Module,
     num_stages: int,
-    partition: Partition = "uniform",
+    partition: Partition = "auto",
     names: Sequence[str] | None = None,
     measure: Callable[[Sequence[Block]], Profile] | None = None,
     rehearse: Callable[[Sequence[str]], RehearsalResult | None] = lambda _: None,
     in_flight: InFlight | None = None,
+    count: Callable[[], Costs | None] = lambda: None,
 ) -> Plan:
     """Make a single plan as :func:`plans` does, for a cut of these values."""
-    (made,) = plans(module, [PipelineCut(num_stages, partition, in_flight)], names, measure, rehearse)
+    (made,) = plans(module, [PipelineCut(num_stages, partition, in_flight)], names, measure, rehearse, count)
     return made
 
 
@@ -76,21 +92,29 @@ def plans(
     names: Sequence[str] | None = None,
     measure: Callable[[Sequence[Block]], Profile] | None = None,
     rehearse: Callable[[Sequence[str]], RehearsalResult | None] = lambda _: None,
+    count: Callable[[], Costs | None] = lambda: None,
+    memory: float = math.inf,
 ) -> list[Plan]:
     """Find the chain of ``module`` and make a plan for each of ``cuts``.
 
     If blocks are not named, the next of the chains of :func:`~lightning_sdpipe.partition.chain.find_chains` is tried
-    when the first cannot be cut so.
+    when the first cannot be cut so. With ``"auto"``, also those in which heavy modules are opened; the chain comes
+    first that makes the slowest stage fastest.
 
     Args:
         module: its parameters may be on ``meta``.
-        cuts: the number of stages, M, and where: ``"uniform"``: equally many blocks. ``"parameters"``: the largest
-            stage has as few parameters as possible. ``"balanced"`` or :class:`Balanced`: the slowest stage is as fast
-            as possible. A list: the number of blocks of each stage.
+        cuts: the number of stages, M, and where: ``"auto"``: the slowest stage is as fast as possible, by counted costs
+            of the blocks; by bytes of parameters if there are no costs. ``"uniform"``: equally many blocks.
+            ``"parameters"``: the largest stage has as few parameters as possible. ``"balanced"`` or :class:`Balanced`:
+            the slowest stage is as fast as possible, by measured times. A list: the number of blocks of each stage.
         names: names of the blocks, as for :func:`~lightning_sdpipe.partition.chain.find_blocks`.
         measure: gives the profile of the blocks; called for ``"balanced"`` only.
         rehearse: runs the user's steps with a chain, to see in which order its modules run and what crosses a cut;
             returns None if that cannot be found out. Called for several stages only.
+        count: counts the costs of a step; returns None if it cannot be run. Called for ``"auto"`` and several stages
+            only.
+        memory: bytes of a device. Stages of ``"auto"`` whose weights, gradients and optimizer states need more are
+            avoided, if they can be.
 
     Raises:
         ConfigurationError: the chain cannot be cut so.
@@ -98,8 +122,11 @@ def plans(
     num_stages = max(cut.num_stages for cut in cuts)
     for each in cuts:
         check_partition(each)
+    automatic = [each.num_stages for each in cuts if each.partition == "auto" and each.num_stages > 1]
+    costs = count() if automatic else None
+    even = partial(_even, module, costs=costs, memory=memory)
     refused: ConfigurationError | None = None
-    for found in find_chains(module, names):
+    for found in find_chains(module, names) if costs is None else _fastest_first(module, names, automatic, costs, even):
         try:
             for each in cuts:
                 _check_weights(module, found, each)
@@ -109,22 +136,105 @@ def plans(
         except ConfigurationError as error:
             refused = refused or error
             continue
-        for blocks in _blocks(module, chain, names, rehearsed is not None):
+        for blocks in _blocks(module, chain, names, rehearsed is not None, automatic, even):
             try:
-                return [_cut(module, blocks, each, measure, rehearsed) for each in cuts]
+                return [_cut(module, blocks, each, measure, rehearsed, even) for each in cuts]
             except ConfigurationError as error:
                 refused = refused or error
     assert refused is not None
     raise refused
 
 
-def _blocks(
-    module: nn.Module, chain: Sequence[str], names: Sequence[str] | None, rehearsed: bool
-) -> Iterator[tuple[Block, ...]]:
+_CLOSE = 1.05
+"""Ratings whose ratio is smaller are equal."""
+
+
+class _Even(Protocol):
+    """A cut by costs: the spans of M stages, their rating (:func:`~lightning_sdpipe.partition.balance.even`), and the
+    time of each block."""
+
+    def __call__(
+        self, blocks: Sequence[Block], num_stages: int, rehearsed: RehearsalResult | None = None
+    ) -> tuple[tuple[range, ...], float, Sequence[float]]: ...
+
+
+def _fastest_first(
+    module: nn.Module, names: Sequence[str] | None, automatic: Sequence[int], costs: Costs, even: _Even
+) -> Sequence[Sequence[str]]:
+    """Return the chains that can be tried, in the order in which they run and without modules that run more than once;
+    first those whose slowest stage is fastest. Of each chain, those are tried as well in which heavy blocks are
+    opened."""
+    chains = list(find_chains(module, names))
     if names is None:
-        yield join_ends(module, chain)
-    if names is not None or rehearsed:  # then the values that cross a cut within a block are known
-        yield tuple((path,) for path in chain)
+        limits = [costs.total / (parts * max(automatic)) for parts in (0.5, 1, 2)]  # nothing is heavier than the first
+        heavier = [partial(lambda limit, block: costs.within(block) > limit, limit) for limit in limits]
+        chains = [open_heavy(module, chain, is_heavy, costs.calls) for is_heavy in heavier for chain in chains]
+    ordered: dict[tuple[str, ...], None] = {}
+    for chain in chains:
+        order = costs.order([module.get_submodule(path) for path in chain])
+        seen = RehearsalResult(chain, {"": [StepTrace(order=order)]}, {})
+        once = tuple(chain[block] for block in seen.order if block not in seen.repeated)
+        ordered[once if names is None and len(once) >= max(automatic) else tuple(chain)] = None
+    return _close_ones_first(
+        list(ordered),
+        lambda chain: min(_rated(blocks, automatic, even) for blocks in _blocks(module, chain, names, True)),
+    )
+
+
+def _rated(blocks: Sequence[Block], automatic: Sequence[int], even: _Even) -> float:
+    """Return the sum of the ratings over pipelines of so many stages."""
+    return sum(even(blocks, num_stages)[1] for num_stages in automatic)
+
+
+def _close_ones_first(candidates: Sequence[_T], rating: Callable[[_T], float]) -> list[_T]:
+    """Return candidates that are rated about as well as the best in their order, then the others by their rating."""
+    known = [(rating(candidate), candidate) for candidate in candidates]
+    limit = _CLOSE * min(each for each, _ in known)
+    return [candidate for _, candidate in sorted(known, key=lambda each: each[0] if each[0] > limit else 0.0)]
+
+
+def _even(
+    module: nn.Module,
+    blocks: Sequence[Block],
+    num_stages: int,
+    rehearsed: RehearsalResult | None = None,
+    *,
+    costs: Costs | None,
+    memory: float,
+) -> tuple[tuple[range, ...], float, Sequence[float]]:
+    sizes = [parameter_bytes(module, block) for block in blocks]
+    held = [size + _STATES * trained for size, trained in sizes]
+    seconds = [float(size) for size in held] if costs is None else costs.of_blocks(module, blocks)
+    if len(blocks) < num_stages:
+        return (), math.inf, seconds
+    possible = [True] * (len(blocks) - 1)
+    if rehearsed is not None:
+        ends = list(accumulate(len(block) for block in blocks))[:-1]
+        possible = [not any(rehearsed.crossing(step, end).refusals for step in rehearsed.traces) for end in ends]
+    return *even_spans(seconds, held, num_stages, possible, memory), seconds
+
+
+_STATES = 3.0
+"""Bytes of the gradient and of Adam's states for each byte of a trained parameter."""
+
+
+def _blocks(
+    module: nn.Module,
+    chain: Sequence[str],
+    names: Sequence[str] | None,
+    rehearsed: bool,
+    automatic: Sequence[int] = (),
+    even: _Even | None = None,
+) -> Sequence[tuple[Block, ...]]:
+    """Return the ways in which modules of a chain may be joined to blocks, in the order in which they are tried."""
+    single = tuple((path,) for path in chain)
+    if names is not None:
+        return [single]
+    joined = join_ends(module, chain)
+    if not rehearsed:
+        return [joined]
+    both = list(dict.fromkeys((joined, single)))  # the values that cross a cut within a block are known
+    return _close_ones_first(both, lambda blocks: _rated(blocks, automatic, even)) if even and automatic else both
 
 
 def _rehearsed(
@@ -153,9 +263,40 @@ def _cut(
     of: PipelineCut,
     measure: Callable[[Sequence[Block]], Profile] | None,
     rehearsed: RehearsalResult | None,
+    even: _Even,
 ) -> Plan:
     with of.named():
-        return _cut_into(module, blocks, of.num_stages, of.partition, measure, rehearsed, of.in_flight)
+        if of.partition != "auto" or of.num_stages == 1:
+            partition = "uniform" if of.partition == "auto" else of.partition
+            return _cut_into(module, blocks, of.num_stages, partition, measure, rehearsed, of.in_flight)
+        # which cuts are refused, and why, is found out only if the first is
+        for known in [None] if rehearsed is None else [None, rehearsed]:
+            spans, rating, seconds = even(blocks, of.num_stages, known)
+            try:
+                sizes: Partition = "uniform" if math.isinf(rating) else [len(span) for span in spans]
+                made = _cut_into(module, blocks, of.num_stages, sizes, measure, rehearsed, of.in_flight)
+            except ConfigurationError as error:
+                refused = error
+            else:
+                return replace(made, note=_uneven(made, seconds, "" if known is None else str(refused)))
+        raise refused
+
+
+def _uneven(made: Plan, seconds: Sequence[float], refused: str) -> str:
+    """Return why the slowest stage has much more than its part of the costs; nothing if it has not."""
+    of_stages = [sum(seconds[span.start : span.stop]) for span in made.spans]
+    slowest = max(range(len(of_stages)), key=of_stages.__getitem__)
+    if of_stages[slowest] <= MUCH * sum(seconds) / len(of_stages):
+        return ""
+    span = made.spans[slowest]
+    heaviest = max(span, key=seconds.__getitem__)
+    why = f"; other cuts were refused ({refused})" if refused else ""
+    return (
+        f'partition="auto" leaves {of_stages[slowest] / sum(seconds):.0%} of the counted work on stage {slowest} of '
+        f"{len(of_stages)}. Block {' + '.join(made.blocks[heaviest])!r}, with what is computed before it outside of "
+        f"blocks, has {seconds[heaviest] / sum(seconds):.0%}, and is not divided: a module that runs more than once in "
+        f"a step is no block{why}. Name other blocks with SDPipeStrategy(blocks=[...]), or use fewer stages."
+    )
 
 
 def _cut_into(

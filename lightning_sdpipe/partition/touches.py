@@ -84,7 +84,8 @@ class Touches:
     def heard(self, into: list[Touch], place: Callable[[], tuple[int, int]]) -> Iterator[None]:
         """Add the accesses within the context to ``into``; ``place()`` is the block and the position."""
         self._found, self._place = into, place
-        self._states = {what: (v, plain, _state(v)) for what, v, plain in self._candidates()}
+        with _without_modes():
+            self._states = {what: (v, plain, _state(v)) for what, v, plain in self._candidates()}
         stop = hear_assignments()
         try:
             with (
@@ -106,8 +107,10 @@ class Touches:
         self._looking = True
         try:
             self._classes.look()
+            with _without_modes():
+                states = {what: _state(value) for what, (value, _, _) in self._states.items()}
             for what, (value, plain, before) in self._states.items():
-                now = _state(value)
+                now = states[what]
                 if now != before:
                     self._states[what] = value, plain, now
                     if isinstance(value, GENERATORS):
@@ -306,9 +309,14 @@ def _is_taken_from(value: Any) -> bool:
     return isinstance(value, Iterator) and not isinstance(value, IOBase)
 
 
-def _state(value: Any) -> Any:
+@contextmanager
+def _without_modes() -> Iterator[None]:
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        return _state_within(value, _DEPTH, iter(range(_MANY)))
+        yield
+
+
+def _state(value: Any) -> Any:
+    return _state_within(value, _DEPTH, iter(range(_MANY)))
 
 
 def _state_within(value: Any, depth: int, left: Iterator[int]) -> Any:

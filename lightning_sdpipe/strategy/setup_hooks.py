@@ -19,12 +19,13 @@ from lightning_sdpipe.checkpoints.whole_module import is_whole
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
-from lightning_sdpipe.loop.planning import Planning, plan_on_rank_zero
+from lightning_sdpipe.loop.planning import Planning, memory_of, plan_on_rank_zero
 from lightning_sdpipe.loop.refusals import refuse_small_batches, refuse_uninitialised, refuse_unsupported
 from lightning_sdpipe.loop.weight_averaging import averaging_of
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.chain import described
 from lightning_sdpipe.partition.materialise import Initialisation
+from lightning_sdpipe.partition.ownership import assign_owners, parameters_held, saves_nothing
 from lightning_sdpipe.partition.pipeline_cut import PipelineCut
 from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.pipeline.data import shared_seed
@@ -122,12 +123,18 @@ class SetupHooks(TrainingSetup):
             return f"rank {rank} ({devices[rank % len(devices)]}{node})"
 
         def stages_of(stages: plan.Plan, rows: Sequence[Sequence[int]], name: str) -> Iterator[str]:
+            memory = self._parts.ownership.memory
+            ownership = assign_owners(
+                self.module, stages.chain, stages.module_spans, readers=stages.readers, memory=memory
+            )
             for stage, span in enumerate(stages.spans):
                 blocks = stages.blocks[span.start : span.stop]
-                parameters = sum(plan.num_parameters(self.module, block) for block in blocks)
+                parameters = parameters_held(self.module, ownership, stage)
                 where = [worker(row[stage % len(row)]) for row in rows]
                 shown = ", ".join(where[:_SHOWN]) + (f" and {len(where) - _SHOWN} more" if len(where) > _SHOWN else "")
                 yield f"{name}stage {stage}: {described(blocks)}, {parameters:,} parameters, on {shown}"
+            if saves := saves_nothing(self.module, ownership):
+                yield saves
 
         if self.mesh.alike:
             (stages,) = self._plans[1]
@@ -177,6 +184,7 @@ class SetupHooks(TrainingSetup):
                     self.root_device,
                     self._guard,
                     options.run_timeout.total_seconds(),
+                    memory_of(self.root_device, len(self.parallel_devices or [self.root_device])),
                 )
                 return plan_on_rank_zero(planning)
 

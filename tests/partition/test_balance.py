@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.balance import Memory, balance
+from lightning_sdpipe.partition.balance import CLOSE, FAR, MUCH, Memory, balance, even
 
 Problem = tuple[list[float], list[float], list[float]]
 
@@ -112,3 +112,35 @@ def test_the_stage_that_does_not_fit_is_named() -> None:
 def test_impossible_speeds_are_refused(speeds: list[float]) -> None:
     with pytest.raises(ConfigurationError, match="2 blocks cannot be cut"):
         balance([1.0, 1.0], [0.0], speeds)
+
+
+@given(problems(), st.data())
+def test_an_even_cut_gives_up_little_time(problem: Problem, data: st.DataObject) -> None:
+    seconds, crossing, speeds = problem
+    num_stages, n = len(speeds), len(seconds)
+    held = data.draw(st.lists(st.integers(0, 20).map(float), min_size=n, max_size=n))
+    possible = [each < 15 for each in crossing]
+    memory = data.draw(st.sampled_from([math.inf, 15.0, 30.0]))
+
+    def slowest(spans: tuple[range, ...]) -> float:
+        return max(sum(seconds[block] for block in span) for span in spans)
+
+    def largest(spans: tuple[range, ...]) -> float:
+        return max(sum(held[block] for block in span) for span in spans)
+
+    cuts = [cut for cut in every_cut(n, num_stages) if all(possible[span.stop - 1] for span in cut[:-1])]
+    spans, rating = even(seconds, held, num_stages, possible, memory)
+    if not cuts:
+        assert math.isinf(rating)
+        return
+    assert spans in cuts
+    fitting = [cut for cut in cuts if largest(cut) <= memory]
+    if not fitting:
+        assert largest(spans) == min(map(largest, cuts))
+        return
+    much = MUCH * sum(held) / num_stages
+    least = min(map(slowest, fitting))
+    near, far = (min(largest(cut) for cut in fitting if slowest(cut) <= slack * least + 1e-9) for slack in (CLOSE, FAR))
+    assert largest(spans) == (far if near > much and far <= much else near)
+    assert slowest(spans) <= (FAR if near > much else CLOSE) * least + 1e-9
+    assert rating == pytest.approx(slowest(spans) * (FAR if largest(spans) > much else 1))

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe.partition.costs import ACCELERATOR, CPU, Costs, Rates, count, rates_of
@@ -30,7 +31,7 @@ class Model(nn.Module):
         for number, layer in enumerate(self.layers):
             if number != self.skipped:
                 x = self.twice(layer(x)) if number < 2 else layer(x)
-        return self.last(x @ self.outside).sum()
+        return self.last(x @ self.outside).sum()  # type: ignore[no-any-return]
 
 
 def counted(model: Model, rates: Rates, of: tuple[str, ...]) -> tuple[list[float], Costs]:
@@ -74,12 +75,12 @@ def test_a_layer_that_is_skipped_by_chance_costs_what_its_like_do() -> None:
 
 
 def test_other_processes_are_not_called() -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match="communicates with other processes"):
-            count(partial(torch.distributed.all_reduce, torch.ones(1)), CPU)
+            count(partial(dist.all_reduce, torch.ones(1)), CPU)
     finally:
-        torch.distributed.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def test_devices_have_rates() -> None:

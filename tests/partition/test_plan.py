@@ -24,7 +24,7 @@ def test_modules_of_one_block_stay_together() -> None:
 
 def test_parameters_are_balanced() -> None:
     model = chain(10, 10, 1, 1, 1, 1)
-    assert plan(model, 2).spans == (range(3), range(3, 5))
+    assert plan(model, 2, "uniform").spans == (range(3), range(3, 5))
     assert plan(model, 2, "parameters").spans == (range(1), range(1, 5))
 
 
@@ -40,7 +40,7 @@ def test_another_chain_than_that_of_rank_0_is_refused_with_both_sides() -> None:
 
 
 def test_too_many_sections_are_refused_before_any_process() -> None:
-    cuts = [PipelineCut(60, pipeline=0), PipelineCut(63, pipeline=1)]
+    cuts = [PipelineCut(60, "uniform", pipeline=0), PipelineCut(63, "uniform", pipeline=1)]
     with pytest.raises(ConfigurationError, match=r"divide the chain into .* sections, and at most 64"):
         check(chain(*[1] * 141), None, cuts)
     check(chain(*[1] * 141), None, cuts[:1])

@@ -1,9 +1,14 @@
 import re
+from typing import Any
+from unittest import mock
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_sdpipe.check import main as check
+from lightning_sdpipe.partition import ownership
 from lightning_sdpipe.partition.__main__ import main, table
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.partition.profile import BlockProfile
@@ -20,6 +25,64 @@ class Model(nn.Module):
 
 def with_batch() -> tuple[nn.Module, Tensor]:
     return Model(), torch.ones(2, 3)
+
+
+class Looking(L.LightningModule):
+    """Its step looks at the Trainer, and at the learning rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        assert self.trainer.training
+        optimizer: Any = self.optimizers()
+        schedule: Any = self.lr_schedulers()
+        self.log("lr", optimizer.param_groups[0]["lr"] + schedule.get_last_lr()[0])
+        return self.net(batch).mean() / (1 + self.trainer.global_step)  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def looking() -> tuple[nn.Module, Tensor]:
+    return Looking(), torch.ones(2, 3)
+
+
+@pytest.mark.parametrize("partition", ["auto", "uniform", "balanced"])
+def test_a_step_may_look_at_the_trainer(partition: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{__name__}:looking", "--partition", partition]) == 0
+    printed = capsys.readouterr()
+    assert len(rows(printed.out)) == 2
+    assert not printed.err
+    assert check([f"{__name__}:looking", "--partition", "1,2"]) == 0
+    assert "2 stages compute the same as the whole model" in capsys.readouterr().out
+
+
+class Sharing(nn.Module):
+    """Runs most of itself twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.shared, self.head = nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.head(self.shared(self.shared(self.entry(batch)).tanh())).mean()  # type: ignore[no-any-return]
+
+
+def sharing() -> tuple[nn.Module, Tensor]:
+    return Sharing(), torch.ones(2, 3)
+
+
+def test_all_that_a_stage_holds_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{__name__}:sharing"]) == 0
+    printed = capsys.readouterr().out
+    assert [row[2] for row in rows(printed)[:2]] == [str(32 + 72), str(72 + 9)]
+    assert "saves no memory" not in printed
+    with mock.patch.object(ownership, "_SAVES_NOTHING", 0.7):
+        assert main([f"{__name__}:sharing"]) == 0
+    assert "every stage holds at least 72% of the parameters" in (printed := capsys.readouterr().out)
+    assert "most of it in ['shared']" in printed
 
 
 PLAN = Plan((("net.0",), ("net.1",), ("net.2",)), (range(2), range(2, 3)))
