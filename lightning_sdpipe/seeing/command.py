@@ -6,7 +6,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, carried_out
@@ -15,15 +14,15 @@ from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.run_file import RunFile, running
 from lightning_sdpipe.seeing.detectors import findings
-from lightning_sdpipe.seeing.following import NEWEST, Follower
+from lightning_sdpipe.seeing.following import KEPT, NEWEST, Follower
 from lightning_sdpipe.seeing.page import HEALTHY, exit_status, text, to_plain
 from lightning_sdpipe.seeing.recording import Recording, of_log
 
 _ELSEWHERE = 1.0
 """Seconds in which a scheduler of another host must answer to be shown."""
 _OF_A_CORE, _WATCHED = 0.05, 256
-"""Largest share of a core that ``--watch`` may take, beside a refresh a second; and number of updates of each worker
-that it examines."""
+"""Largest share of a core that ``--watch`` may take, beside a refresh a second; and least number of updates of each
+worker that it examines, of which up to twice as many are kept."""
 
 Look = Callable[[], tuple[Recording, Status | None]]
 
@@ -94,7 +93,7 @@ def _look(options: argparse.Namespace) -> Look:
             f"there is no file {options.run}; give the log of a run, or a scheduler, as in tcp://10.0.0.1:5555"
         )
     address, keys = scheduler_of(options.run, options.key_file)
-    follower = Follower(address, keys, newest=NEWEST)
+    follower = Follower(address, keys, KEPT if options.watch is None else _WATCHED, NEWEST)
     return lambda: follower.poll(options.timeout)
 
 
@@ -107,14 +106,9 @@ def _watch(look: Look, seconds: float) -> None:
     with Live(auto_refresh=False) as live:
         while True:
             begun = time.process_time()
-            live.update(Text(_newest(*look())), refresh=True)
+            recording, status = look()
+            live.update(Text(text(to_plain(recording, status), status)), refresh=True)
             time.sleep(max(seconds, (time.process_time() - begun) / _OF_A_CORE))
-
-
-def _newest(recording: Recording, status: Status | None) -> str:
-    """Return a page about the last updates, which takes tens of milliseconds to find."""
-    series = {worker: series.newest(_WATCHED) for worker, series in recording.series.items()}
-    return text(to_plain(replace(recording, series=series), status), status)
 
 
 def scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, WorkerKeys | None]:

@@ -10,7 +10,8 @@ import hmac
 import json
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -51,14 +52,15 @@ _HEADERS = {
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+@dataclass
 class Seen:
     """A run as it was when its scheduler was asked, or as it was before that, for the reason ``silence``. Each form is
     made once for all requests."""
 
-    def __init__(
-        self, address: str, told: tuple[Recording, Status] | None, totals: Mapping[Worker, list[int]], silence: str
-    ) -> None:
-        self.address, self.told, self.totals, self.silence = address, told, totals, silence
+    address: str
+    told: tuple[Recording, Status] | None
+    totals: Mapping[Worker, list[int]]
+    silence: str
 
     @cached_property
     def found(self) -> list[Finding]:
@@ -115,19 +117,20 @@ class View:
 
 
 def exposition(
-    totals: Mapping[Worker, list[int]], status: Status | None, found: Iterable[Finding], answers: bool
+    totals: Mapping[Worker, list[int]], status: Status | None, found: Collection[Finding], answers: bool
 ) -> bytes:
     """Return the text for Prometheus. A run whose scheduler does not answer is ``blind``."""
     registry = CollectorRegistry()
-    registry.register(_Run(totals, status, list(found), answers))
+    registry.register(_Run(totals, status, found, answers))
     return generate_latest(registry)
 
 
+@dataclass(frozen=True, eq=False)
 class _Run(Collector):
-    def __init__(
-        self, totals: Mapping[Worker, list[int]], status: Status | None, found: list[Finding], answers: bool
-    ) -> None:
-        self._totals, self._status, self._found, self._answers = totals, status, found, answers
+    totals: Mapping[Worker, list[int]]
+    status: Status | None
+    found: Collection[Finding]
+    answers: bool
 
     def collect(self) -> Iterator[Metric]:
         where = ["stage", "pipeline"]
@@ -135,9 +138,9 @@ class _Run(Collector):
         phases = CounterMetricFamily(
             "sdpipe_phase_seconds", "Seconds of training threads in each phase.", labels=[*where, "phase"]
         )
-        many = len(self._totals) > MOST_WORKERS
+        many = len(self.totals) > MOST_WORKERS
         sums: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0] * (1 + len(PHASES)))
-        for worker, totals in sorted(self._totals.items()):
+        for worker, totals in sorted(self.totals.items()):
             key = str(worker.stage), ALL if many else str(worker.pipeline)
             sums[key] = [a + b for a, b in zip(sums[key], totals, strict=True)]
         for key, (count, *spent) in sums.items():
@@ -147,7 +150,7 @@ class _Run(Collector):
         yield updates
         yield phases
         groups = CounterMetricFamily("sdpipe_groups", "Groups that went out, by why.", labels=["stage", "reason"])
-        for number, stage in enumerate(self._status.stages if self._status is not None else ()):
+        for number, stage in enumerate(self.status.stages if self.status is not None else ()):
             for reason, count in sorted(stage.reasons.items()):
                 groups.add_metric([str(number), reason], count)
         yield groups
@@ -156,11 +159,11 @@ class _Run(Collector):
             "Share of all workers' time that others stood still for what was found; NaN where it cannot be told.",
             labels=["kind", "who"],
         )
-        for finding in self._found:
+        for finding in self.found:
             who = " ".join(f"{worker.stage}.{worker.pipeline}" for worker in finding.workers)
             cost.add_metric([finding.kind, who], math.nan if finding.cost is None else finding.cost.stood)
         yield cost
-        blind = not self._answers or any(finding.severity == "blind" for finding in self._found)
+        blind = not self.answers or any(finding.severity == "blind" for finding in self.found)
         yield GaugeMetricFamily("sdpipe_blind", "1 if too little is known to call the run healthy.", value=blind)
 
 
