@@ -14,6 +14,7 @@ from lightning_sdpipe.meter import DATA, GC, OWN, PHASES, SEND
 from lightning_sdpipe.policies.decisions import Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.seeing.finding import (
+    FOR_CAUSE,
     SCHEDULES,
     Advice,
     Charge,
@@ -88,16 +89,9 @@ def stalling(seen: Recording) -> list[Finding]:
             f"{text}, for {of_own:.0%} of own time ({cause})",
             {"share": round(share, 3), "without_a_core": round(core, 3)},
             cost,
-            _AGAINST_STALLS.get(cause) or _wait_less(seen),
+            FOR_CAUSE.get(cause) or _wait_less(seen),
         )
     ]
-
-
-_AGAINST_STALLS = {
-    "without a core": (Advice("run fewer threads, programs or workers on the machine"),),
-    "gc": (Advice("collect no garbage in the midst of training: call gc.freeze() when it begins"),),
-    "data": (Advice("load batches in more processes", "DataLoader(num_workers=4)", "data.num_workers=4"),),
-}
 
 
 def _wait_less(seen: Recording) -> tuple[Advice, ...]:
@@ -223,7 +217,7 @@ def data_bound(seen: Recording) -> list[Finding]:
     cost = Charge(sum(loading[worker] for worker in late) / _total(seen.series.values()))
     share = statistics.median(shares[worker] for worker in late)
     text = f"{len(late)} of {len(shares)} workers wait for batches, {share:.0%} of their time"
-    (advice,) = _AGAINST_STALLS["data"]
+    (advice,) = FOR_CAUSE["data"]
     evidence = {"share": round(share, 3)}
     advice = replace(advice, gain=cost.gain)
     return [Finding("data_bound", severity(cost), tuple(late), _since(seen, late), text, evidence, cost, (advice,))]

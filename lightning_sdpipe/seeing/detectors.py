@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from lightning_sdpipe.meter import OWN, PHASES
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.seeing.bottlenecks import bottlenecks
-from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, bound, costs, recent, severity
+from lightning_sdpipe.seeing.finding import FOR_CAUSE, Advice, Charge, Finding, bound, costs, recent, severity
 from lightning_sdpipe.seeing.recording import Recording, Series
 
 
@@ -63,18 +63,6 @@ _SHORTEST_INTERVAL = 1.0
 
 _IN_STEP = ("no_sync", "all_reduce", "local_sgd", "ad_psgd", "decentralized", "phd_psgd", "outer_rounds")
 """Policies of methods that train equally many batches in each pipeline, so that none can be dealt."""
-_FOR_CAUSE = {
-    "data": (
-        Advice(
-            "load its batches in more processes, or from a faster disk",
-            "DataLoader(num_workers=4)",
-            "data.num_workers=4",
-        ),
-    ),
-    "shares its cores": (Advice("run fewer threads, programs or workers on its machine"),),
-    "gc": (Advice("collect no garbage in the midst of training: call gc.freeze() when it begins"),),
-    "other": (Advice("look for a hook, callback or logger that only this rank runs"),),
-}
 
 
 @dataclass(frozen=True)
@@ -261,14 +249,14 @@ def _of_worker(recording: Recording, slow: _Slow) -> Finding:
     total = sum(phases)
     cause = next((name for name, us in zip(PHASES, phases, strict=False) if us >= _MOST_OF_IT * total), "mixed")
     if core >= _HALF * total:
-        cause = "shares its cores"
+        cause = "without a core"
     evidence = {"ratio": round(slow.ratio, 3), "updates": slow.stop, "without_a_core_ms": round(here[-1] / 1e3, 3)}
     for name, us, peer in zip(PHASES[:OWN], here[:OWN], peers[:OWN], strict=True):
         if us or peer:
             evidence |= {f"{name}_ms": round(us / 1e3, 3), f"{name}_ms_of_peers": round(peer / 1e3, 3)}
     text = f"{recording.name(slow.worker)} {slow.ratio:.2f} × as slow as its peers ({cause})"
     cost = _cost(recording, [slow])
-    advice = _FOR_CAUSE.get(cause) or _for_slow_ones(recording, [slow])
+    advice = FOR_CAUSE.get(cause) or _for_slow_ones(recording, [slow])
     return Finding("compute_straggler", severity(cost), (slow.worker,), slow.since, text, evidence, cost, advice)
 
 

@@ -83,6 +83,15 @@ class Finding:
     advice: tuple[Advice, ...] = ()
 
 
+FOR_CAUSE = {
+    "data": (Advice("load batches in more processes", "DataLoader(num_workers=4)", "data.num_workers=4"),),
+    "without a core": (Advice("run fewer threads, programs or workers on the machine"),),
+    "gc": (Advice("collect no garbage in the midst of training: call gc.freeze() when it begins"),),
+    "other": (Advice("look for a hook, callback or logger that takes long"),),
+}
+"""Advice by the cause of long own times, where there is any: a phase, or that the thread had no core."""
+
+
 def severity(cost: Charge | None) -> str:
     """Return the severity by the time for which others stood still; a warning where that is not known."""
     if cost is None or WARNING <= cost.stood < CRITICAL:

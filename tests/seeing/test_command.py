@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,3 +92,33 @@ def test_a_scheduler_tells_what_its_workers_did(capsys: pytest.CaptureFixture[st
         ]
         assert told["abstains"].startswith("too short to tell (")
         assert told["workers"][0]["state"] == "away"
+
+
+def test_a_run_is_watched_until_an_interrupt(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler_file, worker_file = own_keys()
+    keys, credentials = read_scheduler_keys(scheduler_file), read_worker_keys(worker_file)
+    with (
+        serving(AllReduceModels(), 1, 2, keys=keys) as server,
+        clients(server.address, Worker(0, 0), Worker(0, 1), credentials=credentials) as both,
+    ):
+        looks = []
+
+        def sleep(seconds: float) -> None:
+            looks.append(seconds)
+            if len(looks) == 2:
+                raise KeyboardInterrupt
+            for client in both:
+                client.join()
+                for iteration in range(40):
+                    client.step_ended(iteration, 0.0)
+                client.leave()
+
+        clock = SimpleNamespace(sleep=sleep, process_time=lambda: 0.0)  # other threads sleep, too
+        monkeypatch.setattr("lightning_sdpipe.seeing.command.time", clock)
+        assert main(["status", server.address, "--watch", "2"]) == 130
+    shown = capsys.readouterr().out
+    assert "too short to tell (" in shown
+    assert "a cell: what the worker does" in shown
+    assert min(looks) >= 2

@@ -113,7 +113,7 @@ def test_stages_are_not_compared_with_each_other() -> None:
 
 @pytest.mark.parametrize(
     ("phase", "core", "cause"),
-    [("data", 0.0, "data"), ("injected", 0.0, "injected"), ("forward", 0.9, "shares its cores")],
+    [("data", 0.0, "data"), ("injected", 0.0, "injected"), ("forward", 0.9, "without a core")],
 )
 def test_the_cause_is_the_phase_with_most_of_the_excess(phase: str, core: float, cause: str) -> None:
     seen = group(phase=phase, core=core)
