@@ -22,9 +22,9 @@ import torch.distributed as dist
 from recipes.suites import namespaces
 
 Result = TypeVar("Result")
-TRANSFER_TIMEOUT = timedelta(seconds=60)
-PATIENCE = 300.0
-"""Seconds that processes may take by default."""
+TRANSFER_TIMEOUT = timedelta(minutes=10)
+PATIENCE = 1800.0
+"""Seconds that processes may take by default, on a machine with much else to do as well."""
 _GRACE_SECONDS = 2.0
 
 

@@ -247,9 +247,7 @@ def test_two_epochs_of_methods_that_others_come_near(tmp_path: Path, name: str) 
 def check_two_epochs(directory: Path, name: str) -> None:
     records = records_of(directory / name, 4)
     counts = once_each(records, [0, 1], 8 * BATCH * 4)
-    if not name.startswith("in step"):
-        assert max(counts[:2]) > counts[3]
-    elif not name.endswith("by speed"):
+    if name.startswith("in step") and not name.endswith("by speed"):
         assert counts == [16] * 4
     events = agreed(records)
     assert [event[1] for event in events if event[0] == "validation"] == [4, 8, 12, 16]
@@ -261,15 +259,17 @@ def check_two_epochs(directory: Path, name: str) -> None:
 
 
 @pytest.mark.distributed
-def test_equal_devices_train_what_a_sharded_run_trains(tmp_path: Path) -> None:
-    """The same batches, draws, learning rates and weights, with accumulation that the epoch cuts short."""
+def test_equal_devices_are_told_of_the_progress_that_a_sharded_run_makes(tmp_path: Path) -> None:
+    """With accumulation that the epoch cuts short. Who trains what depends on when devices ask; the order in which
+    equal ones are dealt batches is that of their shards (tests/dealing/test_dealer.py)."""
     sync, options = SemiDecentralized(window="inf"), {"accumulate_grad_batches": 2, "val_check_interval": 4}
     sharded, dealt = (
         fit(tmp_path / data, sync, (1.0, 1.0), 7, data=data, draws=False, **options) for data in ("sharded", "dealt")
     )
-    for before, now in zip(sharded, dealt, strict=True):
-        for what in ("seen", "events", "rates", "steps", "schedule", "weights"):
-            assert now[what] == before[what], what
+    for records in (sharded, dealt):
+        assert sum(once_each(records, [0, 1], 7 * BATCH * 2)) == 28
+    assert agreed(dealt) == agreed(sharded)
+    assert dealt[0]["schedule"] == sharded[0]["schedule"]
 
 
 @pytest.mark.distributed
@@ -383,8 +383,7 @@ def test_who_is_told_to_wait_comes_back(
 def test_without_a_flush_all_stages_of_a_pipeline_count_alike(tmp_path: Path) -> None:
     records = fit(tmp_path, NoSync(), (1.0, 1.0, 3.0, 3.0), 10, stages=2, schedule="pipedream", val_check_interval=5)
     for stage in (records[::2], records[1::2]):
-        counts = once_each(stage, [0, 1], 10 * BATCH * 2)
-        assert counts[0] > counts[1]
+        once_each(stage, [0, 1], 10 * BATCH * 2)
     for pipeline in (records[:2], records[2:]):
         assert pipeline[0]["steps"] == pipeline[1]["steps"]
         assert pipeline[0]["rates"] == pipeline[1]["rates"]

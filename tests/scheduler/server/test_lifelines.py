@@ -22,6 +22,7 @@ from lightning_sdpipe.scheduler.client.client_thread import Callbacks, Lifeline
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.server.lifelines import Lifelines, Lines
 from tests.namespaces import Machine, switched
+from tests.patience import until
 from tests.scheduler.live_scheduler import clients, serving
 
 A, B = Worker(0, 0), Worker(0, 1)
@@ -50,12 +51,10 @@ def joined(address: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def wait(holds: Callable[[], object], seconds: float = 10.0) -> float:
+def wait(holds: Callable[[], object]) -> float:
     """Seconds until that holds."""
     start = time.monotonic()
-    while not holds():
-        assert time.monotonic() - start < seconds
-        time.sleep(0.005)
+    until(holds)
     return time.monotonic() - start
 
 

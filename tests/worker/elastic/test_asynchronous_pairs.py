@@ -19,6 +19,7 @@ from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.sync import ADPSGD
 from lightning_sdpipe.topology.groups import Replicas
 from lightning_sdpipe.worker.elastic.replica import DroppedPairs
+from tests.patience import limit
 from tests.worker.elastic.jobs import Diary, ElasticRun, elastic_run, fit
 from tests.worker.elastic.test_runs import SAMPLES, check_that_nothing_is_lost, check_that_replicas_were_equal
 
@@ -109,7 +110,7 @@ def test_one_is_killed_amid_an_exchange_and_comes_back_and_one_is_told_to_leave(
         check_exchanges(run)
         for survivor in (0, 1):
             longest, median = run.longest(survivor, died)
-            assert longest < median + 2.5, "they wait for no limit"
+            assert longest < median + limit(2.5).total_seconds(), "they wait for no limit"
         newcomer = run.rows(2)[-1]
         assert newcomer[0]["started"] > 0
         assert newcomer[0]["moments"] > 0  # the donor's optimizer
