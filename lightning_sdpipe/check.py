@@ -24,6 +24,7 @@ from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.message import Layout, Message
 from lightning_sdpipe.partition.ownership import assign_owners, keep_only
 from lightning_sdpipe.partition.plan import Plan, plans
+from lightning_sdpipe.partition.sample import copied
 from lightning_sdpipe.partition.travel import NOTHING_MORE, Travel
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split
 
@@ -115,7 +116,7 @@ def _make(path: str, parts: Sequence[Any]) -> Made:
     if hasattr(module, "log"):
         vars(module)["log"] = lambda *_, **__: None
     step: Any = module.training_step
-    return module, [partial(step, part, 0) for part in parts]
+    return module, [partial(step, part, 0) for part in copied(parts)]
 
 
 def _differences(whole: Computed, cut: Computed) -> list[tuple[str, float]]:
@@ -162,7 +163,8 @@ def compute(
     readers: Mapping[str, Iterable[int]] | None = None,
     seed: int = 0,
 ) -> Computed:
-    """Run forward and backward of each micro-batch, stage by stage. With one span the result is that of one process.
+    """Run forward and backward of each micro-batch, stage by stage. With one span the result is that of one process;
+    with more, the forwards of all micro-batches come before the first backward, as in a pipeline.
 
     Args:
         make: a function that builds the module, with equal values each time, and one call of the user's step for each
@@ -182,8 +184,12 @@ def compute(
     cuts = [CutModel(module, chain, [span], _CPU) for (module, _), span in zip(made, spans, strict=True)]
     outcomes = []
     try:
+        under_way: list[_Forward] = []
         for number in range(len(made[0][1])):
-            outcomes.append(_one(made, cuts, spans, number, travel, seed))
+            under_way.append(_forward(made, cuts, spans, number, travel, seed))
+            if len(spans) == 1:
+                outcomes.append(_backward(under_way.pop()))
+        outcomes += map(_backward, under_way)
     finally:
         for cut in reversed(cuts):
             cut.restore()
@@ -195,28 +201,41 @@ def compute(
     return Computed(outcomes, gradients, [module for module, _ in made])
 
 
-def _one(
+@dataclass(frozen=True)
+class _Forward:
+    """A micro-batch's forward: the outcome of the step, and what crossed each cut, as it was sent and as it arrived."""
+
+    outcome: Any
+    crossed: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]
+
+
+def _forward(
     made: Sequence[Made],
     cuts: Sequence[CutModel],
     spans: Sequence[range],
     number: int,
     travel: Travel | None,
     seed: int,
-) -> Any:
+) -> _Forward:
     message: Message | None = None
-    sent: list[tuple[Sequence[Tensor], list[Tensor]]] = []  # and as it arrived
+    crossed: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
     outcome: Any = None
     for (_, steps), cut, span in zip(made, cuts, spans, strict=True):
         cut.streams.begin(seed, number)
         outcome = cut.run(span, steps[number], message, travel)
         if isinstance(outcome, Message):
             arrived = [t.detach().clone().requires_grad_(t.requires_grad) for t in outcome.tensors]
-            sent.append((outcome.tensors, arrived))
+            crossed.append((outcome.tensors, arrived))
             message = Message(arrived, outcome.numbers, Layout.decode(outcome.layout.encode()))
+    return _Forward(outcome, crossed)
+
+
+def _backward(forward: _Forward) -> Any:
+    outcome = forward.outcome
     loss = outcome.get("loss") if isinstance(outcome, Mapping) else outcome
     if isinstance(loss, Tensor) and loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
-        for tensors, leaves in reversed(sent):
+        for tensors, leaves in reversed(forward.crossed):
             back = [(t, a.grad) for t, a in zip(tensors, leaves, strict=True) if a.grad is not None]
             if back:
                 torch.autograd.backward([t for t, _ in back], [gradient for _, gradient in back])

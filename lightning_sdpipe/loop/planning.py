@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -19,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
@@ -32,7 +34,7 @@ from lightning_sdpipe.partition.pipeline_cut import PipelineCut, is_measured
 from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
-from lightning_sdpipe.partition.sample import sample_batch
+from lightning_sdpipe.partition.sample import last_batch_size, sample_batch
 from lightning_sdpipe.pipeline.micro_batches import split
 
 
@@ -207,8 +209,12 @@ def _made(planning: Planning, steps: Sequence[StepCalls]) -> list[plan.Plan]:
             return None
         move(module, planning.device)
         try:
-            return rehearsal.rehearse(module, chain, steps, planning.device)
+            found = rehearsal.rehearse(module, chain, steps, planning.device)
+            for step in (step for step in steps if step.single is not None):
+                _try_one_sample(module, step)
+            return found
         except Exception as error:  # what is not allowed in a step is refused when the real one runs
+            _refuse_one_sample(module, error)
             _not_rehearsed(planning, "a step could not be run before training", error)
             return None
 
@@ -234,7 +240,13 @@ def _steps(planning: Planning) -> list[StepCalls]:
     }
     try:
         found = [
-            StepCalls(name, calls, name == "training_step", partial(_within, planning, name, context))
+            StepCalls(
+                name,
+                calls,
+                name == "training_step",
+                partial(_within, planning, name, context),
+                _single(planning, calls[0][0], data_source(loop).dataloader()) if name == "training_step" else None,
+            )
             for name, loop, context in loops[trainer.state.fn]
             if (calls := _calls(planning, name, loop))
         ]
@@ -244,6 +256,49 @@ def _steps(planning: Planning) -> list[StepCalls]:
         _not_rehearsed(planning, "a batch to rehearse with could not be had", error)
         return []
     return found
+
+
+def _single(planning: Planning, part: Any, loader: Any) -> Any:
+    """Return one sample of ``part``, if that is a micro-batch of the last batch of an epoch, and the model normalises
+    batches.
+
+    Raises:
+        ConfigurationError: the schedule cannot order so few.
+    """
+    strategy: Any = planning.trainer.strategy
+    last = last_batch_size(loader, strategy.distributed_sampler_kwargs["num_replicas"])
+    multiple = strategy.options.division[1]
+    module = planning.trainer.lightning_module
+    if last is None or hasattr(module, "split_batch"):
+        return None
+    if last < multiple:
+        raise ConfigurationError(
+            f"The last batch of an epoch has {last} samples, and schedule={strategy.options.schedule!r} needs at least "
+            f"{multiple} micro-batches. Set drop_last=True, or use schedule='1f1b'."
+        )
+    normalises = any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
+    is_single = last // min(planning.num_micro_batches, last // multiple * multiple) == 1
+    with suppress(ConfigurationError):  # one part, unlike the whole batch, may not tell how many samples it has
+        return split(part, sys.maxsize)[0].batch if normalises and is_single else None
+
+
+def _try_one_sample(module: nn.Module, step: StepCalls) -> None:
+    try:
+        with rehearsal.without_a_trace(module), step.context(), torch.no_grad():
+            getattr(module, step.name)(step.single, *step.calls[0][1])
+    except Exception as error:  # any other one is raised where it happens
+        _refuse_one_sample(module, error)
+
+
+def _refuse_one_sample(module: nn.Module, error: Exception) -> None:
+    if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+        kinds = nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
+        names = [name for name, each in module.named_modules() if isinstance(each, kinds)]
+        raise ConfigurationError(
+            f"A micro-batch, perhaps of the last batch of an epoch, has one sample only, and one of the layers "
+            f"{names[:4]} cannot normalise it: {error}. Use larger batches, fewer micro-batches "
+            "(num_micro_batches=...) or drop_last=True."
+        ) from error
 
 
 @contextmanager

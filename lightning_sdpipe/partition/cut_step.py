@@ -141,6 +141,10 @@ class CutModel:
         }
         sends = any(span.stop < len(chain) for span in owned)
         self._restore: list[Callable[[], None]] = [hear_assignments()] if sends else []
+        if sends or any(span.start for span in owned):
+            fast = torch.backends.mha  # its layers hand each other nested tensors in evaluation, which do not travel
+            self._restore.append(partial(fast.set_fastpath_enabled, fast.get_fastpath_enabled()))
+            fast.set_fastpath_enabled(False)
         for index, block in enumerate([module.get_submodule(path) for path in chain]):
             self._restore.append(intercept(block, partial(self._call, index)))
 

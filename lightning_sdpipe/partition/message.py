@@ -94,7 +94,7 @@ def take_apart(value: Any) -> tuple[list[Any], Structure]:
     """Return the leaves of ``value``, in order, and its structure. An object that cannot be described to another
     process is a leaf."""
     if isinstance(value, Tensor):
-        return [value], Structure(_LEAF, (TensorMeta.of(value),))
+        return [value], Structure(_LEAF, (_part(value),))
     leaves, spec = pytree.tree_flatten(value)
     if not (spec.is_leaf() or _describable(spec)):
         leaves, spec = [value], _LEAF
@@ -116,9 +116,10 @@ def _describable(spec: pytree.TreeSpec) -> bool:
 
 
 def _part(leaf: Any) -> Part:
-    if isinstance(leaf, Tensor):
-        return TensorMeta.of(leaf)
     kind = type(leaf)
+    if isinstance(leaf, Tensor):
+        dense = leaf.layout is torch.strided and not leaf.is_nested
+        return TensorMeta.of(leaf) if dense else Opaque("sparse or nested tensor")
     if kind is bool or kind is float or (kind is int and abs(leaf) <= 2**53):
         return Number(kind.__name__)
     if leaf is None or kind in (int, str, torch.dtype, torch.device):

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe.partition.effects import EffectRecorder, Original, intercept
-from lightning_sdpipe.partition.message import EffectLayout, LeafKey, leaves_of, take_apart
+from lightning_sdpipe.partition.message import EffectLayout, LeafKey, TensorMeta, leaves_of, take_apart
 from lightning_sdpipe.partition.placeholder import FROM_METADATA, READS
 from lightning_sdpipe.partition.same_memory import kept_over_steps, tensors_in_attributes
 from lightning_sdpipe.partition.touches import Touch, Touches
@@ -221,7 +221,7 @@ class ProvenanceTracer(TorchDispatchMode):
             self._alias(alias, {(_place(original), _gradient(original))})
 
     def _alias(self, alias: Tensor, originals: set[tuple[Place, Gradient]]) -> None:
-        aliases = self._storages[alias.untyped_storage()._cdata].aliases
+        aliases = self._storages[_address(alias) or 0].aliases
         aliases.setdefault(_place(alias), set()).update((self._block, *original) for original in originals)
 
     def _note_reads(self, reads: Sequence[Value], func: Any) -> None:
@@ -253,7 +253,7 @@ class ProvenanceTracer(TorchDispatchMode):
     def _enter(self, tensor: Tensor, write: Write) -> None:
         """Note a storage until it dies and another one may get its address. Python's weak reference to it keeps no part
         of it alive; torch's would keep the C++ object, and thousands of these would scatter over the heap."""
-        storage = tensor.untyped_storage()
+        storage = _values_of(tensor).untyped_storage()
         self._storages[storage._cdata] = Storage(write)
         self._references[storage._cdata] = weakref.ref(storage, partial(self._forget, storage._cdata))
 
@@ -261,7 +261,7 @@ class ProvenanceTracer(TorchDispatchMode):
         del self._storages[address], self._references[address]
 
     def _save(self, tensor: Tensor) -> None:
-        storage: Any = tensor.untyped_storage()
+        storage: Any = _values_of(tensor).untyped_storage()
         if self._storages[storage._cdata].write.origin != "operation":
             self._before.append((storage, storage.clone()))
 
@@ -285,8 +285,8 @@ class ProvenanceTracer(TorchDispatchMode):
         apart = [take_apart(effect.value) for effect in effects]
         layout = [EffectLayout(e.kind, e.place, s) for e, (_, s) in zip(effects, apart, strict=True)]
         leaves = (leaf for of_effect, _ in apart for leaf in of_effect)
-        for leaf, (key, _) in zip(leaves, leaves_of(index, layout), strict=True):
-            value = self._value(leaf) if isinstance(leaf, Tensor) else None
+        for leaf, (key, part) in zip(leaves, leaves_of(index, layout), strict=True):
+            value = self._value(leaf) if isinstance(part, TensorMeta) else None
             if value is not None:
                 size = leaf.numel() * leaf.element_size()
                 trace.leaves[key], trace.sizes[key] = value, (size, size if leaf.requires_grad else 0)
@@ -390,15 +390,23 @@ def _logging_to(module: nn.Module, log: Callable[..., None]) -> Iterator[None]:
             vars(module)["log"] = before
 
 
+def _values_of(tensor: Tensor) -> Tensor:
+    """Return the tensor in which ``tensor``, which may be sparse or nested, keeps its values."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    return tensor if tensor.layout is torch.strided and not tensor.is_nested else tensor.values()
+
+
 def _address(tensor: Any) -> int | None:
     """Return the address of the storage of ``tensor``, if it has one."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(_values_of(tensor).untyped_storage()._cdata)
     except (AttributeError, NotImplementedError, RuntimeError):
         return None
 
 
 def _place(tensor: Tensor) -> Place:
+    tensor = _values_of(tensor)
     return (
         tensor.storage_offset(),
         tuple(tensor.shape),

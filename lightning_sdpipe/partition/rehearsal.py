@@ -21,6 +21,7 @@ from lightning_sdpipe.partition.costs import Costs, Rates
 from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.provenance import ProvenanceTracer
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
+from lightning_sdpipe.partition.sample import copied
 from lightning_sdpipe.random_streams import RandomStreams
 
 _AT_MOST = 8  # runs of a step, while blocks are skipped in some of them or in all
@@ -29,12 +30,14 @@ _AT_MOST = 8  # runs of a step, while blocks are skipped in some of them or in a
 @dataclass(frozen=True)
 class StepCalls:
     """A step of a module with the arguments of its calls (micro-batches, with their further arguments), whether it
-    trains, and the context to run it in."""
+    trains, the context to run it in, and a micro-batch of one sample, if the run will have such, but the calls have
+    not."""
 
     name: str
     calls: Sequence[tuple[Any, tuple[int, ...]]]
     trains: bool
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    single: Any = None
 
 
 def rehearse(
@@ -58,6 +61,7 @@ def rehearse(
             try:
                 for run in range(max(_AT_MOST, len(step.calls))):
                     batch, arguments = step.calls[run % len(step.calls)]
+                    batch = copied(batch)
                     streams.begin(run)
                     with step.context():
                         labels.run(partial(getattr(module, step.name), batch, *arguments), batch)
@@ -87,6 +91,7 @@ def count(module: nn.Module, step: StepCalls, rates: Rates, device: torch.device
         Exception: the step raised it, or the step communicates with other processes.
     """
     batch, arguments = step.calls[0]
+    batch = copied(batch)
     with without_a_trace(module), torch.set_grad_enabled(step.trains), step.context():
         if not step.trains:
             module.eval()

@@ -10,9 +10,29 @@ from typing import Any
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_sdpipe.lightning_internals import goes_one_by_one
+
+
+def copied(batch: Any) -> Any:
+    """Return a copy of ``batch``, for one more run of a step that may change it in place; or ``batch`` itself, if it
+    cannot be copied."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # objects say in their own ways that they cannot be copied
+        return batch
+
+
+def last_batch_size(loader: Any, shares: int) -> int | None:
+    """Return the number of samples in the last batch of an epoch, where ``loader`` gives its samples to that many
+    ``shares`` alike; None if that is not known."""
+    batches = getattr(loader, "batch_sampler", None)
+    size, drops = getattr(batches, "batch_size", None), getattr(batches, "drop_last", True)
+    if not isinstance(size, int) or drops or isinstance(loader.dataset, IterableDataset):
+        return None
+    shares = 1 if isinstance(loader.sampler, DistributedSampler) else shares
+    return -(-len(loader.sampler) // shares) % size or size
 
 
 def sample_batch(dataloaders: Any, keep: bool = True) -> Any:

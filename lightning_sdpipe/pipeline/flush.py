@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from lightning_sdpipe import meter, p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.partition.message import Message
+from lightning_sdpipe.partition.sample import copied
 from lightning_sdpipe.pipeline.gradients import (
     GradientExchange,
     hooked,
@@ -151,6 +153,7 @@ class FlushPipeline:
         self._splits_backwards = schedule == "zero_bubble"
         self._is_cut = len(runners[0].link.ranks) > 1
         self._num_micro_batches = num_micro_batches
+        self._multiple = num_workers if len(runners) > 1 else 1
         self._loss = SharedLoss(runners[-1].link, num_workers)
 
     flushes = True
@@ -176,7 +179,7 @@ class FlushPipeline:
         self.settle()
         self._refuse_hooks()
         if step.portion is None:
-            micro_batches = split(batch, self._num_micro_batches, self._runners[0].module)
+            micro_batches = split(batch, self._num_micro_batches, self._runners[0].module, self._multiple)
         else:
             micro_batches = take_apart(batch, step.portion)
         begin_batch(self._runners, batch, micro_batches, step.optimizers)
@@ -201,8 +204,9 @@ class FlushPipeline:
 
         computing = partial(ready.computing, self._delays)
         last_backward = self._reporting(exchange if not accumulated else None)
-        for runner, stage in zip(self._runners, self._stages, strict=True):
-            forward = partial(_forward, runner, self._delays, micro_batches, step, log, self._loss)
+        for number, (runner, stage) in enumerate(zip(self._runners, self._stages, strict=True)):
+            parts = _copied(micro_batches) if number else micro_batches  # each stage's step may change its batch
+            forward = partial(_forward, runner, self._delays, parts, step, log, self._loss)
             stage.begin(len(micro_batches), keys, forward, before_backward, computing, last_backward)
         run()
         if waits_for_owners:
@@ -261,6 +265,11 @@ class FlushPipeline:
         shared = {id(p) for p in self._shared.parameters}
         private = [number for number in exchange.early if id(self._parameters[number]) not in shared]
         return reported_to(exchange, self._parameters, private)
+
+
+def _copied(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    batches = copied([micro_batch.batch for micro_batch in micro_batches])
+    return [replace(micro_batch, batch=batch) for micro_batch, batch in zip(micro_batches, batches, strict=True)]
 
 
 def _forward(

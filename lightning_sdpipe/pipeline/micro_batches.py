@@ -49,9 +49,10 @@ class Portion:
         return sum(self.sizes) / self.samples
 
 
-def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None) -> list[MicroBatch]:
+def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None, multiple: int = 1) -> list[MicroBatch]:
     """Split a mini-batch by its samples, as :mod:`~lightning_sdpipe.pipeline.samples` finds them; parts that belong to
-    no sample go whole to each micro-batch. Sizes differ by at most one sample, larger ones first.
+    no sample go whole to each micro-batch. Sizes differ by at most one sample, larger ones first. With fewer samples
+    than micro-batches there is one for each sample, or the largest ``multiple`` that a schedule can order.
 
     A ``module`` may have methods of its own: ``split_batch(batch, n)`` returns n batches instead, and
     ``weigh_batch(batch)`` a number by which their losses count; the number of samples by default. With weights that a
@@ -59,7 +60,7 @@ def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None) -
     the same on all stages.
 
     Raises:
-        ConfigurationError: fewer samples than micro-batches; what a sample is cannot be told; or the module's own
+        ConfigurationError: fewer samples than ``multiple``; what a sample is cannot be told; or the module's own
             methods return something else than documented.
     """
     if num_micro_batches == 1:
@@ -76,7 +77,8 @@ def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None) -
         weights = _weights(parts, module)
     else:
         samples = find_samples(batch, _ADVICE)
-        sizes = part_sizes(samples.count, num_micro_batches)
+        few = max(samples.count // multiple, 1) * multiple
+        sizes = part_sizes(samples.count, min(num_micro_batches, few))
         parts = _cut(samples, sizes)
         weights = _weights(parts, module) if hasattr(module, "weigh_batch") else sizes
     total = sum(weights)

@@ -37,7 +37,8 @@ class Samples:
     is_list: bool  # whether the batch is a list of samples, as they came from the dataset
 
     def __getitem__(self, samples: slice) -> Any:
-        """Return a batch of some of the samples. Tensors are views."""
+        """Return a batch of some of the samples. Tensors share memory, and parts that go with any sample are copied:
+        each batch may be changed in place."""
         if self.is_list:
             return self.batch[samples]
         return _rebuilt(self.batch, lambda part: _sliced(part, self.count, samples), opens_lists=True)
@@ -149,6 +150,9 @@ def _are_alike(elements: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _sliced(part: Any, count: int, samples: slice) -> Any:
+    if isinstance(part, Tensor) and not part.requires_grad and (_is_array(part) or part.ndim == 0):
+        # .data: views have one version counter, so a step that changes its part in place would spoil the others' graphs
+        return part[samples].data if part.ndim and part.shape[0] == count else part.clone()
     if _is_constant(part):
         return part
     if _is_array(part):

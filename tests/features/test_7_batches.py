@@ -20,6 +20,7 @@ from tests.features.running import (
     assert_same,
     on_four_ranks,
     on_pipelines,
+    one_process,
     pipelines,
     samples,
     trainer_of_this_process,
@@ -111,6 +112,43 @@ def test_batches(tmp_path: Path) -> None:
         assert not torch.equal(expected["net.0.weight"], kind().net[0].weight)
         assert_same([rank[number][0] for rank in ranks], expected)
         assert ranks[0][number][1] == pytest.approx(metrics, rel=1e-5)
+
+
+class Normalised(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(8))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(18), 8)
+
+
+def _small(directory: Path) -> dict[str, Tensor]:
+    strategy = SDPipeStrategy(2, num_micro_batches=4)
+    trainer = trainer_of_this_process(directory, strategy=strategy, use_distributed_sampler=False)
+    module = Regression()
+    trainer.fit(module, DataLoader(samples(18), 8))
+    return dict(module.state_dict())
+
+
+def test_a_last_batch_of_fewer_samples_than_micro_batches(tmp_path: Path) -> None:
+    ranks = on_four_ranks(_small, tmp_path, count=2)
+    trainer = one_process(tmp_path)
+    module = Regression()
+    trainer.fit(module, DataLoader(samples(18), 8))
+    assert_same(ranks, dict(module.state_dict()))
+
+
+def test_a_layer_that_cannot_normalise_the_last_micro_batches_is_named_before_training(tmp_path: Path) -> None:
+    error = "one of the layers ['net.1'] cannot normalise it"
+    on_four_ranks(_refuse_four, tmp_path, error, count=2)
+
+
+def _refuse_four(directory: Path, error: str) -> None:
+    trainer = pipelines(directory, SDPipeStrategy(2, num_micro_batches=4), use_distributed_sampler=False)
+    with pytest.raises((ConfigurationError, WorkerFailedError), match=re.escape(error)):
+        trainer.fit(Normalised())
+    assert trainer.global_step == 0
 
 
 class Undivided(TimeFirst):

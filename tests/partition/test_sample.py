@@ -1,10 +1,11 @@
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from lightning_sdpipe.partition.sample import sample_batch
+from lightning_sdpipe.partition.sample import last_batch_size, sample_batch
 
 DATA = TensorDataset(torch.arange(10.0))
 
@@ -22,6 +23,19 @@ def test_the_first_samples_are_taken_and_no_random_number_is_drawn() -> None:
 def test_a_structure_of_loaders_gives_a_structure_of_batches() -> None:
     batch = sample_batch({"a": DataLoader(DATA, 2), "b": [DataLoader(DATA, 20)]})
     assert [t.shape for t in (batch["a"][0], batch["b"][0][0])] == [(2,), (10,)]
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "shares", "last"),
+    [(4, {}, 1, 2), (5, {}, 1, 5), (4, {}, 2, 1), (4, {"drop_last": True}, 1, None), (20, {}, 1, 10)],
+)
+def test_the_size_of_the_last_batch_is_known(size: int, options: Any, shares: int, last: int | None) -> None:
+    assert last_batch_size(DataLoader(DATA, size, **options), shares) == last
+
+
+def test_the_size_of_the_last_batch_of_a_shard_or_a_stream() -> None:
+    assert last_batch_size(DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 0)), 2) == 1
+    assert last_batch_size(DataLoader(Stream(), 2), 1) is None
 
 
 class Stream(IterableDataset[float]):

@@ -13,16 +13,34 @@ from lightning_sdpipe.pipeline.micro_batches import refuse_time_first, split
 @given(st.integers(1, 40), st.integers(1, 8))
 def test_a_split_keeps_every_sample_once(size: int, count: int) -> None:
     batch = {"x": torch.arange(size), "scale": torch.tensor(3.0)}
-    if size < count:
-        with pytest.raises(ConfigurationError, match=f"batch of {size} samples.*num_micro_batches={count}"):
-            split(batch, count)
-        return
     parts = split(batch, count)
+    assert len(parts) == min(size, count)
     assert torch.equal(torch.cat([part.batch["x"] for part in parts]), batch["x"])
-    assert all(part.batch["scale"] is batch["scale"] for part in parts)
+    assert all(part.batch["scale"] == batch["scale"] for part in parts)
     assert [part.weight for part in parts] == [len(part.batch["x"]) / size for part in parts]
     assert sum(part.weight for part in parts) == pytest.approx(1)
     assert len({part.signature for part in parts}) == len({part.weight for part in parts})
+
+
+def test_a_small_batch_has_as_many_parts_as_the_schedule_can_order() -> None:
+    assert [len(part.batch) for part in split(torch.arange(5), 6, multiple=2)] == [2, 1, 1, 1]
+    with pytest.raises(ConfigurationError, match=r"batch of 1 samples cannot be split into num_micro_batches=2"):
+        split(torch.arange(1), 6, multiple=2)
+
+
+def test_each_part_may_be_changed_in_place_before_the_backward_of_another() -> None:
+    x, scale, rows = torch.ones(4, 2), torch.tensor(2.0), torch.ones(1, 2)
+    weight = torch.ones(2, requires_grad=True)
+    losses = []
+    for part in split({"x": x, "scale": scale, "rows": rows, "images": [torch.ones(3) for _ in range(4)]}, 2):
+        for tensor in (part.batch["x"], part.batch["scale"], part.batch["rows"]):
+            tensor.mul_(2)
+        losses.append((part.batch["x"] * weight * part.batch["scale"] * part.batch["rows"]).sum())
+    assert losses == [64, 64]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(x, torch.full((4, 2), 2.0)), "hooks see what the step has made of the batch"
+    assert (scale, rows.tolist()) == (2, [[1, 1]])
 
 
 class TimeFirst(nn.Module):
