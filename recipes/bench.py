@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from recipes.suites import machine
-from recipes.suites.ratios import Ratio, Ratios, Row
+from recipes.suites.grid import Ratio, Ratios, Row
 
 
 def measure(name: str, parameters: Mapping[str, Any], seed: int, command: str) -> tuple[dict[str, Any], frozenset[str]]:

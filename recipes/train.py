@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from recipes import command_line
-from recipes.callbacks import Summary, ThroughputMeter, TrainingCurve
+from recipes.callbacks import Summary, TrainingCurve
 
 
 def train(config: DictConfig, output: Path) -> dict[str, Any]:
@@ -25,9 +25,8 @@ def train(config: DictConfig, output: Path) -> dict[str, Any]:
     data = hydra.utils.instantiate(config.data)
     strategy = hydra.utils.instantiate(config.strategy)
     trainer: L.Trainer = hydra.utils.instantiate(config.trainer, strategy=strategy)
-    meter = ThroughputMeter()
-    summary = Summary(output / "summary.json", meter)
-    trainer.callbacks += [meter, summary, TrainingCurve(output / "training_curve.png")]  # type: ignore[attr-defined]
+    summary = Summary(output / "summary.json")
+    trainer.callbacks += [summary, TrainingCurve(output / "training_curve.png")]  # type: ignore[attr-defined]
     trainer.fit(model, datamodule=data, ckpt_path=config.ckpt_path)
     return summary.read() if trainer.is_global_zero else {}
 

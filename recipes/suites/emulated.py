@@ -22,36 +22,34 @@ def passes(seconds: float) -> tuple[float, float]:
 
 
 class EmulatedChain(L.LightningModule):
-    """One emulated block per stage.
+    """A chain of emulated blocks.
 
     Args:
-        num_blocks: M.
+        num_blocks: how many.
         forward_seconds: of one call of a block, whatever the batch.
         backward_seconds: likewise.
         num_parameters: of each block.
+        free: the block that takes no time, if there is one.
     """
 
     def __init__(
-        self, num_blocks: int, forward_seconds: float, backward_seconds: float, num_parameters: int = 1024
+        self,
+        num_blocks: int,
+        forward_seconds: float,
+        backward_seconds: float,
+        num_parameters: int = 1024,
+        free: int | None = None,
     ) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(
-            *[
-                EmulatedBlock(forward_seconds, backward_seconds, num_parameters=num_parameters)
-                for _ in range(num_blocks)
-            ]
-        )
+        times = [(0.0, 0.0) if number == free else (forward_seconds, backward_seconds) for number in range(num_blocks)]
+        self.blocks = nn.Sequential(*[EmulatedBlock(*each, num_parameters=num_parameters) for each in times])
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         output: Tensor = self.blocks(batch)
         return output.mean()
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        return torch.optim.SGD(self.parameters(), LEARNING_RATE)
-
-
-class Validated(EmulatedChain):
-    """An emulated chain that validates, too."""
-
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_output", self.blocks(batch).mean())
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        return torch.optim.SGD(self.parameters(), LEARNING_RATE)

@@ -8,54 +8,46 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from lightning_sdpipe.heterogeneity.delays import Delays
-from lightning_sdpipe.heterogeneity.injector import DelayInjector
-from recipes.suites.cases import EmulatedCase, only_delays
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.heterogeneity import DelayInjector, Delays
+from recipes.harness.processes import TRANSFER_TIMEOUT, run_processes
 from recipes.suites.emulated import FEATURES, LEARNING_RATE, EmulatedChain, passes
-from recipes.suites.processes import TRANSFER_TIMEOUT, run_processes
+from recipes.suites.probe import Report, used_now
 from recipes.suites.stages import CPU
-from recipes.suites.worker_reports import Counters, Probe, WorkerReport, counters
+from recipes.suites.trainings import EMULATED, Training, train
 
 TIMEOUT_SECONDS = 600.0
+REFERENCES = ("lightning_ddp", "bare_torch")
 
 
-class DelayedProbe(Probe):
-    """Delays the workers of Lightning's DDP, each a pipeline of one stage, and reports what they do."""
+def only_delays(case: Training, leave_out: str) -> Delays:
+    """Return the delays that an outside reference is given: it can sleep before the forward of a mini-batch.
 
-    def __init__(self, directory: Path, warm_up: int, delays: Delays, compute_seconds: float) -> None:
-        super().__init__(directory, warm_up)
-        self._delays = delays
-        self._compute_seconds = compute_seconds  # of an iteration
-        self._injector: DelayInjector | None = None
+    Args:
+        case: of the reference.
+        leave_out: how a user leaves the reference out.
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self._injector is None:
-            self._injector = DelayInjector(self._delays, 0, trainer.global_rank, trainer.global_rank)
-        self._injector.before_forward(batch_idx)
-
-    def now(self, trainer: L.Trainer) -> Counters:
-        assert self._injector is not None
-        return replace(
-            counters(self._injector),
-            computed=self._iterations * self._compute_seconds,
-            groups=self._iterations,
-            members=self._iterations * trainer.world_size,
+    Raises:
+        ConfigurationError: real compute, stages where it has none, or another heterogeneity.
+    """
+    name, slowness = case.method.name, case.slowness
+    if case.workload is not EMULATED:
+        raise ConfigurationError(f"{name} is only measured with emulated compute; {leave_out}")
+    if name == "lightning_ddp" and case.num_stages != 1:
+        raise ConfigurationError(f"lightning_ddp has no stages, and {case.num_stages} are asked for; {leave_out}")
+    if not isinstance(slowness, Delays) or slowness.draws != "iteration":
+        raise ConfigurationError(
+            f"{name} can only be delayed once per iteration, which is not what suite.heterogeneity."
+            f"{case.condition.name} asks; {leave_out}"
         )
-
-    def place(self, trainer: L.Trainer) -> tuple[int, int]:
-        return 0, trainer.global_rank
+    return slowness
 
 
 def lightning_ddp() -> DDPStrategy:
@@ -63,25 +55,23 @@ def lightning_ddp() -> DDPStrategy:
     return DDPStrategy(start_method="fork", process_group_backend="gloo")
 
 
-def bare_torch(case: EmulatedCase, seconds: float) -> list[WorkerReport]:
-    """Train emulated blocks in torch's 1F1B, with the gradients all-reduced over each stage before each step.
-
-    Args:
-        case: what is trained.
-        seconds: of a micro-batch on one stage.
-
-    Raises:
-        ConfigurationError: a heterogeneity that it cannot be given.
-    """
-    return run_processes(case.workers, _train, case, passes(seconds), only_delays(case), timeout=TIMEOUT_SECONDS)
+def train_reference(case: Training) -> list[Report]:
+    """Train a case whose method is one of :data:`REFERENCES`."""
+    delays, seconds = only_delays(case, "leave it out."), case.block_seconds * case.scale
+    if case.method.name == "lightning_ddp":
+        probe = {"delays": delays, "compute_seconds": case.num_micro_batches * seconds}
+        return train(case, strategy=lightning_ddp(), probe=probe)
+    return run_processes(case.workers, _train, case, passes(seconds), delays, timeout=TIMEOUT_SECONDS)
 
 
-def _train(rank: int, case: EmulatedCase, seconds: tuple[float, float], delays: Delays) -> WorkerReport:
+def _train(rank: int, case: Training, seconds: tuple[float, float], delays: Delays) -> Report:
+    """Train emulated blocks in torch's 1F1B, with the gradients all-reduced over each stage before each step."""
     num_stages, num_pipelines, num_micro_batches = case.num_stages, case.num_pipelines, case.num_micro_batches
+    assert isinstance(num_stages, int)
     pipeline, stage = divmod(rank, num_stages)  # torch wants stage j on rank j; ours go the other way
     own_pipeline = _group([range(i * num_stages, (i + 1) * num_stages) for i in range(num_pipelines)], pipeline)
     own_stage = _group([range(j, dist.get_world_size(), num_stages) for j in range(num_stages)], stage)
-    block = EmulatedChain(num_stages, *seconds, case.num_parameters).blocks[stage]
+    block = EmulatedChain(num_stages, *seconds, case.block_parameters).blocks[stage]
     features, sent = torch.empty(1, FEATURES), torch.empty(1, FEATURES, requires_grad=True)
     runner = PipelineStage(
         block, stage, num_stages, CPU, input_args=features if stage == 0 else sent, output_args=sent, group=own_pipeline
@@ -91,10 +81,8 @@ def _train(rank: int, case: EmulatedCase, seconds: tuple[float, float], delays: 
     injector = DelayInjector(delays, stage, pipeline)
     batch = torch.rand(num_micro_batches, FEATURES, generator=torch.Generator().manual_seed(pipeline))
     inputs, target = (batch,) if stage == 0 else (), batch if stage == num_stages - 1 else None
-    before, averaging = counters(injector), 0.0
+    report, averaging = Report(stage, pipeline), 0.0
     for iteration in range(case.iterations):
-        if iteration == case.warm_up:
-            before, averaging = counters(injector), 0.0
         optimizer.zero_grad()
         injector.before_forward(iteration)
         schedule.step(*inputs, target=target, return_outputs=False)
@@ -105,11 +93,11 @@ def _train(rank: int, case: EmulatedCase, seconds: tuple[float, float], delays: 
             parameter.grad.div_(num_pipelines)
         averaging += time.perf_counter() - start
         optimizer.step()
-    used = counters(injector, averaging=averaging) - before
-    counted = case.iterations - case.warm_up
-    computed = counted * num_micro_batches * sum(seconds)  # torch does not say: as emulated
-    members = counted * num_pipelines
-    return WorkerReport(stage, pipeline, counted, replace(used, computed=computed, groups=counted, members=members))
+        done = iteration + 1
+        used = used_now(time.perf_counter(), injector)._replace(averaging=averaging, groups=done)
+        computed = done * num_micro_batches * sum(seconds)  # torch does not say: as emulated
+        report.readings.append(used._replace(computed=computed, members=done * num_pipelines))
+    return report
 
 
 def _group(all_ranks: Sequence[Sequence[int]], own: int) -> Any:

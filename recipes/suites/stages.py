@@ -20,7 +20,7 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.assembly import Assembled, assemble
 from lightning_sdpipe.worker.options import Options
-from recipes.suites.processes import TRANSFER_TIMEOUT
+from recipes.harness.processes import TRANSFER_TIMEOUT
 
 CPU = torch.device("cpu")
 TRAINING = Step("training_step", (0,), nullcontext)

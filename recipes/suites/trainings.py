@@ -1,4 +1,4 @@
-"""Running one training of ``suite=throughput`` or ``suite=convergence``, as a user would, on forked processes."""
+"""One training of a suite, emulated or with real compute, as a user would run it, on forked processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,135 +20,209 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from lightning_sdpipe import SDPipeStrategy
-from lightning_sdpipe.policies.all_reduce import AllReduceModels
-from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.heterogeneity import Delays, Heterogeneity, Slowed
 from recipes.suites import machine
-from recipes.suites.cases import AnyCase, EmulatedCase, RealCase, only_delays
 from recipes.suites.emulated import FEATURES, EmulatedChain, passes
-from recipes.suites.ratios import Row
-from recipes.suites.references import DelayedProbe, bare_torch, lightning_ddp
-from recipes.suites.worker_reports import Probe, WorkerReport, read_reports, summary
+from recipes.suites.grid import Grid, refuse_unknown
+from recipes.suites.probe import Probe, Report, read_reports
 
 TRANSFER_TIMEOUT = timedelta(minutes=5)
+CALIBRATION_ITERATIONS = 20
+NOMINAL_ITERATION_SECONDS = 0.1
+"""The length of a mini-batch that delays are meant for: others get theirs in proportion. It is our choice: neither the
+paper nor its artefact says how long a mini-batch is."""
 
 
-def measure(case: AnyCase) -> Row:
-    """Train, and report throughput, shares and bounds.
+@dataclass(frozen=True)
+class Named:
+    """A method, a condition or a workload: its name in a suite's configuration, and what Hydra builds it from (without
+    seeds)."""
+
+    name: str
+    specification: Mapping[str, Any]
+
+
+EMULATED = Named("emulated", {})
+UNDELAYED = Named("none", {"_target_": "lightning_sdpipe.heterogeneity.Delays", "probability": 0.0})
+ALL_REDUCE = Named("all_reduce", {"_target_": "lightning_sdpipe.AllReduce"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The parameters that determine a training.
+
+    Args:
+        method: of synchronisation, or an outside reference.
+        num_stages: M; a list of pipelines of unlike depths.
+        num_pipelines: N.
+        batches: of all pipelines in an epoch.
+        seed: of the delays and the weights.
+        condition: what slows workers down.
+        workload: the ``model`` and ``data``; a model that sleeps instead of computing, if it is not given.
+        schedule: of the pipelines.
+        num_micro_batches: m.
+        warm_up: how many mini-batches of each pipeline do not count.
+        epochs: of the training.
+        validation_batches: of all pipelines, after each epoch.
+        data: as for the strategy; ``"by_speed"`` for ``batch_by_speed``.
+        exchange: what Hydra builds it from; None for full precision without overlap.
+        variance_correction: of Adam, in the methods that average models.
+        partition: as for the strategy.
+        pace: how many times slower each worker's device is, or that of each rank.
+        scale: multiplies emulated times, and the delays.
+        num_blocks: of an emulated model; None for one of each stage.
+        block_seconds: of one micro-batch on a block, forward and backward, without delays.
+        block_parameters: of a block.
+        features: of a sample of an emulated model.
+        free: the block that takes no time, if there is one.
+    """
+
+    method: Named
+    num_stages: int | Sequence[int]
+    num_pipelines: int
+    batches: int
+    seed: int
+    condition: Named = UNDELAYED
+    workload: Named = EMULATED
+    schedule: str = "1f1b"
+    num_micro_batches: int = 1
+    warm_up: int = 0
+    epochs: int = 1
+    validation_batches: int = 0
+    data: str = (
+        "sharded"  # by default equally many iterations of each pipeline, so that all methods meet the same delays
+    )
+    exchange: Mapping[str, Any] | None = None
+    variance_correction: bool = False
+    partition: Any = "uniform"
+    pace: float | Sequence[float] | None = None
+    scale: float = 1.0
+    num_blocks: int | None = None
+    block_seconds: float = 0.0
+    block_parameters: int = 1024
+    features: int = FEATURES
+    free: int | None = None
+
+    @property
+    def shape(self) -> str:
+        """M × N, as the keys of the ratios have it."""
+        if isinstance(self.num_stages, int):
+            return f"{self.num_stages}x{self.num_pipelines}"
+        return "+".join(map(str, self.num_stages))
+
+    @property
+    def workers(self) -> int:
+        """The number of workers of all pipelines."""
+        return self.num_stages * self.num_pipelines if isinstance(self.num_stages, int) else sum(self.num_stages)
+
+    @property
+    def iterations(self) -> int:
+        """Mini-batches of each pipeline in an epoch."""
+        return self.batches // self.num_pipelines
+
+    @property
+    def slowness(self) -> Heterogeneity:
+        """Delays are multiplied by the scale; speeds need not be, since they are relative."""
+        built: Heterogeneity = seeded(self.condition.specification, self.seed)
+        if isinstance(built, Delays):
+            built = replace(built, scale=built.scale * self.scale)
+        return built if self.pace is None else Slowed(built, self.pace)
+
+    def emulated(self) -> tuple[L.LightningModule, list[DataLoader[Any]]]:
+        """Make an emulated model and its data."""
+        parts = 1 if self.schedule == "pipedream" else self.num_micro_batches  # it does not split
+        seconds = self.block_seconds * self.scale * self.num_micro_batches / parts
+        torch.manual_seed(self.seed)
+        count = self.num_blocks or self.num_stages
+        assert isinstance(count, int)
+        module = EmulatedChain(count, *passes(seconds), self.block_parameters, self.free)
+        sizes = [self.batches, self.validation_batches] if self.validation_batches else [self.batches]
+        return module, [random_features(size, self.num_micro_batches, self.features) for size in sizes]
+
+    def real(self) -> tuple[L.LightningModule, list[DataLoader[Any]]]:
+        """Make the module of the workload, and at least so many batches in one epoch: its data several times, shuffled,
+        so that no end of an epoch is a barrier for all pipelines. The seed is that of the weights and of the order."""
+        L.seed_everything(self.seed, verbose=False)
+        module, data = (hydra.utils.instantiate(self.workload.specification[name]) for name in ("model", "data"))
+        data.prepare_data()
+        data.setup("fit")
+        loader = data.train_dataloader()
+        size = loader.batch_size or 1
+        times: Any = ConcatDataset([loader.dataset] * -(-self.batches * size // len(loader.dataset)))
+        return module, [DataLoader(times, size, shuffle=True, drop_last=True, collate_fn=loader.collate_fn)]
+
+
+def seeded(specification: Mapping[str, Any], seed: int) -> Any:
+    """Return what Hydra builds from a specification, with ``seed`` where it takes one."""
+    return hydra.utils.instantiate({**specification, **({"seed": seed} if "seed" in specification else {})})
+
+
+def named(specifications: Mapping[str, Mapping[str, Any]], kind: str, name: str) -> Named:
+    """Return one of a suite's ``methods``, ``heterogeneity`` or ``workloads``.
 
     Raises:
-        ConfigurationError: a reference under heterogeneity that it cannot be given.
+        ConfigurationError: it is not among them.
     """
-    reports, samples = _emulated(case) if isinstance(case, EmulatedCase) else _real(case)
-    row = summary(reports, samples, machine.cores())
-    for name, policy in (("bound", NoSync()), ("all_reduce_bound", AllReduceModels())):
-        limit = case.bound(policy) if isinstance(case, EmulatedCase) else None
-        row[name] = limit and samples * limit
-    return row
+    refuse_unknown(f"among suite.{kind}", [name], specifications[kind])
+    return Named(name, specifications[kind][name])
 
 
-def _emulated(case: EmulatedCase) -> tuple[list[WorkerReport], int]:
-    """Report of the workers, and the samples of a mini-batch: one per micro-batch."""
-    parts = 1 if case.schedule == "pipedream" else case.num_micro_batches
-    seconds = case.micro_batch_seconds * case.scale * case.num_micro_batches / parts
-    if case.method.name == "bare_torch":
-        return bare_torch(case, seconds), case.num_micro_batches
-    torch.manual_seed(case.seed)
-    module = EmulatedChain(case.num_stages, *passes(seconds), num_parameters=case.num_parameters)
-    loader = random_features(case.iterations * case.num_pipelines, case.num_micro_batches)
-    return _fit(case, module, loader), case.num_micro_batches
+def train(
+    case: Training,
+    *callbacks: L.Callback,
+    strategy: DDPStrategy | None = None,
+    probe: Mapping[str, Any] | None = None,
+    links: AbstractContextManager[None] | None = None,
+) -> list[Report]:
+    """Train, and return what the workers report.
 
-
-def random_features(batches: int, size: int, features: int = FEATURES) -> DataLoader[Any]:
-    """For an :class:`EmulatedChain`, from torch's global stream of random numbers."""
-    return DataLoader(TensorDataset(torch.rand(batches * size, features)), size, collate_fn=_features)
-
-
-def _features(samples: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    return torch.stack([features for (features,) in samples])
-
-
-def _real(case: RealCase) -> tuple[list[WorkerReport], int]:
-    """Report of the workers, and the samples of a mini-batch."""
-    module, loader = real_training(case)
-    return _fit(case, module, loader), loader.batch_size or 1
-
-
-def real_training(case: RealCase) -> tuple[L.LightningModule, DataLoader[Any]]:
-    """The module, and batches for all iterations in one epoch; the seed is that of the weights and of the order."""
-    specification = case.workload.specification
-    assert specification is not None
-    L.seed_everything(case.seed, verbose=False)
-    module, data = hydra.utils.instantiate(specification["model"]), hydra.utils.instantiate(specification["data"])
-    data.prepare_data()
-    data.setup("fit")
-    return module, long_epoch(data.train_dataloader(), case.iterations * case.num_pipelines)
-
-
-def long_epoch(loader: DataLoader[Any], batches: int) -> DataLoader[Any]:
-    """A loader of at least so many batches over all pipelines: the data set several times in one epoch, shuffled, so
-    that no end of an epoch is a barrier for all of them."""
-    size = loader.batch_size or 1
-    times = -(-batches * size // len(loader.dataset))  # type: ignore[arg-type]
-    return DataLoader(
-        ConcatDataset([loader.dataset] * times), size, shuffle=True, drop_last=True, collate_fn=loader.collate_fn
-    )
-
-
-def _fit(case: AnyCase, module: L.LightningModule, loader: DataLoader[Any]) -> list[WorkerReport]:
-    with tempfile.TemporaryDirectory() as directory:
-        if case.method.name == "lightning_ddp":
-            delays = only_delays(case)
-            assert isinstance(case, EmulatedCase)
-            compute = case.num_micro_batches * case.micro_batch_seconds * case.scale
-            probe: Probe = DelayedProbe(Path(directory), case.warm_up, delays, compute)
-        else:
-            probe = Probe(Path(directory), case.warm_up)
-        fit(module, [loader], strategy(case), case.workers, probe, limit_train_batches=case.iterations)
+    Args:
+        case: what is trained.
+        callbacks: of the Trainer, besides the probe.
+        strategy: another one than that of the case.
+        probe: options of :class:`~recipes.suites.probe.Probe`.
+        links: what workers transfer over, where that is emulated.
+    """
+    module, loaders = case.emulated() if case.workload is EMULATED else case.real()
+    limit = {} if case.workload is EMULATED else {"limit_train_batches": case.iterations}
+    with tempfile.TemporaryDirectory() as directory, links or nullcontext():
+        trainer = make_trainer(
+            strategy or strategy_of(case),
+            case.workers,
+            Probe(Path(directory), **(probe or {})),
+            *callbacks,
+            max_epochs=case.epochs,
+            num_sanity_val_steps=0,
+            **limit,
+        )
+        fit(trainer, module, loaders)
         return read_reports(Path(directory))
 
 
-def strategy(case: AnyCase, log_dir: Path | None = None) -> DDPStrategy:
-    """Return the strategy that trains this case; its scheduler's log goes into ``log_dir``."""
-    if case.method.name == "lightning_ddp":
-        return lightning_ddp()
-    exchange = hydra.utils.instantiate(case.exchange) if isinstance(case, RealCase) and case.exchange else None
+def strategy_of(case: Training, **options: Any) -> SDPipeStrategy:
+    """Return the strategy that trains this case, with more ``options``."""
+    exchange = hydra.utils.instantiate(case.exchange) if case.exchange else None
     return SDPipeStrategy(
-        num_stages=list(case.depths) if isinstance(case, RealCase) and case.depths else case.num_stages,
-        sync=case.seeded(case.method),
+        num_stages=case.num_stages if isinstance(case.num_stages, int) else [*case.num_stages],
+        sync=seeded(case.method.specification, case.seed),
         exchange=exchange,
         on_nonfinite="stop" if exchange is None else "continue",  # what few bits make of a model is a result
         schedule=case.schedule,  # type: ignore[arg-type]
-        num_micro_batches=None if case.schedule == "pipedream" else case.num_micro_batches,  # it does not split
-        variance_correction=isinstance(case, RealCase) and case.variance_correction,
-        # by default equally many iterations of each pipeline, so that all methods meet the same delays
-        data=case.data if isinstance(case, RealCase) else "sharded",
+        num_micro_batches=None if case.schedule == "pipedream" else case.num_micro_batches,
+        variance_correction=case.variance_correction,
+        partition=case.partition,
+        data="sharded" if case.data == "by_speed" else case.data,  # type: ignore[arg-type]
+        batch_by_speed=case.data == "by_speed",
         delays=case.slowness,
-        log_dir=log_dir,
         timeout=TRANSFER_TIMEOUT,
         start_method="fork",
+        **options,
     )
 
 
-def fit(
-    module: L.LightningModule,
-    loaders: Sequence[DataLoader[Any]],
-    strategy: DDPStrategy,
-    workers: int,
-    *callbacks: L.Callback,
-    **options: Any,
-) -> None:
-    """Train as a user would, for one epoch unless ``options`` of the Trainer say otherwise.
-
-    Args:
-        module: what is trained.
-        loaders: of training, and of validation if there is any.
-        strategy: how.
-        workers: processes of this machine.
-        callbacks: of the Trainer.
-        options: of :func:`make_trainer`.
-    """
-    validation = loaders[1] if len(loaders) > 1 else None
-    make_trainer(strategy, workers, *callbacks, **options).fit(module, loaders[0], validation)
+def fit(trainer: L.Trainer, module: L.LightningModule, loaders: Sequence[DataLoader[Any]]) -> None:
+    """Train with the first of the loaders, and validate with the second, if there is one."""
+    trainer.fit(module, loaders[0], loaders[1] if len(loaders) > 1 else None)
 
 
 def make_trainer(strategy: DDPStrategy | str, workers: int, *callbacks: L.Callback, **options: Any) -> L.Trainer:
@@ -154,6 +230,50 @@ def make_trainer(strategy: DDPStrategy | str, workers: int, *callbacks: L.Callba
     quietly = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     chosen: dict[str, Any] = {"max_epochs": 1, **quietly, **options}
     return L.Trainer(accelerator="cpu", devices=workers, strategy=strategy, callbacks=[*callbacks], **chosen)
+
+
+def calibrated_scale(case: Training, grid: Grid) -> float:
+    """Return the factor by which times are stretched for ``case`` and its like, measured with all-reduce and without
+    delays: emulated ones until the cores are under half busy, and the delays of real compute as its mini-batch is
+    longer than the one that they are meant for.
+
+    Args:
+        case: any of those that shall have the same scale.
+        grid: keeps the measurement.
+    """
+    probe = replace(
+        case,
+        method=ALL_REDUCE,
+        condition=UNDELAYED,
+        batches=CALIBRATION_ITERATIONS * case.num_pipelines,
+        warm_up=CALIBRATION_ITERATIONS // 4,
+        scale=1.0,
+    )
+    if case.workload is EMULATED:
+        assert isinstance(case.num_stages, int)
+        slots = case.num_micro_batches + case.num_stages - 1
+        probe = replace(probe, schedule="1f1b", block_seconds=NOMINAL_ITERATION_SECONDS / slots)
+    row = grid.measured(probe, _pace)
+    if case.workload is EMULATED:
+        return machine.needed_scale(row["processor_s"], NOMINAL_ITERATION_SECONDS, machine.cores())
+    return float(round(row["seconds"] / NOMINAL_ITERATION_SECONDS, 2))
+
+
+def _pace(case: Training) -> dict[str, float]:
+    """Return the seconds of a mini-batch, and those of the processor in all workers."""
+    used, counted = [report.used(case.warm_up) for report in train(case)], case.iterations - case.warm_up
+    seconds = sum(each.clock for each in used) / len(used)
+    return {"seconds": seconds / counted, "processor_s": sum(each.processor for each in used) / counted}
+
+
+def random_features(batches: int, size: int, features: int = FEATURES) -> DataLoader[Any]:
+    """Return data for an :class:`~recipes.suites.emulated.EmulatedChain`, from torch's global stream of random
+    numbers."""
+    return DataLoader(TensorDataset(torch.rand(batches * size, features)), size, collate_fn=_features)
+
+
+def _features(samples: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    return torch.stack([features for (features,) in samples])
 
 
 def quiet() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recipes.callbacks import draw
+from recipes.suites.figures import plot
 
 
 def test_losses_and_accuracies_have_panels_of_their_own(tmp_path: Path) -> None:
-    curves = {"train_loss_step": [(1, 2.0), (2, 1.5)], "val_loss": [(2, 1.6)], "val_accuracy": [(2, 0.5)]}
-    draw(curves, tmp_path / "curve.svg")
+    rows = [{"what": "train loss", "steps": step, "loss": loss} for step, loss in ((1, 2.0), (2, 1.5))]
+    rows += [{"what": "val loss", "steps": 2, "loss": 1.6}, {"what": "val accuracy", "steps": 2, "accuracy": 0.5}]
+    plot(rows, tmp_path / "curve.svg", x="steps", y=["loss", "accuracy"], kinds=(".svg",))
     text = (tmp_path / "curve.svg").read_text()
-    for label in ("train loss", "val loss", "val accuracy", "steps"):
+    for label in ("train loss", "val loss", "val accuracy", "steps", "loss", "accuracy"):
         assert f"<!-- {label} -->" in text

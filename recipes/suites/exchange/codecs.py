@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, Modulo, OneBit, Payload
-from recipes.suites.processes import run_processes
-from recipes.suites.ratios import Ratios, Row, ratio, rotated
+from recipes.harness.processes import run_processes
+from recipes.suites.grid import Ratios, Row, ratio, rotated
 
 PAYLOADS: dict[str, Payload] = {
     "full": Full(),

@@ -3,24 +3,21 @@ training beside that of the same training without synchronisation, in copies of 
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
 import lightning_sdpipe as sdp
-from lightning_sdpipe.errors import ConfigurationError
-from recipes.suites import trainings
-from recipes.suites.pipeline.memory import MIB, LinearChain, reset_peak, resident
-from recipes.suites.ratios import Ratios, Row, ratio, rotated
+from recipes.suites.grid import Ratios, Row, chosen, ratio, refuse_unknown, rotated
+from recipes.suites.pipeline.memory import LinearChain
+from recipes.suites.probe import MIB, Probe, read_reports
+from recipes.suites.trainings import TRANSFER_TIMEOUT, make_trainer, quiet
 
-WORKERS = 3
-BATCH = 2
+WORKERS, BATCH = 3, 2
 BASELINE = "nosync"
 CASES: Mapping[str, tuple[Any, sdp.Exchange]] = {
     BASELINE: (sdp.NoSync(), sdp.Exchange()),
@@ -47,24 +44,10 @@ class _Adam(LinearChain):
         return torch.optim.Adam(self.parameters())
 
 
-class _Peak(L.Callback):
-    """Writes how far a worker's resident memory has risen since before its part of the model was made ready."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._before = 0
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._before = reset_peak()
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        (self._directory / f"{trainer.global_rank}.json").write_text(json.dumps(resident("VmHWM") - self._before))
-
-
 def measure(
     *, compared: Sequence[str] | None, width: int, blocks: int, steps: int, repeats: int, seed: int
 ) -> tuple[list[Row], Ratios]:
-    """Peaks of the fullest worker of three, one pipeline each, under Adam.
+    """Return peaks of the fullest worker of three, one pipeline each, under Adam.
 
     Args:
         compared: names of cases; None for all.
@@ -77,30 +60,29 @@ def measure(
     Raises:
         ConfigurationError: a case that there is not.
     """
+    refuse_unknown("a case of suite.copies.compared", compared or (), CASES)
     names = [BASELINE, *(name for name in (CASES if compared is None else compared) if name != BASELINE)]
-    if unknown := [name for name in names if name not in CASES]:
-        raise ConfigurationError(f"suite.copies.compared names {unknown[0]!r}; there are {', '.join(CASES)}.")
-    trainings.quiet()
+    quiet()
     model = 4 * width * width * blocks
     rows: list[Row] = []
-    copies: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(repeats):
         peaks = {name: _peak(name, width, blocks, steps, seed) for name in rotated(names, repeat)}
         for name in names:
-            copies[name].append((peaks[name] - peaks[BASELINE]) / model)
-            rows.append({"what": name, "repeat": repeat, "peak_mib": peaks[name] / MIB, "copies": copies[name][-1]})
+            copies = (peaks[name] - peaks[BASELINE]) / model
+            rows.append({"what": name, "repeat": repeat, "peak_mib": peaks[name] / MIB, "copies": copies})
     meaning = f"peak beyond that of {BASELINE}, in copies of a model of {model / MIB:.0f} MiB"
-    return rows, {f"memory/{name}": ratio(copies[name], None, f"{name}: {meaning}") for name in names[1:]}
+    of = {name: [row["copies"] for row in chosen(rows, what=name)] for name in names[1:]}
+    return rows, {f"memory/{name}": ratio(copies, None, f"{name}: {meaning}") for name, copies in of.items()}
 
 
 def _peak(name: str, width: int, blocks: int, steps: int, seed: int) -> int:
     sync, exchange = CASES[name]
     strategy = sdp.SDPipeStrategy(
-        1, sync, exchange=exchange, data="sharded", start_method="fork", timeout=trainings.TRANSFER_TIMEOUT
+        1, sync, exchange=exchange, data="sharded", start_method="fork", timeout=TRANSFER_TIMEOUT
     )
     data = torch.rand(steps * WORKERS * BATCH, width, generator=torch.Generator().manual_seed(seed))
     loader: DataLoader[Any] = DataLoader(list(data), BATCH)  # type: ignore[arg-type]  # a list is a dataset, too
     with tempfile.TemporaryDirectory() as directory:
-        module, peak = _Adam(width, blocks, seed), _Peak(Path(directory))
-        trainings.fit(module, [loader], strategy, WORKERS, peak, limit_train_batches=steps)
-        return max(int(json.loads(file.read_text())) for file in Path(directory).iterdir())
+        probe = Probe(Path(directory), memory=True)
+        make_trainer(strategy, WORKERS, probe, limit_train_batches=steps).fit(_Adam(width, blocks, seed), loader)
+        return max(report.peak for report in read_reports(Path(directory)))

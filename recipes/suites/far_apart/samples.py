@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import get_constant_schedule_with_warmup
 
 from recipes.language import LanguageModel
-from recipes.suites.faults.elastic_world import Record
+from recipes.suites.elastic import Record
 from recipes.text.data import PydocText
 from recipes.text.tokens import Batch, Masking
 
@@ -64,7 +64,7 @@ class _Numbered(Dataset[tuple[int, Tensor]]):
 
 
 class PacedBert(LanguageModel):
-    """A BERT whose forward takes some seconds more, as :class:`recipes.suites.far_apart.Learner` does.
+    """A BERT whose forward takes some seconds more, as an island's device does.
 
     Args:
         text: what it learns.

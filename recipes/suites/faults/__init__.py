@@ -8,6 +8,7 @@ Workers sleep instead of computing; everything else about them is real, and the 
 
 from __future__ import annotations
 
+import math
 import signal
 import statistics
 import tempfile
@@ -22,12 +23,11 @@ import hydra
 
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.scheduler.server.server import Limits
-from recipes.suites.faults import elastic_overhead, small_disks, torchft_peer
-from recipes.suites.faults.elastic_world import Record, Work, World, world
-from recipes.suites.faults.injected_faults import Fault
-from recipes.suites.faults.small_disks import disk
-from recipes.suites.namespaces import NotAllowed
-from recipes.suites.ratios import Parts, Ratios, Row, ratio, run_parts
+from recipes.harness import small_disks
+from recipes.harness.namespaces import NotAllowed
+from recipes.suites.elastic import Fault, Record, Work, World, world
+from recipes.suites.faults import elastic_overhead, torchft_peer
+from recipes.suites.grid import Parts, Ratios, Row, chosen, ratio, run_parts, values
 
 LOWER_IS_BETTER = frozenset({"longest_step", "longest_in_join", "newcomer", "torchft"})
 
@@ -49,6 +49,12 @@ transfer of the state."""
 SILENCE = 2.0
 CHECKPOINT_EVERY = 10  # where their disk is full
 VICTIM = 2  # neither the leader, nor the first donor of a state
+FROM_OUTSIDE = {
+    "sigterm": signal.SIGTERM,
+    "silent": signal.SIGSTOP,
+    **dict.fromkeys(["two_at_once", "all_but_one"], signal.SIGKILL),
+}
+"""Phases that are no place in the victim's work, and the signal that it gets."""
 
 
 def run(
@@ -74,7 +80,7 @@ def run(
         after: updates that all make before the death.
         calm: seconds after it until a newcomer takes the place.
         repeats: of each case.
-        work: of :class:`~recipes.suites.faults.elastic_world.Work`.
+        work: of :class:`~recipes.suites.elastic.Work`.
         overhead: of :func:`~recipes.suites.faults.elastic_overhead.measure`.
         torchft: of :func:`~recipes.suites.faults.torchft_peer.measure`.
         seed: of the model.
@@ -90,7 +96,7 @@ def run(
 
 
 def measure(*, repeats: int, cases: Sequence[Mapping[str, Any]], **others: Any) -> tuple[list[Row], Ratios]:
-    """The matrix: one death of each case in each repeat. See :func:`run` for the arguments."""
+    """Measure the matrix: one death of each case in each repeat. See :func:`run` for the arguments."""
     rows = [{**_survived(case, **others), "repeat": repeat} for repeat in range(repeats) for case in cases]
     return rows, ratios(rows)
 
@@ -101,23 +107,23 @@ PARTS: Parts = {"matrix": measure, "overhead": elastic_overhead.measure, "torchf
 def _survived(
     case: Mapping[str, Any], methods: Mapping[str, Any], after: int, calm: float, work: Mapping[str, Any], seed: int
 ) -> Row:
-    stages, ends = case.get("num_stages", 1), case["phase"] in ("pause", "validation")
+    ends, phase = case["phase"] in ("pause", "validation"), case["phase"]
     whole = Work(
         **work,
         seed=seed,
-        num_stages=stages,
+        num_stages=case.get("num_stages", 1),
         sync=hydra.utils.instantiate(methods[case["method"]]),
-        batches=after if ends else 5000,
+        batches=(after if ends else 5000) * work["num_pipelines"],
         epochs=1000 if ends else 1,
         validation_batches=2 if ends else 0,
-        checkpoint_every=CHECKPOINT_EVERY if case["phase"] == "full_checkpoints" else 0,
+        checkpoint_every=CHECKPOINT_EVERY if phase == "full_checkpoints" else 0,
         schedule=case.get("schedule", "1f1b"),
         exchange=Exchange(**case.get("exchange", {})),
     )
-    print(f"{case['method']}: {case['role']} in {case['phase']}", end=": ", flush=True)
-    row = {"method": case["method"], "role": case["role"], "phase": case["phase"], "num_stages": stages}
+    print(f"{case['method']}: {case['role']} in {phase}", end=": ", flush=True)
+    row = {"method": case["method"], "role": case["role"], "phase": phase, "num_stages": whole.num_stages}
     try:
-        row |= measure_case(whole, case["role"], case["phase"], after, calm)
+        row |= measure_case(whole, case["role"], phase, after, calm)
         print(f"{row['beyond_s']:.3f} s beyond a step of {row['median_s']:.3f} s", flush=True)
     except TimeoutError as error:
         print(f"FAILED: {error}", flush=True)
@@ -129,71 +135,64 @@ def _survived(
 
 
 def measure_case(work: Work, role: str, phase: str, after: int, calm: float) -> Row:
-    """One run with one fault.
+    """Make one run with one fault.
 
     Raises:
         TimeoutError: something did not happen, with what all processes said.
         NotAllowed: there is no disk that may be full.
     """
-    full = phase in ("full_logs", "full_checkpoints")
+    full, downtime = phase.startswith("full_"), 0.0
     with (
         tempfile.TemporaryDirectory() as directory,
-        disk(Path(directory, phase.removeprefix("full_"))) if full else nullcontext(),
+        small_disks.disk(Path(directory, phase.removeprefix("full_"))) if full else nullcontext(),
         world(Path(directory), work, Limits(SILENCE)) as it,
     ):
         rank = {"first_stage": work.num_stages - 1}.get(role, 0)
-        victims = [0] if role in ("leader", "donor") else [VICTIM]
-        victims = {"two_at_once": [0, VICTIM], "all_but_one": [1, VICTIM]}.get(phase, victims)
-        inside = phase not in ("scheduler", "donor", "newcomer", "two_at_once", "all_but_one", "sigterm", "silent")
-        inside = inside and not full
+        victims = {"two_at_once": [0, VICTIM], "all_but_one": [1, VICTIM]}.get(
+            phase, [0] if role in ("leader", "donor") else [VICTIM]
+        )
+        inside = not full and phase not in ("scheduler", "donor", "newcomer", *FROM_OUTSIDE)
         it.start(dict.fromkeys(victims, Fault(phase, after)) if inside else {}, rank)
         it.wait(lambda: min(map(it.updates, range(work.num_pipelines))) >= after - 1, f"{after} updates of all")
-        downtime = 0.0
-        if phase == "scheduler":
-            killed = time.monotonic()
-            downtime = it.restart_scheduler()
-            victims = []
-        elif full:
+        if phase == "scheduler" or full:
             killed, victims = time.monotonic(), []
-            downtime = _with_a_full_disk(it, phase)
+            downtime = _with_a_full_disk(it, phase) if full else it.restart_scheduler()
         elif phase in ("donor", "newcomer"):
-            killed = _kill_in_transfer(it, phase, victims)
+            killed, victims = _kill_in_transfer(it, phase)
         else:
-            if not inside:
-                number = {"sigterm": signal.SIGTERM, "silent": signal.SIGSTOP}.get(phase, signal.SIGKILL)
-                for pipeline in victims:
-                    it.kill(pipeline, rank, number)
+            for pipeline in [] if inside else victims:
+                it.kill(pipeline, rank, FROM_OUTSIDE[phase])
             killed = it.wait(lambda: _struck_at(it, victims), f"pipeline {victims} to die in {phase}")
         time.sleep(calm + (SILENCE if phase == "silent" else 0.0))
         known = [it.gone_at(pipeline, killed) for pipeline in victims]
         asked = time.monotonic()
         for pipeline in victims:
             it.launch(pipeline)
-        it.wait(
-            lambda: all(it.updates(pipeline) > 0 for pipeline in victims), f"pipelines {victims} to take part again"
-        )
+        again = f"pipelines {victims} to take part again"
+        it.wait(lambda: all(it.updates(pipeline) > 0 for pipeline in victims), again)
         time.sleep(0.5)
         records = it.records()
-    survivors = [record for record in records if record.pipeline not in victims and record.rank == 0]
-    if phase in ("donor", "newcomer"):
-        survivors = [record for record in survivors if record.pipeline != VICTIM]
-    return _figures(survivors, records, victims, killed, asked, known, downtime, phase)
+    hit = {*victims, *([VICTIM] if phase in ("donor", "newcomer") else [])}
+    survivors = [record for record in records if record.pipeline not in hit and record.rank == 0]
+    figures = _figures(survivors, records, victims, killed, asked, known)
+    figures["beyond_s"] -= downtime + (SILENCE if phase == "silent" else 0.0)
+    return figures
 
 
 def _with_a_full_disk(it: World, phase: str) -> float:
-    """Nothing can be written for a while; the seconds without a scheduler, which is killed then."""
-    place, downtime = it.directory / phase.removeprefix("full_"), 0.0
+    """Let nothing be written for a while; return the seconds without a scheduler, which is killed then."""
+    place, downtime, pipelines = it.directory / phase.removeprefix("full_"), 0.0, range(it.work.num_pipelines)
 
     def train(updates: int) -> None:
-        aims = [it.updates(pipeline) + updates for pipeline in range(it.work.num_pipelines)]
-        it.wait(lambda: all(it.updates(pipeline) >= aim for pipeline, aim in enumerate(aims)), "training to go on")
+        aims = [it.updates(pipeline) + updates for pipeline in pipelines]
+        it.wait(lambda: all(it.updates(i) >= aim for i, aim in enumerate(aims)), "training to go on")
 
     def refused() -> int:
-        return sum(
-            path.read_text().count("training goes on, but the checkpoint") for path in it.directory.glob("*.log")
-        )
+        logs = [path.read_text() for path in it.directory.glob("*.log")]
+        return sum(text.count("training goes on, but the checkpoint") for text in logs)
 
     small_disks.fill(place)
+    whole: list[Path] = []
     if phase == "full_logs":
         downtime = it.restart_scheduler()
         train(3 * CHECKPOINT_EVERY)
@@ -210,15 +209,13 @@ def _with_a_full_disk(it: World, phase: str) -> float:
     return downtime
 
 
-def _kill_in_transfer(it: World, phase: str, victims: list[int]) -> float:
-    """A newcomer comes, and it or its donor dies while the state is on its way; ``victims`` become the dead."""
+def _kill_in_transfer(it: World, phase: str) -> tuple[float, list[int]]:
+    """Let a newcomer come, and it or its donor die while the state is on its way; return when, and the dead."""
     it.kill(VICTIM)
     it.wait(lambda: VICTIM not in it.members(), "the scheduler to know of a death")
     if phase == "newcomer":
         it.launch(VICTIM, Fault("newcomer", 0))
-        died: float = it.wait(lambda: _struck_at(it, [VICTIM], newest=True), "the newcomer to die")
-        victims[:] = [VICTIM]
-        return died
+        return it.wait(lambda: _struck_at(it, [VICTIM], newest=True), "the newcomer to die"), [VICTIM]
     # All that may be asked for the state die of it: the first does, and so do restarted ones.
     it.end(1)
     it.wait(lambda: it.members() == [0], "one pipeline to be left")
@@ -227,25 +224,21 @@ def _kill_in_transfer(it: World, phase: str, victims: list[int]) -> float:
     it.launch(VICTIM)
     died = it.wait(lambda: _struck_at(it, [1], newest=True), "the donor to die")
     it.wait(lambda: it.updates(VICTIM) > 0, "the newcomer to get its state from another donor")
-    victims[:] = [1]
-    return died
+    return died, [1]
 
 
 def _struck_at(it: World, victims: Sequence[int], newest: bool = False) -> float | None:
-    """When the last of them ended itself, or was killed from outside."""
-    times = []
+    """Return when the last of them ended itself, or was killed from outside."""
+    found = []
     for pipeline in victims:
-        if not newest and pipeline in it.killed_at:
-            times.append(it.killed_at[pipeline])
-            continue
         records = [record for record in it.records() if record.pipeline == pipeline]
-        strikes = [
-            at for record in (records[-it.work.num_stages :] if newest else records) for at in record.times("strikes")
-        ]
+        strikes = [at for record in records[-it.work.num_stages if newest else 0 :] for at in record.times("strikes")]
+        if not newest and pipeline in it.killed_at:
+            strikes = [it.killed_at[pipeline]]
         if not strikes:
             return None
-        times.append(strikes[-1])
-    return max(times)
+        found.append(strikes[-1])
+    return max(found)
 
 
 def _figures(
@@ -255,73 +248,53 @@ def _figures(
     killed: float,
     asked: float,
     known: Sequence[float | None],
-    downtime: float,
-    phase: str,
 ) -> Row:
-    steps = [step for record in survivors for step in pairwise(record.times("update"))]
-    calm_steps = [end - begin for begin, end in steps if end <= killed]
-    median = statistics.median(calm_steps)
-    back = []
-    for pipeline in victims:
-        newest = [record for record in records if record.pipeline == pipeline and record.rank == 0][-1]
-        back.append(newest.times("update")[0])
-    contributes = max(back, default=asked)
-    longest = max(end - begin for begin, end in steps if end > killed and begin < asked)
-    in_join = max((end - begin for begin, end in steps if end > asked and begin < contributes), default=median)
-    usual = max(calm_steps)
-    regrouped = [min(end for begin, end in pairwise(record.times("update")) if begin >= killed) for record in survivors]
-    told = [at - killed for at in known if at is not None]
+    steps = [[*pairwise(record.times("update"))] for record in survivors]
+    took = [(begin, end, end - begin) for of_one in steps for begin, end in of_one]
+    calm = [seconds for _, end, seconds in took if end <= killed]
+    median = statistics.median(calm)
+    newest = [[r for r in records if r.pipeline == pipeline and r.rank == 0][-1] for pipeline in victims]
+    contributes = max((record.times("update")[0] for record in newest), default=asked)
+    longest = max(seconds for begin, end, seconds in took if end > killed and begin < asked)
+    in_join = max((seconds for begin, end, seconds in took if end > asked and begin < contributes), default=median)
     return {
         "median_s": median,
-        "usual_longest_s": usual,
+        "usual_longest_s": max(calm),
         "longest_s": longest,
-        "beyond_s": longest - median - downtime - (SILENCE if phase == "silent" else 0.0),
-        "detected_s": max(told, default=None),
-        "regrouped_s": max(regrouped) - killed,
+        "beyond_s": longest - median,
+        "detected_s": max((at - killed for at in known if at is not None), default=None),
+        "regrouped_s": max(min(end for begin, end in of_one if begin >= killed) for of_one in steps) - killed,
         "join_beyond_s": in_join - median,
         "newcomer_s": contributes - asked if victims else None,
-        "transfer_s": _transfer(records, victims),
+        "transfer_s": max((line["seconds"] for record in newest for line in record.said("received")), default=0.0),
     }
-
-
-def _transfer(records: Sequence[Record], victims: Sequence[int]) -> float:
-    """Return how long the state of the newest newcomer was on its way."""
-    newest = [record for record in records if record.pipeline in victims and record.rank == 0][-1:]
-    return max((line["seconds"] for record in newest for line in record.lines if line["what"] == "received"), default=0)
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
     """Return the ratios of what survivors noticed to its limit."""
     found: Ratios = {}
-    cases: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        if "left_out" in row:
-            continue
-        cases.setdefault((row["method"], row["role"], row["phase"]), []).append(row)
-    for (method, role, phase), of_case in cases.items():
-        measured = [row for row in of_case if "failed" not in row]
-        if len(measured) < len(of_case):
-            key = f"longest_step/{method}/{role}/{phase}"
-            found[key] = ratio([float("inf")], 1.0, "a run did not go on: see its row")
-            continue
-        limit, allowed = LIMITS[phase], " and a step" if method in IN_STEP else ""
-        found[f"longest_step/{method}/{role}/{phase}"] = ratio(
-            [row["beyond_s"] / (limit + (row["median_s"] if allowed else 0.0)) for row in measured],
-            1.0,
-            f"seconds beyond a median step, over {limit:g} s{allowed}",
-        )
-    good = [row for row in rows if not {"failed", "left_out"} & row.keys() and row["newcomer_s"] is not None]
-    for method in dict.fromkeys(row["method"] for row in good):
-        of_method = [row for row in good if row["method"] == method]
-        allowed = " and the transfer" if method in IN_STEP else ""
+    made = [row for row in rows if "left_out" not in row]
+    for method, role, phase in dict.fromkeys((row["method"], row["role"], row["phase"]) for row in made):
+        of_case, allowed = chosen(made, method=method, role=role, phase=phase), method in IN_STEP
+        limit = LIMITS[phase]
+        beyond = [
+            math.inf if "failed" in row else row["beyond_s"] / (limit + (row["median_s"] if allowed else 0.0))
+            for row in of_case
+        ]
+        meaning = f"seconds beyond a median step, over {limit:g} s{' and a step' if allowed else ''}"
+        if math.inf in beyond:
+            beyond, meaning = [math.inf], "a run did not go on: see its row"
+        found[f"longest_step/{method}/{role}/{phase}"] = ratio(beyond, 1.0, meaning)
+    good = [row for row in made if "failed" not in row and row["newcomer_s"] is not None]
+    for method in values(good, "method"):
+        of_method, allowed = chosen(good, method=method), method in IN_STEP
+        meaning = f"survivors' longest step while another joins, beyond a median one, over {JOIN_LIMIT:g} s"
         found[f"longest_in_join/{method}"] = ratio(
             [row["join_beyond_s"] / (JOIN_LIMIT + (row["transfer_s"] if allowed else 0.0)) for row in of_method],
             1.0,
-            f"survivors' longest step while another joins, beyond a median one, over {JOIN_LIMIT:g} s{allowed}",
+            meaning + (" and the transfer" if allowed else ""),
         )
-        found[f"newcomer/{method}"] = ratio(
-            [row["newcomer_s"] / NEWCOMER_LIMIT for row in of_method],
-            1.0,
-            f"from the start of a forked process to its first update, over {NEWCOMER_LIMIT:g} s",
-        )
+        newcomers = [row["newcomer_s"] / NEWCOMER_LIMIT for row in of_method]
+        meaning = f"from the start of a forked process to its first update, over {NEWCOMER_LIMIT:g} s"
+        found[f"newcomer/{method}"] = ratio(newcomers, 1.0, meaning)
     return found

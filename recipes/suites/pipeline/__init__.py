@@ -5,19 +5,17 @@ from __future__ import annotations
 
 from functools import partial
 
-from recipes.suites.pipeline import bare_torch, bubble, group_mean, memory, rehearsal, step_cost
-from recipes.suites.ratios import run_parts
+from recipes.suites.exchange.averages import measure_group_mean
+from recipes.suites.grid import Parts, run_parts
+from recipes.suites.pipeline import bare_torch, bubble, memory, rehearsal, step_cost
 
 LOWER_IS_BETTER = frozenset({"exchange", "memory", "rehearsal", "step_cost"})
-run = partial(
-    run_parts,
-    "pipeline",
-    {
-        "bare_torch": bare_torch.measure,
-        "pipedream": bubble.measure,
-        "memory": memory.measure,
-        "rehearsal": rehearsal.measure,
-        "group_mean": group_mean.measure,
-        "step_cost": step_cost.measure,
-    },
-)
+PARTS: Parts = {
+    "bare_torch": bare_torch.measure,
+    "pipedream": bubble.measure,
+    "memory": memory.measure,
+    "rehearsal": rehearsal.measure,
+    "group_mean": measure_group_mean,
+    "step_cost": step_cost.measure,
+}
+run = partial(run_parts, "pipeline", PARTS)

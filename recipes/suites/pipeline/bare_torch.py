@@ -19,8 +19,8 @@ from transformers import BertConfig, BertForMaskedLM
 
 from lightning_sdpipe.partition.chain import find_chain
 from lightning_sdpipe.partition.plan import cut
-from recipes.suites.processes import TRANSFER_TIMEOUT, run_processes
-from recipes.suites.ratios import Ratios, Row, ratio, rotated
+from recipes.harness.processes import TRANSFER_TIMEOUT, run_processes
+from recipes.suites.grid import Ratios, Row, ratio, rotated
 from recipes.suites.stages import CPU, TRAINING, open_pipeline, open_stage
 
 BLOCKS = ("model.bert.embeddings", "model.bert.encoder.layer.*", "model.cls")

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.worker.assembly import Assembled
+from recipes.harness.processes import run_processes
 from recipes.suites.emulated import FEATURES, LEARNING_RATE, EmulatedChain
-from recipes.suites.processes import run_processes
-from recipes.suites.ratios import Ratios, Row, ratio, rotated
+from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
 from recipes.suites.stages import TRAINING, open_pipeline, open_stage
 
 
@@ -32,7 +32,7 @@ def measure(
     repeats: int,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Seconds of a mini-batch under both schedules, once the pipelines are full.
+    """Return seconds of a mini-batch under both schedules, once the pipelines are full.
 
     Args:
         num_stages: M.
@@ -44,75 +44,57 @@ def measure(
         seed: of the data.
     """
     rows: list[Row] = []
-    ratios: Ratios = {}
+    goals = {}
     for count in num_micro_batches:
-        times = (forward_seconds, backward_seconds)
-        timings = run_processes(num_stages, _compare, count, *times, steps, repeats, seed)[0]
-        for repeat, seconds in enumerate(timings):
+        arguments = (count, forward_seconds, backward_seconds, steps, repeats, seed)
+        for repeat, seconds in enumerate(run_processes(num_stages, _compare, *arguments)[0]):
             for name, elapsed in seconds.items():
-                row = {"what": f"{name}, emulated", "stages": num_stages, "micro_batches": count, "repeat": repeat}
+                row = {"what": name, "emulated": True, "stages": num_stages, "micro_batches": count, "repeat": repeat}
                 rows.append(row | {"ms_per_mini_batch": 1e3 * elapsed})
         expected = (count + num_stages - 1) / count
-        ratios[f"pipedream/m{count}"] = ratio(
-            [seconds["1f1b"] / seconds["pipedream"] for seconds in timings],
-            0.9 * expected,
+        meaning = (
             f"throughput, {num_stages} stages, {count} micro-batches, emulated: pipedream over 1f1b with flush; "
-            f"the bubble's share is {expected:.3f}",
+            f"the bubble's share is {expected:.3f}"
         )
-    return rows, ratios
+        above, below = ({"what": name, "micro_batches": count} for name in ("1f1b", "pipedream"))
+        goals[f"pipedream/m{count}"] = Goal(meaning, "ms_per_mini_batch", above, below, 0.9 * expected)
+    return rows, ratios(rows, goals)
 
 
 def _compare(
     rank: int, count: int, forward_seconds: float, backward_seconds: float, steps: int, repeats: int, seed: int
 ) -> list[dict[str, float]]:
-    """Seconds per mini-batch on this rank, of each schedule in each repeat."""
+    """Return the seconds per mini-batch on this rank, of each schedule in each repeat."""
     groups, size = open_pipeline(), dist.get_world_size()
     batch = torch.rand(count, FEATURES, generator=torch.Generator().manual_seed(seed))
     split = EmulatedChain(size, forward_seconds, backward_seconds)
     whole = EmulatedChain(size, count * forward_seconds, count * backward_seconds)
-    flushing = open_stage(groups, split, ["blocks.*"], batch, "1f1b", count)
-    asynchronous = open_stage(groups, whole, ["blocks.*"], batch, "pipedream")
-    measured = {
-        "1f1b": lambda: _flush(flushing, batch, steps),
-        "pipedream": lambda: _pipedream(asynchronous, batch, steps),
+    stages = {
+        "1f1b": open_stage(groups, split, ["blocks.*"], batch, "1f1b", count),
+        "pipedream": open_stage(groups, whole, ["blocks.*"], batch, "pipedream"),
     }
-    timings = []
-    for repeat in range(repeats):
-        seconds = {}
-        for name in rotated(list(measured), repeat):
-            dist.barrier()
-            seconds[name] = measured[name]()
-        timings.append(seconds)
-    return timings
+    return [
+        {name: _seconds(stages[name], batch, steps) for name in rotated([*stages], repeat)} for repeat in range(repeats)
+    ]
 
 
-def _flush(stage: Assembled, batch: Tensor, steps: int) -> float:
+def _seconds(stage: Assembled, batch: Tensor, steps: int) -> float:
+    """Count from when the pipeline is full, or the first mini-batch is over, until the last one enters."""
+    dist.barrier()
     optimizer = torch.optim.SGD(stage.freezing.trained, LEARNING_RATE)
-    ends = []
-    for iteration in range(1 + steps):
+    pipeline = stage.pipeline if isinstance(stage.pipeline, PipeDreamPipeline) else None
+    ends, fill = [], 1 if pipeline is None else dist.get_world_size()
+    for iteration in range(fill + steps):
+        filling = pipeline is not None and pipeline.filling
         optimizer.zero_grad()
         stage.pipeline.train(batch, TRAINING, iteration).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        ends.append(time.perf_counter())
-    return (ends[-1] - ends[0]) / steps
-
-
-def _pipedream(stage: Assembled, batch: Tensor, steps: int) -> float:
-    """Count from when the pipeline is full until its last mini-batch enters."""
-    pipeline, optimizer = stage.pipeline, torch.optim.SGD(stage.freezing.trained, LEARNING_RATE)
-    assert isinstance(pipeline, PipeDreamPipeline)
-    fill = dist.get_world_size()
-    ends = []
-    for iteration in range(fill + steps):
-        filling = pipeline.filling
-        optimizer.zero_grad()
-        pipeline.train(batch, TRAINING, iteration).backward()  # type: ignore[no-untyped-call]
         if not filling:
             optimizer.step()
         ends.append(time.perf_counter())
-    while pipeline.draining:
+    while pipeline is not None and pipeline.draining:
         optimizer.zero_grad()
         pipeline.drain().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    pipeline.settle()
+    if pipeline is not None:
+        pipeline.settle()
     return (ends[-1] - ends[fill - 1]) / steps

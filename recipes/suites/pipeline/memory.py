@@ -2,16 +2,12 @@
 
 The model is a chain of equal linear layers fed with very few samples, so that activations do not count. The peak is
 the kernel's: how far the process's resident memory rises above where it was before the model was built, at start-up
-or later. The allocator is told to give freed tensors back at once, else the peak is that of its reserve, some tens of
-MiB whatever the model.
+or later.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import re
-from pathlib import Path
+from functools import partial
 
 import lightning as L
 import torch
@@ -19,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe.topology.groups import ProcessGroups
-from recipes.suites.processes import run_processes
-from recipes.suites.ratios import Ratios, Row, ratio
+from recipes.harness.processes import run_processes
+from recipes.suites.grid import Goal, Ratios, Row, ratios
+from recipes.suites.probe import MIB, reset_peak, resident
 from recipes.suites.stages import TRAINING, open_pipeline, open_stage
 
 STEPS = 3
-MIB = 1 << 20
 SMALL_WIDTH = 16  # of the model that warms up
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 class LinearChain(L.LightningModule):
@@ -49,7 +44,7 @@ class LinearChain(L.LightningModule):
 
 
 def measure(*, num_stages: int, width: int, blocks: int, repeats: int, seed: int) -> tuple[list[Row], Ratios]:
-    """Peaks of one process and of the fullest rank of a pipeline.
+    """Return peaks of one process and of the fullest rank of a pipeline.
 
     Args:
         num_stages: M.
@@ -59,31 +54,21 @@ def measure(*, num_stages: int, width: int, blocks: int, repeats: int, seed: int
         seed: of the weights and the data.
     """
     rows: list[Row] = []
-    quotients = []
     for repeat in range(repeats):
-        arguments = (width, blocks, num_stages, seed)
-        (whole,) = run_processes(1, _one_process, *arguments)
-        fullest = max(run_processes(num_stages, _stage, *arguments))
-        for name, peak in (("one process", whole), (f"fullest of {num_stages} ranks", fullest)):
-            rows.append({"what": name, "repeat": repeat, "peak_mib": peak / MIB})
-        quotients.append(fullest / whole)
+        for name, ranks in (("one process", 1), ("fullest rank", num_stages)):
+            peak = max(run_processes(ranks, _peak, width, blocks, num_stages, seed))
+            rows.append({"what": name, "ranks": ranks, "repeat": repeat, "peak_mib": peak / MIB})
     state = 16 * width * width * blocks / MIB  # bytes of weight, gradient and two moments
     meaning = f"peak memory, {num_stages} stages of a model with {state:.0f} MiB under Adam: a rank over one process"
-    return rows, {f"memory/M{num_stages}": ratio(quotients, 0.30, meaning)}
+    goal = Goal(meaning, "peak_mib", {"what": "fullest rank"}, {"what": "one process"}, 0.30)
+    return rows, ratios(rows, {f"memory/M{num_stages}": goal})
 
 
-def _one_process(rank: int, width: int, blocks: int, num_micro_batches: int, seed: int) -> int:
-    _train_whole(SMALL_WIDTH, blocks, num_micro_batches, seed)
+def _peak(rank: int, width: int, blocks: int, num_micro_batches: int, seed: int) -> int:
+    train = _train_whole if dist.get_world_size() == 1 else partial(_train_stage, open_pipeline())
+    train(SMALL_WIDTH, blocks, num_micro_batches, seed)
     before = reset_peak()
-    _train_whole(width, blocks, num_micro_batches, seed)
-    return resident("VmHWM") - before
-
-
-def _stage(rank: int, width: int, blocks: int, num_micro_batches: int, seed: int) -> int:
-    groups = open_pipeline()
-    _train_stage(groups, SMALL_WIDTH, blocks, num_micro_batches, seed)
-    before = reset_peak()
-    _train_stage(groups, width, blocks, num_micro_batches, seed)
+    train(width, blocks, num_micro_batches, seed)
     return resident("VmHWM") - before
 
 
@@ -111,20 +96,3 @@ def _train_stage(groups: ProcessGroups, width: int, blocks: int, num_micro_batch
 
 def _batch(width: int, num_micro_batches: int, seed: int) -> Tensor:
     return torch.rand(num_micro_batches, width, generator=torch.Generator().manual_seed(seed))
-
-
-def reset_peak() -> int:
-    """Let the kernel's peak start anew; return the resident bytes."""
-    gc.collect()
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, MIB)
-    libc.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return resident("VmRSS")
-
-
-def resident(field: str) -> int:
-    """Bytes, from the kernel's account of this process."""
-    match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert match is not None
-    return int(match[1]) * 1024

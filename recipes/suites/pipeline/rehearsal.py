@@ -10,9 +10,9 @@ from typing import Any
 from lightning_sdpipe.partition.apart import apart
 from lightning_sdpipe.partition.plan import encode
 from lightning_sdpipe.pipeline.micro_batches import split
+from recipes.harness.processes import PATIENCE, run_processes
+from recipes.suites.grid import Ratios, Row, ratio, rotated
 from recipes.suites.pipeline.bare_torch import MaskedLM, random_batch
-from recipes.suites.processes import PATIENCE, run_processes
-from recipes.suites.ratios import Ratios, Row, ratio, rotated
 from recipes.suites.stages import make_plan
 
 

@@ -16,8 +16,8 @@ from lightning_sdpipe.placement import cases
 from lightning_sdpipe.placement.cost import Weights, evaluate, weights
 from lightning_sdpipe.placement.network import Network
 from lightning_sdpipe.placement.search import Found, search
-from recipes.suites.placement.dtfm import genetic
-from recipes.suites.ratios import Ratios, Row, ratio
+from recipes.baselines.genetic_placement import genetic
+from recipes.suites.grid import Ratios, Row, ratio
 
 PIPELINES = 8
 OPTIMA = {1: 3.439799, 2: 31.634160, 3: 16.086840, 4: 34.802041, 5: 49.218380}

@@ -10,99 +10,86 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from datetime import timedelta
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
-import torch
-from torch.utils.data import DataLoader
-
-from lightning_sdpipe import SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network
-from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, place
+from lightning_sdpipe.placement.planner import PlacementTask, place
 from lightning_sdpipe.topology.groups import this_host
 from lightning_sdpipe.topology.placement_file import write_placement
-from recipes.suites.emulated import EmulatedChain, passes
-from recipes.suites.emulated_links import emulated_links
-from recipes.suites.ratios import Ratios, Row, ratio, rotated
-from recipes.suites.trainings import fit, quiet, random_features
-from recipes.suites.worker_reports import Probe, read_reports
+from recipes.harness.emulated_links import emulated_links
+from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, ratio, ratios, rotated
+from recipes.suites.trainings import Named, Training, quiet, strategy_of, train
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A training, whose workers may be placed."""
+
+    training: Training
+    placed: bool
+
 
 WITHIN, ACROSS = (1e-3, 5e9 / 8), (11e-3, 1.12e9 / 8)
 """Seconds and bytes per second of DT-FM's case 3 (Ohio and Virginia), as its code has them."""
 
-TIMEOUT = timedelta(minutes=2)
-
 
 def measure(
-    *,
-    num_stages: int,
-    num_pipelines: int,
-    num_micro_batches: int,
-    micro_batch_seconds: float,
-    num_parameters: int,
-    features: int,
-    slower: float,
-    iterations: int,
-    warm_up: int,
-    repeats: int,
-    window: float | str,
-    seed: int,
+    *, training: Mapping[str, Any], slower: float, repeats: int, window: float | str, seed: int
 ) -> tuple[list[Row], Ratios]:
-    """Seconds of a mini-batch of every pipeline, in the default order and placed.
+    """Return seconds of a mini-batch of every pipeline, in the default order and placed.
 
     Args:
-        num_stages: M.
-        num_pipelines: N.
-        num_micro_batches: m.
-        micro_batch_seconds: of a micro-batch on one stage, forward and backward.
-        num_parameters: of a stage.
-        features: of the sample that a micro-batch is.
+        training: fields of a :class:`~recipes.suites.trainings.Training`.
         slower: by what the bandwidths are divided.
-        iterations: of each training.
-        warm_up: how many of them do not count.
         repeats: trainings of each.
         window: of the semi-decentralised synchronisation.
         seed: of the weights, and of the search.
     """
     quiet()
-    sample, seconds = 4 * features, num_micro_batches * micro_batch_seconds
-    cut = num_micro_batches * sample
-    block = Block(seconds, 4 * num_parameters, cut, cut, count=num_stages)
-    network = two_regions(num_stages * num_pipelines, slower, Model("EmulatedChain", (block,)))
+    method = Named("sdpipe", {"_target_": "lightning_sdpipe.SemiDecentralized", "window": window})
+    case = Training(method=method, seed=seed, **training)
+    assert isinstance(case.num_stages, int)
+    micro_batches, cut = case.num_micro_batches, case.num_micro_batches * 4 * case.features
+    block = Block(micro_batches * case.block_seconds, 4 * case.block_parameters, cut, cut, count=case.num_stages)
+    network = two_regions(case.workers, slower, Model("EmulatedChain", (block,)))
     placed = place(
-        network, PlacementTask(num_stages, "pipelined", num_micro_batches, "all_reduce", seed=seed, seconds=2.0)
+        network, PlacementTask(case.num_stages, "pipelined", micro_batches, "all_reduce", seed=seed, seconds=2.0)
     )
     assert placed.seconds is not None
     assert placed.default_seconds is not None
     expected = {"placed": placed.seconds, "default": placed.default_seconds}
-    rows: list[Row] = []
-    gains = []
-    for repeat in range(repeats):
-        measured = {}
-        for name in rotated(list(expected), repeat):
-            torch.manual_seed(seed)
-            module = EmulatedChain(num_stages, *passes(micro_batch_seconds), num_parameters=num_parameters)
-            batches = iterations * num_pipelines
-            loader = random_features(batches, num_micro_batches, features)
-            measured[name] = _train(placed, name == "placed", module, loader, iterations, warm_up, window)
-            row = {"what": f"{name}, emulated links", "repeat": repeat, "s_per_mini_batch": measured[name]}
-            rows.append(row | {"predicted_s": expected[name]})
-        gains.append(measured["default"] / measured["placed"])
-    shape, predicted = f"{num_stages} × {num_pipelines}", expected["default"] / expected["placed"]
-    meaning = f"throughput, {shape}, two regions, emulated: placed over the default order"
-    return rows, {
-        "placed/default": ratio(gains, 1.3, meaning),
-        "placed/predicted": ratio(
-            [gain / predicted for gain in gains], 0.9, f"that, over the gain that the cost predicts ({predicted:.3f})"
-        ),
-    }
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "placement.json")
+        write_placement(path, placed.placement("suite=placement"))
+
+        def trained(asked: Placed) -> Row:
+            strategy = strategy_of(case, placement=path if asked.placed else None)
+            reports = train(case, strategy=strategy, links=emulated_links(placed.network))
+            used = [report.used(case.warm_up).clock / (case.iterations - case.warm_up) for report in reports]
+            return {"s_per_mini_batch": statistics.mean(used)}
+
+        cases = [
+            Case({"what": name, "repeat": repeat, "predicted_s": expected[name]}, Placed(case, name == "placed"))
+            for repeat in range(repeats)
+            for name in rotated([*expected], repeat)
+        ]
+        rows = Grid().run(cases, trained, "s_per_mini_batch")
+    gain = expected["default"] / expected["placed"]
+    meaning = f"throughput, {case.shape}, two regions, emulated: placed over the default order"
+    found = ratios(
+        rows, {"placed/default": Goal(meaning, "s_per_mini_batch", {"what": "default"}, {"what": "placed"}, 1.3)}
+    )
+    predicted = {column: found["placed/default"][column] / gain for column in ("value", "low", "high")}
+    meaning = f"that, over the gain that the cost predicts ({gain:.3f})"
+    return rows, found | {"placed/predicted": ratio([0.0], 0.9, meaning) | predicted}
 
 
 def two_regions(devices: int, slower: float, model: Model) -> Network:
-    """Half of the devices in each. They are the ranks of this machine."""
+    """Return half of the devices in each. They are the ranks of this machine."""
     region = [2 * rank // devices for rank in range(devices)]
     links = [[WITHIN if a == b else ACROSS for b in region] for a in region]
     return Network(
@@ -112,32 +99,3 @@ def two_regions(devices: int, slower: float, model: Model) -> Network:
         "two regions, emulated",
         model,
     )
-
-
-def _train(
-    placed: PlacementResult,
-    follows: bool,
-    module: L.LightningModule,
-    loader: DataLoader[Any],
-    iterations: int,
-    warm_up: int,
-    window: float | str,
-) -> float:
-    """Seconds of a mini-batch, the mean over the workers."""
-    with tempfile.TemporaryDirectory() as directory, emulated_links(placed.network):
-        path = Path(directory, "placement.json")
-        write_placement(path, placed.placement("suite=placement"))
-        strategy = SDPipeStrategy(
-            placed.asked.num_stages,
-            SemiDecentralized(window=window),
-            data="sharded",
-            num_micro_batches=placed.asked.micro_batches,
-            placement=path if follows else None,
-            timeout=TIMEOUT,
-            start_method="fork",
-        )
-        reports = Path(directory, "reports")
-        reports.mkdir()
-        probe = Probe(reports, warm_up)
-        fit(module, [loader], strategy, len(placed.network), probe, limit_train_batches=iterations)
-        return statistics.mean(report.used.clock / report.iterations for report in read_reports(reports))

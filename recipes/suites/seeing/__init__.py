@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
-from recipes.suites.ratios import run_parts
+from recipes.suites.grid import Parts, run_parts
 from recipes.suites.seeing import named, overhead, simulated, viewers
 
 LOWER_IS_BETTER = frozenset({"overhead", "accused", "viewers"})
-run = partial(
-    run_parts,
-    "seeing",
-    {
-        "overhead": overhead.measure,
-        "throughput": overhead.measure_throughput,
-        "named": named.measure,
-        "simulated": simulated.measure,
-        "viewers": viewers.measure,
-    },
-)
+PARTS: Parts = {
+    "overhead": overhead.measure,
+    "throughput": overhead.measure_throughput,
+    "named": named.measure,
+    "simulated": simulated.measure,
+    "viewers": viewers.measure,
+}
+run = partial(run_parts, "seeing", PARTS)

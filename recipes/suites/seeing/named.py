@@ -5,29 +5,32 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.seeing.detectors import compute_straggler
 from lightning_sdpipe.seeing.finding import costs
 from lightning_sdpipe.seeing.recording import Recording, of_log
 from lightning_sdpipe.topology.mesh import Mesh
-from recipes.suites.calibration import calibrated_scale
-from recipes.suites.cases import EmulatedCase, Named
-from recipes.suites.emulated import EmulatedChain, passes
-from recipes.suites.journal import Journal
-from recipes.suites.ratios import Ratios, Row, ratio
-from recipes.suites.trainings import fit, quiet, random_features, strategy
+from recipes.suites.grid import Case, Grid, Ratios, Row, chosen, ratio, values
+from recipes.suites.trainings import Named, Training, calibrated_scale, named, quiet, strategy_of, train
 
 WITHIN = 128
 """Updates of the slow worker in which it must be named."""
 GOALS = {"static1.5": 0.95, "static1.2": 0.8}
 SKIPPED = 8
 """Updates that costs leave out: the first ones are longer."""
+
+
+@dataclass(frozen=True)
+class OneSlow:
+    """A training, in which the worker of a rank may be slow by a factor."""
+
+    training: Training
+    rank: int
+    factor: float
 
 
 def measure(
@@ -41,7 +44,7 @@ def measure(
     runs: int,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """One training for each condition, shape, method and run.
+    """Measure one training for each condition, shape, method and run.
 
     Args:
         methods: specifications for Hydra, by name.
@@ -54,120 +57,95 @@ def measure(
         seed: of the first; it draws the slow worker.
     """
     quiet()
-    rows: list[Row] = []
-    for shape in shapes:
-        case = _case(shape, methods, seconds, iterations, scale or 1.0, seed)
-        if scale is None:
-            none = _static([1.0] * (shape[0] * shape[1])).specification
-            assert none is not None
-            case = replace(case, scale=calibrated_scale(case, methods["all_reduce"], none, Journal(None, {})))
+    grid, rows = Grid(), list[Row]()
+    for stages, pipelines in shapes:
+        case = Training(
+            method=named({"methods": methods}, "methods", next(iter(methods))),
+            num_stages=stages,
+            num_pipelines=pipelines,
+            num_micro_batches=stages,
+            batches=iterations * pipelines,
+            block_seconds=seconds / stages,
+            scale=scale or 1.0,
+            seed=seed,
+        )
+        case = replace(case, scale=calibrated_scale(case, grid)) if scale is None else case
+        cases = []
         for run in range(runs):
             for factor in factors:
                 condition = "none" if factor == 1 else f"static{factor:g}"
-                for method, specification in methods.items():
-                    of_run = replace(case, method=Named(method, specification), seed=seed + run)
-                    rows.append(_train(of_run, condition, factor, run))
+                slow = random.Random(f"{seed + run}/{case.shape}/{condition}").randrange(case.workers)
+                speeds = [factor if rank == slow else 1.0 for rank in range(case.workers)]
+                static = {"_target_": "lightning_sdpipe.heterogeneity.Static", "factors": speeds}
+                for name, method in methods.items():
+                    training = replace(
+                        case, method=Named(name, method), condition=Named(condition, static), seed=seed + run
+                    )
+                    columns = {"what": name, "shape": case.shape, "condition": condition, "run": run}
+                    cases.append(Case({**columns, "scale": case.scale}, OneSlow(training, slow, factor)))
+        rows += grid.run(cases, _train, "mini_batches_per_s")
     return rows, ratios(rows)
 
 
-def _case(
-    shape: Sequence[int], methods: Mapping[str, Any], seconds: float, iterations: int, scale: float, seed: int
-) -> EmulatedCase:
-    stages, pipelines = shape
-    name = next(iter(methods))
-    return EmulatedCase(
-        panel="named",
-        method=Named(name, methods[name]),
-        condition=_static([1.0] * (stages * pipelines)),
-        num_stages=stages,
-        num_pipelines=pipelines,
-        schedule="1f1b",
-        num_micro_batches=stages,
-        iterations=iterations,
-        warm_up=0,
-        scale=scale,
-        seed=seed,
-        micro_batch_seconds=seconds / stages,
-        num_parameters=1024,
-    )
-
-
-def _static(factors: Sequence[float]) -> Named:
-    return Named("static", {"_target_": "lightning_sdpipe.heterogeneity.Static", "factors": list(factors)})
-
-
-def _train(case: EmulatedCase, condition: str, factor: float, run: int) -> Row:
-    workers = case.num_stages * case.num_pipelines
-    mesh = Mesh.build(workers, case.num_stages)
-    slow = random.Random(f"{case.seed}/{case.shape}/{condition}").randrange(workers)
-    factors = [factor if rank == slow else 1.0 for rank in range(workers)]
-    worker = Worker(*mesh.locate(slow))
-    seconds = case.micro_batch_seconds * case.scale
-    torch.manual_seed(case.seed)
-    module = EmulatedChain(case.num_stages, *passes(seconds))
-    loader = random_features(case.iterations * case.num_pipelines, case.num_micro_batches)
+def _train(asked: OneSlow) -> Row:
+    case = asked.training
+    assert isinstance(case.num_stages, int)
+    worker = Worker(*Mesh.build(case.workers, case.num_stages).locate(asked.rank))
     with tempfile.TemporaryDirectory() as directory:
-        trains = strategy(replace(case, condition=_static(factors)), Path(directory))
-        fit(module, [loader], trains, workers, limit_train_batches=case.iterations)
+        train(case, strategy=strategy_of(case, log_dir=Path(directory)))
         seen = together(of_log(Path(directory, "scheduler.jsonl")))
-    row = {"what": case.method.name, "shape": case.shape, "condition": condition, "run": run, "scale": case.scale}
-    return row | judged(seen, worker, factor)
+    return judged(seen, worker, asked.factor)
 
 
 def together(recording: Recording) -> Recording:
-    """Up to the moment at which the first worker had finished: one that trains on alone is not slowed by others."""
+    """Return it up to the moment at which the first worker had finished: one that trains on alone is not slowed by
+    others."""
     until = min(series.ends[-1] for series in recording.series.values())
-    cut = {}
-    for worker, series in recording.series.items():
-        late = sum(end > until for end in series.ends)
-        cut[worker] = series.oldest(len(series) - late)
-    return replace(recording, series=cut)
+    return _until(recording, until)
+
+
+def _until(recording: Recording, until: float) -> Recording:
+    series = {w: s.oldest(sum(end <= until for end in s.ends)) for w, s in recording.series.items()}
+    return replace(recording, series=series)
 
 
 def judged(seen: Recording, slow: Worker, factor: float) -> Row:
     """Return what is named after :data:`WITHIN` updates of the slow worker, and what the run says that it cost."""
-    until = seen.series[slow].ends[:WITHIN][-1]
-    early = {w: series.oldest(sum(end <= until for end in series.ends)) for w, series in seen.series.items()}
-    named = {worker for finding in compute_straggler(replace(seen, series=early)) for worker in finding.workers}
-    last = seen.num_stages - 1
+    early = _until(seen, seen.series[slow].ends[:WITHIN][-1])
+    accused = {worker for finding in compute_straggler(early) for worker in finding.workers}
+    right = {slow} if factor > 1 else set()
     begun = max(series.ends[SKIPPED] for series in seen.series.values())
     cost = costs(seen, begun)[slow.pipeline]
-    rates = [
-        sum(end > begun for end in series.ends) / (series.ends[-1] - begun)
-        for worker, series in seen.series.items()
-        if worker.stage == last
-    ]
+    ends = [series.ends for worker, series in seen.series.items() if worker.stage == seen.num_stages - 1]
     return {
-        "updates": len(early[slow]),
-        "right": named == ({slow} if factor > 1 else set()),
-        "accused": bool(named - ({slow} if factor > 1 else set())),
+        "updates": len(early.series[slow]),
+        "right": accused == right,
+        "accused": bool(accused - right),
         "stood": cost.stood,
         "lacks": cost.lacks,
         "said_gain": cost.gain,
-        "mini_batches_per_s": sum(rates),
+        "mini_batches_per_s": sum(sum(end > begun for end in own) / (own[-1] - begun) for own in ends),
     }
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
     """Return the ratios of all shapes and methods together: each run of a condition beside that without a slow one."""
     found: Ratios = {}
-    for condition in dict.fromkeys(row["condition"] for row in rows):
-        own = [row for row in rows if row["condition"] == condition]
-        share = sum(row["right"] for row in own) / len(own)
-        if condition in GOALS:
-            meaning = f"runs in which the slow worker alone was named by its update {WITHIN}"
-            found[f"named/{condition}"] = ratio([share], GOALS[condition], meaning)
-    none = {(row["shape"], row["what"], row["run"]): row for row in rows if row["condition"] == "none"}
+    for condition in [condition for condition in values(rows, "condition") if condition in GOALS]:
+        own = chosen(rows, condition=condition)
+        meaning = f"runs in which the slow worker alone was named by its update {WITHIN}"
+        found[f"named/{condition}"] = ratio([sum(row["right"] for row in own) / len(own)], GOALS[condition], meaning)
+    none = {(row["shape"], row["what"], row["run"]): row for row in chosen(rows, condition="none")}
     if none:
         share = sum(row["accused"] for row in none.values()) / len(none)
         found["accused/none"] = ratio([share], 0.05, "runs of equal workers in which one was named")
     gains = [
         (row["said_gain"], none[key]["mini_batches_per_s"] / row["mini_batches_per_s"])
-        for row in rows
-        if row["condition"] == "static2" and (key := (row["shape"], row["what"], row["run"])) in none
+        for row in chosen(rows, condition="static2")
+        if (key := (row["shape"], row["what"], row["run"])) in none
     ]
     if gains:
-        values = [min(said / gain, gain / said) for said, gain in gains]
+        same = [min(said / gain, gain / said) for said, gain in gains]
         meaning = "1/(1 − stood − lacks) and the gain of a run without the slow worker: the smaller over the larger"
-        found["cost/static2"] = ratio(values, 0.9, meaning)
+        found["cost/static2"] = ratio(same, 0.9, meaning)
     return found

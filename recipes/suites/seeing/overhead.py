@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,44 +13,34 @@ import msgspec
 
 from lightning_sdpipe import meter
 from lightning_sdpipe.scheduler.client.training_asks import RowBuffer
-from recipes.suites.calibration import calibrated_scale
-from recipes.suites.cases import EmulatedCase, named
-from recipes.suites.journal import Journal
-from recipes.suites.ratios import Ratios, Row, ratio, rotated
-from recipes.suites.trainings import measure as measure_training
-from recipes.suites.trainings import quiet
+from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, ratio, ratios, rotated
+from recipes.suites.throughput import summary
+from recipes.suites.trainings import Named, Training, calibrated_scale, quiet, train
 
-SPANS = {"2x2": 21}
-"""Of an update with four micro-batches, by the shape of the run."""
+SHAPE, SPANS = "2x2", 21
+"""Spans of an update with four micro-batches, in a run of this shape."""
 BEAT = 16
 """Updates of a heartbeat."""
 
 
 def measure(*, updates: int, update_seconds: float, repeats: int, seed: int) -> tuple[list[Row], Ratios]:
-    """Spans, rows and their encoding, over an update of ``update_seconds``."""
-    rows: list[Row] = []
-    for repeat in range(repeats):
-        for shape, spans in SPANS.items():
-            seconds = _seconds(updates, spans)
-            rows.append({"what": "meter", "shape": shape, "repeat": repeat, "us_per_update": 1e6 * seconds})
-    ratios = {
-        f"overhead/{shape}": ratio(
-            [row["us_per_update"] / 1e6 / update_seconds for row in rows if row["shape"] == shape],
-            0.005,
-            f"spans, rows and heartbeats of an update over its {1e3 * update_seconds:g} ms",
-        )
-        for shape in SPANS
-    }
-    return rows, ratios
+    """Return the cost of spans, rows and their encoding, over an update of ``update_seconds``."""
+    seconds = [_seconds(updates) for _ in range(repeats)]
+    rows: list[Row] = [
+        {"what": "meter", "shape": SHAPE, "repeat": repeat, "us_per_update": 1e6 * each}
+        for repeat, each in enumerate(seconds)
+    ]
+    meaning = f"spans, rows and heartbeats of an update over its {1e3 * update_seconds:g} ms"
+    return rows, {f"overhead/{SHAPE}": ratio([each / update_seconds for each in seconds], 0.005, meaning)}
 
 
-def _seconds(updates: int, spans: int) -> float:
+def _seconds(updates: int) -> float:
     """Return the seconds of the meter in an update."""
     own, buffer = meter.Meter(), RowBuffer()
     span, encode = own.spans[meter.FORWARD], msgspec.msgpack.Encoder().encode
     start = time.perf_counter()
     for update in range(updates):
-        for _ in range(spans):
+        for _ in range(SPANS):
             with span:
                 pass
         row = own.update_ended(0.0)
@@ -63,57 +54,41 @@ def _seconds(updates: int, spans: int) -> float:
 
 
 def measure_throughput(
-    *,
-    methods: Mapping[str, Any],
-    heterogeneity: Mapping[str, Any],
-    case: Mapping[str, Any],
-    scale: float | None,
-    repeats: int,
-    seed: int,
+    *, methods: Mapping[str, Any], case: Mapping[str, Any], scale: float | None, repeats: int, seed: int
 ) -> tuple[list[Row], Ratios]:
-    """Samples per second of trainings with the meter over those without, in rotated order.
+    """Return samples per second of trainings with the meter over those without, in rotated order.
 
     Args:
         methods: specifications for Hydra, by name.
-        heterogeneity: likewise.
-        case: of :class:`~recipes.suites.cases.EmulatedCase`, what is not given here.
+        case: of :class:`~recipes.suites.trainings.Training`, what is not given here.
         scale: of emulated times; None to measure it.
         repeats: of each.
         seed: of everything random.
     """
     quiet()
-    known = {"methods": methods, "heterogeneity": heterogeneity}
-    training = EmulatedCase(
-        panel="throughput",
-        method=named(known, "methods", "sdpipe"),
-        condition=named(known, "heterogeneity", "none"),
-        scale=scale or 1.0,
-        seed=seed,
-        **case,
-    )
+    training = Training(method=Named("sdpipe", methods["sdpipe"]), scale=scale or 1.0, seed=seed, **case)
     if scale is None:
-        factor = calibrated_scale(training, methods["all_reduce"], heterogeneity["none"], Journal(None, {}))
-        training = EmulatedCase(**{**vars(training), "scale": factor})
-    speeds: dict[str, list[float]] = {"on": [], "off": []}
+        training = replace(training, scale=calibrated_scale(training, Grid()))
     rows: list[Row] = []
     for repeat in range(repeats):
-        for what in rotated(list(speeds), repeat):
-            with _metered(what == "on"):
-                measured = measure_training(training)
-            speeds[what].append(measured["samples_per_s"])
-            rows.append({"what": f"meter {what}", "shape": training.shape, "repeat": repeat, **measured})
-    values = [on / off for on, off in zip(speeds["on"], speeds["off"], strict=True)]
-    key = f"throughput/{training.shape}/none"
-    return rows, {key: ratio(values, 0.99, "samples/s of SDPipe: with the meter over without")}
+        for what in rotated(["meter on", "meter off"], repeat):
+            columns = {"what": what, "shape": training.shape, "repeat": repeat}
+            with _metered(what == "meter on"):
+                rows += Grid().run([Case(columns, training)], _train, "samples_per_s")
+    meaning = "samples/s of SDPipe: with the meter over without"
+    goal = Goal(meaning, "samples_per_s", {"what": "meter on"}, {"what": "meter off"}, 0.99)
+    return rows, ratios(rows, {f"throughput/{training.shape}/none": goal})
 
 
-@contextmanager
-def _metered(on: bool) -> Iterator[None]:
-    """Workers are forked, so that they have what is in the place of the meter's methods here."""
-    if on:
-        yield
-        return
-    with mock.patch.multiple(
-        meter.Meter, enter=lambda self, phase: None, leave=lambda self: None, update_ended=lambda self, waited: None
-    ):
-        yield
+def _train(case: Training) -> Row:
+    return summary(train(case), case.warm_up, case.num_micro_batches)
+
+
+def _metered(on: bool) -> ExitStack:
+    """Return a context in which workers are forked with a meter, or with one that does nothing."""
+    stack = ExitStack()
+    if not on:
+        silent: dict[str, Any] = {"__enter__": lambda self: None, "__exit__": lambda self, *_: None}
+        stack.enter_context(mock.patch.multiple(meter.Span, **silent))
+        stack.enter_context(mock.patch.object(meter.Meter, "update_ended", return_value=None))
+    return stack

@@ -10,7 +10,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.rows import Chunk, UpdateRow
 from lightning_sdpipe.seeing.detectors import compute_straggler
 from lightning_sdpipe.seeing.recording import Recording, series_of
-from recipes.suites.ratios import Ratios, Row, ratio
+from recipes.suites.grid import Ratios, Row, ratio
 
 
 def measure(

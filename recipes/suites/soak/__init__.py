@@ -18,21 +18,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from datetime import timedelta
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hydra
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdpipe import Exchange, SDPipeStrategy
+from lightning_sdpipe import Exchange
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.exchange.options import Overlap
 from lightning_sdpipe.exchange.payloads import NAMES
@@ -40,14 +37,12 @@ from lightning_sdpipe.scheduler.server.server import Limits
 from lightning_sdpipe.sync import capabilities
 from lightning_sdpipe.sync.methods import method_for
 from lightning_sdpipe.worker.options import Schedule
-from lightning_sdpipe.worker.phases import Phase
-from recipes.suites.faults.elastic_world import Record, World, set_up
-from recipes.suites.faults.injected_faults import Diary, Fault, inject
-from recipes.suites.faults.small_disks import disk
-from recipes.suites.namespaces import NotAllowed, hosts, inside
-from recipes.suites.ratios import Ratios, Row, ratio
+from recipes.harness.namespaces import NotAllowed, hosts, inside
+from recipes.harness.small_disks import disk
+from recipes.suites.elastic import Record, Work, World, said
+from recipes.suites.grid import Ratios, Row, ratio
 from recipes.suites.soak.events import CUTS, FULL, SILENCE, Events
-from recipes.suites.trainings import make_trainer, quiet
+from recipes.suites.trainings import quiet
 
 LOWER_IS_BETTER = frozenset({"soak"})
 
@@ -64,58 +59,12 @@ class RunFailedError(RuntimeError):
         self.events = events
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of the runs.
-
-    Args:
-        hosts: namespaces of the network, as :class:`~recipes.suites.faults.elastic_world.World` has them.
-        left_out: why an event cannot be made here, by its kind.
-    """
+class Here(NamedTuple):
+    """The place of the runs: namespaces of the network, as :class:`~recipes.suites.elastic.World` has them; and why an
+    event cannot be made here, by its kind."""
 
     hosts: Sequence[str]
     left_out: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Regression:
-    """The model of every pipeline."""
-
-    num_stages: int
-    num_pipelines: int
-    sync: Any
-    exchange: Exchange
-    schedule: Schedule
-    batch_seconds: float
-    batches: int
-    epochs: int
-
-
-class Noted(Diary):
-    """Notes the samples and the loss of every batch that is trained; Lightning's loop has turns in which none is."""
-
-    _batch: Any = None
-    _stepped = False
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
-        self._batch = batch
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
-        """Before the scheduler can be told of it: this process may be killed at any moment."""
-        self._stepped = True
-        strategy = trainer.strategy
-        assert isinstance(strategy, SDPipeStrategy)
-        if strategy.training.phase is Phase.FINISHING:  # with the gradients of others
-            return
-        self.say("trained", epoch=trainer.current_epoch, samples=[int(number) for number in self._batch[0]])
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any
-    ) -> None:
-        if self._stepped:
-            self._stepped = False
-            loss = None if outputs is None else float(outputs["loss"])
-            self.say("update", update=trainer.global_step, epoch=trainer.current_epoch, loss=loss)
 
 
 class Learner(L.LightningModule):
@@ -134,6 +83,15 @@ class Learner(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def regression(work: Work, pipeline: int) -> Sequence[Any]:
+    """Return the model and its data; the seed of the suite draws what happens, not these."""
+    count = work.batches * BATCH
+    features = torch.randn(count, FEATURES)
+    targets = features.sum(1, keepdim=True) + NOISE * torch.randn(count, 1)
+    data = TensorDataset(torch.arange(count), features, targets)
+    return Learner(work.batch_seconds / work.num_stages), DataLoader(data, BATCH, shuffle=True)
 
 
 def run(
@@ -174,36 +132,46 @@ def run(
     """
     quiet()
     rows: list[Row] = []
-    calm_losses: dict[tuple[str, ...], float] = {}
-    with _place(num_pipelines) as place:
-        for reason in sorted(set(place.left_out.values())):
-            print(f"without {', '.join(kind for kind, why in place.left_out.items() if why == reason)}: {reason}")
+    calm_losses: dict[tuple[Any, ...], float] = {}
+    with _here(num_pipelines) as here:
+        for reason in sorted(set(here.left_out.values())):
+            print(f"without {', '.join(kind for kind, why in here.left_out.items() if why == reason)}: {reason}")
         while sum(row["events"] for row in rows) < events and (runs is None or len(rows) < runs):
             number = seed + len(rows)
             draws = random.Random(f"soak {number}")  # numbers that are near draw alike at first
             name, stages = draws.choice(sorted(methods)), draws.choice(list(num_stages))
-            sync, overlap = hydra.utils.instantiate(methods[name]), draws.choice(list(overlaps))
-            resumes, payload, schedule = (
+            sync, overlap, resumes = (
+                hydra.utils.instantiate(methods[name]),
+                draws.choice(list(overlaps)),
                 draws.random() < 0.5,
-                draws.choice(list(payloads)),
-                draws.choice(list(schedules)),
             )
+            payload, schedule = draws.choice(list(payloads)), draws.choice(list(schedules))
             overlap, payload, schedule = _going_with(sync, stages, overlap, payload, schedule)
-            exchange = Exchange(NAMES[payload](), overlap)
-            work = Regression(stages, num_pipelines, sync, exchange, schedule, batch_seconds, batches, epochs)
+            work = Work(
+                stages,
+                num_pipelines,
+                sync,
+                batches * num_pipelines,
+                regression,
+                batch_seconds,
+                epochs=epochs,
+                checkpoint_every=CHECKPOINT_EVERY,
+                schedule=schedule,
+                exchange=Exchange(NAMES[payload](), overlap),
+            )
             row: Row = {"seed": number, "method": name, "overlap": overlap, "payload": payload, "schedule": schedule}
             row |= {"num_stages": stages, "resumes": resumes}
-            kind = name, overlap, payload, schedule, str(stages)
+            kind = name, overlap, payload, schedule, stages
             try:
                 if kind not in calm_losses:
-                    calm_losses[kind] = _one(work, place, random.Random(0), 0, calm, False)["loss"]
-                row |= _one(work, place, draws, events_of_run, calm, resumes)
+                    calm_losses[kind] = _one(work, here, random.Random(0), 0, calm, False)["loss"]
+                row |= _one(work, here, draws, events_of_run, calm, resumes)
                 row |= {"calm_loss": calm_losses[kind], "failed": ""}
             except RunFailedError as error:
                 row |= _happened(error.events) | {"failed": str(error)}
             rows.append(row)
-            print(_told(row, sum(each["events"] for each in rows)), flush=True)
-    return rows, ratios(rows, sorted(place.left_out))
+            print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    return rows, ratios(rows, sorted(here.left_out))
 
 
 def _going_with(
@@ -222,8 +190,8 @@ def _going_with(
 
 
 @contextmanager
-def _place(num_pipelines: int) -> Iterator[Place]:
-    """Cables that can be pulled, and disks that can be full, as far as that is allowed."""
+def _here(num_pipelines: int) -> Iterator[Here]:
+    """Make cables that can be pulled, and disks that can be full, as far as that is allowed."""
     left_out: dict[str, str] = {}
     with ExitStack() as stack:
         try:
@@ -237,17 +205,16 @@ def _place(num_pipelines: int) -> Iterator[Place]:
             stack.enter_context(inside(names[-1]))
         except NotAllowed as reason:
             left_out |= dict.fromkeys(CUTS, str(reason))
-        yield Place(names, left_out)
+        yield Here(names, left_out)
 
 
 def ratios(rows: Sequence[Row], left_out: Sequence[str] = ()) -> Ratios:
-    """Failures per run; the loss at the end over that of the run without events; the longest standstill."""
-    events = sum(row["events"] for row in rows)
-    failed = [float(bool(row["failed"])) for row in rows]
+    """Return failures per run; the loss at the end over that of the run without events; the longest standstill."""
+    events, failed = sum(row["events"] for row in rows), sum(bool(row["failed"]) for row in rows)
     meaning = f"runs that hung, or lost something, of {len(rows)}; {events} events"
     if left_out:
         meaning += f", none of them {' or '.join(left_out)}, which cannot be made here"
-    found = {"soak/failed": ratio([sum(failed)], 0.0, meaning)}
+    found = {"soak/failed": ratio([float(failed)], 0.0, meaning)}
     good = [row for row in rows if not row["failed"] and row["loss"] is not None]
     if good:
         quotients = [row["loss"] / row["calm_loss"] for row in good]
@@ -258,27 +225,13 @@ def ratios(rows: Sequence[Row], left_out: Sequence[str] = ()) -> Ratios:
     return found
 
 
-def _told(row: Row, events: int) -> str:
-    said = f"seed {row['seed']}, {row['method']}, overlap {row['overlap']}, {row['payload']}, "
-    said += f"{row['schedule']}, {row['num_stages']} stages, "
-    said += f"{row['events']} events ({events} in all): "
-    if row["failed"]:
-        return said + f"FAILED: {row['failed']}"
-    outcome = (
-        f"ended: {row['ended']}" if row["loss"] is None else f"loss {row['loss']:.4f}, still {row['still_s']:.1f} s"
-    )
-    return said + f"{outcome}, {row['bystanders']} not hit have failed, {row['what']}"
-
-
 def _happened(events: Events) -> Row:
     what, left_out = dict(sorted(events.what.items())), dict(sorted(events.left_out.items()))
     return {"events": events.count, "bystanders": events.bystanders, "what": what, "left_out": left_out}
 
 
-def _one(
-    work: Regression, place: Place, draws: random.Random, events: int, calm: float, resumes: bool
-) -> dict[str, Any]:
-    """One run to its end.
+def _one(work: Work, here: Here, draws: random.Random, events: int, calm: float, resumes: bool) -> dict[str, Any]:
+    """Make one run to its end.
 
     Raises:
         RunFailedError: it makes no update, it fails, or something was lost.
@@ -287,18 +240,18 @@ def _one(
     disks = {kind: directory / name for kind, name in zip(FULL, ("checkpoints", "logs"), strict=True)}
     with ExitStack() as stack:
         for kind, where in disks.items():
-            if kind not in place.left_out:
+            if kind not in here.left_out:
                 stack.enter_context(disk(where))
-        world = World(directory, work, Limits(SILENCE), resumes, learn, place.hosts)
+        world = World(directory, work, Limits(SILENCE), resumes, here.hosts)
         stack.callback(world.close)
-        done = Events(world, draws, events, calm, frozenset(place.left_out), disks)
+        done = Events(world, draws, events, calm, frozenset(here.left_out), disks)
         try:
             done.until_the_end()
             records = world.records()
             if not done.ended:
                 codes = [code for pipeline in done.finished for code in world.exit_codes(pipeline)]
-                assert codes, f"no pipeline has finished: {world.said()}"
-                assert not any(codes), f"exit codes {codes}: {world.said()}"
+                assert codes, f"no pipeline has finished: {said(directory)}"
+                assert not any(codes), f"exit codes {codes}: {said(directory)}"
                 check(records, work, anew=bool({"scheduler", "leader_and_scheduler", "full_logs"} & done.what.keys()))
         except (TimeoutError, AssertionError, SchedulerError) as error:
             kept = Path(f"{directory}-failed")
@@ -306,72 +259,38 @@ def _one(
             (kept / "events.txt").write_text("\n".join(done.told))
             raise RunFailedError(f"{kept} has what all processes said; {str(error)[:1000]}", done) from error
     shutil.rmtree(directory)
-    row = _happened(done) | {"ended": done.ended, "still_s": _longest_still(records), "loss": None}
-    if done.ended:
-        return row
+    times = sorted(at for record in records for at in record.times("update"))
+    still = max((after - before for before, after in pairwise(times)), default=0.0)
     losses = [
         line["loss"]
         for record in records
         if record.rank == 0  # others do not know it without a flush
-        for line in record.lines
-        if line["what"] == "update" and line["epoch"] == work.epochs - 1 and line["loss"] is not None
+        for line in record.said("update")
+        if line["epoch"] == work.epochs - 1 and line["loss"] is not None
     ]
-    return row | {"loss": statistics.mean(losses)}
+    loss = None if done.ended else statistics.mean(losses)
+    return _happened(done) | {"ended": done.ended, "still_s": still, "loss": loss}
 
 
-def _longest_still(records: Sequence[Record]) -> float:
-    """Seconds in which no pipeline made an update."""
-    times = sorted(at for record in records for at in record.times("update"))
-    return max((after - before for before, after in pairwise(times)), default=0.0)
-
-
-def check(records: Sequence[Record], work: Regression, anew: bool = False) -> None:
+def check(records: Sequence[Record], work: Work, anew: bool = False) -> None:
     """Raise AssertionError, with what was lost; a run may begin ``anew`` if its scheduler died with all pipelines."""
     if not anew:
         first = min((at for record in records for at in record.times("update")), default=float("inf"))
         for record in records:
-            begun = [line["at"] for line in record.lines if line["what"] == "start" and line["update"] == 0]
-            late = max((at - first for at in begun), default=0.0)
+            late = max((line["at"] - first for line in record.said("start") if line["update"] == 0), default=0.0)
             assert late < 2.0, f"a process of pipeline {record.pipeline} began anew {late:.1f} s after the first update"
-    every = set(range(work.batches * BATCH * work.num_pipelines))
+    every = set(range(work.batches * BATCH))
     for epoch in range(work.epochs):
         trained: Counter[int] = Counter()
         by_survivors: Counter[int] = Counter()
-        for record in records:
-            survives = any(line["what"] == "end" for line in record.lines)
-            for line in record.lines:
-                if line["what"] == "trained" and line["epoch"] == epoch and record.rank == 0:
-                    trained.update(line["samples"])
-                    by_survivors.update(line["samples"] if survives else [])
+        for record in [record for record in records if record.rank == 0]:
+            samples = [s for line in record.said("trained") if line["epoch"] == epoch for s in line["samples"]]
+            trained.update(samples)
+            by_survivors.update(samples if record.said("end") else [])
         missing = every - trained.keys()
         assert not missing, f"{len(missing)} samples of epoch {epoch} were not trained: {sorted(missing)[:20]}"
         twice = [sample for sample, count in by_survivors.items() if count > 1]
         assert not twice, f"{len(twice)} samples of epoch {epoch} were trained twice by survivors: {sorted(twice)[:20]}"
     for record in records:
-        made = [line["update"] for line in record.lines if line["what"] == "update"]
+        made = [line["update"] for line in record.said("update")]
         assert made == sorted(made), f"a process of pipeline {record.pipeline} went back: {made}"
-
-
-def learn(
-    work: Regression, directory: Path, name: str, environment: Mapping[str, str], fault: Fault | None = None
-) -> None:
-    """One worker, in a process of its own."""
-    set_up(directory, name, environment)
-    torch.manual_seed(1)  # of the model and its data; the suite's seed draws what happens
-    count = work.batches * BATCH * work.num_pipelines
-    features = torch.randn(count, FEATURES)
-    targets = features.sum(1, keepdim=True) + NOISE * torch.randn(count, 1)
-    module = Learner(work.batch_seconds / work.num_stages)
-    diary = Noted(directory / f"{name}.diary")
-    strategy = SDPipeStrategy(
-        sync=work.sync,
-        exchange=work.exchange,
-        schedule=work.schedule,
-        num_micro_batches=None if work.schedule == "pipedream" else 1,
-        timeout=timedelta(seconds=60),
-    )
-    checkpoints = ModelCheckpoint(directory / "checkpoints", every_n_train_steps=CHECKPOINT_EVERY)
-    trainer = make_trainer(strategy, 1, diary, checkpoints, max_epochs=work.epochs, enable_checkpointing=True)
-    if fault is not None:
-        inject(fault, trainer, module, diary)
-    trainer.fit(module, DataLoader(TensorDataset(torch.arange(count), features, targets), BATCH, shuffle=True))

@@ -9,10 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from recipes.suites import namespaces
-from recipes.suites.faults import small_disks
-from recipes.suites.faults.elastic_world import World
-from recipes.suites.faults.injected_faults import Fault
+from recipes.harness import namespaces, small_disks
+from recipes.suites.elastic import Fault, World, said
 
 SILENCE = 2.0
 """The run's limit of silence."""
@@ -23,18 +21,8 @@ INSIDE = (
 )
 CUTS, FULL = ("cut", "scheduler_cut"), ("full_checkpoints", "full_logs")
 WEIGHTS = {
-    "kill": 24,
-    "term": 6,
-    "silent": 6,
-    "stop": 12,
-    "cut": 12,
-    "scheduler": 6,
-    "scheduler_cut": 8,
-    "two": 8,
-    "leader_and_scheduler": 6,
-    "full_checkpoints": 6,
-    "full_logs": 8,
-    "all": 3,
+    **{"kill": 24, "term": 6, "silent": 6, "stop": 12, "cut": 12, "scheduler": 6, "scheduler_cut": 8, "two": 8},
+    **{"leader_and_scheduler": 6, "full_checkpoints": 6, "full_logs": 8, "all": 3},
 }
 VICTIMS = {"kill": 1, "term": 1, "silent": 1, "stop": 1, "cut": 1, "leader_and_scheduler": 1, "two": 2}
 
@@ -51,6 +39,8 @@ class Events:
         calm: mean seconds between two.
         left_out: kinds that cannot be made here.
         disks: those that may be full, by the kind of event.
+        weights: of the kinds.
+        regular: events come every ``calm`` seconds, and a dead pipeline is started again at once and whole.
     """
 
     def __init__(
@@ -61,8 +51,9 @@ class Events:
         calm: float,
         left_out: frozenset[str],
         disks: Mapping[str, Path],
+        weights: Mapping[str, int] = WEIGHTS,
+        regular: bool = False,
     ) -> None:
-        self.count = 0
         self.what: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
         self.bystanders = 0
@@ -73,20 +64,24 @@ class Events:
         self.ended = ""
         """Why the run has ended early, if that was to be."""
         self._world, self._draws, self._most, self._calm = world, draws, count, calm
-        self._left_out, self._disks = left_out, disks
+        self._left_out, self._disks, self._weights, self._regular = left_out, disks, weights, regular
         self._everybody = range(world.work.num_pipelines)
         self._due: dict[int, float] = {}
         """When a dead pipeline is started again."""
-        self._impaired: Counter[str] = Counter()
-        """What is stopped, cut off or full at the moment."""
+        self._impaired: list[tuple[float, str, Callable[[], None]]] = []
+        """Until when something is stopped, cut off or full, and what undoes that."""
         self._doomed: set[int] = set()
         """Pipelines whose newest start was killed, or told to end, and may not have ended yet."""
         self._fallen: set[int] = set()
         """Pipelines of which an earlier start has ended itself, as was drawn for it."""
         self._hit: set[int] = set()
         """Pipelines to whose newest start something has happened."""
-        self._undone: list[tuple[float, Callable[[], None]]] = []
         self._made, self._made_at, self._asks_at = -1, time.monotonic(), 0.0
+
+    @property
+    def count(self) -> int:
+        """Events so far."""
+        return self.what.total()
 
     def until_the_end(self) -> Events:
         """Return when all that live have finished, or the run has ended since all were lost.
@@ -97,7 +92,7 @@ class Events:
         world = self._world
         world.start()
         world.wait(lambda: len(world.members()) == len(self._everybody), "all to come")
-        next_event = time.monotonic() + self._draws.expovariate(1 / self._calm)
+        next_event = self._next(time.monotonic())
         try:
             while not (self._is_over() or self.ended):
                 time.sleep(0.02)
@@ -105,11 +100,14 @@ class Events:
                 self._bury_and_start()
                 self._undo(time.monotonic())
                 if time.monotonic() >= next_event and self.count < self._most:
-                    next_event = time.monotonic() + self._draws.expovariate(1 / self._calm)
+                    next_event = self._next(next_event if self._regular else time.monotonic())
                     self._strike()
         finally:
             self._undo(float("inf"))
         return self
+
+    def _next(self, after: float) -> float:
+        return after + (self._calm if self._regular else self._draws.expovariate(1 / self._calm))
 
     # ------------------------------------------------------- what has happened
 
@@ -129,18 +127,14 @@ class Events:
         if now >= self._asks_at:
             self._asks_at = now + 5.0
             if (over := self._world.failure()) is not None:
-                own_hand = [i for i in self._everybody if i in self._fallen or self._fell(i)]
-                innocent = [i for i in self._everybody if i not in {*self._hit, *own_hand} and self._trains(i)]
+                own_hand = {i for i in self._everybody if i in self._fallen or self._fell(i)}
+                innocent = [i for i in self._everybody if i not in self._hit | own_hand and self._world.updates(i)]
                 if "all pipelines are lost" not in over or innocent or not (self.what["all"] or own_hand):
                     raise TimeoutError(f"the run was ended; pipelines {innocent} were not even hit: {over}")
                 self.ended = over
                 self._tell(f"the run has ended: {over}")
         if now - self._made_at > STILL:
-            raise TimeoutError(f"there was no update for {STILL:g} s; {self._world.said()}")
-
-    def _trains(self, pipeline: int) -> bool:
-        """Return whether its newest start has made an update."""
-        return self._world.updates(pipeline) > 0
+            raise TimeoutError(f"there was no update for {STILL:g} s; {said(self._world.directory)}")
 
     def _fell(self, pipeline: int) -> bool:
         """Return whether its newest start was ended by its own hand."""
@@ -154,87 +148,70 @@ class Events:
             if pipeline in self._due:
                 if now >= self._due[pipeline] and not self.finished:
                     del self._due[pipeline]
-                    self._hit.discard(pipeline)
                     self._doomed.discard(pipeline)
-                    if self._impaired[f"cable {pipeline}"]:
-                        self._hit.add(pipeline)
+                    (self._hit.add if self._is_impaired(f"cable {pipeline}") else self._hit.discard)(pipeline)
                     self._tell(f"starts pipeline {pipeline}")
                     world.launch(pipeline, self._perhaps_a_fault())
             elif any(world.exit_codes(pipeline)):  # one of it has failed or was killed; the rest follows
                 if self._fell(pipeline):
                     self._fallen.add(pipeline)
-                elif pipeline not in self._hit and self._trains(pipeline):
+                elif pipeline not in self._hit and world.updates(pipeline):
                     self.bystanders += 1
                     self._tell(f"pipeline {pipeline} failed, and was not hit")
                 world.end(pipeline)
-                self._due[pipeline] = now + self._draws.uniform(0.0, 1.0)
+                self._due[pipeline] = now + (0.0 if self._regular else self._draws.uniform(0.0, 1.0))
 
-    def _undo(self, now: float) -> None:
-        for each in [each for each in self._undone if each[0] <= now]:
-            self._undone.remove(each)
-            each[1]()
+    def _is_whole(self, pipeline: int) -> bool:
+        """Return whether it trains and nothing is wrong with it now. A scheduler that is cut off would not know."""
+        if pipeline in self._doomed or pipeline in self._due or self._is_impaired(f"cable {pipeline}"):
+            return False
+        trains = self._world.lives(pipeline) and self._world.updates(pipeline) > 0
+        return trains and not self._is_impaired(f"process {pipeline}")
 
     # ------------------------------------------------------------ what happens
 
     def _perhaps_a_fault(self) -> Fault | None:
-        if self.count >= self._most or self._draws.random() > 0.25:
+        if self._regular or self.count >= self._most or self._draws.random() > 0.25:
             return None
         phase = self._draws.choice(INSIDE)
-        fault = Fault(phase, self._draws.randrange(2 * self._world.work.batches))
-        self._count(phase, f"to come: {fault}")
+        fault = Fault(phase, self._draws.randrange(2 * self._world.work.batches // len(self._everybody)))
+        self._happens(phase, f"to come: {fault}")
         return fault
 
     def _strike(self) -> None:
         world, draws = self._world, self._draws
-        kind = draws.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        kind = draws.choices(list(self._weights), list(self._weights.values()))[0]
         seconds, rank = draws.uniform(0.2, 3 * SILENCE), draws.randrange(world.work.num_stages)
         if kind in self._left_out:
             self.left_out[kind] += 1
             return
         members = world.status().members
-        whole = [i for i in (members.lives if members else {}) if self._is_whole(i)]
-        if kind == "leader_and_scheduler" and members is not None and members.leader in whole:
-            victims = [members.leader]
-        else:
-            victims = draws.sample(sorted(whole), min(VICTIMS.get(kind, 0), len(whole)))
+        whole = sorted(i for i in (members.lives if members else {}) if self._is_whole(i))
         if kind in VICTIMS and len(whole) <= VICTIMS[kind]:
             return
-        if kind == "all":
+        victims = draws.sample(whole, VICTIMS.get(kind, 0))
+        if kind == "leader_and_scheduler" and members is not None and members.leader in whole:
+            victims = [members.leader]
+        elif kind == "all":
             victims = [i for i in self._everybody if i not in self._due]
         self._hit.update(victims)
         if kind not in ("stop", "cut"):
             self._doomed.update(victims)
         match kind:
-            case "kill" | "two" | "term":
-                for victim in victims:
-                    world.kill(victim, rank, signal.SIGTERM if kind == "term" else signal.SIGKILL)
-            case "all":
-                for victim in victims:
-                    if self._lives(victim, 0):
-                        world.kill(victim)
             case "stop" | "silent":
                 self._stop(victims[0], rank, seconds, wakes=kind == "stop")
-            case "scheduler":
-                world.restart_scheduler()
-            case "leader_and_scheduler":
-                world.kill(victims[0], rank)
-                world.restart_scheduler()
-            case "cut":
-                self._cut(victims[0], seconds)
-            case "scheduler_cut":
-                self._cut(len(self._everybody), seconds)
+            case "cut" | "scheduler_cut":
+                self._cut(victims[0] if victims else len(self._everybody), seconds)
+            case "full_checkpoints" | "full_logs":
+                small_disks.fill(self._disks[kind])
+                self._until(seconds, kind, lambda: small_disks.empty(self._disks[kind]))
             case _:
-                self._fill(self._disks[kind], seconds)
-                if kind == "full_logs" and seconds > SILENCE:
-                    world.restart_scheduler()
-        self._count(kind, f"pipelines {victims}, rank {rank}, {seconds:.1f} s")
-
-    def _is_whole(self, pipeline: int) -> bool:
-        """Return whether it trains and nothing is wrong with it now. A scheduler that is cut off would not know."""
-        impaired = self._impaired[f"cable {pipeline}"] or self._impaired[f"process {pipeline}"]
-        if impaired or pipeline in self._doomed or pipeline in self._due:
-            return False
-        return self._world.lives(pipeline) and self._trains(pipeline)
+                for victim in victims:
+                    if kind != "all" or self._lives(victim, rank):
+                        world.kill(victim, rank, signal.SIGTERM if kind == "term" else signal.SIGKILL)
+        if kind in ("scheduler", "leader_and_scheduler") or (kind == "full_logs" and seconds > SILENCE):
+            world.restart_scheduler()
+        self._happens(kind, f"pipelines {victims}, rank {rank}, {seconds:.1f} s")
 
     def _stop(self, pipeline: int, rank: int, seconds: float, wakes: bool) -> None:
         world, start = self._world, self._world.start_of(pipeline)
@@ -246,43 +223,32 @@ class Events:
                 if wakes and seconds < SILENCE / 2:
                     self._hit.discard(pipeline)  # that must be forgiven
 
-        self._for(seconds, f"process {pipeline}", goes_on)
+        self._until(seconds, f"process {pipeline}", goes_on)
 
     def _cut(self, number: int, seconds: float) -> None:
         namespaces.plug(number, False)
-        cable = f"cable {number}"
 
         def heals() -> None:
-            if self._impaired[cable] == 1:  # of several that overlap, the last one
-                namespaces.plug(number, True)
-                if seconds < SILENCE / 2:
-                    self._hit.discard(number)
+            namespaces.plug(number, True)
+            if seconds < SILENCE / 2:
+                self._hit.discard(number)
 
-        self._for(seconds, cable, heals)
+        self._until(seconds, f"cable {number}", heals)
 
-    def _fill(self, place: Path, seconds: float) -> None:
-        small_disks.fill(place)
-        name = str(place)
+    def _until(self, seconds: float, what: str, undo: Callable[[], None]) -> None:
+        self._impaired.append((time.monotonic() + seconds, what, undo))
 
-        def has_space() -> None:
-            if self._impaired[name] == 1:
-                small_disks.empty(place)
+    def _is_impaired(self, what: str) -> bool:
+        return any(what == each for _, each, _ in self._impaired)
 
-        self._for(seconds, name, has_space)
+    def _undo(self, now: float) -> None:
+        for each in [each for each in self._impaired if each[0] <= now]:
+            self._impaired.remove(each)
+            if not self._is_impaired(each[1]):  # of several that overlap, the last one
+                self._tell(f"{each[1]} is as before")
+                each[2]()
 
-    def _for(self, seconds: float, what: str, undo: Callable[[], None]) -> None:
-        """``what`` is impaired until ``undo`` is called."""
-        self._impaired[what] += 1
-
-        def undone() -> None:
-            self._tell(f"{what} is as before")
-            undo()
-            self._impaired[what] -= 1
-
-        self._undone.append((time.monotonic() + seconds, undone))
-
-    def _count(self, kind: str, more: str = "") -> None:
-        self.count += 1
+    def _happens(self, kind: str, more: str) -> None:
         self.what[kind] += 1
         self._tell(f"{kind} {more}")
 

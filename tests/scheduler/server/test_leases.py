@@ -30,7 +30,7 @@ from lightning_sdpipe.scheduler.client.training_asks import HeardLeases
 from lightning_sdpipe.scheduler.log.event_log import Entry, differences, read_log
 from lightning_sdpipe.scheduler.server.journal import Journal
 from lightning_sdpipe.scheduler.server.server import Files, Server
-from recipes.suites.late_messages import DelayedLines
+from recipes.harness.late_messages import DelayedLines
 from tests.scheduler.live_scheduler import clients, serving
 from tests.scheduler.server.test_service import Addressed, Dialogue, beats, line
 

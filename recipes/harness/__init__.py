@@ -1,0 +1,1 @@
+"""Processes, hosts and links that the suites and the tests share."""

@@ -1,0 +1,51 @@
+"""Small disks that are full for a while: file systems in memory, mounted where files are written. It takes root."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from recipes.harness.namespaces import NotAllowed
+
+SIZE = 64 << 20
+_FILLER = ".filler"
+
+
+@contextmanager
+def disk(place: Path) -> Iterator[None]:
+    """``place`` is a directory on a disk of its own meanwhile.
+
+    Raises:
+        NotAllowed: it cannot be mounted.
+    """
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(place)]
+    if os.geteuid() != 0:
+        raise NotAllowed("a disk of its own takes root")
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    if outcome.returncode:
+        raise NotAllowed(f"{' '.join(command)}: {outcome.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def fill(place: Path) -> None:
+    """Take all space that the disk has left."""
+    with open(place / _FILLER, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+
+
+def empty(place: Path) -> None:
+    """Give it back."""
+    (place / _FILLER).unlink()

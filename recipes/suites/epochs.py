@@ -1,0 +1,118 @@
+"""Wall time of whole epochs, with validation, as a user waits for them: batches dealt by speed against equal shards.
+
+Workers sleep instead of computing; everything else about them is real.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from lightning_sdpipe.heterogeneity import Slowed, Static
+from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, ratios, refuse_unknown, turns
+from recipes.suites.trainings import Training, named, quiet, train
+
+LOWER_IS_BETTER = frozenset[str]()
+
+OURS, SHARDED, ALL_REDUCE = "sdpipe/dealt", "sdpipe/sharded", "all_reduce/sharded"
+BY_SPEED = "all_reduce/by_speed"
+LAYERS = 4
+"""Of a stage, so that gradients come one after the other."""
+
+
+def _goal(key: str, ours: str, other: str, value: float) -> tuple[str, Goal]:
+    _, shape, condition = key.split("/")
+    where = {"shape": shape, "heterogeneity": condition}
+    meaning = f"s per epoch, {shape} emulated, {condition}: {other} over {ours}"
+    return key, Goal(meaning, "epoch_s", {**where, "what": other}, {**where, "what": ours}, value)
+
+
+GOALS = dict(
+    [
+        _goal("all_reduce/1x4/static", OURS, ALL_REDUCE, 1.6),
+        _goal("all_reduce/1x4/static4", OURS, ALL_REDUCE, 2.4),
+        _goal("all_reduce/4x4/b", OURS, ALL_REDUCE, 1.4),
+        _goal("all_reduce/4x4/trace", OURS, ALL_REDUCE, 1.3),
+        _goal("sharded/1x4/none", OURS, SHARDED, 0.98),
+        _goal("batch_by_speed/1x4/static", BY_SPEED, ALL_REDUCE, 1.5),
+    ]
+)
+GOALS["bound/1x4/static"] = Goal(
+    f"mini-batches/s of whole epochs, 1x4 emulated, static: {OURS} over the sum of the devices' own",
+    "batches_per_s",
+    {"what": OURS, "shape": "1x4", "heterogeneity": "static"},
+    "sum_of_rates",
+    0.93,
+)
+
+
+def run(
+    *,
+    methods: Mapping[str, Any],
+    heterogeneity: Mapping[str, Any],
+    grid: Mapping[str, Mapping[str, Any]],
+    only: Sequence[str],
+    seed: int,
+) -> tuple[list[Row], Ratios]:
+    """Run the parts of the grid that ``only`` names.
+
+    Args:
+        methods: specifications for Hydra, by name.
+        heterogeneity: likewise.
+        grid: by name, what :func:`plan` takes.
+        only: names of parts.
+        seed: of the first repeat; the following ones count up from it.
+
+    Returns:
+        One row per training; and the ratios with goals.
+
+    Raises:
+        ConfigurationError: a part that there is not.
+    """
+    refuse_unknown("a part of suite=epochs", only, grid)
+    quiet()
+    known = {"methods": methods, "heterogeneity": heterogeneity}
+    cases = [case for panel in only for case in plan(grid[panel], known, seed)]
+    rows = Grid().run(cases, measure, "epoch_s")
+    return rows, ratios(rows, GOALS, ("micro_batches", "repeat"))
+
+
+def plan(part: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]], seed: int) -> Iterator[Case]:
+    """Yield the trainings of one part of the grid, in the order in which they run."""
+    stages, pipelines, micro_batches = part["num_stages"], part["num_pipelines"], part["num_micro_batches"]
+    for repeat, condition, what in turns(part["repeats"], part["conditions"]):
+        method, _, data = what.partition("/")
+        case = Training(
+            method=named(known, "methods", method),
+            condition=named(known, "heterogeneity", condition),
+            num_stages=stages,
+            num_pipelines=pipelines,
+            num_micro_batches=micro_batches,
+            batches=part["batches"] * pipelines,
+            validation_batches=part["validation_batches"] * pipelines,
+            epochs=part["epochs"] + 1,
+            data=data,
+            num_blocks=LAYERS * stages,
+            block_seconds=part["batch_seconds"] / (micro_batches + stages - 1) / LAYERS,
+            block_parameters=part["num_parameters"] // LAYERS,
+            seed=seed + repeat,
+        )
+        columns = {"what": what, "shape": case.shape, "micro_batches": micro_batches, "heterogeneity": condition}
+        yield Case({**columns, "repeat": repeat}, case)
+
+
+def measure(case: Training) -> Row:
+    """Return the mean length of the epochs but the first, in which everything is started and no speed is known yet;
+    and, if the devices have speeds of their own, mini-batches per second of all, each by itself."""
+    times = train(case)[0].starts
+    epoch = statistics.mean(after - before for before, after in pairwise(times[1:]))
+    row = {"epoch_s": epoch, "batches_per_s": case.batches / epoch, "sum_of_rates": None, "emulated": True}
+    match case.slowness:
+        case Static(factors) | Slowed(_, tuple(factors)) if case.num_stages == 1 or case.pace is not None:
+            count = case.num_pipelines if case.pace is None else case.workers
+            speeds = [1 / factors[rank % len(factors)] for rank in range(count)]
+            blocks = (case.num_blocks or 1) - (case.free is not None)
+            row["sum_of_rates"] = sum(speeds) / (case.block_seconds * case.scale * blocks * case.num_micro_batches)
+    return row | {"seed": case.seed}

@@ -1,0 +1,210 @@
+"""Parts of a suite and what they report: rows of raw measurements, and ratios of two things that were measured in the
+same run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from lightning_sdpipe.errors import ConfigurationError
+from recipes.suites import machine
+
+Row = dict[str, Any]
+Ratio = dict[str, Any]
+Ratios = dict[str, Ratio]
+Parts = Mapping[str, Callable[..., tuple[list[Row], Ratios]]]
+Name = TypeVar("Name")
+_ROOT = Path(__file__).parents[2]
+
+
+class Goal(NamedTuple):
+    """A goal says what is divided by what, and what should come out.
+
+    Args:
+        meaning: both in words.
+        column: of the rows; None there is infinite above, and left out below.
+        above: values of columns that tell the rows whose ``column`` is divided.
+        below: likewise of those by which it is divided; or a column of the same row.
+        value: what the ratio should reach, or stay below if the suite lists its key in ``LOWER_IS_BETTER``; None where
+            it is measured to be known.
+    """
+
+    meaning: str
+    column: str
+    above: Row
+    below: Row | str
+    value: float | None = None
+
+
+class Case(NamedTuple):
+    """A case is one measurement of a grid.
+
+    Args:
+        columns: its row begins with them; they tell it apart.
+        asked: determines the measurement: a dataclass of plain values.
+    """
+
+    columns: Row
+    asked: Any
+
+
+class Grid:
+    """Measures cases one after the other; finished ones survive an interruption.
+
+    Each is a line of a file, and is found again if what was asked, the versions, the machine and the source code are
+    the same.
+
+    Args:
+        output: the file of the results, beside which the lines are kept; None to keep nothing.
+    """
+
+    def __init__(self, output: str | None = None) -> None:
+        self._path = None if output is None else Path(output).with_suffix(".rows.jsonl")
+        self._setting = {**machine.setting(), "source": source_digest()}
+        self._found: dict[str, Row] = {}
+        if self._path is not None and self._path.exists():
+            for line in self._path.read_text().splitlines():
+                entry = _entry(line)
+                if entry is not None and entry["setting"] == self._setting:
+                    self._found[json.dumps(entry["asked"], sort_keys=True)] = entry["row"]
+
+    def run(self, cases: Iterable[Case], measure: Callable[[Any], Row], shown: str) -> list[Row]:
+        """Return the row of each case: its columns and what ``measure`` returns; ``shown`` is the column to print."""
+        rows = []
+        for case in cases:
+            print(", ".join(f"{name} {value}" for name, value in case.columns.items()), end=": ", flush=True)
+            start = time.perf_counter()
+            rows.append(case.columns | self.measured(case.asked, measure))
+            print(f"{shown} {rows[-1][shown]:.4g} ({time.perf_counter() - start:.0f} s)", flush=True)
+        return rows
+
+    def measured(self, asked: Any, measure: Callable[[Any], Row]) -> Row:
+        """Return what ``measure(asked)`` returns, plain values, or returned when the same was asked before."""
+        plain = asdict(asked)
+        key = json.dumps(plain, sort_keys=True)
+        if key not in self._found:
+            self._found[key] = measure(asked)
+            if self._path is not None:
+                entry = json.dumps({"asked": plain, "setting": self._setting, "row": self._found[key]})
+                with self._path.open("a") as file:
+                    file.write(f"\n{entry}")  # on a line of its own, even after one that was cut short
+        return self._found[key]
+
+
+def source_digest() -> str:
+    """Return a digest of the code of the package, the recipes and their configuration."""
+    digest = hashlib.sha256()
+    for directory, pattern in (("lightning_sdpipe", "*.py"), ("recipes", "*.py"), ("conf", "*.yaml")):
+        for file in sorted((_ROOT / directory).rglob(pattern)):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _entry(line: str) -> Any:
+    """Return None for an empty line, and for one that an interruption cut short."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def turns(
+    repeats: int, compared: Mapping[str, Sequence[str]], once: Collection[str] = ()
+) -> Iterator[tuple[int, str, str]]:
+    """Yield repeat, condition and what is measured: in each repeat all that is ``compared`` under each condition, in
+    rotated order; conditions of ``once`` in the first repeat only."""
+    for repeat in range(repeats):
+        for condition, names in compared.items():
+            if not (repeat and condition in once):
+                for name in rotated(names, repeat):
+                    yield repeat, condition, name
+
+
+def rotated(names: Sequence[Name], repeat: int) -> list[Name]:
+    """Return ``names`` in the order of this repeat, so that each comes first equally often."""
+    start = repeat % len(names)
+    return [*names[start:], *names[:start]]
+
+
+def ratios(rows: Sequence[Row], goals: Mapping[str, Goal], same: Sequence[str] = ("repeat",)) -> Ratios:
+    """Return the ratios of those goals that were measured, by their keys.
+
+    Args:
+        rows: measurements.
+        goals: by key.
+        same: columns in which both rows of a quotient agree.
+    """
+    found: Ratios = {}
+    for key, goal in goals.items():
+        if values := quotients(rows, goal, same):
+            found[key] = ratio(values, goal.value, goal.meaning)
+    return found
+
+
+def quotients(rows: Sequence[Row], goal: Goal, same: Sequence[str] = ("repeat",)) -> list[float]:
+    """Return the quotients of a goal, wherever both of its rows were measured."""
+    above = chosen(rows, **goal.above)
+    if isinstance(goal.below, str):
+        pairs = [(row[goal.column], row[goal.below]) for row in above]
+    else:
+        below = {tuple(row[name] for name in same): row[goal.column] for row in chosen(rows, **goal.below)}
+        pairs = [(row[goal.column], below.get(tuple(row[name] for name in same))) for row in above]
+    return [(math.inf if one is None else one) / other for one, other in pairs if other is not None]
+
+
+def chosen(rows: Iterable[Row], **columns: Any) -> list[Row]:
+    """Return the rows with these values of columns."""
+    return [row for row in rows if all(row.get(name) == value for name, value in columns.items())]
+
+
+def values(rows: Iterable[Row], column: str) -> list[Any]:
+    """Return the different values of a column, in their order."""
+    return list(dict.fromkeys(row[column] for row in rows if column in row))
+
+
+def ratio(values: Sequence[float], goal: float | None, meaning: str) -> Ratio:
+    """Return the median of ``values``, quotients of each repeat, with their spread; see :class:`Goal` for the rest."""
+    low, high = min(values), max(values)
+    return {"value": statistics.median(values), "low": low, "high": high, "goal": goal, "meaning": meaning}
+
+
+def run_parts(
+    suite: str, parts: Parts, /, *, only: Sequence[str], seed: int, **arguments: Mapping[str, Any]
+) -> tuple[list[Row], Ratios]:
+    """Return rows and ratios of those of ``parts`` that ``only`` names.
+
+    Args:
+        suite: its name, for messages.
+        parts: by name.
+        only: names of parts.
+        seed: of all of them.
+        arguments: of each part's ``measure``, by its name.
+
+    Raises:
+        ConfigurationError: a part that there is not.
+    """
+    refuse_unknown(f"a part of suite={suite}", (*only, *arguments), parts)
+    rows: list[Row] = []
+    found: Ratios = {}
+    for name in only:
+        own_rows, own_ratios = parts[name](**arguments[name], seed=seed)
+        rows += own_rows
+        found |= own_ratios
+    return rows, found
+
+
+def refuse_unknown(what: str, asked: Iterable[str], known: Collection[str]) -> None:
+    """Refuse names that are not ``what``, for instance a part of a suite.
+
+    Raises:
+        ConfigurationError: says which names there are.
+    """
+    if unknown := [name for name in asked if name not in known]:
+        raise ConfigurationError(f"{unknown[0]!r} is not {what}; there are {', '.join(known)}.")

@@ -1,0 +1,255 @@
+"""P-Reduce beside all-reduce, AD-PSGD, parameter servers and SDPipe at our scale, in the figures of its paper.
+
+The parts ``virtual``, ``sweep``, ``production`` and ``scaling`` are computed in virtual time, with the real policies
+and plain SGD: the same on every machine. ``emulated`` trains real processes that sleep instead of computing, and
+``training`` trains real models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+
+from lightning_sdpipe import AllReduce
+from lightning_sdpipe.policies import PolicyConfig
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.simulate import Work, jittered
+from recipes.baselines import ParameterServer
+from recipes.suites import convergence, throughput
+from recipes.suites.figures import curve_points, plot, require_matplotlib
+from recipes.suites.grid import Goal, Ratios, Row, chosen, ratios, refuse_unknown, values
+from recipes.suites.trainings import seeded
+from recipes.suites.virtual import Digits, Problem, Quadratic, by_decisions
+
+LOWER_IS_BETTER = frozenset({"samples"})
+
+
+def _goal(key: str, column: str, above: str, below: str, value: float | None, meaning: str) -> tuple[str, Goal]:
+    """Return the goal of methods ``above`` over ``below``, under the condition that ends the key."""
+    condition = key.rpartition("/")[2]
+    one, other = ({"what": method, "heterogeneity": condition} for method in (above, below))
+    return key, Goal(meaning.format(above=above, below=below, condition=condition), column, one, other, value)
+
+
+_TIME = "virtual time to the target, {condition}: that of {above} over {below}"
+_RATE = "mini-batches that count per virtual second, {condition}: {above}, {below}"
+_SPEED = "samples/s, emulated, {condition}: {above} over {below}"
+VIRTUAL = dict(
+    [
+        _goal("dynamic/constant/one_x5", "seconds", "preduce", "dynamic", 1.08, _TIME),
+        *(_goal(f"preduce/{n}/one_x5", "seconds", n, "dynamic", 1.2, _TIME) for n in ("eager", "asp", "hete")),
+        _goal("preduce/backup3/hl3", "steps_per_s", "preduce", "backup3", 1.1, _RATE),
+        _goal("preduce/backup3/trace", "steps_per_s", "preduce", "backup3", 1.4, _RATE),
+    ]
+)
+EMULATED = dict(
+    [
+        _goal("preduce/all_reduce/one_x5", "samples_per_s", "preduce", "all_reduce", 3.3, _SPEED),
+        _goal("preduce/all_reduce/hl3", "samples_per_s", "preduce", "all_reduce", 1.35, _SPEED),
+        _goal("preduce/all_reduce/trace", "samples_per_s", "preduce", "all_reduce", 1.9, _SPEED),
+        _goal("preduce/all_reduce/none", "samples_per_s", "preduce", "all_reduce", None, _SPEED),
+        _goal("preduce/nosync/hl3", "samples_per_s", "preduce", "nosync", 0.85, _SPEED),
+        *(
+            _goal(f"sdpipe/preduce/{condition}", "samples_per_s", "sdpipe", "preduce", None, _SPEED)
+            for condition in ("one_x5", "hl3", "trace", "b")
+        ),
+    ]
+)
+SCALING = {
+    "scaling/32/preduce_over_backup": Goal(
+        "mini-batches that count per virtual second, 32 workers: preduce over backup workers",
+        "steps_per_s",
+        {"what": "preduce", "pipelines": 32},
+        {"what": "backup", "pipelines": 32},
+        1.3,
+    )
+}
+SAMPLES_GOAL = 1.15
+BACKUP_SHARE = 4
+"""One of so many workers is a backup in the scaling study (§5.3.2)."""
+
+
+def run(
+    *,
+    methods: Mapping[str, Any],
+    heterogeneity: Mapping[str, Any],
+    virtual: Mapping[str, Any],
+    sweep: Mapping[str, Any],
+    production: Mapping[str, Any],
+    scaling: Mapping[str, Any],
+    emulated: Mapping[str, Any],
+    training: Mapping[str, Any],
+    only: Sequence[str],
+    output: str | None,
+    seed: int,
+) -> tuple[list[Row], Ratios]:
+    """Run the parts that ``only`` names.
+
+    Args:
+        methods: specifications for Hydra, by name.
+        heterogeneity: likewise.
+        virtual: arguments of :func:`learning`, for the paper's Figure 7.
+        sweep: likewise, with methods that differ in P, for Figure 8.
+        production: likewise, for Figure 9.
+        scaling: arguments of :func:`scale`, for Figure 11.
+        emulated: parameters of ``suite=throughput``.
+        training: parameters of ``suite=convergence``.
+        only: names of parts.
+        output: finished rows are kept beside this file, and figures are drawn there; None for neither.
+        seed: of the first repeat; the following ones count up from it.
+    """
+    require_matplotlib(output)
+    known = {"methods": methods, "heterogeneity": heterogeneity}
+    parts: Mapping[str, Callable[[], list[Row]]] = {
+        "virtual": lambda: learning(known, **virtual, seed=seed, part="virtual"),
+        "sweep": lambda: learning(known, **sweep, seed=seed, part="sweep"),
+        "production": lambda: learning(known, **production, seed=seed, part="production"),
+        "scaling": lambda: scale(known, **scaling, seed=seed),
+        "emulated": lambda: [row for row in throughput.run(**emulated, seed=seed)[0] if "repeat" in row],
+        "training": lambda: convergence.run(**training, seed=seed)[0],
+    }
+    refuse_unknown("a part of suite=partial_reduce", only, parts)
+    measured = {name: parts[name]() for name in only}
+    if output is not None:
+        draw(measured, Path(output))
+    of = {name: measured.get(name, []) for name in parts}
+    found = ratios(of["virtual"], VIRTUAL) | ratios(of["emulated"], EMULATED) | ratios(of["scaling"], SCALING)
+    for workload in values(of["training"], "workload"):
+        for condition in values(of["training"], "heterogeneity"):
+            own = chosen(of["training"], workload=workload, heterogeneity=condition)
+            meaning = f"samples to {own[0]['target']}, {condition}: preduce over all_reduce" if own else ""
+            above, below = {"what": "preduce"}, {"what": "all_reduce"}
+            goal = Goal(meaning, "samples_to_target", above, below, SAMPLES_GOAL)
+            found |= ratios(own, {f"samples/{workload}/{condition}": goal})
+    return [row for rows in measured.values() for row in rows], found
+
+
+def draw(measured: Mapping[str, Sequence[Row]], output: Path) -> None:
+    """Draw the paper's Figures 7, 8, 9 and 11 from what was measured."""
+    columns = ["seconds", "updates", "per_update_s"]
+    if virtual := measured.get("virtual"):
+        drawn, target = curve_points(virtual, seconds=0, loss=3), virtual[0]["target"]
+        drawn = [row for row in drawn if row["repeat"] == 0]
+        plot(drawn, output, "virtual", x="seconds", y=["loss"], panels=("heterogeneity",), each="repeat", target=target)
+    if sweep := measured.get("sweep"):
+        sized = [{**row, "P": int(row["what"][1:])} for row in sweep]
+        plot(sized, output, "sweep", x="P", y=columns, by="heterogeneity")
+    if production := measured.get("production"):
+        plot(production, output, "production", x="heterogeneity", y=columns, bars=True)
+    if scaling := measured.get("scaling"):
+        plot(scaling, output, "scaling", x="pipelines", y=["steps_per_s"])
+
+
+def learning(
+    known: Mapping[str, Mapping[str, Any]],
+    *,
+    compared: Sequence[str],
+    conditions: Sequence[str],
+    problem: str,
+    learning_rate: float,
+    target: float,
+    num_pipelines: int,
+    iterations: int,
+    seconds: float,
+    exchange: float,
+    repeats: int,
+    seed: int,
+    part: str,
+) -> list[Row]:
+    """Train in virtual time.
+
+    Args:
+        known: specifications of ``methods`` and ``heterogeneity`` for Hydra, by name.
+        compared: names of methods.
+        conditions: names of heterogeneity.
+        problem: ``"quadratic"`` or ``"digits"``.
+        learning_rate: of SGD.
+        target: a loss.
+        num_pipelines: N, of one stage each.
+        iterations: of each pipeline; too few if the target is not reached before one pipeline has done them.
+        seconds: of a mini-batch on a device at full speed, with a jitter of a tenth.
+        exchange: seconds of an exchange among a group, or with a server.
+        repeats: with seeds that count up.
+        seed: of the first.
+        part: its name.
+
+    Returns:
+        One row for each training.
+    """
+    rows = []
+    for repeat in range(repeats):
+        number = seed + repeat
+        for condition in conditions:
+            work = _work(num_pipelines, iterations, seconds, exchange, known["heterogeneity"][condition], number)
+            for name in compared:
+                kind = Digits if problem == "digits" else Quadratic
+                task: Problem = kind(num_pipelines, learning_rate, number)
+                points = by_decisions(_method(known["methods"][name]), work, task)
+                reached = next((point for point in points if point.value <= target), None)
+                end = points[-1]
+                rows.append(
+                    {
+                        **{"what": name, "part": part, "problem": problem, "heterogeneity": condition},
+                        **{"pipelines": num_pipelines, "repeat": repeat, "target": target},
+                        "seconds": reached and reached.seconds,
+                        "updates": reached and reached.updates,
+                        "steps": reached and reached.steps,
+                        "per_update_s": end.seconds / end.updates,
+                        "steps_per_s": end.steps / end.seconds,
+                        "loss": end.value,
+                        "seed": number,
+                        "curve": [list(point) for point in points],
+                    }
+                )
+    return rows
+
+
+def scale(
+    known: Mapping[str, Mapping[str, Any]],
+    *,
+    workers: Sequence[int],
+    condition: str,
+    group_size: int,
+    iterations: int,
+    seconds: float,
+    exchange: float,
+    repeats: int,
+    seed: int,
+) -> list[Row]:
+    """Return mini-batches that count per second, in virtual time, by the number of workers. See :func:`learning`.
+
+    Args:
+        workers: numbers of pipelines of one stage.
+        condition: a name of heterogeneity.
+        group_size: P.
+    """
+    rows, methods = [], known["methods"]
+    for repeat in range(repeats):
+        for count in workers:
+            work = _work(count, iterations, seconds, exchange, known["heterogeneity"][condition], seed + repeat)
+            sized: dict[str, Any] = {"all_reduce": methods["all_reduce"]}
+            if count > 1:
+                sized["backup"] = {**methods["backup3"], "quorum": count - count // BACKUP_SHARE}
+                sized["preduce"] = {**methods["preduce"], "group_size": min(group_size, count)}
+            for name, specification in sized.items():
+                end = by_decisions(_method(specification), work, Quadratic(count, 0.1, seed + repeat))[-1]
+                row = {"what": name, "part": "scaling", "heterogeneity": condition, "pipelines": count}
+                rows.append({**row, "repeat": repeat, "steps_per_s": end.steps / end.seconds, "seed": seed + repeat})
+    return rows
+
+
+def _work(
+    num_pipelines: int, iterations: int, seconds: float, exchange: float, slowness: Mapping[str, Any], seed: int
+) -> Work:
+    slow, vary = seeded(slowness, seed), jittered(seconds, 0.1, seed)
+    return Work(1, num_pipelines, iterations, vary, heterogeneity=slow, exchange=lambda group: exchange)
+
+
+def _method(specification: Mapping[str, Any]) -> PolicyConfig:
+    method: PolicyConfig | AllReduce | ParameterServer = hydra.utils.instantiate(specification)
+    if isinstance(method, AllReduce):
+        return AllReduceModels()  # the same, for plain SGD
+    return method.rule if isinstance(method, ParameterServer) else method

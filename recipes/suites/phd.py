@@ -1,0 +1,250 @@
+"""PHD-PSGD's evaluation in virtual time: groups of unlike speed, with and without the bound on staleness.
+
+The policies are the real ones, and so is the training: models of a small network follow every decision. Workers and
+links are simulated, so that nothing here depends on the machine; transfers take no time.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from lightning_sdpipe.heterogeneity import Trace, condition
+from lightning_sdpipe.policies import Progress
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.policies.phd_psgd import PHDPSGD
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.simulate import Run, Slowness, Work, jittered, simulate
+from recipes.suites.figures import curve_points, plot, require_matplotlib
+from recipes.suites.grid import Goal, Ratios, Row, chosen, ratio, ratios, values
+from recipes.suites.virtual import Network, Point, by_time
+
+LOWER_IS_BETTER = frozenset({"phd_samples", "lag"})
+
+GOALS: dict[str, tuple[str, str, str, float | None, str]] = {
+    "phd/all_reduce": ("steps_per_s", "phd", "all_reduce", 1.15, "simulated throughput, phd over all_reduce"),
+    "phd_every4/all_reduce": ("steps_per_s", "phd_every4", "all_reduce", 1.25, "the same, meeting every 4 steps"),
+    "phd_async/nosync": ("steps_per_s", "phd_async", "nosync", 0.95, "simulated throughput, phd_async over nosync"),
+    "sdpipe/phd": ("steps_per_s", "sdpipe", "phd", None, "simulated throughput, sdpipe over phd"),
+    "phd_samples": ("samples", "phd", "all_reduce", 1.10, "samples to the target, phd over all-reduce"),
+}
+"""By the key of the ratio: the column, whose is divided by whose, what should come out, and the meaning."""
+SECONDS = 0.1
+"""Of a mini-batch without delays, for which the paper's conditions are meant."""
+TRAINED = ("all_reduce", "phd", "phd_unbounded", "sdpipe")
+
+
+def run(
+    *,
+    times: Sequence[float],
+    group_sizes: Sequence[int],
+    iterations: int,
+    jitter: float,
+    staleness: int,
+    megabytes: float,
+    training: Mapping[str, Any],
+    bounds: Mapping[str, Any],
+    repeats: int,
+    output: str | None,
+    seed: int,
+) -> tuple[list[Row], Ratios]:
+    """Simulate every method on groups of each size, and train with some.
+
+    Args:
+        times: seconds of a mini-batch on the devices of each group.
+        group_sizes: devices of a group, one shape after another.
+        iterations: of each pipeline; what is shown ends when the first has finished.
+        jitter: share by which times vary.
+        staleness: s of the bounded methods.
+        megabytes: of the model, for the bytes that meetings move.
+        training: the fields of :class:`~recipes.suites.virtual.Network`, the accuracy that is the ``target``, and the
+            number of ``points`` of a learning curve.
+        bounds: arguments of :func:`costs_of_bounds`.
+        repeats: seeds.
+        output: figures are drawn beside this file; None for none.
+        seed: of the first repeat; the following ones count up from it.
+    """
+    require_matplotlib(output)
+    rows: list[Row] = []
+    for size in group_sizes:
+        for repeat in range(repeats):
+            work = partial(_work, times, size, iterations, jitter, seed + repeat)
+            policies = methods(times, size, staleness, seed + repeat)
+            rows += _measured(policies, work(), size, megabytes, training, seed + repeat)
+    pairs = []
+    for partner in times[1:]:
+        own = (times[0], partner)
+        rates = [
+            _rate(
+                simulate(
+                    PHDPSGD(staleness=staleness, times=own, asynchronous=how), _work(own, 1, iterations, jitter, seed)
+                )
+            )
+            for how in (False, True)
+        ]
+        row = {
+            "what": f"{own[0]:g} s with {partner:g} s",
+            "phd_steps_per_s": rates[0],
+            "phd_async_steps_per_s": rates[1],
+        }
+        pairs.append(row | {"possible": math.fsum(1 / seconds for seconds in own)})
+    if output is not None:
+        draw(chosen(rows, group_size=group_sizes[-1]), training["target"], Path(output))
+    return [*rows, *pairs, *costs_of_bounds(**bounds, seed=seed)], ratios_of(rows, staleness)
+
+
+def methods(times: Sequence[float], size: int, staleness: int, seed: int) -> dict[str, PolicyConfig]:
+    """Return the compared ones; each group has ``size`` pipelines of its time."""
+    profile = tuple(seconds for seconds in times for _ in range(size))
+    ours = partial(PHDPSGD, group_size=size, times=profile, seed=seed)
+    return {
+        "all_reduce": AllReduceModels(),
+        "nosync": NoSync(),
+        "phd": ours(staleness=staleness),
+        "phd_unbounded": ours(staleness=None),
+        "phd_every4": ours(staleness=staleness, every=4),
+        "phd_async": ours(staleness=staleness, asynchronous=True),
+        "phd_gamma4": ours(staleness=staleness, gamma=4.0),
+        "phd_gamma4_unbounded": ours(staleness=None, gamma=4.0),
+        "sdpipe": SemiDecentralized(),
+    }
+
+
+def ratios_of(rows: Sequence[Row], staleness: int) -> Ratios:
+    """Return the ratios that have goals, for each shape."""
+    found: Ratios = {}
+    for shape in values(rows, "shape"):
+        own = chosen(rows, shape=shape)
+        goals = {
+            f"{key}/{shape}": Goal(meaning, column, {"what": ours}, {"what": theirs}, value)
+            for key, (column, ours, theirs, value, meaning) in GOALS.items()
+        }
+        found |= ratios(own, goals, ("seed",))
+        lags = [row["lag"] / staleness for row in chosen(own, what="phd")]
+        found[f"lag/{shape}"] = ratio(lags, 1.0, f"largest n - V at staleness={staleness}, over that")
+        base = [row["final"] for row in chosen(own, what="all_reduce")]
+        if len(base) > 1:
+            deviation = max(statistics.stdev(base), 1e-9)
+            better = [(row["final"] - statistics.mean(base)) / deviation for row in chosen(own, what="phd")]
+            meaning = "accuracy after as many samples, phd less all-reduce, in standard deviations of all-reduce"
+            found[f"phd_final/{shape}"] = ratio([statistics.mean(better)], -1.0, meaning)
+    return found
+
+
+def _rate(run: Run) -> float:
+    """Return mini-batches of all pipelines per second, until the first has finished."""
+    end = min(run.finished.values())
+    return sum(isinstance(event, Progress) and at <= end for at, event, _ in run.entries) / end
+
+
+def _work(times: Sequence[float], size: int, iterations: int, jitter: float, seed: int) -> Work:
+    vary = jittered(1.0, jitter, seed)
+
+    def seconds(worker: Worker, iteration: int) -> float:
+        return times[worker.pipeline // size] * vary(worker, iteration)
+
+    return Work(1, len(times) * size, iterations, seconds, num_micro_batches=1, announce="late")
+
+
+def _measured(
+    policies: Mapping[str, PolicyConfig],
+    work: Work,
+    size: int,
+    megabytes: float,
+    training: Mapping[str, Any],
+    seed: int,
+) -> list[Row]:
+    rows: list[Row] = []
+    options = {name: value for name, value in training.items() if name not in ("target", "points")}
+    for name, config in policies.items():
+        run = simulate(config, work)
+        end = min(run.finished.values())
+        lags = [(at, lag) for at, lag in run.lags() if at <= end]
+        row: Row = {"what": name, "shape": f"{work.num_pipelines // size}x{size}", "group_size": size, "seed": seed}
+        row |= {"steps_per_s": _rate(run), "waiting": run.waiting_share, "lag": max(lag for _, lag in lags)}
+        row |= {"rho": run.rho(), "final": None, "samples": None, "seconds": None}
+        row |= {"mb_per_step": _megabytes(run, name, size, megabytes), "lags": lags, "curve": []}
+        if name in TRAINED:
+            due = [end * (k + 1) / training["points"] for k in range(training["points"])]
+            curve = by_time(config, work, Network(work.num_pipelines, seed=seed, **options), due)
+            found, batch = reached(curve, training["target"]), training["batch_size"]
+            row["curve"] = [(point.seconds, point.steps * batch, point.value) for point in curve]
+            row |= {"seconds": found and found.seconds, "samples": found and found.steps * batch}
+        rows.append(row)
+        print(f"{row['shape']} {name}, seed {seed}: {row['steps_per_s']:.2f} steps/s, lag {row['lag']}", flush=True)
+    trained = [row for row in rows if row["curve"]]
+    fewest = min(row["curve"][-1][1] for row in trained)
+    for row in trained:
+        row["final"] = accuracy_at(row["curve"], fewest)
+    return rows
+
+
+def reached(curve: Sequence[Point], target: float) -> Point | None:
+    """Return the point where it was first as good as that, in the mean of three points."""
+    for before, point, after in zip(curve, curve[1:], curve[2:], strict=False):
+        if (before.value + point.value + after.value) / 3 >= target:
+            return point
+    return None
+
+
+def accuracy_at(curve: Sequence[Sequence[float]], samples: float) -> float:
+    """Return the mean of the last tenth of what had been seen by then."""
+    return statistics.fmean(point[2] for point in curve if 0.9 * samples <= point[1] <= samples)
+
+
+def _megabytes(run: Run, name: str, size: int, megabytes: float) -> float | None:
+    """Return what a host sends and receives over the slow links per step of its group, by formula."""
+    hosts = run.work.num_pipelines // size
+    if name == "all_reduce":  # around a ring (paper §5.4), one of whose hosts' workers has its neighbour elsewhere
+        return 4 * megabytes / run.work.num_pipelines * (run.work.num_pipelines - 1)
+    if not name.startswith("phd"):
+        return None
+    groups = [len({worker.pipeline // size for worker in group.members}) for _, group in run.groups]
+    sent = 2 * sum(each - 1 for each in groups) * size  # models, by all members of a meeting
+    return 2 * megabytes * sent / (hosts * run.work.iterations)
+
+
+def costs_of_bounds(
+    stages: Sequence[int], pipelines: int, iterations: int, bounds: Sequence[int], seed: int
+) -> list[Row]:
+    """Measure what a bound on staleness costs, one pipeline in each group: one row for each number of stages, condition
+    and bound, over the same without a bound.
+
+    Args:
+        stages: numbers of stages.
+        pipelines: N.
+        iterations: of each pipeline.
+        bounds: values of ``staleness``.
+        seed: of the delays and the draws.
+    """
+    rows: list[Row] = []
+    conditions: dict[str, Slowness] = {"b": condition("B", "resnet", seed=seed), "trace": Trace(seed=seed)}
+    for num_stages, (name, slow) in product(stages, conditions.items()):
+        seconds = jittered(SECONDS * num_stages / (2 * num_stages - 1), 0.05, seed)
+        work, free = Work(num_stages, pipelines, iterations, seconds, heterogeneity=slow), 0.0
+        for bound in (None, *bounds):
+            run = simulate(PHDPSGD(group_size=1, staleness=bound, seed=seed), work)
+            free = free or run.throughput
+            lag = max(lag for stage in range(num_stages) for _, lag in run.lags(stage))
+            row: Row = {"what": "phd, bounded" if bound else "phd, unbounded", "shape": f"{num_stages}x{pipelines}"}
+            row |= {"heterogeneity": name, "staleness": bound, "steps_per_s": run.throughput, "lag": lag}
+            rows.append(row | {"over_unbounded": run.throughput / free})
+    return rows
+
+
+def draw(rows: Sequence[Row], target: float, output: Path) -> None:
+    """Draw what the paper's Figures 6 to 10 show, and the lag of models over time; rows are of one shape."""
+    trained = [row for row in rows if row["curve"]]
+    curves = curve_points(trained, seconds=0, accuracy=2)
+    plot(curves, output, "phd.learning", x="seconds", y=["accuracy"], each="seed", target=target)
+    plot(rows, output, "phd.methods", x="shape", y=["seconds", "samples", "steps_per_s", "mb_per_step"], bars=True)
+    first = [{**row, "curve": row["lags"]} for row in rows if row["seed"] == rows[0]["seed"]]
+    plot(curve_points(first, seconds=0, lag=1), output, "phd.lag", x="seconds", y=["lag"], each="seed")

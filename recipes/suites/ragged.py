@@ -1,0 +1,277 @@
+"""Pipelines of unlike depths and cuts: what they make of fleets that are no rectangles, in whole epochs.
+
+Workers sleep instead of computing, at the speeds of assumed devices; only ``samples`` computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_sdpipe.placement.throughput import Sync
+from recipes.suites import epochs
+from recipes.suites.convergence import learned, learning
+from recipes.suites.fleets import Shape, network, rectangle, unlike
+from recipes.suites.grid import (
+    Case,
+    Goal,
+    Grid,
+    Ratios,
+    Row,
+    chosen,
+    ratio,
+    ratios,
+    refuse_unknown,
+    rotated,
+    turns,
+    values,
+)
+from recipes.suites.trainings import NOMINAL_ITERATION_SECONDS, Named, Training, named, quiet
+
+LOWER_IS_BETTER = frozenset({"samples", "place", "search"})
+
+OURS, ALONE, BASELINE, BY_SPEED = "sdpipe", "nosync", "all_reduce", "all_reduce/by_speed"
+RECTANGLE_GOALS = {"1+4": 1.30, "5": 1.08, "2+4": 1.03}
+BOUND_GOALS = {"1+4": 0.85}
+NOSYNC_GOAL, SAME_GOAL, PLACE_GOAL, SEARCH_GOAL, SAMPLES_GOAL = 0.90, 0.98, 0.05, 1.0, 1.05
+ALL_REDUCE_FLEET, ALL_REDUCE_GOAL = "1+4", 1.25
+SAME = "2x3"
+SAME_CUTS = {"ragged": ((6, 7), (7, 6), (6, 7)), "rectangle": ((6, 7),) * 3}
+"""Thirteen blocks, one of which takes no time: on whichever side of a cut it is, the work is the same."""
+ONE = "1"
+"""A device of speed 1 by itself: its mini-batches have the host's time in them, which no assumed speed has."""
+PARTS = ("fleets", "all_reduce", "same", "samples")
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """An emulated model has blocks that sleep.
+
+    Args:
+        blocks: that take equally long.
+        batch_seconds: of a mini-batch on one device of speed 1, forward and backward.
+        num_micro_batches: m, of each pipeline.
+        num_parameters: of all blocks.
+        batches: of all pipelines in an epoch.
+        validation_batches: likewise, after each epoch.
+        epochs: after the first, which does not count.
+    """
+
+    blocks: int
+    batch_seconds: float
+    num_micro_batches: int
+    num_parameters: int
+    batches: int
+    validation_batches: int
+    epochs: int
+
+    def case(self, known: Mapping[str, Any], fleet: str, mesh: str, what: str, condition: str, shape: Shape) -> Case:
+        """Return the case of a fleet, ``"ragged"`` or ``"rectangle"``, a method, a condition and pipelines."""
+        method, _, data = what.partition("/")
+        free = self.blocks // 2 if fleet == SAME else None  # one more, which takes no time
+        blocks, share = self.blocks + (free is not None), 3 if fleet == ONE else 1  # one of three pipelines
+        training = Training(
+            method=named(known, "methods", method),
+            condition=named(known, "heterogeneity", condition),
+            num_pipelines=len(shape.cuts),
+            num_micro_batches=self.num_micro_batches,
+            batches=max(1, self.batches // share),
+            validation_batches=max(1, self.validation_batches // share),
+            epochs=self.epochs + 1,
+            data=data or ("sharded" if method == BASELINE else "auto"),
+            pace=shape.factors,
+            scale=self.batch_seconds / NOMINAL_ITERATION_SECONDS,  # delays are as much longer as a mini-batch is
+            num_blocks=blocks,
+            block_seconds=NOMINAL_ITERATION_SECONDS / self.blocks / self.num_micro_batches,
+            block_parameters=self.num_parameters // blocks,
+            free=free,
+            seed=0,
+            **shape.options,
+        )
+        columns: Row = {"what": f"{mesh} {what}", "fleet": fleet, "heterogeneity": condition, "pipelines": str(shape)}
+        columns |= {"left_out": shape.left_out, "predicted_per_s": shape.rate / self.batch_seconds or None}
+        return Case(columns, training)
+
+
+def run(
+    *,
+    methods: Mapping[str, Any],
+    heterogeneity: Mapping[str, Any],
+    workloads: Mapping[str, Any],
+    fleets: Mapping[str, Mapping[str, Any]],
+    measured: Sequence[str],
+    model: Mapping[str, Any],
+    cut: float,
+    kept: float,
+    conditions: Sequence[str],
+    samples: Mapping[str, Any],
+    only: Sequence[str],
+    repeats: int,
+    output: str | None,
+    seed: int,
+) -> tuple[list[Row], Ratios]:
+    """Run the parts that ``only`` names.
+
+    Args:
+        methods: specifications for Hydra, by name.
+        heterogeneity: likewise.
+        workloads: the ``model`` and ``data`` of each, likewise.
+        fleets: by name, as :func:`~recipes.suites.fleets.network` takes them.
+        measured: names of fleets.
+        model: fields of :class:`Emulated`.
+        cut: what a cut takes, where shapes are searched.
+        kept: bytes in flight, likewise.
+        conditions: names of ``heterogeneity``, besides unlike speeds.
+        samples: arguments of :func:`measure_samples`.
+        only: names of parts.
+        repeats: with seeds that count up.
+        output: finished rows are kept beside this file; None for nowhere.
+        seed: of the first repeat.
+
+    Raises:
+        ConfigurationError: a part, a fleet or a condition that there is not.
+    """
+    refuse_unknown("a part of suite=ragged", only, PARTS)
+    refuse_unknown("among suite.heterogeneity", conditions, heterogeneity)
+    refuse_unknown("among suite.fleets", measured, fleets)
+    quiet()
+    known = {"methods": methods, "heterogeneity": heterogeneity, "workloads": workloads}
+    grid, emulated, rows = Grid(output), Emulated(**model), list[Row]()
+    networks = {
+        name: network(fleets[name], emulated.blocks, emulated.num_micro_batches, cut, kept) for name in measured
+    }
+    for part in [part for part in (ONE, *PARTS[:-1]) if (part if part != ONE else "fleets") in only]:
+        cases = list(plan(part, networks, emulated, known, conditions))
+        for repeat in range(repeats):
+            numbered = [
+                Case({**columns, "repeat": repeat}, replace(training, seed=seed + repeat))
+                for columns, training in rotated(cases, repeat)
+            ]
+            rows += grid.run(numbered, epochs.measure, "epoch_s")
+    found = ratios_of(rows)
+    if "fleets" in only:
+        for name, devices in networks.items():
+            seconds = unlike(devices, emulated.num_micro_batches, "groups").search_seconds
+            found[f"search/{name}"] = ratio([seconds], SEARCH_GOAL, f"processor seconds of the search, {name}")
+    if "samples" in only:
+        own = measure_samples(**samples, known=known, repeats=repeats, grid=grid, seed=seed)
+        rows += own
+        found |= samples_ratios(own)
+    return rows, found
+
+
+def plan(
+    part: str,
+    networks: Mapping[str, Any],
+    model: Emulated,
+    known: Mapping[str, Any],
+    conditions: Sequence[str],
+) -> Iterator[Case]:
+    """Yield the trainings of one part of the suite, of one repeat. Arguments are those of :func:`run`."""
+    micro_batches = model.num_micro_batches
+    if part == ONE:
+        yield model.case(known, ONE, "rectangle", ALONE, "none", Shape(((model.blocks,),), (1.0,), 1.0))
+    elif part == "same":
+        for mesh, cuts in SAME_CUTS.items():
+            yield model.case(known, SAME, mesh, OURS, "none", Shape(cuts, (1.0,) * 6))
+    elif part == "fleets":
+        for name, devices in networks.items():
+            ragged = unlike(devices, micro_batches, "groups")
+            for condition in conditions:
+                for method in (OURS, ALONE):
+                    yield model.case(known, name, "ragged", method, condition, ragged)
+            yield model.case(known, name, "rectangle", OURS, "none", rectangle(devices, micro_batches, "groups"))
+    elif ALL_REDUCE_FLEET in networks:
+        devices = networks[ALL_REDUCE_FLEET]
+        syncs: dict[str, Sync] = {BASELINE: "all_reduce", BY_SPEED: "groups"}
+        for method, sync in syncs.items():  # by speed as if pipelines did not wait
+            for mesh, search in (("ragged", unlike), ("rectangle", rectangle)):
+                shape = search(devices, micro_batches, sync)
+                yield model.case(known, ALL_REDUCE_FLEET, mesh, method, "none", shape)
+
+
+def ratios_of(rows: Sequence[Row]) -> Ratios:
+    """Return those that were measured."""
+    found: Ratios = {}
+    hosts = {row["repeat"]: row["batches_per_s"] / row["predicted_per_s"] for row in chosen(rows, fleet=ONE)}
+    for fleet in values(rows, "fleet"):
+        own = chosen(rows, fleet=fleet)
+        ours, rectangular, alone = f"ragged {OURS}", f"rectangle {OURS}", f"ragged {ALONE}"
+        against = [(f"rectangle/{fleet}", ours, rectangular, "none", RECTANGLE_GOALS.get(fleet))]
+        if fleet == SAME:
+            against = [(f"same/{fleet}", ours, rectangular, "none", SAME_GOAL)]
+        against += [(f"nosync/{fleet}/{condition}", ours, alone, condition, NOSYNC_GOAL) for condition in ("none", "b")]
+        for method, suffix in ((BASELINE, ""), (BY_SPEED, "/by_speed")):
+            key = f"all_reduce/{fleet}{suffix}"
+            against.append((key, f"ragged {method}", f"rectangle {method}", "none", ALL_REDUCE_GOAL))
+        goals = {}
+        for key, mine, other, condition, value in against:
+            above, below = ({"what": what, "heterogeneity": condition} for what in (other, mine))
+            meaning = f"s per epoch, {fleet} emulated, {condition}: {other} over {mine}"
+            goals[key] = Goal(meaning, "epoch_s", above, below, value)
+        if fleet != SAME:
+            meaning = f"mini-batches/s of whole epochs, {fleet} emulated: {ours} over the sum of the devices' own"
+            by_itself = {"what": ours, "heterogeneity": "none"}
+            goals[f"bound/{fleet}"] = Goal(meaning, "batches_per_s", by_itself, "sum_of_rates", BOUND_GOALS.get(fleet))
+        found |= ratios(own, goals)
+        errors = [
+            abs(hosts[row["repeat"]] * row["predicted_per_s"] / row["batches_per_s"] - 1)
+            for row in chosen(own, what=alone, heterogeneity="none")
+            if row["repeat"] in hosts
+        ]
+        if errors:
+            meaning = (
+                f"how far mini-batches/s are predicted from those of {alone}, {fleet} emulated, by one device's own"
+            )
+            found[f"place/{fleet}"] = ratio(errors, PLACE_GOAL, meaning)
+    return found
+
+
+def measure_samples(
+    *,
+    meshes: Mapping[str, Mapping[str, Any]],
+    experiments: Mapping[str, Mapping[str, Any]],
+    known: Mapping[str, Mapping[str, Any]],
+    pace: float,
+    points: int,
+    repeats: int,
+    grid: Grid,
+    seed: int,
+) -> list[Row]:
+    """Train with real compute: pipelines of unlike depths, to which batches are dealt by speed, and as many equal ones
+    on equal devices.
+
+    Args:
+        meshes: ``num_stages`` and ``num_pipelines`` of each, and by how many times each rank's device is slower than
+            the fastest.
+        experiments: by the name of their workload, as in ``suite=convergence``.
+        known: specifications for Hydra.
+        pace: how many times slower than a core the fastest device is.
+        points: of each learning curve.
+        repeats: of each, with seeds that count up.
+        grid: measures.
+        seed: of the first repeat.
+    """
+    cases = []
+    for name, experiment in experiments.items():
+        for repeat, _, mesh in turns(repeats, {"static": [*meshes]}):
+            fields: dict[str, Any] = {key: value for key, value in meshes[mesh].items() if key != "factors"}
+            speeds = {"_target_": "lightning_sdpipe.heterogeneity.Static", "factors": meshes[mesh]["factors"]}
+            asked = learning(
+                known, name, experiment, OURS, "none", points, pace=pace, data="auto", seed=seed + repeat, **fields
+            )
+            asked = replace(asked, training=replace(asked.training, condition=Named("static", speeds)))
+            cases.append(Case({"what": f"{mesh} {OURS}", "repeat": repeat}, asked))
+    return learned(grid, cases, experiments)
+
+
+def samples_ratios(rows: Sequence[Row]) -> Ratios:
+    """Compare the seeds in which the rectangle reaches the target; what does not reach it needs infinitely many."""
+    goals = {}
+    for workload in values(rows, "workload"):
+        target = chosen(rows, workload=workload)[0]["target"]
+        meaning = f"samples to {target}, {workload}, real compute: unlike depths over as many equal pipelines"
+        above, below = ({"workload": workload, "what": f"{mesh} {OURS}"} for mesh in ("ragged", "rectangle"))
+        goals[f"samples/{workload}"] = Goal(meaning, "samples_to_target", above, below, SAMPLES_GOAL)
+    return ratios(rows, goals)

@@ -1,0 +1,255 @@
+"""Throughput of the synchronisation methods under stragglers: the grid of SDPipe §5.2 and §5.4, in one run.
+
+Rows say ``emulated`` where workers sleep instead of computing; everything else about them is real.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.simulate import Schedule, Work, simulate
+from recipes.suites import machine
+from recipes.suites.figures import plot, require_matplotlib
+from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, chosen, quotients, ratios, refuse_unknown, turns, values
+from recipes.suites.probe import Report, Used
+from recipes.suites.references import REFERENCES, only_delays, train_reference
+from recipes.suites.trainings import EMULATED, Named, Training, calibrated_scale, named, quiet, train
+
+LOWER_IS_BETTER = frozenset[str]()
+
+OURS = "sdpipe"
+GOALS: dict[str, tuple[str, str, float]] = {
+    "nosync/4x4/b": (OURS, "nosync", 0.90),
+    "all_reduce/4x4/b": (OURS, "all_reduce", 1.4),
+    "adpsgd/4x4/b": (OURS, "adpsgd", 1.2),
+    "hetpipe/4x4/b": (OURS, "hetpipe", 1.0),
+    "all_reduce/4x16/b": (OURS, "all_reduce", 2.0),
+    "all_reduce/4x4/none": (OURS, "all_reduce", 0.98),
+    "bare_torch/4x4/none": ("all_reduce", "bare_torch", 0.95),
+    "bare_torch/4x4/b": ("all_reduce", "bare_torch", 0.95),
+    "lightning_ddp/1x16/none": ("all_reduce", "lightning_ddp", 0.95),
+    "lightning_ddp/1x16/b": ("all_reduce", "lightning_ddp", 0.95),
+}
+"""By the key of the ratio, without its schedule: what is divided by what, and what should come out at least."""
+SHARES = ("compute", "delays", "group_wait", "averaging", "pipeline_wait")
+"""What a worker's time goes to."""
+
+
+def run(
+    *,
+    methods: Mapping[str, Any],
+    heterogeneity: Mapping[str, Any],
+    workloads: Mapping[str, Any],
+    grid: Mapping[str, Mapping[str, Any]],
+    only: Sequence[str],
+    scale: float | None,
+    output: str | None,
+    seed: int,
+) -> tuple[list[Row], Ratios]:
+    """Run the parts of the grid that ``only`` names.
+
+    Args:
+        methods: specifications for Hydra, by name.
+        heterogeneity: likewise.
+        workloads: the ``model`` and ``data`` of each real workload, likewise.
+        grid: by name, what :func:`plan` takes.
+        only: names of parts.
+        scale: of emulated times, and of all delays; None to measure it.
+        output: finished rows are kept beside this file, and figures are drawn there; None for neither.
+        seed: of the first repeat; the following ones count up from it.
+
+    Returns:
+        One row per training, then one per method and condition with medians; and the ratios with goals.
+    """
+    require_matplotlib(output)
+    quiet()
+    measured = Grid(output)
+    specifications = {"methods": methods, "heterogeneity": heterogeneity, "workloads": workloads}
+    refuse_unknown("among suite.grid", only, grid)
+    planned = [list(plan(panel, grid[panel], specifications, seed)) for panel in only]  # all, before any is measured
+    rows: list[Row] = []
+    for cases in planned:
+        factor = calibrated_scale(cases[0].asked, measured) if scale is None else scale
+        scaled = [Case(case.columns, replace(case.asked, scale=factor)) for case in cases]
+        rows += measured.run(scaled, measure, "samples_per_s")
+    medians = summarise(rows)
+    if output is not None:
+        drawn = [row for row in rows if row["panel"] != "headline"]  # whose mini-batches are shorter
+        for name, x, panels in (
+            ("throughput", "heterogeneity", ("workload", "shape", "schedule")),
+            ("scale", "shape", ("workload", "schedule", "heterogeneity")),
+        ):
+            plot(drawn, Path(output), name, x=x, y=["samples_per_s"], panels=panels, bars=True)
+    return [*rows, *medians], ratios_of(rows)
+
+
+def plan(
+    panel: str, part: Mapping[str, Any], specifications: Mapping[str, Mapping[str, Any]], seed: int
+) -> Iterator[Case]:
+    """Yield the cases of one part of the grid, in the order in which they run.
+
+    Args:
+        panel: its name.
+        part: fields of a :class:`~recipes.suites.trainings.Training`, or of an emulated one ``micro_batch_seconds`` and
+            ``num_parameters`` of a stage; ``iterations`` of each pipeline; lists of ``methods`` and ``heterogeneity``,
+            the number of ``repeats``, and the conditions that are measured ``once`` only.
+        specifications: of the suite.
+        seed: of the first repeat.
+
+    Raises:
+        ConfigurationError: a method or a condition that is not among the specifications, or one that an outside
+            reference cannot be given, or a setting of another workload.
+    """
+    settings = {
+        name: value for name, value in part.items() if name not in ("methods", "heterogeneity", "repeats", "once")
+    }
+    workload = settings.pop("workload")
+    settings["batches"] = settings.pop("iterations") * settings["num_pipelines"]
+    if workload == EMULATED.name:
+        settings["block_seconds"] = settings.pop("micro_batch_seconds")
+        settings["block_parameters"] = settings.pop("num_parameters")
+    else:
+        settings["workload"] = named(specifications, "workloads", workload)
+    if unknown := settings.keys() - {field.name for field in fields(Training)}:
+        raise ConfigurationError(
+            f"suite.grid.{panel} has workload={workload}, which does not go with {', '.join(sorted(unknown))}; "
+            "change a part of the grid that has such a workload."
+        )
+    for repeat, condition, method in turns(
+        part["repeats"], dict.fromkeys(part["heterogeneity"], part["methods"]), part["once"]
+    ):
+        case = Training(
+            method=Named(method, {}) if method in REFERENCES else named(specifications, "methods", method),
+            condition=named(specifications, "heterogeneity", condition),
+            seed=seed + repeat,
+            **settings,
+        )
+        if method in REFERENCES:
+            only_delays(case, f"leave it out of suite.grid.{panel}.methods.")
+        columns = {"what": method, "panel": panel, "workload": workload, "shape": case.shape, "schedule": case.schedule}
+        yield Case({**columns, "heterogeneity": condition, "repeat": repeat, "seed": case.seed}, case)
+
+
+def measure(case: Training) -> Row:
+    """Train, and report throughput, shares and bounds."""
+    reports = train_reference(case) if case.method.name in REFERENCES else train(case)
+    samples = case.num_micro_batches if case.workload is EMULATED else batch_size(case)
+    row = {"scale": case.scale, **summary(reports, case.warm_up, samples)}
+    for name, policy in (("bound", NoSync()), ("all_reduce_bound", AllReduceModels())):
+        limit = bound(case, policy) if case.workload is EMULATED else None
+        row[name] = limit and samples * limit
+    return row
+
+
+def batch_size(case: Training) -> int:
+    """Return the samples of a mini-batch of a real workload."""
+    return int(case.workload.specification["data"]["batch_size"])
+
+
+def bound(case: Training, policy: PolicyConfig) -> float | None:
+    """Return mini-batches per second of all pipelines of an emulated case that are possible under ``policy``, by
+    simulation, where only computing takes time; None for a schedule that is not simulated."""
+    if case.schedule not in get_args(Schedule):
+        return None
+    assert isinstance(case.num_stages, int)
+    m = 1 if case.schedule == "pipedream" else case.num_micro_batches
+    seconds = case.num_micro_batches * case.block_seconds * case.scale
+    schedule = cast(Schedule, case.schedule)
+    work = Work(case.num_stages, case.num_pipelines, case.iterations, seconds, schedule, m, case.slowness)
+    return sum(simulate(policy, work).rates(case.warm_up))
+
+
+def summary(reports: Sequence[Report], warm_up: int, samples: int) -> Row:
+    """Return throughput and shares of a training.
+
+    Each pipeline is timed over its own iterations, so that all methods are judged by the same delays; samples_per_s is
+    the sum of their rates. A user sees less: an epoch has all samples once the last pipeline has trained its own.
+
+    Args:
+        reports: of all workers.
+        warm_up: mini-batches of each that do not count.
+        samples: of a mini-batch of one pipeline.
+
+    Returns:
+        samples_per_s; visible_samples_per_s, all samples of the epoch over its wall time with the first iterations and
+        its end, None where it was not timed; group_size; the mean shares of the workers' time: compute, delays,
+        group_wait, averaging, pipeline_wait (for other stages, with what Lightning does in between); busy, the share of
+        the cores' time that these processes used; and the shares of each worker.
+
+    Raises:
+        ValueError: pipelines trained unlike numbers of iterations, so that they met unlike delays.
+    """
+    first = [report for report in reports if report.stage == 0]
+    counts = [len(report.readings) for report in first]
+    if len(set(counts)) > 1:
+        raise ValueError(f"pipelines trained {min(counts)} and {max(counts)} iterations; use data='sharded'")
+    used = {(report.stage, report.pipeline): report.used(warm_up) for report in reports}
+    shares = {place: _shares(each) for place, each in used.items()}
+    groups = sum(each.groups for each in used.values())
+    processor = sum(each.processor for each in used.values())
+    timed = all(report.ends for report in first)
+    return {
+        "samples_per_s": sum(samples * (counts[0] - warm_up) / report.used(warm_up).clock for report in first),
+        "visible_samples_per_s": samples * sum(counts) / max(r.ends[0] - r.starts[0] for r in first) if timed else None,
+        "group_size": sum(each.members for each in used.values()) / groups if groups else 1.0,
+        **{name: statistics.fmean(share[name] for share in shares.values()) for name in SHARES},
+        "injected_s": sum(each.injected for each in used.values()),
+        "busy": processor / (machine.cores() * max(each.clock for each in used.values())),
+        "workers": [{"stage": stage, "pipeline": pipeline, **share} for (stage, pipeline), share in shares.items()],
+    }
+
+
+def _shares(used: Used) -> dict[str, float]:
+    parts = [part / used.clock for part in (used.computed, used.injected, used.waiting, used.averaging)]
+    return dict(zip(SHARES, [*parts, max(0.0, 1.0 - sum(parts))], strict=True))
+
+
+def summarise(rows: Sequence[Row]) -> list[Row]:
+    """Return one row per part of the grid, condition and method: medians over the repeats, and ratios within them."""
+    found = []
+    columns = ("what", "panel", "workload", "shape", "schedule", "heterogeneity")
+    for place in dict.fromkeys(tuple(row[name] for name in columns) for row in rows):
+        named_by = dict(zip(columns, place, strict=True))
+        group = chosen(rows, **named_by)
+        speeds = [row["samples_per_s"] for row in group]
+        visible = [row["visible_samples_per_s"] for row in group if row["visible_samples_per_s"]]
+        median: Row = {"samples_per_s": statistics.median(speeds), "low": min(speeds), "high": max(speeds)}
+        median["visible_samples_per_s"] = statistics.median(visible) if visible else None
+        for name, above, below in (
+            ("over_all_reduce", {}, {"what": "all_reduce"}),
+            ("of_nosync", {}, {"what": "nosync"}),
+            ("slowdown", {"heterogeneity": "none"}, {}),
+        ):
+            within = quotients(rows, Goal("", "samples_per_s", named_by | above, named_by | below))
+            median[name] = statistics.median(within) if within else None
+        means = {name: statistics.fmean(row[name] for row in group) for name in ("group_size", *SHARES)}
+        found.append({**named_by, "what": f"{named_by['what']}, median", **median, **means})
+    return found
+
+
+def ratios_of(rows: Sequence[Row]) -> Ratios:
+    """Return those of :data:`GOALS` that were measured, for each emulated part of the grid."""
+    found: Ratios = {}
+    emulated = chosen(rows, workload=EMULATED.name)
+    for schedule in values(emulated, "schedule"):
+        goals = {}
+        for key, (ours, other, value) in GOALS.items():
+            _, shape, condition = key.split("/")
+            common = {"shape": shape, "heterogeneity": condition, "schedule": schedule}
+            meaning = f"samples/s, {shape} emulated, {schedule}, {condition}: {ours} over {other}"
+            room = [row["bound"] / row["all_reduce_bound"] for row in chosen(emulated, **common) if row["bound"]]
+            if room and (ours, other) == (OURS, "all_reduce"):
+                meaning += f"; the drawn delays leave room for {statistics.median(room):.2f}"
+            suffix = "" if schedule == "1f1b" else f"/{schedule}"
+            above, below = common | {"what": ours}, common | {"what": other}
+            goals[key + suffix] = Goal(meaning, "samples_per_s", above, below, value)
+        found |= ratios(emulated, goals, ("repeat", "panel"))
+    return found

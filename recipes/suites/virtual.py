@@ -1,0 +1,326 @@
+"""Training in virtual time: the simulator says when each worker steps and which ones average, and models follow it.
+
+So methods are compared by the time to a target without a core to share and without noise in the clock: the same seeds
+give the same curves. The pipelines have one stage. What policies and parameter servers decide is what they decide in a
+real run; a mini-batch is computed on the model with which its computation began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from itertools import cycle
+from typing import Any, NamedTuple, Protocol
+
+import hydra
+import lightning as L
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.optim import VarianceCorrection
+from lightning_sdpipe.pipeline.stage_runner import logging_through
+from lightning_sdpipe.policies import Decision, Left, PolicyConfig, Ready
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.simulate import Work, jittered, simulate
+from lightning_sdpipe.sync import AllReduce
+from recipes.baselines.admission import AdmissionRule
+from recipes.baselines.virtual_server import Server
+from recipes.suites.snapshots import mean_state, validate
+from recipes.suites.trainings import Training, seeded
+
+Vector = NDArray[numpy.float64]
+JITTER = 0.05
+"""Share by which the length of a mini-batch varies where replicas take turns in one process."""
+HELD_OUT, INPUTS, CLASSES = 360, 64, 10
+
+
+class Problem(Protocol):
+    """The problem that is learned."""
+
+    start: Vector
+
+    def change(self, model: Vector, pipeline: int) -> Vector:
+        """Return what one mini-batch of ``pipeline``, computed on ``model``, adds to its model."""
+
+    def value(self, model: Vector) -> float:
+        """Return the loss, or the accuracy on samples that are held out."""
+
+
+class Quadratic:
+    """½ Σ hᵢ xᵢ², with curvatures from 0.05 to 1 and noise in the gradients that is larger where they are."""
+
+    def __init__(self, pipelines: int, lr: float, seed: int, dimensions: int = 64, noise: float = 0.3) -> None:
+        self._curvature, self._lr = numpy.geomspace(0.05, 1.0, dimensions), lr
+        self._noise = noise * numpy.sqrt(self._curvature)
+        self._random = [numpy.random.default_rng((seed, pipeline)) for pipeline in range(pipelines)]
+        self.start = numpy.full(dimensions, 3.0)
+
+    def change(self, model: Vector, pipeline: int) -> Vector:
+        """See :class:`Problem`."""
+        gradient = self._curvature * model + self._noise * self._random[pipeline].standard_normal(len(model))
+        change: Vector = -self._lr * gradient
+        return change
+
+    def value(self, model: Vector) -> float:
+        """Return the loss."""
+        return float(0.5 * (self._curvature * model**2).sum())
+
+
+class Digits:
+    """Softmax regression on the handwritten digits; every fifth image is kept for the loss, and each pipeline draws
+    mini-batches of 32 from its own share of the others."""
+
+    def __init__(self, pipelines: int, lr: float, seed: int) -> None:
+        from sklearn.datasets import load_digits
+
+        images, labels = load_digits(return_X_y=True)
+        x = numpy.hstack([images / 16.0, numpy.ones((len(images), 1))])
+        y = numpy.eye(CLASSES)[labels]
+        held = numpy.arange(len(x)) % 5 == 0
+        self._held, self._lr = (x[held], y[held]), lr
+        self._shares = [(x[~held][i::pipelines], y[~held][i::pipelines]) for i in range(pipelines)]
+        self._random = [numpy.random.default_rng((seed, pipeline)) for pipeline in range(pipelines)]
+        self.start = numpy.zeros(x.shape[1] * CLASSES)
+
+    def change(self, model: Vector, pipeline: int) -> Vector:
+        """See :class:`Problem`."""
+        x, y = self._shares[pipeline]
+        drawn = self._random[pipeline].integers(len(x), size=32)
+        missed = numpy.exp(_log_softmax(x[drawn] @ model.reshape(-1, CLASSES))) - y[drawn]
+        change: Vector = -self._lr * (x[drawn].T @ missed / 32).ravel()
+        return change
+
+    def value(self, model: Vector) -> float:
+        """Return the cross-entropy of the images that were kept."""
+        x, y = self._held
+        return float(-(y * _log_softmax(x @ model.reshape(-1, CLASSES))).sum() / len(x))
+
+
+def _log_softmax(scores: Vector) -> Vector:
+    shifted = scores - scores.max(1, keepdims=True)
+    result: Vector = shifted - numpy.log(numpy.exp(shifted).sum(1, keepdims=True))
+    return result
+
+
+class Network:
+    """A two-layer network on the handwritten digits, under SGD with momentum; each pipeline draws from a shard of its
+    own."""
+
+    def __init__(self, pipelines: int, lr: float, seed: int, hidden: int, batch_size: int, momentum: float) -> None:
+        from sklearn.datasets import load_digits
+
+        digits, draws = load_digits(), numpy.random.default_rng([seed, 1 << 20])
+        order = numpy.random.default_rng(seed).permutation(len(digits.target))
+        images, labels = digits.data[order] / 16 - 0.5, digits.target[order]
+        self._held = images[:HELD_OUT], labels[:HELD_OUT]
+        self._shares = [
+            (images[HELD_OUT + p :: pipelines], labels[HELD_OUT + p :: pipelines]) for p in range(pipelines)
+        ]
+        self._random = [numpy.random.default_rng([seed, p]) for p in range(pipelines)]
+        self._lr, self._hidden, self._batch_size, self._momentum = lr, hidden, batch_size, momentum
+        first = draws.normal(size=(INPUTS, hidden)) * (2 / INPUTS) ** 0.5
+        second = draws.normal(size=(hidden, CLASSES)) * (2 / hidden) ** 0.5
+        self.start = numpy.concatenate([first.ravel(), numpy.zeros(hidden), second.ravel(), numpy.zeros(CLASSES)])
+        self._velocity = [numpy.zeros_like(self.start) for _ in range(pipelines)]
+
+    def change(self, model: Vector, pipeline: int) -> Vector:
+        """See :class:`Problem`."""
+        images, labels = self._shares[pipeline]
+        chosen = self._random[pipeline].integers(0, len(labels), self._batch_size)
+        images, labels = images[chosen], labels[chosen]
+        first, first_bias, second, second_bias = self._layers(model)
+        hidden = numpy.maximum(images @ first + first_bias, 0)
+        error = numpy.exp(_log_softmax(hidden @ second + second_bias))
+        error[numpy.arange(self._batch_size), labels] -= 1
+        error /= self._batch_size
+        back = (error @ second.T) * (hidden > 0)
+        parts = (images.T @ back).ravel(), back.sum(axis=0), (hidden.T @ error).ravel(), error.sum(axis=0)
+        self._velocity[pipeline] = self._momentum * self._velocity[pipeline] + numpy.concatenate(parts)
+        change: Vector = -self._lr * self._velocity[pipeline]
+        return change
+
+    def value(self, model: Vector) -> float:
+        """Return the accuracy on what is held out."""
+        (images, labels), (first, first_bias, second, second_bias) = self._held, self._layers(model)
+        scores = numpy.maximum(images @ first + first_bias, 0) @ second + second_bias
+        return float((scores.argmax(axis=1) == labels).mean())
+
+    def _layers(self, model: Vector) -> tuple[Vector, Vector, Vector, Vector]:
+        hidden = self._hidden
+        a, b, c = INPUTS * hidden, (INPUTS + 1) * hidden, (INPUTS + 1 + CLASSES) * hidden
+        return model[:a].reshape(INPUTS, hidden), model[a:b], model[b:c].reshape(hidden, CLASSES), model[c:]
+
+
+class Workload:
+    """The module and the data of a real training, a replica for each pipeline; or, ``jointly``, one model that learns
+    from a mini-batch of each, whose gradients are averaged. Replicas have buffers of their own in either case."""
+
+    def __init__(self, case: Training, metric: str, jointly: bool) -> None:
+        module, (loader,) = case.real()
+        self._data = hydra.utils.instantiate(case.workload.specification["data"])
+        self._data.prepare_data()
+        self._data.setup("fit")
+        self._metric, self._jointly, self._batches = metric, jointly, cycle(loader)
+        self._modules = [deepcopy(module) for _ in range(case.num_pipelines)]
+        self._optimizers: list[tuple[Any, Any]] = []
+        for each in self._modules:
+            made: Any = each.configure_optimizers()
+            scheduled = isinstance(made, Mapping)
+            optimizer, schedule = (made["optimizer"], made["lr_scheduler"]["scheduler"]) if scheduled else (made, None)
+            if case.variance_correction and not jointly:
+                optimizer = VarianceCorrection(optimizer, case.num_pipelines)
+            self._optimizers.append((optimizer, schedule))
+        self.start = self._vector(self._modules[0])
+
+    def change(self, model: Vector, pipeline: int) -> Vector:
+        """See :class:`Problem`."""
+        own = self._modules if self._jointly else [self._modules[pipeline]]
+        optimizer, schedule = self._optimizers[pipeline]
+        for module in own:
+            vector_to_parameters(torch.from_numpy(model).float(), module.parameters())
+            module.train()
+            module.zero_grad()
+            with logging_through(module, lambda *_, **__: None):
+                module.training_step(next(self._batches), 0).backward()  # type: ignore[union-attr]
+        before = self._vector(own[0])
+        for alike in zip(*(module.parameters() for module in own), strict=True):
+            if alike[0].grad is not None:
+                alike[0].grad = torch.stack([each.grad for each in alike if each.grad is not None]).mean(0)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        change: Vector = self._vector(own[0]) - before
+        return change
+
+    def value(self, model: Vector) -> float:
+        """Return the metric of the mean model."""
+        module = deepcopy(self._modules[0])
+        module.load_state_dict(mean_state([each.state_dict() for each in self._modules]))
+        vector_to_parameters(torch.from_numpy(model).float(), module.parameters())
+        return validate(module, self._data.val_dataloader(), self._metric)
+
+    @staticmethod
+    def _vector(module: L.LightningModule) -> Vector:
+        vector: Vector = parameters_to_vector(module.parameters()).detach().double().numpy()
+        return vector
+
+
+class Point(NamedTuple):
+    """A point of a learning curve."""
+
+    seconds: float
+    updates: int
+    """Groups, or rounds of a server."""
+    steps: int
+    """Mini-batches whose gradients count."""
+    value: float
+
+
+def by_decisions(method: PolicyConfig, work: Work, problem: Problem) -> list[Point]:
+    """Train until one worker has done all iterations of ``work``; look whenever as many mini-batches have counted as
+    there are pipelines."""
+    points = [Point(0.0, 0, 0, problem.value(problem.start))]
+    decided_at: float | None = None
+    for at, decisions, trainee in _followed(method, work, problem):
+        if decided_at is not None and trainee.steps >= points[-1].steps + work.num_pipelines:
+            points.append(Point(decided_at, trainee.updates, trainee.steps, problem.value(trainee.model)))
+        decided_at = at if decisions else None
+    return points
+
+
+def by_time(method: PolicyConfig, work: Work, problem: Problem, due: Sequence[float]) -> list[Point]:
+    """Train, and look at these times."""
+    points, left = list[Point](), list(due)
+    for at, _, trainee in _followed(method, work, problem):
+        while left and at > left[0]:
+            points.append(Point(left.pop(0), trainee.updates, trainee.steps, problem.value(trainee.model)))
+    return points
+
+
+def in_one_process(case: Training, metric: str, points: int) -> list[tuple[float, float, float]]:
+    """Return the learning curve of more pipelines than there are cores for, whose replicas take turns in this process:
+    virtual seconds, samples of all pipelines, and the metric of their mean.
+
+    Args:
+        case: of one stage, under ``AllReduce`` or a policy whose groups wait for all their members.
+        metric: that ``validation_step`` logs.
+        points: of the curve.
+
+    Raises:
+        ConfigurationError: more stages.
+    """
+    if case.num_stages != 1:
+        raise ConfigurationError(f"suite.one_process trains pipelines of one stage, not of {case.num_stages}.")
+    method: Any = seeded(case.method.specification, case.seed)
+    slow = seeded(case.condition.specification, case.seed)
+    work = Work(1, case.num_pipelines, case.iterations, jittered(1.0, JITTER, case.seed), heterogeneity=slow)
+    jointly = isinstance(method, AllReduce)
+    if jointly:
+        method, work = NoSync(), Work(1, 1, case.iterations, 1.0)
+    problem = Workload(case, metric, jointly)
+    total = work.iterations * work.num_pipelines
+    due = [total * (index + 1) // points for index in range(points)]
+    curve, before = list[tuple[float, float, float]](), 0.0
+    size = case.batches // total * int(case.workload.specification["data"]["batch_size"])
+    for at, _, trainee in _followed(method, work, problem):
+        if due and trainee.steps >= due[0]:
+            due = [moment for moment in due if moment > trainee.steps]
+            curve.append((before, float(trainee.steps * size), problem.value(trainee.model)))
+        before = at
+    return curve
+
+
+def _followed(
+    method: PolicyConfig, work: Work, problem: Problem
+) -> Iterator[tuple[float, Sequence[Decision], _Models | Server]]:
+    """Yield the time and the decisions of each event before models follow it; at last infinity."""
+    trainee: _Models | Server = _Models(work.num_pipelines, problem)
+    if isinstance(method, AdmissionRule):
+        served = method.make_policy(1, work.num_pipelines)
+        trainee, run = Server(served, problem), simulate(served, replace(work, announce=method.announces))
+    else:
+        run = simulate(method, work)
+    for at, event, decisions in run.entries:
+        if isinstance(event, Left) and not isinstance(problem, Workload):
+            break  # from then on the workers are fewer
+        yield at, decisions, trainee
+        if isinstance(event, Ready):
+            trainee.step(event.worker.pipeline)
+        for group in decisions:
+            if isinstance(group, Group):
+                trainee.average(group)
+    yield numpy.inf, (), trainee
+
+
+class _Models:
+    """A model for each pipeline, averaged in groups."""
+
+    def __init__(self, num_pipelines: int, problem: Problem) -> None:
+        self._problem = problem
+        self._models = numpy.tile(problem.start, (num_pipelines, 1))
+        self._computed_on = self._models.copy()
+        self.updates = self.steps = 0
+
+    @property
+    def model(self) -> Vector:
+        """The mean over the pipelines."""
+        mean: Vector = self._models.mean(0)
+        return mean
+
+    def step(self, pipeline: int) -> None:
+        """Take one mini-batch in."""
+        self._models[pipeline] += self._problem.change(self._computed_on[pipeline], pipeline)
+        self.steps += 1
+
+    def average(self, group: Group) -> None:
+        """Average the models of a group; members that do not wait for it compute on what they had."""
+        members = [worker.pipeline for worker in group.members]
+        self._models[members] = numpy.array(group.weights) @ self._models[members]
+        going_on = [worker.pipeline for worker in group.members if worker not in group.passive]
+        self._computed_on[going_on] = self._models[going_on]
+        self.updates += 1

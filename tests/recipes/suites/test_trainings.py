@@ -1,0 +1,175 @@
+"""What the suites of trainings plan, and what they make of what workers report."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.heterogeneity import Slowed, Static
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.local_sgd import NoSync
+from recipes.suites import convergence, epochs, machine, snapshots, throughput
+from recipes.suites.grid import Case
+from recipes.suites.probe import Report, Used
+from recipes.suites.references import REFERENCES
+from recipes.suites.trainings import Named, Training, strategy_of
+from tests.recipes.composed import parameters_of
+
+suite = partial(parameters_of, "throughput")
+
+
+def planned(panel: str, *overrides: str) -> list[Case]:
+    parameters = suite(*overrides)
+    known = {name: parameters[name] for name in ("methods", "heterogeneity", "workloads")}
+    return list(throughput.plan(panel, parameters["grid"][panel], known, parameters["seed"]))
+
+
+@pytest.mark.parametrize("panel", sorted(suite()["grid"]))
+def test_every_part_of_the_grid_can_be_built(panel: str) -> None:
+    part, found = suite()["grid"][panel], planned(panel, "seed=7")
+    measured = part["repeats"] * len(part["heterogeneity"]) - (part["repeats"] - 1) * len(part["once"])
+    assert len(found) == measured * len(part["methods"])
+    for columns, case in found:
+        assert case.seed == 7 + columns["repeat"]
+        if case.method.name not in REFERENCES:
+            strategy_of(case)
+
+
+@pytest.mark.parametrize(
+    ("panel", "asked", "message"),
+    [
+        ("flush", "grid.flush.heterogeneity=[trace]", r"bare_torch .* suite\.grid\.flush\.methods"),
+        ("flush", "heterogeneity.b.draws=pass", r"bare_torch .* suite\.grid\.flush\.methods"),
+        ("real", "grid.real.methods=[bare_torch]", r"bare_torch.* suite\.grid\.real\.methods"),
+        ("flush", "grid.flush.methods=[lightning_ddp]", r"lightning_ddp.* suite\.grid\.flush\.methods"),
+        ("flush", "grid.flush.methods=[magic]", r"'magic' is not among suite\.methods; there are .*sdpipe"),
+        ("flush", "grid.flush.magic=1", r"suite\.grid\.flush has workload=emulated.* magic"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(panel: str, asked: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        planned(panel, f"++suite.{asked}")
+
+
+def test_methods_meet_the_same_delays() -> None:
+    found = [(columns["repeat"], case) for columns, case in planned("flush") if columns["heterogeneity"] == "b"]
+    for repeat in range(3):
+        assert len({str(case.slowness) for number, case in found if number == repeat}) == 1
+
+
+@pytest.mark.parametrize(("schedule", "slots"), [("1f1b", 4 + 3), ("pipedream", 4)])
+def test_the_bound_is_that_of_whole_mini_batches(schedule: str, slots: int) -> None:
+    nothing = Named("none", {"_target_": "lightning_sdpipe.heterogeneity.Delays"})
+    case = Training(
+        method=nothing,
+        condition=nothing,
+        num_stages=4,
+        num_pipelines=4,
+        num_micro_batches=4,
+        schedule=schedule,
+        batches=8000,
+        block_seconds=0.025,
+        seed=0,
+    )
+    assert throughput.bound(case, NoSync()) == pytest.approx(4 / (slots * 0.025), rel=0.01)
+    assert throughput.bound(case, AllReduceModels()) == pytest.approx(4 / (slots * 0.025), rel=0.01)
+
+
+def test_pipelines_of_unlike_depths_are_slowed_by_rank() -> None:
+    speeds = {"_target_": "lightning_sdpipe.heterogeneity.Static", "factors": [1.0, 2.0, 2.0]}
+    method = Named("sdpipe", {"_target_": "lightning_sdpipe.SemiDecentralized"})
+    case = Training(
+        method=method,
+        condition=Named("static", speeds),
+        num_stages=[1, 2],
+        num_pipelines=2,
+        batches=4,
+        seed=1,
+        pace=6.0,
+    )
+    assert (case.shape, case.workers, case.slowness) == ("1+2", 3, Slowed(Static([1.0, 2.0, 2.0]), 6.0))
+    assert strategy_of(case).options.depths == (1, 2)
+
+
+@pytest.mark.parametrize(("processor", "scale"), [(0.01, 1.0), (0.08, 1.0), (0.12, 1.5), (0.121, 1.6), (0.48, 6.0)])
+def test_times_are_stretched_until_the_cores_are_less_than_half_busy(processor: float, scale: float) -> None:
+    assert machine.needed_scale(processor, 0.1, 2) == pytest.approx(scale)
+
+
+def test_a_summary_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+
+    def report(stage: int, pipeline: int, clock: float) -> Report:
+        before, used = Used(9.0, 9.0), Used(clock, 0.5, 0.4 * clock, 0.1 * clock, 0.2 * clock, 0.05 * clock, 10, 20)
+        after = Used(*(a + b for a, b in zip(before, used, strict=True)))
+        return Report(stage, pipeline, [before] * 5 + [after] * 10, [0.0], [2.0 + pipeline])
+
+    found = throughput.summary([report(stage, pipe, 1.0 + pipe) for pipe in (0, 1) for stage in (0, 1)], 5, 8)
+    assert found["samples_per_s"] == pytest.approx(8 * (10 / 1.0 + 10 / 2.0))
+    assert found["visible_samples_per_s"] == pytest.approx(8 * 2 * 15 / 3.0)
+    assert (found["group_size"], found["busy"]) == (2.0, pytest.approx(4 * 0.5 / (2 * 2.0)))
+    assert sum(found[share] for share in throughput.SHARES) == pytest.approx(1.0)
+    assert [(w["stage"], w["pipeline"]) for w in found["workers"]] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+def test_each_goal_of_epochs_has_its_trainings() -> None:
+    of = parameters_of("epochs")
+    known = {name: of[name] for name in ("methods", "heterogeneity")}
+    rows = [case.columns for part in of["grid"].values() for case in epochs.plan(part, known, 0)]
+    for goal in epochs.GOALS.values():
+        for side in (goal.above, goal.below):
+            assert isinstance(side, str) or [row for row in rows if side.items() <= row.items()], goal
+
+
+@pytest.mark.parametrize(
+    ("curve", "target", "rising", "reached"),
+    [
+        ([(1, 10, 0.5), (2, 20, 0.9), (3, 30, 0.8)], 0.8, True, (1.75, 17.5)),
+        ([(1, 10, 0.9), (2, 20, 0.5)], 0.8, True, (1, 10)),
+        ([(1, 10, 0.5), (2, 20, 0.7)], 0.8, True, None),
+        ([(1, 10, 6.0), (3, 30, 4.0)], 5.5, False, (1.5, 15)),
+    ],
+)
+def test_the_target_is_reached_between_points(curve: Any, target: float, rising: bool, reached: Any) -> None:
+    assert convergence.to_target(curve, target, rising) == (None if reached is None else pytest.approx(reached))
+
+
+def test_learning_is_compared_seed_by_seed() -> None:
+    def row(method: str, repeat: int, seconds: float | None, samples: float | None, final: float) -> dict[str, Any]:
+        where = {
+            "what": method,
+            "workload": "digits",
+            "heterogeneity": "b",
+            "repeat": repeat,
+            "target": "accuracy ≥ 0.9",
+        }
+        return {**where, "seconds_to_target": seconds, "samples_to_target": samples, "final": final, "rising": True}
+
+    rows = [row("sdpipe", r, s, 100, f) for r, (s, f) in enumerate(((1.0, 0.95), (2.0, 0.96), (1.5, 0.97)))]
+    rows += [row("all_reduce", r, s, 110, f) for r, (s, f) in enumerate(((3.0, 0.95), (4.0, 0.97), (3.0, 0.99)))]
+    found = convergence.ratios(rows)
+    assert {key: pytest.approx(value["value"]) for key, value in found.items()} == {
+        "samples/digits/b": 100 / 110,
+        "time/digits/b": 2.0,
+        "final/digits/b": -0.01 / 0.02,
+    }
+    never = [row("sdpipe", 0, None, None, 0.8), row("all_reduce", 0, 2.0, 100, 0.95)]
+    found = convergence.ratios([*never, row("sdpipe", 1, 1.0, 90, 0.95), row("all_reduce", 1, None, None, 0.8)])
+    assert (found["samples/digits/b"]["value"], found["time/digits/b"]["value"]) == (math.inf, 0.0)
+    assert "1 seeds" in found["time/digits/b"]["meaning"]
+
+
+def test_every_moment_has_the_last_snapshot_of_each_pipeline() -> None:
+    written = [snapshots.Snapshot(0, k, 10.0 + k, []) for k in range(5)]
+    written += [snapshots.Snapshot(1, k, 10.5 + 2 * k, []) for k in range(5)]
+    found = snapshots.moments(written, 4)  # from 10.5, when both were there, to 18.5
+    assert [seconds for seconds, _ in found] == pytest.approx([2.0, 4.0, 6.0, 8.0])
+    assert [[s.iterations for s in last] for _, last in found] == [[2, 1], [4, 2], [4, 3], [4, 4]]
+    states = [{"w": torch.tensor([x, 3.0]), "n": torch.tensor(n)} for x, n in ((1.0, 4), (3.0, 6))]
+    mean = snapshots.mean_state(states)
+    assert (mean["w"].tolist(), mean["n"].item()) == ([2.0, 3.0], 6)
