@@ -43,9 +43,9 @@ LONG = [
     *("loop/test_uneven.py", "features/test_4_optimization.py", "loop/test_dealt_training.py"),
     *("sync/test_mover_choice.py", "sync/test_methods.py", "features/test_3_callbacks.py"),
     *("features/test_5_checkpoints.py", "test_wheel.py", "strategy/test_strategy.py", "pipeline/test_models.py"),
-    *("recipes/suites/test_throughput.py", "recipes/suites/test_scheduler.py", "placement/test_in_trainer.py"),
+    *("recipes/suites/test_smoke.py", "placement/test_in_trainer.py"),
     *("sync/test_every_exchange.py", "exchange/test_encoded_mean.py", "recipes/test_conf.py", "test_configuration.py"),
-    *("recipes/suites/test_partial_reduce.py", "recipes/suites/test_phd.py", "recipes/suites/test_placement.py"),
+    *("recipes/suites/test_virtual.py", "recipes/suites/test_placement.py"),
 ]
 
 

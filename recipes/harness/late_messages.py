@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -105,45 +106,42 @@ class DelayedLines:
 
 async def _serve(listening: Sequence[socket.socket], seconds: float) -> None:
     for each in listening:
-        await asyncio.start_server(_Forwarding(each.getsockname()[1], seconds), sock=each)
+        await asyncio.start_server(partial(_forward_both, each.getsockname()[1], seconds), sock=each)
     await asyncio.Event().wait()  # for ever
 
 
-class _Forwarding:
-    """A function that forwards a connection to ``port``."""
+async def _forward_both(port: int, seconds: float, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Forward a connection to ``port``."""
+    try:
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:  # no scheduler listens at the moment
+        writer.transport.abort()
+        return
+    await asyncio.gather(_forward(reader, back, seconds), _forward(there, writer, seconds))
 
-    def __init__(self, port: int, seconds: float) -> None:
-        self._port, self._seconds = port, seconds
 
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            there, back = await asyncio.open_connection("127.0.0.1", self._port)
-        except OSError:  # no scheduler listens at the moment
-            writer.transport.abort()
-            return
-        await asyncio.gather(self._forward(reader, back), self._forward(there, writer))
+async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seconds: float) -> None:
+    """Forward what one side says until it closes."""
+    clock = asyncio.get_running_loop().time
+    said: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward what one side says until it closes."""
-        clock = asyncio.get_running_loop().time
-        said: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
-        hearing = asyncio.ensure_future(self._hear(reader, said))
-        with contextlib.suppress(OSError):  # the other side has gone, as its own direction says
-            while True:
-                due, data = await said.get()
-                await asyncio.sleep(due - clock())
-                if not data:
-                    break
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-        await hearing
-
-    async def _hear(self, reader: asyncio.StreamReader, said: asyncio.Queue[tuple[float, bytes]]) -> None:
-        clock, data = asyncio.get_running_loop().time, b"more"
+    async def hear() -> None:
+        data = b"more"
         while data:
             try:
                 data = await reader.read(AT_ONCE)
             except OSError:  # of a process that was killed with something unread
                 data = b""
-            said.put_nowait((clock() + self._seconds, data))
+            said.put_nowait((clock() + seconds, data))
+
+    hearing = asyncio.ensure_future(hear())
+    with contextlib.suppress(OSError):  # the other side has gone, as its own direction says
+        while True:
+            due, data = await said.get()
+            await asyncio.sleep(due - clock())
+            if not data:
+                break
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+    await hearing

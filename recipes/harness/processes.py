@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -28,15 +27,10 @@ PATIENCE = 1800.0
 _GRACE_SECONDS = 2.0
 
 
-@dataclass(frozen=True)
-class _Failure:
-    trace: str
-
-
 def run_processes(count: int, work: Callable[..., Result], *arguments: Any, timeout: float = PATIENCE) -> list[Result]:
     """Works as :func:`in_processes`, of ranks that gloo connects."""
     with tempfile.TemporaryDirectory() as directory:
-        connected = partial(_connected, f"file://{directory}/store", count, TRANSFER_TIMEOUT, work)
+        connected = partial(_connected, [], f"file://{directory}/store", count, TRANSFER_TIMEOUT, work)
         return in_processes(count, connected, *arguments, timeout=timeout)
 
 
@@ -46,20 +40,23 @@ def run_on_hosts(
     """Works as :func:`run_processes`, with a rank on each of ``hosts``, whose names may repeat. The first of all
     namespaces listens at ``port``, and a transfer may take half of ``timeout``."""
     store, limit = f"tcp://{namespaces.address(0)}:{port}", timedelta(seconds=timeout / 2)
-    placed = partial(_on_host, hosts, partial(_connected, store, len(hosts), limit, work))
+    placed = partial(_connected, hosts, store, len(hosts), limit, work)
     return in_processes(len(hosts), placed, *arguments, timeout=timeout)
 
 
 def _connected(
-    store: str, count: int, limit: timedelta, work: Callable[..., Result], rank: int, *arguments: Any
+    hosts: Sequence[str],
+    store: str,
+    count: int,
+    limit: timedelta,
+    work: Callable[..., Result],
+    rank: int,
+    *arguments: Any,
 ) -> Result:
+    if hosts:
+        namespaces.enter(hosts[rank])
+        os.environ["GLOO_SOCKET_IFNAME"] = namespaces.INTERFACE
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=limit)
-    return work(rank, *arguments)
-
-
-def _on_host(hosts: Sequence[str], work: Callable[..., Result], rank: int, *arguments: Any) -> Result:
-    namespaces.enter(hosts[rank])
-    os.environ["GLOO_SOCKET_IFNAME"] = namespaces.INTERFACE
     return work(rank, *arguments)
 
 
@@ -103,11 +100,11 @@ def in_processes(count: int, work: Callable[..., Result], *arguments: Any, timeo
 
 def _result(connection: Any, rank: int) -> Any:
     try:
-        outcome = connection.recv()
+        good, outcome = connection.recv()
     except EOFError:
         raise RuntimeError(f"rank {rank} died before it was done") from None
-    if isinstance(outcome, _Failure):
-        raise RuntimeError(f"rank {rank} failed:\n{outcome.trace}")
+    if not good:
+        raise RuntimeError(f"rank {rank} failed:\n{outcome}")
     return outcome
 
 
@@ -120,11 +117,10 @@ def _end(process: BaseProcess, error: bool) -> None:
 
 def _run(send: Connection, rank: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    outcome: Any
     try:
-        outcome = work(rank, *arguments)
+        outcome: tuple[bool, Any] = True, work(rank, *arguments)
     except BaseException:
-        outcome = _Failure(traceback.format_exc())
+        outcome = False, traceback.format_exc()
     send.send(outcome)
     if dist.is_initialized():
         dist.destroy_process_group()

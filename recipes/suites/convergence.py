@@ -106,26 +106,26 @@ def run(
     quiet()
     grid = Grid(output)
     known = {"methods": methods, "heterogeneity": heterogeneity, "workloads": workloads}
-    refuse_unknown("among suite.experiments", only, experiments)
+    for kind, asked, there in (
+        ("experiments", only, experiments),
+        ("methods", compared, methods),
+        ("heterogeneity", conditions, heterogeneity),
+    ):
+        refuse_unknown(f"among suite.{kind}", asked, there)  # before anything is measured
     cases = []
     for name in only:
+        factor = scale
         for repeat, condition, method in turns(repeats, dict.fromkeys(conditions, compared)):
-            asked = learning(
-                known, name, experiments[name], method, condition, points, one_process=one_process, seed=seed + repeat
-            )
-            if not one_process:
-                schedule = schedules.get(method, asked.training.schedule)
-                training = replace(asked.training, schedule=schedule, exchange=exchanges.get(method))
-                asked = replace(asked, training=training, frozen=frozen.get(method))
-            cases.append(Case({"what": method, "heterogeneity": condition, "repeat": repeat}, asked))
-    factors: dict[str, float] = {}
-    for number, (columns, asked) in enumerate([] if one_process else cases):  # now that all names are known
-        name = asked.training.workload.name
-        if name not in factors:
-            plain = replace(asked.training, exchange=None, schedule=experiments[name]["schedule"])
-            factors[name] = calibrated_scale(plain, grid) if scale is None else scale
-        scaled = replace(asked.training, scale=factors[name])
-        cases[number] = Case(columns | {"scale": factors[name]}, replace(asked, training=scaled))
+            case = learning(known, name, experiments[name], method, condition, points, seed=seed + repeat)
+            if one_process:
+                case = replace(case, one_process=True)
+            else:
+                factor = calibrated_scale(case.training, grid) if factor is None else factor
+                schedule, exchange = schedules.get(method, case.training.schedule), exchanges.get(method)
+                training = replace(case.training, schedule=schedule, exchange=exchange, scale=factor)
+                case = replace(case, training=training, frozen=frozen.get(method))
+            columns = {"what": method, "heterogeneity": condition, "repeat": repeat, "scale": case.training.scale}
+            cases.append(Case(columns, case))
     rows = learned(grid, cases, experiments)
     if output is not None:
         for axis, name in enumerate(("seconds", "samples")):
@@ -141,8 +141,6 @@ def learning(
     method: str,
     condition: str,
     points: int,
-    *,
-    one_process: bool = False,
     **fields: Any,
 ) -> Learning:
     """Return what an experiment asks for.
@@ -156,7 +154,6 @@ def learning(
         method: a name.
         condition: likewise.
         points: of the curve.
-        one_process: see :class:`Learning`.
         fields: of the training, that the experiment does not have.
     """
     fields |= {key: value for key, value in experiment.items() if key not in TARGET_FIELDS}
@@ -167,7 +164,7 @@ def learning(
         batches=experiment["iterations"] * fields["num_pipelines"],
         **fields,
     )
-    return Learning(training, experiment["metric"], experiment["snapshot_every"], points, one_process=one_process)
+    return Learning(training, experiment["metric"], experiment["snapshot_every"], points)
 
 
 def learned(grid: Grid, cases: Sequence[Case], experiments: Mapping[str, Mapping[str, Any]]) -> list[Row]:

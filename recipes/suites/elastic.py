@@ -14,8 +14,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -124,7 +123,7 @@ class Record:
 
 
 class World:
-    """A scheduler and the pipelines' processes; ``close`` ends them all.
+    """A scheduler and the pipelines' processes, which end with the context.
 
     Args:
         directory: for all files.
@@ -290,8 +289,10 @@ class World:
             time.sleep(GLANCE)
         return found
 
-    def close(self) -> None:
-        """End everything."""
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for pipeline in list(self._processes):
             self.end(pipeline)
         self.scheduler.bury()
@@ -316,16 +317,6 @@ def read_records(directory: Path) -> list[Record]:
 def _lines(diary: Path) -> list[dict[str, Any]]:
     """Return the lines but one that is not whole."""
     return [json.loads(line) for line in diary.read_text().split("\n")[:-1]]
-
-
-@contextmanager
-def world(directory: Path, work: Work, *options: Any) -> Iterator[World]:
-    """Make a :class:`World`, and end it."""
-    made = World(directory, work, *options)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 class Diary(L.Callback):

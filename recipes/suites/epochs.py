@@ -18,8 +18,6 @@ LOWER_IS_BETTER = frozenset[str]()
 
 OURS, SHARDED, ALL_REDUCE = "sdpipe/dealt", "sdpipe/sharded", "all_reduce/sharded"
 BY_SPEED = "all_reduce/by_speed"
-LAYERS = 4
-"""Of a stage, so that gradients come one after the other."""
 
 
 def _goal(key: str, ours: str, other: str, value: float) -> tuple[str, Goal]:
@@ -80,27 +78,26 @@ def run(
 
 
 def plan(part: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]], seed: int) -> Iterator[Case]:
-    """Yield the trainings of one part of the grid, in the order in which they run."""
-    stages, pipelines, micro_batches = part["num_stages"], part["num_pipelines"], part["num_micro_batches"]
+    """Yield the trainings of one part of the grid, in the order in which they run.
+
+    Args:
+        part: fields of a :class:`~recipes.suites.trainings.Training`; what is trained under each of the ``conditions``,
+            as method and data; and the number of ``repeats``.
+        known: specifications for Hydra.
+        seed: of the first repeat.
+    """
+    fields = {name: value for name, value in part.items() if name not in ("conditions", "repeats")}
     for repeat, condition, what in turns(part["repeats"], part["conditions"]):
         method, _, data = what.partition("/")
         case = Training(
             method=named(known, "methods", method),
             condition=named(known, "heterogeneity", condition),
-            num_stages=stages,
-            num_pipelines=pipelines,
-            num_micro_batches=micro_batches,
-            batches=part["batches"] * pipelines,
-            validation_batches=part["validation_batches"] * pipelines,
-            epochs=part["epochs"] + 1,
             data=data,
-            num_blocks=LAYERS * stages,
-            block_seconds=part["batch_seconds"] / (micro_batches + stages - 1) / LAYERS,
-            block_parameters=part["num_parameters"] // LAYERS,
             seed=seed + repeat,
+            **fields,
         )
-        columns = {"what": what, "shape": case.shape, "micro_batches": micro_batches, "heterogeneity": condition}
-        yield Case({**columns, "repeat": repeat}, case)
+        columns = {"what": what, "shape": case.shape, "micro_batches": case.num_micro_batches}
+        yield Case({**columns, "heterogeneity": condition, "repeat": repeat}, case)
 
 
 def measure(case: Training) -> Row:

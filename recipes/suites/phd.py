@@ -6,7 +6,6 @@ links are simulated, so that nothing here depends on the machine; transfers take
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -79,26 +78,9 @@ def run(
             work = partial(_work, times, size, iterations, jitter, seed + repeat)
             policies = methods(times, size, staleness, seed + repeat)
             rows += _measured(policies, work(), size, megabytes, training, seed + repeat)
-    pairs = []
-    for partner in times[1:]:
-        own = (times[0], partner)
-        rates = [
-            _rate(
-                simulate(
-                    PHDPSGD(staleness=staleness, times=own, asynchronous=how), _work(own, 1, iterations, jitter, seed)
-                )
-            )
-            for how in (False, True)
-        ]
-        row = {
-            "what": f"{own[0]:g} s with {partner:g} s",
-            "phd_steps_per_s": rates[0],
-            "phd_async_steps_per_s": rates[1],
-        }
-        pairs.append(row | {"possible": math.fsum(1 / seconds for seconds in own)})
     if output is not None:
         draw(chosen(rows, group_size=group_sizes[-1]), training["target"], Path(output))
-    return [*rows, *pairs, *costs_of_bounds(**bounds, seed=seed)], ratios_of(rows, staleness)
+    return [*rows, *costs_of_bounds(**bounds, seed=seed)], ratios_of(rows, staleness)
 
 
 def methods(times: Sequence[float], size: int, staleness: int, seed: int) -> dict[str, PolicyConfig]:

@@ -6,7 +6,7 @@ Workers sleep instead of computing, at the speeds of assumed devices; only ``sam
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from lightning_sdpipe.placement.throughput import Sync
@@ -27,7 +27,7 @@ from recipes.suites.grid import (
     turns,
     values,
 )
-from recipes.suites.trainings import NOMINAL_ITERATION_SECONDS, Named, Training, named, quiet
+from recipes.suites.trainings import Named, Training, named, quiet
 
 LOWER_IS_BETTER = frozenset({"samples", "place", "search"})
 
@@ -44,54 +44,29 @@ ONE = "1"
 PARTS = ("fleets", "all_reduce", "same", "samples")
 
 
-@dataclass(frozen=True)
-class Emulated:
-    """An emulated model has blocks that sleep.
-
-    Args:
-        blocks: that take equally long.
-        batch_seconds: of a mini-batch on one device of speed 1, forward and backward.
-        num_micro_batches: m, of each pipeline.
-        num_parameters: of all blocks.
-        batches: of all pipelines in an epoch.
-        validation_batches: likewise, after each epoch.
-        epochs: after the first, which does not count.
-    """
-
-    blocks: int
-    batch_seconds: float
-    num_micro_batches: int
-    num_parameters: int
-    batches: int
-    validation_batches: int
-    epochs: int
-
-    def case(self, known: Mapping[str, Any], fleet: str, mesh: str, what: str, condition: str, shape: Shape) -> Case:
-        """Return the case of a fleet, ``"ragged"`` or ``"rectangle"``, a method, a condition and pipelines."""
-        method, _, data = what.partition("/")
-        free = self.blocks // 2 if fleet == SAME else None  # one more, which takes no time
-        blocks, share = self.blocks + (free is not None), 3 if fleet == ONE else 1  # one of three pipelines
-        training = Training(
-            method=named(known, "methods", method),
-            condition=named(known, "heterogeneity", condition),
-            num_pipelines=len(shape.cuts),
-            num_micro_batches=self.num_micro_batches,
-            batches=max(1, self.batches // share),
-            validation_batches=max(1, self.validation_batches // share),
-            epochs=self.epochs + 1,
-            data=data or ("sharded" if method == BASELINE else "auto"),
-            pace=shape.factors,
-            scale=self.batch_seconds / NOMINAL_ITERATION_SECONDS,  # delays are as much longer as a mini-batch is
-            num_blocks=blocks,
-            block_seconds=NOMINAL_ITERATION_SECONDS / self.blocks / self.num_micro_batches,
-            block_parameters=self.num_parameters // blocks,
-            free=free,
-            seed=0,
-            **shape.options,
-        )
-        columns: Row = {"what": f"{mesh} {what}", "fleet": fleet, "heterogeneity": condition, "pipelines": str(shape)}
-        columns |= {"left_out": shape.left_out, "predicted_per_s": shape.rate / self.batch_seconds or None}
-        return Case(columns, training)
+def case(
+    model: Training, known: Mapping[str, Any], fleet: str, mesh: str, what: str, condition: str, shape: Shape
+) -> Case:
+    """Return the case of a fleet, ``"ragged"`` or ``"rectangle"``, a method, a condition and pipelines."""
+    method, _, data = what.partition("/")
+    blocks, share = model.num_blocks or 1, 3 if fleet == ONE else 1  # one of three pipelines
+    training = replace(
+        model,
+        method=named(known, "methods", method),
+        condition=named(known, "heterogeneity", condition),
+        num_pipelines=len(shape.cuts),
+        batches=max(1, model.batches // share),
+        validation_batches=max(1, model.validation_batches // share),
+        data=data or ("sharded" if method == BASELINE else "auto"),
+        pace=shape.factors,
+        num_blocks=blocks + (fleet == SAME),
+        free=blocks // 2 if fleet == SAME else None,  # one more, which takes no time
+        **shape.options,
+    )
+    seconds = model.block_seconds * model.scale * blocks * model.num_micro_batches
+    columns: Row = {"what": f"{mesh} {what}", "fleet": fleet, "heterogeneity": condition, "pipelines": str(shape)}
+    columns |= {"left_out": shape.left_out, "predicted_per_s": shape.rate / seconds or None}
+    return Case(columns, training)
 
 
 def run(
@@ -119,7 +94,7 @@ def run(
         workloads: the ``model`` and ``data`` of each, likewise.
         fleets: by name, as :func:`~recipes.suites.fleets.network` takes them.
         measured: names of fleets.
-        model: fields of :class:`Emulated`.
+        model: fields of a :class:`~recipes.suites.trainings.Training` on one device of speed 1.
         cut: what a cut takes, where shapes are searched.
         kept: bytes in flight, likewise.
         conditions: names of ``heterogeneity``, besides unlike speeds.
@@ -137,12 +112,12 @@ def run(
     refuse_unknown("among suite.fleets", measured, fleets)
     quiet()
     known = {"methods": methods, "heterogeneity": heterogeneity, "workloads": workloads}
-    grid, emulated, rows = Grid(output), Emulated(**model), list[Row]()
-    networks = {
-        name: network(fleets[name], emulated.blocks, emulated.num_micro_batches, cut, kept) for name in measured
-    }
+    grid, rows = Grid(output), list[Row]()
+    alone = Training(method=named(known, "methods", ALONE), num_stages=1, num_pipelines=1, seed=seed, **model)
+    assert alone.num_blocks is not None
+    networks = {name: network(fleets[name], alone.num_blocks, alone.num_micro_batches, cut, kept) for name in measured}
     for part in [part for part in (ONE, *PARTS[:-1]) if (part if part != ONE else "fleets") in only]:
-        cases = list(plan(part, networks, emulated, known, conditions))
+        cases = list(plan(part, networks, alone, known, conditions))
         for repeat in range(repeats):
             numbered = [
                 Case({**columns, "repeat": repeat}, replace(training, seed=seed + repeat))
@@ -152,7 +127,7 @@ def run(
     found = ratios_of(rows)
     if "fleets" in only:
         for name, devices in networks.items():
-            seconds = unlike(devices, emulated.num_micro_batches, "groups").search_seconds
+            seconds = unlike(devices, alone.num_micro_batches, "groups").search_seconds
             found[f"search/{name}"] = ratio([seconds], SEARCH_GOAL, f"processor seconds of the search, {name}")
     if "samples" in only:
         own = measure_samples(**samples, known=known, repeats=repeats, grid=grid, seed=seed)
@@ -164,31 +139,31 @@ def run(
 def plan(
     part: str,
     networks: Mapping[str, Any],
-    model: Emulated,
+    model: Training,
     known: Mapping[str, Any],
     conditions: Sequence[str],
 ) -> Iterator[Case]:
     """Yield the trainings of one part of the suite, of one repeat. Arguments are those of :func:`run`."""
     micro_batches = model.num_micro_batches
     if part == ONE:
-        yield model.case(known, ONE, "rectangle", ALONE, "none", Shape(((model.blocks,),), (1.0,), 1.0))
+        yield case(model, known, ONE, "rectangle", ALONE, "none", Shape(((model.num_blocks or 1,),), (1.0,), 1.0))
     elif part == "same":
         for mesh, cuts in SAME_CUTS.items():
-            yield model.case(known, SAME, mesh, OURS, "none", Shape(cuts, (1.0,) * 6))
+            yield case(model, known, SAME, mesh, OURS, "none", Shape(cuts, (1.0,) * 6))
     elif part == "fleets":
         for name, devices in networks.items():
             ragged = unlike(devices, micro_batches, "groups")
             for condition in conditions:
                 for method in (OURS, ALONE):
-                    yield model.case(known, name, "ragged", method, condition, ragged)
-            yield model.case(known, name, "rectangle", OURS, "none", rectangle(devices, micro_batches, "groups"))
+                    yield case(model, known, name, "ragged", method, condition, ragged)
+            yield case(model, known, name, "rectangle", OURS, "none", rectangle(devices, micro_batches, "groups"))
     elif ALL_REDUCE_FLEET in networks:
         devices = networks[ALL_REDUCE_FLEET]
         syncs: dict[str, Sync] = {BASELINE: "all_reduce", BY_SPEED: "groups"}
         for method, sync in syncs.items():  # by speed as if pipelines did not wait
             for mesh, search in (("ragged", unlike), ("rectangle", rectangle)):
                 shape = search(devices, micro_batches, sync)
-                yield model.case(known, ALL_REDUCE_FLEET, mesh, method, "none", shape)
+                yield case(model, known, ALL_REDUCE_FLEET, mesh, method, "none", shape)
 
 
 def ratios_of(rows: Sequence[Row]) -> Ratios:

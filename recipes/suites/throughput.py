@@ -18,7 +18,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.simulate import Schedule, Work, simulate
 from recipes.suites import machine
 from recipes.suites.figures import plot, require_matplotlib
-from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, chosen, quotients, ratios, refuse_unknown, turns, values
+from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, chosen, ratios, refuse_unknown, turns, values
 from recipes.suites.probe import Report, Used
 from recipes.suites.references import REFERENCES, only_delays, train_reference
 from recipes.suites.trainings import EMULATED, Named, Training, calibrated_scale, named, quiet, train
@@ -213,7 +213,7 @@ def _shares(used: Used) -> dict[str, float]:
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
-    """Return one row per part of the grid, condition and method: medians over the repeats, and ratios within them."""
+    """Return one row per part of the grid, condition and method: medians over the repeats."""
     found = []
     columns = ("what", "panel", "workload", "shape", "schedule", "heterogeneity")
     for place in dict.fromkeys(tuple(row[name] for name in columns) for row in rows):
@@ -223,13 +223,6 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
         visible = [row["visible_samples_per_s"] for row in group if row["visible_samples_per_s"]]
         median: Row = {"samples_per_s": statistics.median(speeds), "low": min(speeds), "high": max(speeds)}
         median["visible_samples_per_s"] = statistics.median(visible) if visible else None
-        for name, above, below in (
-            ("over_all_reduce", {}, {"what": "all_reduce"}),
-            ("of_nosync", {}, {"what": "nosync"}),
-            ("slowdown", {"heterogeneity": "none"}, {}),
-        ):
-            within = quotients(rows, Goal("", "samples_per_s", named_by | above, named_by | below))
-            median[name] = statistics.median(within) if within else None
         means = {name: statistics.fmean(row[name] for row in group) for name in ("group_size", *SHARES)}
         found.append({**named_by, "what": f"{named_by['what']}, median", **median, **means})
     return found

@@ -63,7 +63,7 @@ def test_the_app_prints_tables_and_writes_the_file(tmp_path: Path) -> None:
         assert 0 < value["low"] <= value["value"] <= value["high"]
         assert key in printed
     assert {row["what"] for row in report["rows"]} == {
-        *("ours", "bare torch", "1f1b, emulated", "pipedream, emulated", "one process", "fullest rank"),
+        *("ours", "bare torch", "1f1b", "pipedream", "one process", "fullest rank"),
         *("plan", "training step", "group mean", "all_reduce", "lightning_ddp", "sdpipe"),
     }
 

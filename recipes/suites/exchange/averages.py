@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count, islice
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from lightning_sdpipe.policies.pairing import ring, shift_one
 from lightning_sdpipe.topology.groups import Replicas
 from recipes.harness.namespaces import INTERFACE, NotAllowed, hosts
 from recipes.harness.processes import run_on_hosts, run_processes
-from recipes.suites.grid import Ratios, Row, ratio, rotated
+from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
 
 WORKERS, HOSTS = 4, 2
 PORT, SECONDS = 29631, 600.0
@@ -37,17 +37,16 @@ SLOW_LINKS: Mapping[str, Mapping[str, float]] = {
     "100mbit": {"eight_bit": 3.5, "one_bit": 15, "half": 1.85, "pair8": 5.5, "ring8": 2.6},
     "1gbit": {"eight_bit": 2.4},
 }
-ABLATIONS: Mapping[str, tuple[str, str, float | None]] = {
-    "ablation/hierarchy": ("flat", "by_hosts", 3.6),
-    "ablation/hierarchy/ring": ("ring", "by_hosts", None),
-    "ablation/fusion": ("one_by_one", "flat", 2.0),
+ABLATIONS: Mapping[str, tuple[str, str, str, float | None]] = {
+    "ablation/hierarchy": ("ms", "flat", "by_hosts", 3.6),
+    "ablation/hierarchy/ring": ("ms", "ring", "by_hosts", None),
+    "ablation/fusion": ("ms", "one_by_one", "flat", 2.0),
+    "bytes/hierarchy": ("host_sends_bytes", "flat", "by_hosts", 3.9),
 }
-"""Each key is the time of the first case over that of the second."""
-BYTES_GOAL = 3.9
-"""Of the bytes that leave a host: 4 by arithmetic, less what packets are made of."""
+"""Each key is the column of the first case over that of the second. Of the bytes that leave a host 4 is possible by
+arithmetic, less what packets are made of."""
 
 Average = Callable[[int], object]
-Seen = dict[str, list[tuple[float, int]]]  # seconds, and bytes that left the host, of each repeat
 
 
 def measure_group_mean(
@@ -63,35 +62,26 @@ def measure_group_mean(
         repeats: timings of each.
         seed: of the models.
     """
-    seconds = _slowest(run_processes(members, _group_mean, members, mebibytes, calls, repeats, seed))
-    rows: list[Row] = [
-        {"what": name, "members": members, "MiB": mebibytes, "ms": 1e3 * median(times) / calls}
-        for name, times in seconds.items()
-    ]
+    rows = _slowest(run_processes(members, _group_mean, members, mebibytes, calls, repeats, seed))
     meaning = f"time to average {mebibytes} MiB in a group of {members} over that of gloo's all-reduce"
-    values = [a / b for a, b in zip(seconds["group mean"], seconds["all_reduce"], strict=True)]
-    return rows, {f"exchange/group{members}": ratio(values, 1.2, meaning)}
+    goal = Goal(meaning, "ms", {"what": "group mean"}, {"what": "all_reduce"}, 1.2)
+    return rows, ratios(rows, {f"exchange/group{members}": goal})
 
 
-def _group_mean(rank: int, members: int, mebibytes: int, calls: int, repeats: int, seed: int) -> Seen:
+def _group_mean(rank: int, members: int, mebibytes: int, calls: int, repeats: int, seed: int) -> list[Row]:
     model = torch.randn(mebibytes * 2**18, generator=torch.Generator().manual_seed(seed + rank))
     mover = GroupMean(_replicas(rank))
     cases: dict[str, Average] = {
-        "group mean": lambda number: _averages(mover, model, range(number * calls, (number + 1) * calls)),
-        "all_reduce": lambda _: [dist.all_reduce(model.div_(members)) for _ in range(calls)],
+        "group mean": lambda number: _average(mover, [model], number),
+        "all_reduce": lambda _: dist.all_reduce(model.div_(members)),
     }
-    return _timed(cases, repeats)
-
-
-def _averages(mover: Mover, model: Tensor, numbers: Iterable[int]) -> None:
-    for number in numbers:
-        _average(mover, [model], number)
+    return _timed(cases, repeats, calls)
 
 
 def measure_slow_links(
     *, elements: Mapping[str, int], rates_mbit: Mapping[str, float], repeats: int, seed: int
 ) -> tuple[list[Row], Ratios]:
-    """Return the seconds of an average of four hosts, full precision over each.
+    """Return the time of an average of four hosts, full precision over each.
 
     Args:
         elements: of the tensor, float32, by the name of a rate.
@@ -103,19 +93,18 @@ def measure_slow_links(
         Nothing, with a word about why, where namespaces cannot be made.
     """
     rows: list[Row] = []
-    found: Ratios = {}
+    goals: dict[str, Goal] = {}
     for name, rate in rates_mbit.items():
-        seconds, _ = _on_slow_hosts(WORKERS, 1, rate, _among_four, elements[name], repeats, seed)
-        for what, times in seconds.items():
-            rows.append({"what": what, "link": name, "elements": elements[name], "ms": 1e3 * median(times)})
-            if what != FULL:
-                values = [full / own for full, own in zip(seconds[FULL], times, strict=True)]
-                meaning = f"speed of an average of {WORKERS}, {elements[name]} float32: {what} over gloo's all-reduce"
-                found[f"{what}/full/{name}"] = ratio(values, SLOW_LINKS.get(name, {}).get(what), meaning)
-    return rows, found
+        own = _on_slow_hosts(WORKERS, 1, rate, _among_four, elements[name], repeats, seed)
+        rows += [row | {"link": name, "elements": elements[name]} for row in own]
+        for what in dict.fromkeys(row["what"] for row in own if row["what"] != FULL):
+            meaning = f"speed of an average of {WORKERS}, {elements[name]} float32: {what} over gloo's all-reduce"
+            full, other = ({"what": each, "link": name} for each in (FULL, what))
+            goals[f"{what}/full/{name}"] = Goal(meaning, "ms", full, other, SLOW_LINKS.get(name, {}).get(what))
+    return rows, ratios(rows, goals)
 
 
-def _among_four(rank: int, elements: int, repeats: int, seed: int) -> Seen:
+def _among_four(rank: int, elements: int, repeats: int, seed: int) -> list[Row]:
     replicas = _replicas(rank)
     common = torch.randn(elements, generator=torch.Generator().manual_seed(seed))
     model = common + 1e-3 * torch.randn(elements, generator=torch.Generator().manual_seed(seed + 1 + rank))
@@ -146,7 +135,7 @@ def _among_four(rank: int, elements: int, repeats: int, seed: int) -> Seen:
 def measure_ablations(
     *, elements: int, tensors: int, rate_mbit: float, repeats: int, seed: int
 ) -> tuple[list[Row], Ratios]:
-    """Return the seconds of an average, and bytes that leave a host.
+    """Return the time of an average, and bytes that leave a host.
 
     Args:
         elements: of a model, float32.
@@ -158,27 +147,18 @@ def measure_ablations(
     Returns:
         Nothing, with a word about why, where namespaces cannot be made.
     """
-    seconds, sent = _on_slow_hosts(HOSTS, WORKERS, rate_mbit, _among_two_hosts, elements, tensors, repeats, seed)
-    if not seconds:
-        return [], {}
-    rows: list[Row] = [
-        {"what": case, "link_mbit": rate_mbit, "elements": elements, "ms": 1e3 * median(seconds[case])}
-        | {"host_sends_bytes": int(median(sent[case]))}
-        for case in seconds
-    ]
+    rows = _on_slow_hosts(HOSTS, WORKERS, rate_mbit, _among_two_hosts, elements, tensors, repeats, seed)
     shape = f"{HOSTS * WORKERS} workers on {HOSTS} hosts, {elements} float32 (one_by_one: in {tensors} tensors)"
-    found: Ratios = {}
-    for key, (one, other, goal) in ABLATIONS.items():
-        values = [a / b for a, b in zip(seconds[one], seconds[other], strict=True)]
-        found[key] = ratio(values, goal, f"time of an average, {shape}: {one} over {other}")
-    values = [a / b for a, b in zip(sent["flat"], sent["by_hosts"], strict=True)]
-    found["bytes/hierarchy"] = ratio(values, BYTES_GOAL, f"bytes that leave a host, {shape}: flat over by_hosts")
-    return rows, found
+    goals = {
+        key: Goal(f"{column} of an average, {shape}: {one} over {other}", column, {"what": one}, {"what": other}, value)
+        for key, (column, one, other, value) in ABLATIONS.items()
+    }
+    return rows, ratios(rows, goals)
 
 
-def _among_two_hosts(rank: int, elements: int, tensors: int, repeats: int, seed: int) -> Seen:
-    replicas, count = _replicas(rank), dist.get_world_size()
-    machines = [str(pipeline // WORKERS) for pipeline in range(count)]
+def _among_two_hosts(rank: int, elements: int, tensors: int, repeats: int, seed: int) -> list[Row]:
+    replicas, workers = _replicas(rank), dist.get_world_size()
+    machines = [str(pipeline // WORKERS) for pipeline in range(workers)]
     flat = EncodedMean(replicas, CommonReference(Full(), rank))
     by_hosts = EncodedMean(replicas, CommonReference(Full(), rank), machines)
     values = torch.randn(elements, generator=torch.Generator().manual_seed(seed + rank))
@@ -192,30 +172,24 @@ def _among_two_hosts(rank: int, elements: int, tensors: int, repeats: int, seed:
         "flat": lambda number: _average(flat, [values], number * tensors),  # as a bucket holds a model's parameters
         "by_hosts": lambda number: _average(by_hosts, [values], number * tensors),
         "one_by_one": one_by_one,
-        "ring": lambda _: dist.all_reduce(values.div_(count)),
+        "ring": lambda _: dist.all_reduce(values.div_(workers)),
     }
     return _timed(cases, repeats)
 
 
-def _on_slow_hosts(
-    count: int, each: int, rate: float, work: Callable[..., Seen], *arguments: object
-) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
-    """Return the seconds of the slowest worker, and the bytes that left the first one's host, by case and repeat."""
+def _on_slow_hosts(count: int, each: int, rate: float, work: Callable[..., list[Row]], *arguments: object) -> list[Row]:
     try:
         with hosts(count, rate) as names:
             places = [name for name in names for _ in range(each)]
-            by_rank = run_on_hosts(places, PORT, work, *arguments, timeout=SECONDS)
+            return _slowest(run_on_hosts(places, PORT, work, *arguments, timeout=SECONDS))
     except NotAllowed as reason:
         print(f"No slow links: {reason}", file=sys.stderr)
-        return {}, {}
-    return _slowest(by_rank), {case: [sent for _, sent in seen] for case, seen in by_rank[0].items()}
+        return []
 
 
-def _slowest(by_rank: Sequence[Seen]) -> dict[str, list[float]]:
-    return {
-        case: [max(seconds for seconds, _ in each) for each in zip(*(seen[case] for seen in by_rank), strict=True)]
-        for case in by_rank[0]
-    }
+def _slowest(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
+    """Return the rows of the first rank, with the time of the slowest."""
+    return [rows[0] | {"ms": max(row["ms"] for row in rows)} for rows in zip(*by_rank, strict=True)]
 
 
 def _replicas(rank: int) -> Replicas:
@@ -233,20 +207,23 @@ def _average(mover: Mover, model: Sequence[Tensor], number: int) -> None:
     finish(mover.start(model, _group(range(dist.get_world_size()), number)))
 
 
-def _timed(cases: Mapping[str, Average], repeats: int) -> Seen:
+def _timed(cases: Mapping[str, Average], repeats: int, calls: int = 1) -> list[Row]:
     """Time the cases in rotated order, once more than asked: the first does not count, since connections are made, and
     pairs exchange in full. Each call has a number of its own."""
-    seen: Seen = {case: [] for case in cases}
+    rows: list[Row] = []
+    numbers = count()
     for repeat in range(repeats + 1):
-        for position, case in enumerate(rotated([*cases], repeat)):
+        for case in rotated([*cases], repeat):
             dist.barrier()
             before, start = _sent(), time.perf_counter()
-            cases[case](repeat * len(cases) + position)
+            for number in islice(numbers, calls):
+                cases[case](number)
             took = time.perf_counter() - start
             dist.barrier()
-            if repeat:
-                seen[case].append((took, _sent() - before))
-    return seen
+            rows.append(
+                {"what": case, "repeat": repeat, "ms": 1e3 * took / calls, "host_sends_bytes": _sent() - before}
+            )
+    return [row for row in rows if row["repeat"]]
 
 
 def _sent() -> int:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 
 import torch
 from torch import Tensor
 
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, Modulo, OneBit, Payload
 from recipes.harness.processes import run_processes
-from recipes.suites.grid import Ratios, Row, ratio, rotated
+from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
 
 PAYLOADS: dict[str, Payload] = {
     "full": Full(),
@@ -26,11 +25,9 @@ PAYLOADS: dict[str, Payload] = {
 }
 GOALS = {"eight_bit encode": 7.0, "eight_bit decode": 5.0, "stochastic encode": 10.0, "one_bit encode": 10.0}
 
-Timing = dict[str, float]  # seconds of processor time of a call, by what was called
-
 
 def measure(*, elements: int, calls: int, repeats: int, seed: int) -> tuple[list[Row], Ratios]:
-    """Medians of all codecs, and ratios of those with a goal.
+    """Return timings of all codecs, and ratios of those with a goal.
 
     Args:
         elements: of the tensor, float32.
@@ -38,24 +35,30 @@ def measure(*, elements: int, calls: int, repeats: int, seed: int) -> tuple[list
         repeats: timings of each.
         seed: of the tensor.
     """
-    (timings,) = run_processes(1, _compare, elements, calls, repeats, seed)
-    copies = {name: [timing[name] / timing["copy"] for timing in timings] for name in timings[0]}
-    rows: list[Row] = [
-        {"what": name, "copies": median(quotients), "processor_ms": 1e3 * median(timing[name] for timing in timings)}
-        for name, quotients in copies.items()
-    ]
-    ratios = {
-        f"codec/{name.replace(' ', '_')}": ratio(
-            copies[name], goal, f"processor time of one {name} of {elements} float32, over that of a copy"
+    (rows,) = run_processes(1, _compare, elements, calls, repeats, seed)
+    goals = {
+        f"codec/{name.replace(' ', '_')}": Goal(
+            f"processor time of one {name} of {elements} float32, over that of a copy",
+            "processor_ms",
+            {"what": name},
+            {"what": "copy"},
+            value,
         )
-        for name, goal in GOALS.items()
+        for name, value in GOALS.items()
     }
-    return rows, ratios
+    return rows, ratios(rows, goals)
 
 
-def _compare(rank: int, elements: int, calls: int, repeats: int, seed: int) -> list[Timing]:
+def _compare(rank: int, elements: int, calls: int, repeats: int, seed: int) -> list[Row]:
     work = _work(torch.randn(elements, generator=torch.Generator().manual_seed(seed)))
-    return [{name: _time(work[name], calls) for name in rotated(list(work), repeat)} for repeat in range(repeats)]
+    rows: list[Row] = []
+    for repeat in range(repeats):
+        ms = {name: 1e3 * _time(work[name], calls) for name in rotated([*work], repeat)}
+        rows += [
+            {"what": name, "repeat": repeat, "processor_ms": own, "copies": own / ms["copy"]}
+            for name, own in ms.items()
+        ]
+    return rows
 
 
 def _work(x: Tensor) -> dict[str, Callable[[], object]]:

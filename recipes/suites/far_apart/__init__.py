@@ -128,15 +128,12 @@ def run(
             hosts(islands.num_pipelines + 1, rate_mbit) as names,
             inside(names[-1]),
             tempfile.TemporaryDirectory(prefix="far-apart-") as directory,
+            World(Path(directory), islands, hosts=names) as world,
         ):
-            world = World(Path(directory), islands, hosts=names)
             most, draws = 0 if killed is None else 1 << 30, random.Random(killed)
-            try:
-                done = Events(world, draws, most, kill_every, frozenset(), {}, {"kill": 1}, regular=True)
-                done.until_the_end()
-                return world.records(), done.what["kill"]
-            finally:
-                world.close()
+            done = Events(world, draws, most, kill_every, frozenset(), {}, {"kill": 1}, regular=True)
+            done.until_the_end()
+            return world.records(), done.what["kill"]
 
     for repeat in range(repeats):
         for name, options in ((KILLED, {}), (CALM, {}), (WAITS, {"quorum": None, "grace": "auto", "delay": 0})):

@@ -11,7 +11,7 @@ from typing import Any
 import hydra
 
 from lightning_sdpipe.sync import AllReduce
-from recipes.suites.elastic import Work, said, world
+from recipes.suites.elastic import Work, World, said
 from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
 from recipes.suites.trainings import Named, Training, train
 
@@ -72,7 +72,7 @@ Used = list[list[tuple[float, float]]]
 
 
 def _elastic(work: Work) -> Used:
-    with tempfile.TemporaryDirectory() as directory, world(Path(directory), work) as it:
+    with tempfile.TemporaryDirectory() as directory, World(Path(directory), work) as it:
         it.start()
         pipelines = range(work.num_pipelines)
         it.wait(lambda: not any(map(it.lives, pipelines)), "the end of the run", LONGEST)

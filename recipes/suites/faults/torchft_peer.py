@@ -22,7 +22,7 @@ import hydra
 
 from lightning_sdpipe.scheduler.server.process import reserve_port
 from recipes.baselines.torchft_replica import replica
-from recipes.suites.elastic import Fault, Record, Work, read_records, said, world
+from recipes.suites.elastic import Fault, Record, Work, World, read_records, said
 from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
 
 VICTIM = 2
@@ -83,7 +83,7 @@ def _figures(survivors: Sequence[Record], killed: float) -> dict[str, float]:
 
 
 def _ours(work: Work, after: int, seconds: float) -> tuple[list[Record], float]:
-    with tempfile.TemporaryDirectory() as directory, world(Path(directory), work) as it:
+    with tempfile.TemporaryDirectory() as directory, World(Path(directory), work) as it:
         it.start({VICTIM: Fault("forward", after)})
         it.wait(lambda: not it.lives(VICTIM), "the death of one")
         time.sleep(seconds)

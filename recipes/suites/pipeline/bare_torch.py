@@ -20,7 +20,7 @@ from transformers import BertConfig, BertForMaskedLM
 from lightning_sdpipe.partition.chain import find_chain
 from lightning_sdpipe.partition.plan import cut
 from recipes.harness.processes import TRANSFER_TIMEOUT, run_processes
-from recipes.suites.grid import Ratios, Row, ratio, rotated
+from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
 from recipes.suites.stages import CPU, TRAINING, open_pipeline, open_stage
 
 BLOCKS = ("model.bert.embeddings", "model.bert.encoder.layer.*", "model.cls")
@@ -94,25 +94,21 @@ def measure(
         ]
 
     rows: list[Row] = []
-    ratios: Ratios = {}
+    goals = {}
     for num_stages in stages:
-        by_rank = run_processes(num_stages, compare)
-        speedups, shares = [], []
-        for repeat, of_ranks in enumerate(zip(*by_rank, strict=True)):
-            wall = {name: elapsed for name, (elapsed, _) in of_ranks[0].items()}
-            used = {name: sum(timing[name][1] for timing in of_ranks) for name in wall}
-            for name, elapsed in wall.items():
-                row = {"what": name, "stages": num_stages, "repeat": repeat}
-                throughput = samples * num_micro_batches * steps / elapsed
-                rows.append(row | {"samples_per_s": throughput, "processor_s": used[name]})
-            speedups.append(wall["bare torch"] / wall["ours"])
-            shares.append(used["bare torch"] / used["ours"])
-        what = f"1F1B, BERT of {hidden_size} × 4 layers, {num_stages} stages"
-        ratios[f"bare_torch/M{num_stages}"] = ratio(speedups, 0.97, f"throughput, {what}: ours over bare torch's")
-        ratios[f"bare_torch_processor/M{num_stages}"] = ratio(
-            shares, 0.97, f"samples per second of processor time of all ranks, {what}: ours over bare torch's"
-        )
-    return rows, ratios
+        for repeat, of_ranks in enumerate(zip(*run_processes(num_stages, compare), strict=True)):
+            for name in of_ranks[0]:
+                wall, used = of_ranks[0][name][0], sum(timing[name][1] for timing in of_ranks)
+                done = samples * num_micro_batches * steps
+                row = {"what": name, "stages": num_stages, "repeat": repeat, "processor_s": used}
+                rows.append(row | {"samples_per_s": done / wall, "samples_per_processor_s": done / used})
+        what = f"samples per second, 1F1B, BERT of {hidden_size} × 4 layers, {num_stages} stages"
+        above, below = ({"what": name, "stages": num_stages} for name in ("ours", "bare torch"))
+        meaning = f"{what}: ours over bare torch's"
+        goals[f"bare_torch/M{num_stages}"] = Goal(meaning, "samples_per_s", above, below, 0.97)
+        meaning += ", by processor time of all ranks"
+        goals[f"bare_torch_processor/M{num_stages}"] = Goal(meaning, "samples_per_processor_s", above, below, 0.97)
+    return rows, ratios(rows, goals)
 
 
 def random_batch(size: int, sequence: int, seed: int) -> Batch:

@@ -11,7 +11,7 @@ from lightning_sdpipe.partition.apart import apart
 from lightning_sdpipe.partition.plan import encode
 from lightning_sdpipe.pipeline.micro_batches import split
 from recipes.harness.processes import PATIENCE, run_processes
-from recipes.suites.grid import Ratios, Row, ratio, rotated
+from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
 from recipes.suites.pipeline.bare_torch import MaskedLM, random_batch
 from recipes.suites.stages import make_plan
 
@@ -31,7 +31,7 @@ def measure(
         seed: of the weights and the tokens.
     """
 
-    def compare(rank: int) -> list[dict[str, float]]:
+    def compare(rank: int) -> list[Row]:
         module = MaskedLM(hidden_size, sequence, seed)
         batch = random_batch(samples * num_micro_batches, sequence, seed)
         parts = [part.batch for part in split(batch, num_micro_batches)]
@@ -43,16 +43,16 @@ def measure(
         }
         for run in runs.values():
             run()
-        return [{name: _timed(runs[name]) for name in rotated(list(runs), repeat)} for repeat in range(repeats)]
+        return [
+            {"what": name, "repeat": repeat, "seconds": _timed(runs[name])}
+            for repeat in range(repeats)
+            for name in rotated([*runs], repeat)
+        ]
 
-    (timings,) = run_processes(1, compare)
-    rows: list[Row] = [
-        {"what": name, "repeat": repeat, "seconds": seconds}
-        for repeat, timing in enumerate(timings)
-        for name, seconds in timing.items()
-    ]
+    (rows,) = run_processes(1, compare)
     meaning = f"set-up time of planning {num_stages} stages of a BERT of {hidden_size} × 4 layers, over a training step"
-    return rows, {"rehearsal/steps": ratio([t["plan"] / t["training step"] for t in timings], 3.0, meaning)}
+    goal = Goal(meaning, "seconds", {"what": "plan"}, {"what": "training step"}, 3.0)
+    return rows, ratios(rows, {"rehearsal/steps": goal})
 
 
 def _train(module: MaskedLM, parts: Sequence[Any]) -> None:

@@ -51,14 +51,6 @@ NOISE = 0.5
 CHECKPOINT_EVERY = 20
 
 
-class RunFailedError(RuntimeError):
-    """A run that did not come to its end, or lost something."""
-
-    def __init__(self, reason: str, events: Events) -> None:
-        super().__init__(reason)
-        self.events = events
-
-
 class Here(NamedTuple):
     """The place of the runs: namespaces of the network, as :class:`~recipes.suites.elastic.World` has them; and why an
     event cannot be made here, by its kind."""
@@ -132,7 +124,7 @@ def run(
     """
     quiet()
     rows: list[Row] = []
-    calm_losses: dict[tuple[Any, ...], float] = {}
+    calm_losses: dict[tuple[Any, ...], float | None] = {}
     with _here(num_pipelines) as here:
         for reason in sorted(set(here.left_out.values())):
             print(f"without {', '.join(kind for kind, why in here.left_out.items() if why == reason)}: {reason}")
@@ -162,13 +154,9 @@ def run(
             row: Row = {"seed": number, "method": name, "overlap": overlap, "payload": payload, "schedule": schedule}
             row |= {"num_stages": stages, "resumes": resumes}
             kind = name, overlap, payload, schedule, stages
-            try:
-                if kind not in calm_losses:
-                    calm_losses[kind] = _one(work, here, random.Random(0), 0, calm, False)["loss"]
-                row |= _one(work, here, draws, events_of_run, calm, resumes)
-                row |= {"calm_loss": calm_losses[kind], "failed": ""}
-            except RunFailedError as error:
-                row |= _happened(error.events) | {"failed": str(error)}
+            if kind not in calm_losses:
+                calm_losses[kind] = _one(work, here, random.Random(0), 0, calm, False)["loss"]
+            row |= _one(work, here, draws, events_of_run, calm, resumes) | {"calm_loss": calm_losses[kind]}
             rows.append(row)
             print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     return rows, ratios(rows, sorted(here.left_out))
@@ -215,7 +203,7 @@ def ratios(rows: Sequence[Row], left_out: Sequence[str] = ()) -> Ratios:
     if left_out:
         meaning += f", none of them {' or '.join(left_out)}, which cannot be made here"
     found = {"soak/failed": ratio([float(failed)], 0.0, meaning)}
-    good = [row for row in rows if not row["failed"] and row["loss"] is not None]
+    good = [row for row in rows if not row["failed"] and row["loss"] is not None and row["calm_loss"] is not None]
     if good:
         quotients = [row["loss"] / row["calm_loss"] for row in good]
         meaning = "loss at the end of a run with events over that of the same run without"
@@ -225,25 +213,16 @@ def ratios(rows: Sequence[Row], left_out: Sequence[str] = ()) -> Ratios:
     return found
 
 
-def _happened(events: Events) -> Row:
-    what, left_out = dict(sorted(events.what.items())), dict(sorted(events.left_out.items()))
-    return {"events": events.count, "bystanders": events.bystanders, "what": what, "left_out": left_out}
-
-
-def _one(work: Work, here: Here, draws: random.Random, events: int, calm: float, resumes: bool) -> dict[str, Any]:
-    """Make one run to its end.
-
-    Raises:
-        RunFailedError: it makes no update, it fails, or something was lost.
-    """
+def _one(work: Work, here: Here, draws: random.Random, events: int, calm: float, resumes: bool) -> Row:
+    """Make one run to its end, and say whether it fails, or something was lost."""
     directory = Path(tempfile.mkdtemp(prefix="soak-"))
     disks = {kind: directory / name for kind, name in zip(FULL, ("checkpoints", "logs"), strict=True)}
+    row: Row = {"failed": "", "still_s": None, "loss": None}
     with ExitStack() as stack:
         for kind, where in disks.items():
             if kind not in here.left_out:
                 stack.enter_context(disk(where))
-        world = World(directory, work, Limits(SILENCE), resumes, here.hosts)
-        stack.callback(world.close)
+        world = stack.enter_context(World(directory, work, Limits(SILENCE), resumes, here.hosts))
         done = Events(world, draws, events, calm, frozenset(here.left_out), disks)
         try:
             done.until_the_end()
@@ -253,23 +232,20 @@ def _one(work: Work, here: Here, draws: random.Random, events: int, calm: float,
                 assert codes, f"no pipeline has finished: {said(directory)}"
                 assert not any(codes), f"exit codes {codes}: {said(directory)}"
                 check(records, work, anew=bool({"scheduler", "leader_and_scheduler", "full_logs"} & done.what.keys()))
+                last = [line for record in records if record.rank == 0 for line in record.said("update")]
+                losses = [line["loss"] for line in last if line["epoch"] == work.epochs - 1]
+                row["loss"] = statistics.mean(loss for loss in losses if loss is not None)
+            times = sorted(at for record in records for at in record.times("update"))
+            row["still_s"] = max((after - before for before, after in pairwise(times)), default=0.0)
         except (TimeoutError, AssertionError, SchedulerError) as error:
             kept = Path(f"{directory}-failed")
             shutil.copytree(directory, kept)  # the disks go
             (kept / "events.txt").write_text("\n".join(done.told))
-            raise RunFailedError(f"{kept} has what all processes said; {str(error)[:1000]}", done) from error
+            row["failed"] = f"{kept} has what all processes said; {str(error)[:1000]}"
     shutil.rmtree(directory)
-    times = sorted(at for record in records for at in record.times("update"))
-    still = max((after - before for before, after in pairwise(times)), default=0.0)
-    losses = [
-        line["loss"]
-        for record in records
-        if record.rank == 0  # others do not know it without a flush
-        for line in record.said("update")
-        if line["epoch"] == work.epochs - 1 and line["loss"] is not None
-    ]
-    loss = None if done.ended else statistics.mean(losses)
-    return _happened(done) | {"ended": done.ended, "still_s": still, "loss": loss}
+    what, left_out = dict(sorted(done.what.items())), dict(sorted(done.left_out.items()))
+    row |= {"events": done.count, "bystanders": done.bystanders, "ended": done.ended}
+    return row | {"what": what, "left_out": left_out}
 
 
 def check(records: Sequence[Record], work: Work, anew: bool = False) -> None:
