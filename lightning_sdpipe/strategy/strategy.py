@@ -64,10 +64,10 @@ class SDPipeStrategy(SetupHooks):
         num_micro_batches: parts of a mini-batch that are in the pipeline at the same time; refused with
             ``"pipedream"``, which does not split mini-batches. Default: ``None``, which is ``num_stages``, or the
             largest of several.
-        partition: where the model is cut: ``"uniform"`` (equally many blocks), ``"parameters"``, ``"balanced"`` (by
-            measured times), :class:`~lightning_sdpipe.Balanced` with options, or the number of blocks of each stage;
-            ``"placed"`` for those in the file of ``placement``. With a list of ``num_stages`` it may be a list for each
-            pipeline, as ``[[26], [13, 13], [15, 11]]``. Default: ``"uniform"``.
+        partition: where the model is cut: ``"auto"`` (by counted operations), ``"uniform"`` (equally many blocks),
+            ``"parameters"``, ``"balanced"`` (by measured times), :class:`~lightning_sdpipe.Balanced` with options, or
+            the number of blocks of each stage; ``"placed"`` for those in the file of ``placement``. With a list of
+            ``num_stages`` it may be a list for each pipeline, as ``[[26], [13, 13], [15, 11]]``. Default: ``"auto"``.
         blocks: paths of the modules that form the chain, in the order in which they run, where ``*`` stands for one
             part of a path. Default: ``None``, which finds them.
         exchange: how tensors move between replicas, as ``Exchange(EightBit(), overlap="step", hierarchy="hosts")``, or
@@ -130,7 +130,7 @@ class SDPipeStrategy(SetupHooks):
         schedule: Schedule = "1f1b",
         stages_per_worker: int = 2,
         num_micro_batches: int | None = None,
-        partition: Partition | Sequence[Sequence[int]] | Literal["placed"] = "uniform",
+        partition: Partition | Sequence[Sequence[int]] | Literal["placed"] = "auto",
         blocks: Sequence[str] | None = None,
         *,
         exchange: Exchange | str | None = None,

@@ -100,7 +100,7 @@ class Options:
     schedule: str = "1f1b"
     stages_per_worker: int = 1
     num_micro_batches: int = 1
-    partition: Partition = "uniform"
+    partition: Partition = "auto"
     in_flight: InFlight | None = None
     blocks: Sequence[str] | None = None
     placement: Placement | None = None

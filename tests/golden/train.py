@@ -98,7 +98,7 @@ def train(name: str, schedule: Any, directory: Path) -> dict[str, Any]:
     try:
         strategy = SDPipeStrategy(
             num_stages=STAGES, sync=METHODS[name], schedule=schedule, data="sharded", log_dir=directory,
-            num_micro_batches=None if schedule == "pipedream" else 4, gather_module=False,
+            num_micro_batches=None if schedule == "pipedream" else 4, gather_module=False, partition="uniform",
         )  # fmt: skip
         trainer = pipelines(directory, strategy, enable_checkpointing=False, **quiet)
         trainer.fit(module, loader)

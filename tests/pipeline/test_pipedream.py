@@ -43,7 +43,9 @@ def emulate(num_stages: int, owners: dict[str, int], batch_size: int, epochs: in
     [(1, [0, 0, 0]), (2, [0, 1, 1]), (4, [0, 2, 3])],  # of net.0, net.2 and net.3; net.1 is a Tanh
 )
 def test_the_weights_are_those_of_the_emulation(tmp_path: Path, num_stages: int, owners: list[int]) -> None:
-    strategy = SDPipeStrategy(num_stages, schedule="pipedream", sync=AllReduce(), start_method="fork")
+    strategy = SDPipeStrategy(
+        num_stages, schedule="pipedream", sync=AllReduce(), start_method="fork", partition="uniform"
+    )
     _, model = fit(tmp_path, strategy, num_stages, 4)
     stage = dict(zip(("net.0", "net.2", "net.3"), owners, strict=True))
     by_name = {name: stage[name.rpartition(".")[0]] for name, _ in model.named_parameters()}
