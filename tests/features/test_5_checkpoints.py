@@ -133,6 +133,7 @@ def test_resume(tmp_path: Path, count: int, num_stages: int, exchange: Exchange 
 def test_resume_on_others(tmp_path: Path, distributed: bool) -> None:
     on_four_ranks(_train, tmp_path / "half", Regression, 1, 2, None, distributed)
     half = tmp_path / "half" / "last.ckpt"
+    assert half.is_dir() == distributed
 
     def rest(num_stages: int, num_pipelines: int) -> list[tuple[dict[str, Tensor], int]]:
         place, count = tmp_path / f"{num_stages} {num_pipelines}", num_stages * num_pipelines

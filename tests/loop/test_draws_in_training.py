@@ -144,6 +144,7 @@ def drawing(directory: Path, schedule: str, accumulate: int) -> tuple[list[Tenso
         num_sanity_val_steps=0,
     )
     trainer.fit(module, train_loader(), eval_loader())
+    assert trainer.strategy.training.parts.pipeline.flushes == (schedule == "1f1b")  # type: ignore[attr-defined]
     return module.held, module.decided, module.noise
 
 

@@ -90,6 +90,7 @@ class Diary(Callback):
 
     def on_fit_end(self, trainer: L.Trainer, *_: Any) -> None:
         record = {"steps": trainer.global_step, "trained": self.trained, "batches": self.batches, "events": self.events}
+        record["flushes"] = trainer.strategy.training.parts.pipeline.flushes  # type: ignore[attr-defined]
         (self.directory / f"{trainer.global_rank}.json").write_text(json.dumps(record))
 
 
@@ -172,6 +173,7 @@ def test_gradients_of_uneven_shards_are_averaged(tmp_path: Path, schedule: str) 
     records = fit(
         tmp_path, stream=Stream((5, 3)), strategy=sdpipe(AllReduce(), schedule=schedule), val_check_interval=2
     )
+    assert all(record["flushes"] == (schedule == "1f1b") for record in records)
     one_epoch = ["validation", "validation", "epoch"]
     assert [name for name, _ in same_for_all(records, [10, 6])] == 2 * one_epoch
 

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe.partition import plan, rehearsal
@@ -111,6 +112,7 @@ def pipeline(
     )
     parts = assemble(model, [stages], groups, options, Initialisation(), CPU)
     runtime, runners = parts.pipeline, parts.runners
+    check_schedule(runtime, schedule)
     outcomes = []
     for iteration, batch in enumerate(batches):
         model.zero_grad()
@@ -124,6 +126,19 @@ def pipeline(
         evaluated = [runner.evaluate(batches[0], VALIDATE) for runner in runners][-1]
     runtime.settle()
     return outcomes, evaluated
+
+
+def check_schedule(runtime: Any, schedule: str) -> None:
+    """That this is the order in which it trains: losses and gradients are the same in every one."""
+    assert runtime.flushes == (schedule != "pipedream")
+    if runtime.flushes:
+        order, _ = runtime._order_of(4)
+        of_torch = {"interleaved_1f1b": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+        if schedule in of_torch:
+            assert type(order.func.__self__) is of_torch[schedule]
+        else:
+            stage, parts, ahead = order.args
+            assert ahead == (parts if schedule == "gpipe" else stage.num_stages - stage.stage_index)
 
 
 def _step(model: L.LightningModule) -> None:

@@ -20,7 +20,7 @@ from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.assembly import Assembled, assemble
 from lightning_sdpipe.worker.options import Options
 from tests.patience import limit
-from tests.pipeline.harness import CPU, TRAIN
+from tests.pipeline.harness import CPU, TRAIN, check_schedule
 from tests.workers import run_workers
 
 
@@ -89,7 +89,9 @@ def assembled(module: L.LightningModule, schedule: str) -> Assembled:
     each = 2 if schedule in ("interleaved_1f1b", "zero_bubble") else 1
     stages = plan.plan(module, 2 * each, "uniform", None, lambda _: pytest.fail("a uniform cut measures nothing"))
     options = Options(2, schedule=schedule, stages_per_worker=each, num_micro_batches=4, run_timeout=limit())
-    return assemble(module, [stages], groups, options, Initialisation(), CPU)
+    parts = assemble(module, [stages], groups, options, Initialisation(), CPU)
+    check_schedule(parts.pipeline, schedule)
+    return parts
 
 
 def train(rank: int, schedule: str, tied: bool, accumulated: bool, early: int = 2) -> tuple[list[str], int]:

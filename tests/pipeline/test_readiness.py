@@ -19,7 +19,7 @@ from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.assembly import assemble
 from lightning_sdpipe.worker.options import Options
 from tests.patience import limit, until
-from tests.pipeline.harness import CPU, TRAIN
+from tests.pipeline.harness import CPU, TRAIN, check_schedule
 from tests.workers import run_workers
 
 
@@ -43,6 +43,7 @@ def _train(rank: int, tied: bool, schedule: str, returned: Path) -> tuple[float,
     module = Model(tied)
     options = Options(2, schedule=schedule, num_micro_batches=4, run_timeout=limit())
     parts = assemble(module, [plan.plan(module, 2)], groups, options, Initialisation(), CPU)
+    check_schedule(parts.pipeline, schedule)
     gradients: list[float] = []
     ready: list[float] = []
 

@@ -142,6 +142,8 @@ def test_the_checkpoint_is_an_ordinary_one_and_training_resumes_from_it(tmp_path
 def test_after_fit_the_users_process_has_the_whole_module(tmp_path: Path, distributed: bool) -> None:
     strategy = SDPipeStrategy(2, AllReduce(), save_distributed_checkpoint=distributed, start_method="fork")
     trainer, model = fit(tmp_path, strategy, 4, 4, max_epochs=1)
+    (saved,) = tmp_path.rglob("*.ckpt")
+    assert saved.is_dir() == distributed
     fitted = trainer.callback_metrics["val_loss"].item()
     x, y = data(20).tensors
     assert nn.functional.mse_loss(model.net(x), y).item() == pytest.approx(fitted, rel=1e-5)
