@@ -1,16 +1,15 @@
-"""Capabilities of the synchronisation methods: a row for each, and the one check that reads them.
+"""Table of what goes together: plain sets of what each method takes, and one sentence for each dimension.
 
-Every cell is None, where the two go together, or an :class:`~lightning_sdpipe.sync.incompatible.Incompatible`. A
-combination that does not go together is refused before any process has started, with the reason and with an
-alternative.
+What a method does not take is refused before any process has started, with the dimension's sentence, what the method
+takes instead, and the methods that take all of what was asked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
@@ -23,146 +22,136 @@ from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.sync import incompatible as because
-from lightning_sdpipe.sync.incompatible import Incompatible
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 
-Needs = Literal["momentum", "half", "eight_bit", "feedback", "differences", "few_bits"]
-"""Demands of a payload on a method: that it sends gradients, takes 16 or 8 bits, has a common reference to feed errors
-back to, or one that messages are differences from, of so few bits."""
+Dimension = Literal["payloads", "overlaps", "hierarchies", "schedules", "data", "batches", "unlike", "elastic"]
 
+SENTENCES: Mapping[Dimension, str] = {
+    "payloads": "how few bits a message may have depends on what its members have in common: sums of gradients and "
+    "changes of a common base take all payloads (momenta are sent in place of gradients only), rings 8 bits, groups "
+    "and pairs that change 8 bits without feedback, and methods that move tensors in their own way none",
+    "overlaps": "models can be averaged beside the next mini-batch, and at a pace of their own where all or fixed "
+    "neighbours average after each update; gradients are needed before the step, and meetings and rounds are part of "
+    "one",
+    "hierarchies": "machines can average first where all of their pipelines add up alike: not in pairs, in rings, in "
+    "rounds by quorum, in sums by samples, or in a way of one's own",
+    "schedules": "without a flush the stages of a pipeline step one after the other, so that groups of whole pipelines "
+    "would wait for the slowest of all in each update, and rounds of pipelines that come and go would have no common "
+    "turn",
+    "data": "batches are dealt by speed to pipelines that may leave their groups and come back while others train, and "
+    "a joint batch is divided among pipelines that take each step together and count gradients by samples",
+    "batches": "a pipeline that is lost would take the gradients of several batches with it",
+    "unlike": "pipelines that are cut unlike have replicas of sections of the chain, and none of their stages",
+    "elastic": "an exchange must go on without members that are lost, and newcomers must get what members have in "
+    "common",
+}
+"""Reasons why a method does not take everything in a dimension."""
 
-def _own_way(*values: str) -> Callable[[], dict[str, Incompatible]]:
-    return lambda: dict.fromkeys(values, because.OWN_WAY)
+WORDS: Mapping[Dimension, Mapping[str, str]] = {
+    "payloads": {
+        "full": "Full()",
+        "half": "Half()",
+        "eight_bit": "EightBit()",
+        "feedback": "EightBit(feedback=True)",
+        "one_bit": "OneBit()",
+        "momentum": "OneBit(momentum=…)",
+    },
+    "overlaps": {"none": "overlap='none'", "step": "overlap='step'", "free": "overlap='free'"},
+    "hierarchies": {"flat": "hierarchy='flat'", "hosts": "hierarchy='hosts'"},
+    "schedules": {"flush": "schedule='1f1b'", "pipedream": "schedule='pipedream'"},
+    "data": {"sharded": "data='sharded' without batch_by_speed", "dealt": "data='dealt'"},
+    "batches": {"one": "accumulate_grad_batches=1"},
+}
+"""Values of the dimensions in the words of users. Payloads of one's own count as ``"feedback"``."""
+
+_FULL, _CHANGING = frozenset({"full"}), frozenset({"full", "half", "eight_bit"})
+_RING = _CHANGING | {"feedback"}
+_BASES = _RING | {"one_bit"}
+_AT_ONCE, _BESIDE = frozenset({"none"}), frozenset({"none", "step"})
+_FREELY = _BESIDE | {"free"}
+_FLAT, _HOSTS = frozenset({"flat"}), frozenset({"flat", "hosts"})
+_FLUSH = frozenset({"flush"})
+_SHARDED = frozenset({"sharded"})
+_ASKED = _SHARDED | {"dealt"}
+_DEALT = _ASKED | {"auto"}
+_LIKE: Mapping[Dimension, Set[str]] = {"overlaps": _BESIDE, "hierarchies": _FLAT}
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The capabilities of a method. None means that it allows something, and so does a value that is missing from a
-    mapping. By default it allows only what works without its knowledge, so a user's own method names what it has been
-    made for.
+    """What a method takes. By default it takes only what works without its knowledge, so a user's own method names what
+    it has been made for.
 
     Args:
-        payloads: demands of a payload that the method refuses.
+        payloads: of ``"full"``, ``"half"``, ``"eight_bit"``, ``"feedback"`` (8 bits with error feedback or stochastic
+            rounding, and payloads of one's own), ``"one_bit"`` and ``"momentum"``.
         overlaps: values of ``Exchange(overlap=...)``.
         hierarchies: values of ``Exchange(hierarchy=...)``.
-        schedules: schedules with more than one stage. ``"pipedream"`` is always refused for a policy that announces
-            late.
-        deals: ``data="dealt"``.
-        deals_by_itself: whether ``data="auto"`` deals, where ``deals`` allows it; the reason goes to the log.
-        divides: ``batch_by_speed=True``.
-        elastic: a job in which pipelines come and go.
-        elastic_payloads: demands of a payload that the method refuses in such a job.
-        elastic_divides: ``batch_by_speed=True`` in such a job.
-        elastic_overlaps: values of ``Exchange(overlap=...)`` that the method refuses in such a job.
-        elastic_schedules: schedules in such a job. A policy that keeps replicas equal always refuses ``"pipedream"``.
-        elastic_accumulates: ``accumulate_grad_batches`` above 1 in such a job, which such a policy always refuses.
-        ragged: pipelines of unlike depths or cuts.
-        ragged_exchange: exchanges other than ``Exchange()`` there; else only ``overlap="free"`` and
-            ``hierarchy="hosts"`` are refused.
+        schedules: of ``"flush"`` and ``"pipedream"``, with several stages. A policy that announces late takes only the
+            first.
+        data: of ``"sharded"``, ``"dealt"`` (if users ask for it), ``"auto"`` (by itself) and ``"by_speed"``
+            (``batch_by_speed=True``).
+        batches: of ``"one"`` and ``"several"`` batches of an update.
+        unlike: pipelines that are cut unlike: the smaller sets that hold there, by dimension; None to take none.
+        elastic: the same for a job in which pipelines come and go.
     """
 
-    payloads: Mapping[str, Incompatible] = field(default_factory=_own_way(*get_args(Needs)))
-    overlaps: Mapping[str, Incompatible] = field(default_factory=_own_way("step", "free"))
-    hierarchies: Mapping[str, Incompatible] = field(default_factory=_own_way("hosts"))
-    schedules: Mapping[str, Incompatible] = field(default_factory=dict)
-    deals: Incompatible | None = because.STAYS
-    deals_by_itself: Incompatible | None = None
-    divides: Incompatible | None = because.ALONE
-    elastic: Incompatible | None = because.WAITS
-    elastic_payloads: Mapping[str, Incompatible] = field(
-        default_factory=lambda: dict.fromkeys(get_args(Needs), because.NEWCOMERS)
-    )
-    elastic_divides: Incompatible | None = None
-    elastic_overlaps: Mapping[str, Incompatible] = field(default_factory=dict)
-    elastic_schedules: Mapping[str, Incompatible] = field(default_factory=dict)
-    elastic_accumulates: Incompatible | None = None
-    ragged: Incompatible | None = because.ONE_CUT
-    ragged_exchange: Incompatible | None = None
+    payloads: Set[str] = _FULL
+    overlaps: Set[str] = _AT_ONCE
+    hierarchies: Set[str] = _FLAT
+    schedules: Set[str] = frozenset({"flush", "pipedream"})
+    data: Set[str] = _SHARDED
+    batches: Set[str] = frozenset({"one", "several"})
+    unlike: Mapping[Dimension, Set[str]] | None = None
+    elastic: Mapping[Dimension, Set[str]] | None = None
 
-
-_UNLIKE = {"free": because.UNLIKE_FREELY, "hosts": because.UNLIKE_HOSTS}
-_COMMON = {"momentum": because.MOMENTA}
-_SEVERAL = _COMMON | {"feedback": because.FEEDBACK, "differences": because.DIFFERENCES}
 
 GRADIENTS = Capabilities(
-    {},
-    {"step": because.OLDER, "free": because.BEFORE_STEP},
-    {},
-    divides=None,
-    elastic=None,
-    elastic_payloads={"momentum": because.MEAN_MOMENTUM},
-    ragged=None,
-    ragged_exchange=because.UNLIKE_GRADIENTS,
+    _BASES | {"momentum"},
+    hierarchies=_HOSTS,
+    data=_SHARDED | {"by_speed"},
+    unlike={"payloads": _FULL, "hierarchies": _FLAT},
+    elastic={"payloads": _BASES},
 )
-EQUALLY = replace(GRADIENTS, elastic_divides=because.BY_SHARES)
-BY_SAMPLES = replace(
-    GRADIENTS,
-    payloads=dict.fromkeys(get_args(Needs), because.WEIGHED),
-    hierarchies={"hosts": because.WEIGHED},
-    divides=because.DIVIDED,
-)
-OUTER = Capabilities(
-    _COMMON,
-    {"free": because.ROUNDS},
-    {},
-    elastic=None,
-    elastic_payloads={},
-    elastic_schedules={"pipedream": because.A_TURN_LATER},
-)
-WHOLE = replace(OUTER, hierarchies={"hosts": because.HALF_A_HOST})
-_EVERYBODY = Capabilities(_COMMON, {}, {}, elastic=None, ragged=None)
-_RING = Capabilities(
-    _COMMON | {"few_bits": because.FEW_BITS},
-    {},
-    {"hosts": because.ADDS_NOTHING},
-    elastic=None,
-    elastic_payloads={},
-    ragged=None,
-)
-_NEIGHBOURS = replace(
-    _RING, payloads=_SEVERAL, hierarchies={"hosts": because.PAIRS}, elastic_overlaps={"free": because.PAIRS_BY_NUMBER}
-)
-_GROUPS = Capabilities(
-    _SEVERAL, {"free": because.CHANGES}, {}, deals=None, elastic=None, elastic_payloads={}, ragged=None
-)
-_FREE_PAIRS = Capabilities(
-    _SEVERAL, {"free": because.NO_WAIT}, {"hosts": because.PAIRS}, deals=None, elastic=None, elastic_payloads={}
-)
-_MEETINGS = Capabilities(
-    dict.fromkeys(get_args(Needs), because.EQUAL_MEMBERS),
-    {"step": because.MEET_LATER, "free": because.MEET_FREELY},
-    {"hosts": because.OWN_HIERARCHY},
-    deals=because.EQUALLY_MANY,
-    elastic=because.HELD_UP,
-)
+EQUALLY = replace(GRADIENTS, elastic={"payloads": _BASES, "data": _SHARDED})
+BY_SAMPLES = replace(GRADIENTS, payloads=_FULL, hierarchies=_FLAT, data=_SHARDED)
+OUTER = Capabilities(_BASES, _BESIDE, _HOSTS, elastic={"schedules": _FLUSH})
+_GROUPS = Capabilities(_CHANGING, _BESIDE, _HOSTS, data=_DEALT, unlike=_LIKE, elastic={})
 
 
 def of_policy(policy: PolicyConfig) -> Capabilities:
     """Return the row of a policy by which the scheduler decides."""
     match policy:
         case NoSync():
-            return Capabilities(deals=None, elastic=None, ragged=None)
+            return Capabilities(data=_DEALT, unlike={}, elastic={})
         case SemiDecentralized():
-            return replace(_GROUPS, deals_by_itself=because.TOGETHER if policy.window == math.inf else None)
+            return replace(_GROUPS, data=_ASKED) if policy.window == math.inf else _GROUPS
         case PartialReduce():
             return _GROUPS
         case LocalSGD(every):
-            return _EVERYBODY if every == 1 else replace(_EVERYBODY, overlaps={"free": because.EVERY})
-        case Decentralized(peers, every):
-            row = _RING if peers == "ring" else _NEIGHBOURS
-            return row if every == 1 else replace(row, overlaps={"free": because.EVERY})
+            overlaps = _FREELY if every == 1 else _BESIDE
+            return Capabilities(_BASES, overlaps, _HOSTS, unlike=_LIKE, elastic={"payloads": _FULL})
+        case Decentralized("ring", every):
+            return Capabilities(_RING, _FREELY if every == 1 else _BESIDE, unlike=_LIKE, elastic={})
+        case Decentralized(_, every):  # a newcomer cannot know the number of the average by which pairs meet freely
+            overlaps = _FREELY if every == 1 else _BESIDE
+            return Capabilities(_CHANGING, overlaps, unlike=_LIKE, elastic={"overlaps": _BESIDE})
         case ADPSGD(asynchronous=True):
-            return _FREE_PAIRS
+            return Capabilities(_CHANGING, _BESIDE, data=_DEALT, elastic={})
         case ADPSGD():
-            return replace(_GROUPS, hierarchies={"hosts": because.PAIRS}, deals=because.STAYS)
+            return replace(_GROUPS, hierarchies=_FLAT, data=_SHARDED)
         case PHDPSGD(within="models"):
-            by_machine = because.BY_MACHINE if policy.groups == "auto" and policy.group_size is None else None
-            return replace(_GROUPS, deals=because.STAYS, ragged=because.ONE_CUT, elastic=by_machine)
+            by_machine = policy.groups == "auto" and policy.group_size is None  # which newcomers' are not known
+            return replace(_GROUPS, data=_SHARDED, unlike=None, elastic=None if by_machine else {})
         case PHDPSGD():
-            return _MEETINGS
+            return Capabilities()
         case _:
-            return replace(_GROUPS, deals_by_itself=because.UNKNOWN)
+            return replace(_GROUPS, data=_ASKED)
+
+
+def in_groups(policy: PolicyConfig) -> Capabilities:
+    """Return the row of a method whose members average, in full, more than their models in the groups of ``policy``."""
+    return replace(of_policy(policy), payloads=_FULL, overlaps=_AT_ONCE, hierarchies=_FLAT, unlike=None)
 
 
 @dataclass(frozen=True)
@@ -181,6 +170,16 @@ class Combination:
     """Depths of the pipelines, if these are cut unlike."""
 
 
+class Refusal(NamedTuple):
+    """What was asked and does not go together, the dimension whose sentence says why, and the values of
+    ``dimension`` that do."""
+
+    said: str
+    why: Dimension
+    dimension: Dimension
+    takes: Set[str] = frozenset()
+
+
 def check(method: SyncMethod, asked: Combination) -> None:
     """Refuse a combination that does not go with ``method``.
 
@@ -188,75 +187,90 @@ def check(method: SyncMethod, asked: Combination) -> None:
         ConfigurationError: the combination is not allowed; the message says what was asked, why it is refused, and what
             to do instead.
     """
-    for said, cell in cells(capabilities_of(method), asked):
-        if cell is not None:
-            raise ConfigurationError(f"{said}: {cell.why}. {cell.instead}.")
+    for said, why, dimension, takes in refusals(capabilities_of(method), asked):
+        values = [words for value, words in WORDS.get(dimension, {}).items() if value in takes]
+        use = [" or ".join(values)] if values else []
+        if others := alternatives(asked):
+            use.append(f"sync={', '.join(others)}")
+        raise ConfigurationError(f"{said}: {SENTENCES[why]}. Use {', or '.join(use) or 'one or the other'}.")
 
 
-def capabilities_of(method: SyncMethod) -> Capabilities:
+def alternatives(asked: Combination) -> dict[str, SyncMethod | PolicyConfig]:
+    """Return the methods that take all of what was asked, by the words that make them."""
+    from lightning_sdpipe import sync  # which imports this module
+
+    known: dict[str, SyncMethod | PolicyConfig] = {
+        "AllReduce()": sync.AllReduce(),
+        "SemiDecentralized()": SemiDecentralized(),
+        "PartialReduce()": PartialReduce(),
+        "LocalSGD(every=1)": LocalSGD(every=1),
+        "LocalSGD(every=8)": LocalSGD(every=8),
+        "DiLoCo()": sync.DiLoCo(),
+        "Decentralized()": Decentralized(),
+        "ADPSGD()": ADPSGD(),
+        "ADPSGD(asynchronous=True)": ADPSGD(asynchronous=True),
+        "PHDPSGD(within='models', group_size=2)": PHDPSGD(within="models", group_size=2),
+        "NoSync()": NoSync(),
+    }
+    return {words: method for words, method in known.items() if not any(refusals(capabilities_of(method), asked))}
+
+
+def capabilities_of(method: SyncMethod | PolicyConfig) -> Capabilities:
     """Return the row of ``method``: its attribute ``capabilities``, which a user's own method may have, too."""
-    row: Capabilities = getattr(method, "capabilities", Capabilities())
-    late = {"pipedream": because.LATE} if method.policy.announces == "late" else {}
-    row = replace(row, schedules={**late, **row.schedules})
-    elastic: PolicyConfig = getattr(method, "elastic_policy", method.policy)
-    if not elastic.keeps_equal:
-        return row
-    accumulates = row.elastic_accumulates or because.SEVERAL_BATCHES
-    schedules = {"pipedream": because.NO_TURN, **row.elastic_schedules}
-    return replace(row, elastic_schedules=schedules, elastic_accumulates=accumulates)
+    policy = method if isinstance(method, PolicyConfig) else method.policy
+    row = of_policy(policy) if method is policy else getattr(method, "capabilities", Capabilities())
+    if policy.announces == "late":
+        row = replace(row, schedules=row.schedules & _FLUSH)
+    elastic: PolicyConfig = getattr(method, "elastic_policy", policy)
+    if elastic.keeps_equal and row.elastic is not None:
+        row = replace(row, elastic={"schedules": _FLUSH, "batches": frozenset({"one"}), **row.elastic})
+    return row
 
 
-def cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompatible | None]]:
-    """Yield what was asked, and the cell of the row that answers it."""
-    exchange, elastic = asked.exchange, f"sync={asked.sync!r} does not work in an elastic job (SDPIPE_PIPELINE is set)"
-
-    def with_method(asks: str) -> str:
-        return f"{asks} does not go with sync={asked.sync!r}"
-
-    for need in _needs(exchange.payload):
-        yield with_method(f"exchange={exchange}"), row.payloads.get(need)
-    yield with_method(f"exchange={exchange}"), row.overlaps.get(exchange.overlap)
-    yield with_method(f"exchange={exchange}"), row.hierarchies.get(exchange.hierarchy)
-    if asked.unlike:
-        yield with_method(f"num_stages={list(asked.unlike)} with unlike cuts"), row.ragged
-        with_unlike = f"exchange={exchange} does not go with num_stages={list(asked.unlike)} with unlike cuts"
-        if exchange != Exchange():
-            yield with_unlike, row.ragged_exchange
-        yield with_unlike, _UNLIKE.get(exchange.overlap) or _UNLIKE.get(exchange.hierarchy)
-    if asked.num_stages > 1:
-        said = f"schedule={asked.schedule!r} with num_stages={asked.num_stages}"
-        yield with_method(said), row.schedules.get(asked.schedule)
-    if asked.dealt:
-        yield with_method("data='dealt'"), row.deals
-    if asked.batch_by_speed:
-        yield with_method("batch_by_speed=True"), row.divides
-    if asked.elastic:
-        yield elastic, row.elastic
-        for need in _needs(exchange.payload):
-            yield f"exchange={exchange} with {elastic}", row.elastic_payloads.get(need)
-        yield f"exchange={exchange} with {elastic}", row.elastic_overlaps.get(exchange.overlap)
-        yield f"schedule={asked.schedule!r} with {elastic}", row.elastic_schedules.get(asked.schedule)
-        if asked.accumulate_grad_batches > 1:
-            said = f"accumulate_grad_batches={asked.accumulate_grad_batches} with {elastic}"
-            yield said, row.elastic_accumulates
-        if asked.batch_by_speed:
-            yield f"batch_by_speed=True with {elastic}", row.elastic_divides
-            yield f"batch_by_speed=True with {elastic}", None if exchange.is_plain else because.SHARES_IN_FULL
+def refusals(row: Capabilities, asked: Combination) -> Iterator[Refusal]:
+    """Yield what was asked and is not in the row's sets."""
+    exchange, method, job = asked.exchange, f"sync={asked.sync!r}", "in an elastic job (SDPIPE_PIPELINE is set)"
+    depths = f"num_stages={list(asked.unlike)} with unlike cuts"
+    flushes = "pipedream" if asked.schedule == "pipedream" else "flush"
+    several = "one" if asked.accumulate_grad_batches == 1 else "several"
+    demands: list[tuple[Dimension, str, str]] = [
+        ("payloads", _kind(exchange.payload), f"exchange={exchange}"),
+        ("overlaps", exchange.overlap, f"exchange={exchange}"),
+        ("hierarchies", exchange.hierarchy, f"exchange={exchange}"),
+        ("schedules", flushes, f"schedule={asked.schedule!r} with num_stages={asked.num_stages}"),
+        ("batches", several, f"accumulate_grad_batches={asked.accumulate_grad_batches}"),
+    ]
+    demands += [("data", "dealt", "data='dealt'")] * asked.dealt
+    demands += [("data", "by_speed", "batch_by_speed=True")] * asked.batch_by_speed
+    for dimension, value, what in demands:
+        takes: Set[str] = getattr(row, dimension)
+        if value not in takes and not (dimension == "schedules" and asked.num_stages == 1):
+            yield Refusal(f"{what} does not go with {method}", dimension, dimension, takes)
+    if asked.unlike and row.unlike is None:
+        yield Refusal(f"{depths} does not go with {method}", "unlike", "unlike")
+    if asked.elastic and row.elastic is None:
+        yield Refusal(f"{method} does not work {job}", "elastic", "elastic")
+    for dimension, value, what in demands:
+        if asked.unlike and value not in (takes := (row.unlike or {}).get(dimension, {value})):
+            yield Refusal(f"{what} does not go with {method} and {depths}", "unlike", dimension, takes)
+        if asked.elastic and value not in (takes := (row.elastic or {}).get(dimension, {value})):
+            why: Dimension = "elastic" if dimension in ("payloads", "overlaps") else dimension
+            yield Refusal(f"{what} with {method} does not work {job}", why, dimension, takes)
+    if asked.elastic and asked.batch_by_speed and not exchange.is_plain:
+        yield Refusal(f"batch_by_speed=True with exchange={exchange} does not work {job}", "data", "data", _SHARDED)
 
 
-def _needs(payload: Payload) -> Iterator[Needs]:
+def _kind(payload: Payload) -> str:
     if payload.momentum:
-        yield "momentum"
+        return "momentum"
     match payload:
         case Full():
-            pass
+            return "full"
         case Half():
-            yield "half"
-        case EightBit():
-            yield "eight_bit"
-            if payload.feedback or payload.rounding != "nearest":
-                yield "feedback"
+            return "half"
+        case EightBit(feedback=False, rounding="nearest"):
+            return "eight_bit"
+        case OneBit():
+            return "one_bit"
         case _:
-            yield "differences"
-            if isinstance(payload, OneBit):
-                yield "few_bits"
+            return "feedback"

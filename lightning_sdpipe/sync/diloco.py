@@ -3,51 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.policy import PolicyConfig, refusal
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.sync.capabilities import OUTER, WHOLE, Capabilities, Needs, of_policy
-from lightning_sdpipe.sync.incompatible import ONE_CUT, Incompatible
+from lightning_sdpipe.sync.capabilities import OUTER, Capabilities, in_groups
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging, OuterGroups
 from lightning_sdpipe.sync.quorum_averaging import QuorumAveraging
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
-
-_MIXES = Incompatible(
-    "mix= says what becomes of updates that were made meanwhile, and overlap='step' keeps them all",
-    "Use overlap='none' and delay= with mix=, or mix=0",
-    ({"exchange.overlap": "none"}, {"sync.mix": 0}),
-)
-_EACH_UPDATE = Incompatible(
-    "a round that begins in each update needs the base of the one before", "Use every=2, or more", ({"sync.every": 2},)
-)
-_STREAMS = Incompatible(
-    "fragments, and means that arrive later, would have bases of their own, of which a newcomer may lack some",
-    "Use fragments=1, delay=0 and mix=0, and overlap='step' to hide the transfer; with a quorum delay= hides more",
-    ({"sync.fragments": 1, "sync.delay": 0, "sync.mix": 0, "exchange.overlap": "step"},),
-)
-_IN_FULL = Incompatible(
-    "the members of a group have bases of their own, which travel in full",
-    "Leave exchange out, or use rounds by quorum=0.5 with group=None",
-    ({"exchange": Exchange()}, {"sync.group": None, "sync.quorum": 0.5}),
-)
-_IN_GROUPS: dict[str, Any] = {
-    "payloads": dict.fromkeys(get_args(Needs), _IN_FULL),
-    "overlaps": dict.fromkeys(("step", "free"), _IN_FULL),
-    "hierarchies": {"hosts": _IN_FULL},
-    "ragged": ONE_CUT,
-}
-_BESIDE = Incompatible(
-    "a round by quorum that may take delay= updates goes on beside training",
-    "Use overlap='step', or delay=0",
-    ({"exchange.overlap": "step"}, {"sync.delay": 0}),
-)
 
 
 @dataclass(frozen=True)
@@ -137,14 +105,14 @@ class DiLoCo:
     @property
     def capabilities(self) -> Capabilities:
         if self.group is not None:
-            return replace(of_policy(self.group), **_IN_GROUPS)
-        row = OUTER if self.quorum is None else WHOLE
+            return in_groups(self.group)
+        row = OUTER if self.quorum is None else replace(OUTER, hierarchies={"flat"})
         if (self.fragments, self.delay, self.mix) != (1, 0, 0) and not self._of_bases:
-            row = replace(row, elastic=_STREAMS)
+            row = replace(row, elastic=None)  # a newcomer may lack some of the bases of fragments and late means
         if self.delay and self._of_bases:
-            row = replace(row, overlaps={"none": _BESIDE, **row.overlaps})
+            row = replace(row, overlaps=row.overlaps - {"none"})  # such a round goes on beside training
         if self.mix or self.every == 1:
-            row = replace(row, overlaps={"step": _MIXES if self.mix else _EACH_UPDATE, **row.overlaps})
+            row = replace(row, overlaps=row.overlaps - {"step"})
         return row
 
     def build(self, replica: Replica) -> Synchronizer:

@@ -31,6 +31,7 @@ from lightning_sdpipe.sync.capabilities import (
     BY_SAMPLES,
     EQUALLY,
     GRADIENTS,
+    SENTENCES,
     Capabilities,
     Combination,
     capabilities_of,
@@ -168,8 +169,8 @@ def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pip
         reason = "there is one pipeline"
     elif own != held_name:
         reason = f"the scheduler decides by {held_name}, which may hold pipelines in step"
-    elif refusal := row.deals or row.deals_by_itself:
-        reason = refusal.why
+    elif "auto" not in row.data:
+        reason = SENTENCES["data"]
     else:
         return True
     rank_zero_debug(f"Each pipeline trains its own shard: {reason}.")

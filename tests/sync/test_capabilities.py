@@ -8,14 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import reduce
+from dataclasses import dataclass, field, replace
 from itertools import combinations_with_replacement, dropwhile
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from lightning_sdpipe import SDPipeStrategy, sync
@@ -25,7 +22,6 @@ from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit
 from lightning_sdpipe.policies.policy import Policy, PolicyConfig
 from lightning_sdpipe.sync import (
     ADPSGD,
-    NAMES,
     PHDPSGD,
     AllReduce,
     Decentralized,
@@ -34,11 +30,17 @@ from lightning_sdpipe.sync import (
     NoSync,
     PartialReduce,
     SemiDecentralized,
-    diloco,
-    incompatible,
 )
-from lightning_sdpipe.sync.capabilities import Capabilities, Combination, capabilities_of, cells, check
-from lightning_sdpipe.sync.incompatible import Incompatible
+from lightning_sdpipe.sync.capabilities import (
+    SENTENCES,
+    WORDS,
+    Capabilities,
+    Combination,
+    alternatives,
+    capabilities_of,
+    check,
+    refusals,
+)
 from lightning_sdpipe.sync.methods import deals, method_for, method_of
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
@@ -66,7 +68,9 @@ class OwnMethod:
 class ForEightBits(OwnMethod):
     """One that says what it has been made for."""
 
-    capabilities: Capabilities = field(default_factory=lambda: Capabilities(payloads={}, deals=None))
+    capabilities: Capabilities = field(
+        default_factory=lambda: Capabilities(payloads={"full", "one_bit"}, data={"sharded", "dealt", "auto"})
+    )
 
 
 KINDS = {kind.__name__ for kind in sync.NAMES.values()}
@@ -205,19 +209,22 @@ def test_a_method_of_ones_own_goes_with_what_it_says() -> None:
     for asked, said in (
         (
             {"sync": OwnMethod(), "exchange": exchange},
-            r"exchange=.*sync=OwnMethod\(.*\): it moves tensors in its own way",
+            r"exchange=.*sync=OwnMethod\(.*\): how few.* Use Full\(\), or sync=",
         ),
-        ({"sync": ForEightBits(), "exchange": Exchange(overlap="step")}, "Leave exchange out"),
-        ({"sync": OwnMethod(), "data": "dealt"}, "cannot leave and come back.*Use data='sharded'"),
-        ({"sync": ForEightBits(), "batch_by_speed": True}, r"take no step together. Use sync=AllReduce\(\)"),
+        (
+            {"sync": ForEightBits(), "exchange": Exchange(overlap="step")},
+            "Use overlap='none', or sync=SemiDecentralized",
+        ),
+        ({"sync": OwnMethod(), "data": "dealt"}, "leave their groups and come back.*Use data='sharded'"),
+        ({"sync": ForEightBits(), "batch_by_speed": True}, r"take each step together.* or sync=AllReduce\(\)\."),
         (
             {"sync": ForEightBits(PartialReduce()), "schedule": "pipedream", "num_stages": 2},
-            "schedule='pipedream' with num_stages=2 does not go with .*Use a schedule with a flush",
+            "schedule='pipedream' with num_stages=2 does not go with .*Use schedule='1f1b', or sync=AllReduce",
         ),
     ):
         with pytest.raises(ConfigurationError, match=said):
             SDPipeStrategy(**asked)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"does not work in an elastic job.*may be gone"):
+    with pytest.raises(ConfigurationError, match=r"does not work in an elastic job.*members that are lost"):
         check(ForEightBits(), Combination(ForEightBits(), elastic=True))
 
 
@@ -247,77 +254,23 @@ WALKED = [
 ]
 
 
-NAMED = [each.name for each in fields(Combination)]
-
-
-def changed(value: Any, field: str, new: Any) -> Any:
-    """``value`` with another value of ``field``, which may be in one of its fields."""
-    first, _, rest = field.partition(".")
-    new = changed(getattr(value, first), rest, new) if rest else new
-    return (replace if is_dataclass(value) else msgspec.structs.replace)(value, **{first: new})
-
-
-def made(name: str, new: Any) -> Any:
-    """The value that a change gives to the field ``name``; a method may be given by its name."""
-    return NAMES[new]() if name == "sync" and isinstance(new, str) else new
-
-
-def refusal_of(asked: Combination) -> Incompatible | None:
-    return next((cell for _, cell in cells(capabilities_of(method_for(asked)), asked) if cell), None)
-
-
-def ways(asked: Combination, reason: Incompatible) -> list[Combination]:
-    found = []
-    for change in reason.changes:
-        with suppress(ConfigurationError):  # a method may refuse a value beside others of its own
-            found.append(reduce(lambda other, item: changed(other, item[0], made(*item)), change.items(), asked))
-    return found
-
-
-def steps_to_work(asked: Combination, at_most: int) -> int | None:
-    """How many refusals have to be followed until the check accepts; None if they are more than ``at_most``."""
-    if (reason := refusal_of(asked)) is None:
-        return 0
-    found = [steps_to_work(other, at_most - 1) for other in ways(asked, reason)] if at_most else []
-    return min((1 + steps for steps in found if steps is not None), default=None)
-
-
 @pytest.mark.parametrize("given", WALKED, ids=lambda given: type(given).__name__)
-def test_every_refusal_leads_to_what_is_accepted(given: Any) -> None:
+def test_every_refusal_offers_what_is_accepted(given: Any) -> None:
+    """The values that it names are in the dimension's words, and the methods take all of what was asked."""
     for one, other in combinations_with_replacement([{}, *OFF_DEFAULT], 2):
         if {"elastic", "unlike"} <= {*one, *other}:
             continue  # an elastic job is one pipeline
         exchange = Exchange(**{**one.get("exchange", {}), **other.get("exchange", {})})
         asked = Combination(given, num_stages=2, **{**one, **other, "exchange": exchange})
-        refused = refusal_of(asked)
-        assert (refused is None) is goes(given, **{name: getattr(asked, name) for name in NAMED[1:]})
-        assert steps_to_work(asked, 2 if one and one != other else 1) is not None, f"{asked}: {refused}"
-
-
-WORDS = {
-    "exchange": "eave exchange out",
-    "exchange.payload": "end in full",
-    "batch_by_speed": "eave batch_by_speed out",
-    "sync.weights": "eave weights out",
-    "dealt": "data='sharded'",
-    "unlike": "one number of stages",
-}
-REASONS = {
-    name: value for name, value in {**vars(incompatible), **vars(diloco)}.items() if isinstance(value, Incompatible)
-}
-
-
-@pytest.mark.parametrize("name", REASONS)
-def test_the_sentence_of_an_alternative_names_its_values(name: str) -> None:
-    reason, offered = REASONS[name], set()
-    assert reason.changes
-    for place, new in (item for change in reason.changes for item in change.items()):
-        value, short = made(place, new), place.rpartition(".")[2]
-        offered.add(type(value).__name__)
-        words = [f"{type(value).__name__}(", f"{short}={value!r}", "data='dealt'" if new is True else WORDS.get(place)]
-        assert any(word and word in reason.instead for word in words), (place, reason.instead)
-    named = {kind for kind in KINDS if re.search(rf"\b{kind}\(", reason.instead)}
-    assert named <= offered or any(place.startswith("sync.") for change in reason.changes for place in change)
+        found = list(refusals(capabilities_of(method_for(asked)), asked))
+        for refusal in found:
+            assert refusal.takes <= WORDS.get(refusal.dimension, {}).keys() | {"auto", "by_speed", "several"}
+        for method in alternatives(asked).values():
+            check(method_of(method), replace(asked, sync=method))
+        if found:
+            with pytest.raises(ConfigurationError, match=re.escape(SENTENCES[found[0].why]) + r"\. Use ") as told:
+                check(method_for(asked), asked)
+            assert found[0].takes or alternatives(asked) or "one or the other" in str(told.value)
 
 
 def write() -> None:

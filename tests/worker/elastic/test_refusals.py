@@ -89,13 +89,13 @@ def test_rounds_of_all_send_payloads_as_diloco_does() -> None:
         refusals.check_scheduler(options, OuterRounds(), OuterRounds())
     assert SDPipeStrategy(sync=LocalSGD(every=2)).options.method == ByPolicy(LocalSGD(every=2))
     SDPipeStrategy(sync=LocalSGD(every=1), exchange=Exchange(overlap="free"))
-    with pytest.raises(ConfigurationError, match=r"with sync=LocalSGD\(every=1\) does not work in an .* send in full"):
+    with pytest.raises(ConfigurationError, match=r"with sync=LocalSGD\(every=1\) does not work in an .* Use Full"):
         SDPipeStrategy(sync=LocalSGD(every=1), exchange=Exchange(EightBit(), overlap="free"))
 
 
 def test_groups_by_machine_are_refused_since_machines_come_later() -> None:
     for machines in (PHDPSGD(within="models"), PHDPSGD()):
-        with pytest.raises(ConfigurationError, match=r"group_size=2.* list groups"):
+        with pytest.raises(ConfigurationError, match=r"PHDPSGD\(within='models', group_size=2\)"):
             SDPipeStrategy(sync=machines)
     SDPipeStrategy(sync=PHDPSGD(within="models", group_size=1))
 
@@ -103,10 +103,10 @@ def test_groups_by_machine_are_refused_since_machines_come_later() -> None:
 @pytest.mark.parametrize("sync", [SemiDecentralized(), LocalSGD(every=2), ADPSGD()])
 def test_models_may_be_averaged_without_a_flush_and_gradients_may_not(sync: Any) -> None:
     SDPipeStrategy(sync=sync, schedule="pipedream")
-    with pytest.raises(ConfigurationError, match=r"schedule='1f1b', or SemiDecentralized\(\)"):
+    with pytest.raises(ConfigurationError, match=r"Use schedule='1f1b', or sync=SemiDecentralized\(\)"):
         SDPipeStrategy(sync=AllReduce(), schedule="pipedream")
     for rounds in (DiLoCo(every=4), DiLoCo(every=4, quorum=0.5)):  # waited for each other for ever in two stages
-        with pytest.raises(ConfigurationError, match=r"the first one is ready a turn after the last"):
+        with pytest.raises(ConfigurationError, match=r"no common turn. Use schedule=.1f1b."):
             SDPipeStrategy(sync=rounds, schedule="pipedream")
 
 
@@ -161,13 +161,13 @@ def test_what_rounds_of_gradients_cannot_do_is_refused_with_what_they_can() -> N
     options = SDPipeStrategy(sync=AllReduce()).options
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, accumulate_grad_batches=2)
     trainer.state.fn = TrainerFn.FITTING
-    with pytest.raises(ConfigurationError, match="accumulate_grad_batches=1, a larger batch"):
+    with pytest.raises(ConfigurationError, match="accumulate_grad_batches=1, or sync=SemiDecentralized"):
         refusals.check_trainer(trainer, options)
     refusals.check_trainer(trainer, SDPipeStrategy().options)
     for payload in (EightBit(), EightBit(feedback=True), OneBit(after=10)):
         SDPipeStrategy(sync=AllReduce(), exchange=Exchange(payload, hierarchy="hosts"))
     for exchange in (Exchange(OneBit(momentum=0.9, after=10)), Exchange(overlap="step")):
-        with pytest.raises(ConfigurationError, match=r"Use momentum=0|LocalSGD"):
+        with pytest.raises(ConfigurationError, match=r"OneBit\(\)|LocalSGD"):
             SDPipeStrategy(sync=AllReduce(), exchange=exchange)
     refusals.check_scheduler(options, AllPresent(), AllPresent())
     refusals.check_scheduler(SDPipeStrategy().options, SemiDecentralized(), AllPresent())
@@ -187,9 +187,9 @@ def test_a_joint_batch_goes_with_samples_as_weights_in_full() -> None:
     asked: dict[str, Any] = {"batch_by_speed": True, "num_micro_batches": 4}
     refusals.check_options(SDPipeStrategy(sync=AllReduce(), **asked).options)
     for sync, exchange, instead in (
-        (AllReduce(weights="equal"), Exchange(), "Leave weights out"),
-        (AllReduce(), Exchange(EightBit()), "Leave exchange out"),
-        (LocalSGD(every=2), Exchange(), r"Use sync=AllReduce\(\)"),
+        (AllReduce(weights="equal"), Exchange(), r"or sync=AllReduce\(\)\."),
+        (AllReduce(), Exchange(EightBit()), "without batch_by_speed"),
+        (LocalSGD(every=2), Exchange(), r"or sync=AllReduce\(\)\."),
     ):
         with pytest.raises(ConfigurationError, match=instead):
             SDPipeStrategy(sync=sync, exchange=exchange, **asked)
