@@ -74,16 +74,8 @@ def ratio_table(ratios: Ratios, lower_is_better: Collection[str]) -> str:
         sign = "≤" if key.partition("/")[0] in lower_is_better else "≥"
         spread = f"{_shown(ratio['low'])} to {_shown(ratio['high'])}"
         verdict = "" if free else "met" if is_met(key, ratio, lower_is_better) else "missed"
-        lines.append(
-            (
-                key,
-                _shown(ratio["value"]),
-                spread,
-                "" if free else f"{sign} {_shown(ratio['goal'])}",
-                verdict,
-                ratio["meaning"],
-            )
-        )
+        goal = "" if free else f"{sign} {_shown(ratio['goal'])}"
+        lines.append((key, _shown(ratio["value"]), spread, goal, verdict, ratio["meaning"]))
     return _table(lines)
 
 

@@ -1,9 +1,14 @@
-"""A replica that averages gradients by torchft, in a Trainer. torchft is no dependency of this project."""
+"""Replicas that average gradients by torchft, each in a Trainer. torchft is no dependency of this project."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import tempfile
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,9 +18,46 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from lightning_sdpipe.scheduler.server.process import reserve_port
-from recipes.suites.elastic import Diary, Work, set_up
+from recipes.suites.elastic import Diary, Record, Work, read_records, said, set_up
 from recipes.suites.emulated import LEARNING_RATE, EmulatedChain, passes
 from recipes.suites.trainings import make_trainer, random_features
+
+
+def run(work: Work, victim: int, after: int, seconds: float) -> tuple[list[Record], float]:
+    """Train as many replicas as pipelines, of which ``victim`` kills itself after so many updates, and so many seconds
+    more; return what they said, and when it died."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as directory, reserve_port() as port:
+        address = f"127.0.0.1:{port.getsockname()[1]}"
+        port.close()  # the lighthouse does not share it
+        options = ["--min_replicas", "1", "--join_timeout_ms", "1000", "--heartbeat_timeout_ms", "2000"]
+        program = Path(directory, "lighthouse.py")  # the package's own script may lie anywhere
+        program.write_text("from torchft._torchft import lighthouse_main\nlighthouse_main()\n")
+        with open(Path(directory, "lighthouse.log"), "wb") as log:
+            server = subprocess.Popen(
+                [sys.executable, str(program), *options, "--bind", address], stdout=log, stderr=log
+            )
+        processes = []
+        for number in range(work.num_pipelines):
+            arguments = (work, Path(directory), number, f"http://{address}", after if number == victim else None)
+            processes.append(context.Process(target=replica, args=arguments))
+        try:
+            time.sleep(1.0)  # it says nowhere that it listens
+            for process in processes:
+                process.start()
+            processes[victim].join(120)
+            if processes[victim].exitcode != -signal.SIGKILL:
+                code = processes[victim].exitcode
+                raise RuntimeError(f"torchft's victim ended with {code}: {said(Path(directory))}")
+            time.sleep(seconds)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+            server.kill()
+            server.wait()
+        records = read_records(Path(directory))
+    return records, records[victim].times("strikes")[0]
 
 
 def replica(work: Work, directory: Path, number: int, lighthouse: str, dies_at: int | None) -> None:

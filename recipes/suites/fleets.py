@@ -46,14 +46,9 @@ class Shape:
     search_seconds: float = 0.0
 
     @property
-    def alike(self) -> bool:
-        """True where all pipelines have one depth and one cut."""
-        return len(set(self.cuts)) == 1
-
-    @property
     def options(self) -> dict[str, Any]:
         """``num_stages`` and ``partition``, as a user gives them."""
-        if self.alike:
+        if len(set(self.cuts)) == 1:
             return {"num_stages": len(self.cuts[0]), "partition": list(self.cuts[0])}
         return {"num_stages": [len(cut) for cut in self.cuts], "partition": [list(cut) for cut in self.cuts]}
 

@@ -48,7 +48,6 @@ def run(
     iterations: int,
     jitter: float,
     staleness: int,
-    megabytes: float,
     training: Mapping[str, Any],
     bounds: Mapping[str, Any],
     repeats: int,
@@ -63,7 +62,6 @@ def run(
         iterations: of each pipeline; what is shown ends when the first has finished.
         jitter: share by which times vary.
         staleness: s of the bounded methods.
-        megabytes: of the model, for the bytes that meetings move.
         training: the fields of :class:`~recipes.suites.virtual.Network`, the accuracy that is the ``target``, and the
             number of ``points`` of a learning curve.
         bounds: arguments of :func:`costs_of_bounds`.
@@ -77,7 +75,7 @@ def run(
         for repeat in range(repeats):
             work = partial(_work, times, size, iterations, jitter, seed + repeat)
             policies = methods(times, size, staleness, seed + repeat)
-            rows += _measured(policies, work(), size, megabytes, training, seed + repeat)
+            rows += _measured(policies, work(), size, training, seed + repeat)
     if output is not None:
         draw(chosen(rows, group_size=group_sizes[-1]), training["target"], Path(output))
     return [*rows, *costs_of_bounds(**bounds, seed=seed)], ratios_of(rows, staleness)
@@ -140,7 +138,6 @@ def _measured(
     policies: Mapping[str, PolicyConfig],
     work: Work,
     size: int,
-    megabytes: float,
     training: Mapping[str, Any],
     seed: int,
 ) -> list[Row]:
@@ -153,7 +150,7 @@ def _measured(
         row: Row = {"what": name, "shape": f"{work.num_pipelines // size}x{size}", "group_size": size, "seed": seed}
         row |= {"steps_per_s": _rate(run), "waiting": run.waiting_share, "lag": max(lag for _, lag in lags)}
         row |= {"rho": run.rho(), "final": None, "samples": None, "seconds": None}
-        row |= {"mb_per_step": _megabytes(run, name, size, megabytes), "lags": lags, "curve": []}
+        row |= {"lags": lags, "curve": []}
         if name in TRAINED:
             due = [end * (k + 1) / training["points"] for k in range(training["points"])]
             curve = by_time(config, work, Network(work.num_pipelines, seed=seed, **options), due)
@@ -180,18 +177,6 @@ def reached(curve: Sequence[Point], target: float) -> Point | None:
 def accuracy_at(curve: Sequence[Sequence[float]], samples: float) -> float:
     """Return the mean of the last tenth of what had been seen by then."""
     return statistics.fmean(point[2] for point in curve if 0.9 * samples <= point[1] <= samples)
-
-
-def _megabytes(run: Run, name: str, size: int, megabytes: float) -> float | None:
-    """Return what a host sends and receives over the slow links per step of its group, by formula."""
-    hosts = run.work.num_pipelines // size
-    if name == "all_reduce":  # around a ring (paper §5.4), one of whose hosts' workers has its neighbour elsewhere
-        return 4 * megabytes / run.work.num_pipelines * (run.work.num_pipelines - 1)
-    if not name.startswith("phd"):
-        return None
-    groups = [len({worker.pipeline // size for worker in group.members}) for _, group in run.groups]
-    sent = 2 * sum(each - 1 for each in groups) * size  # models, by all members of a meeting
-    return 2 * megabytes * sent / (hosts * run.work.iterations)
 
 
 def costs_of_bounds(
@@ -227,6 +212,6 @@ def draw(rows: Sequence[Row], target: float, output: Path) -> None:
     trained = [row for row in rows if row["curve"]]
     curves = curve_points(trained, seconds=0, accuracy=2)
     plot(curves, output, "phd.learning", x="seconds", y=["accuracy"], each="seed", target=target)
-    plot(rows, output, "phd.methods", x="shape", y=["seconds", "samples", "steps_per_s", "mb_per_step"], bars=True)
+    plot(rows, output, "phd.methods", x="shape", y=["seconds", "samples", "steps_per_s"], bars=True)
     first = [{**row, "curve": row["lags"]} for row in rows if row["seed"] == rows[0]["seed"]]
     plot(curve_points(first, seconds=0, lag=1), output, "phd.lag", x="seconds", y=["lag"], each="seed")

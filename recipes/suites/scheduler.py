@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 
@@ -133,18 +134,14 @@ def server_of(kind: str, count: int) -> Iterator[Server]:
             yield Server(scheduler.address, scheduler.credentials, scheduler.pid)
         return
     keys, credentials = make_keys()
-    process = subprocess.Popen([sys.executable, "-c", ECHO], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with process.stdin as file:
-            file.write(f"{keys.public}\n{keys.secret}\n")
-        yield Server(process.stdout.readline().strip(), credentials, process.pid)
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", ECHO], **pipes) as process:
+        try:
+            with process.stdin as file:
+                file.write(f"{keys.public}\n{keys.secret}\n")
+            yield Server(process.stdout.readline().strip(), credentials, process.pid)
+        finally:
+            process.kill()
 
 
 class Bursts:

@@ -16,11 +16,11 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.simulate import Schedule, Work, simulate
+from recipes.baselines.references import REFERENCES, only_delays, train_reference
 from recipes.suites import machine
 from recipes.suites.figures import plot, require_matplotlib
 from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, chosen, ratios, refuse_unknown, turns, values
 from recipes.suites.probe import Report, Used
-from recipes.suites.references import REFERENCES, only_delays, train_reference
 from recipes.suites.trainings import EMULATED, Named, Training, calibrated_scale, named, quiet, train
 
 LOWER_IS_BETTER = frozenset[str]()
@@ -67,7 +67,7 @@ def run(
         seed: of the first repeat; the following ones count up from it.
 
     Returns:
-        One row per training, then one per method and condition with medians; and the ratios with goals.
+        One row per training; and the ratios with goals.
     """
     require_matplotlib(output)
     quiet()
@@ -80,7 +80,6 @@ def run(
         factor = calibrated_scale(cases[0].asked, measured) if scale is None else scale
         scaled = [Case(case.columns, replace(case.asked, scale=factor)) for case in cases]
         rows += measured.run(scaled, measure, "samples_per_s")
-    medians = summarise(rows)
     if output is not None:
         drawn = [row for row in rows if row["panel"] != "headline"]  # whose mini-batches are shorter
         for name, x, panels in (
@@ -88,7 +87,7 @@ def run(
             ("scale", "shape", ("workload", "schedule", "heterogeneity")),
         ):
             plot(drawn, Path(output), name, x=x, y=["samples_per_s"], panels=panels, bars=True)
-    return [*rows, *medians], ratios_of(rows)
+    return rows, ratios_of(rows)
 
 
 def plan(
@@ -210,22 +209,6 @@ def summary(reports: Sequence[Report], warm_up: int, samples: int) -> Row:
 def _shares(used: Used) -> dict[str, float]:
     parts = [part / used.clock for part in (used.computed, used.injected, used.waiting, used.averaging)]
     return dict(zip(SHARES, [*parts, max(0.0, 1.0 - sum(parts))], strict=True))
-
-
-def summarise(rows: Sequence[Row]) -> list[Row]:
-    """Return one row per part of the grid, condition and method: medians over the repeats."""
-    found = []
-    columns = ("what", "panel", "workload", "shape", "schedule", "heterogeneity")
-    for place in dict.fromkeys(tuple(row[name] for name in columns) for row in rows):
-        named_by = dict(zip(columns, place, strict=True))
-        group = chosen(rows, **named_by)
-        speeds = [row["samples_per_s"] for row in group]
-        visible = [row["visible_samples_per_s"] for row in group if row["visible_samples_per_s"]]
-        median: Row = {"samples_per_s": statistics.median(speeds), "low": min(speeds), "high": max(speeds)}
-        median["visible_samples_per_s"] = statistics.median(visible) if visible else None
-        means = {name: statistics.fmean(row[name] for row in group) for name in ("group_size", *SHARES)}
-        found.append({**named_by, "what": f"{named_by['what']}, median", **median, **means})
-    return found
 
 
 def ratios_of(rows: Sequence[Row]) -> Ratios:

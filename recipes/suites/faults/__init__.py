@@ -259,7 +259,6 @@ def _figures(
     in_join = max((seconds for begin, end, seconds in took if end > asked and begin < contributes), default=median)
     return {
         "median_s": median,
-        "usual_longest_s": max(calm),
         "longest_s": longest,
         "beyond_s": longest - median,
         "detected_s": max((at - killed for at in known if at is not None), default=None),

@@ -6,11 +6,7 @@ torchft is no dependency of this project. Where it is not installed, the part sa
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,9 +16,8 @@ from typing import Any
 
 import hydra
 
-from lightning_sdpipe.scheduler.server.process import reserve_port
-from recipes.baselines.torchft_replica import replica
-from recipes.suites.elastic import Fault, Record, Work, World, read_records, said
+from recipes.baselines.torchft_replica import run
+from recipes.suites.elastic import Fault, Record, Work, World
 from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
 
 VICTIM = 2
@@ -60,7 +55,7 @@ def measure(
     )
     for repeat in range(repeats):
         for library in rotated(["torchft", "sdpipe"], repeat):
-            records, killed = (_torchft if library == "torchft" else _ours)(work, after, seconds)
+            records, killed = (run if library == "torchft" else _ours)(work, VICTIM, after, seconds)
             figures = _figures([record for record in records if record.pipeline != VICTIM], killed)
             print(f"{library}: {figures}", flush=True)
             rows.append({"library": library, "repeat": repeat} | figures)
@@ -82,46 +77,11 @@ def _figures(survivors: Sequence[Record], killed: float) -> dict[str, float]:
     }
 
 
-def _ours(work: Work, after: int, seconds: float) -> tuple[list[Record], float]:
+def _ours(work: Work, victim: int, after: int, seconds: float) -> tuple[list[Record], float]:
     with tempfile.TemporaryDirectory() as directory, World(Path(directory), work) as it:
-        it.start({VICTIM: Fault("forward", after)})
-        it.wait(lambda: not it.lives(VICTIM), "the death of one")
+        it.start({victim: Fault("forward", after)})
+        it.wait(lambda: not it.lives(victim), "the death of one")
         time.sleep(seconds)
         records = it.records()
-    (victim,) = [record for record in records if record.pipeline == VICTIM]
-    return records, victim.times("strikes")[0]
-
-
-def _torchft(work: Work, after: int, seconds: float) -> tuple[list[Record], float]:
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as directory, reserve_port() as port:
-        address = f"127.0.0.1:{port.getsockname()[1]}"
-        port.close()  # the lighthouse does not share it
-        options = ["--min_replicas", "1", "--join_timeout_ms", "1000", "--heartbeat_timeout_ms", "2000"]
-        program = Path(directory, "lighthouse.py")  # the package's own script may lie anywhere
-        program.write_text("from torchft._torchft import lighthouse_main\nlighthouse_main()\n")
-        with open(Path(directory, "lighthouse.log"), "wb") as log:
-            server = subprocess.Popen(
-                [sys.executable, str(program), *options, "--bind", address], stdout=log, stderr=log
-            )
-        processes = []
-        for number in range(work.num_pipelines):
-            arguments = (work, Path(directory), number, f"http://{address}", after if number == VICTIM else None)
-            processes.append(context.Process(target=replica, args=arguments))
-        try:
-            time.sleep(1.0)  # it says nowhere that it listens
-            for process in processes:
-                process.start()
-            processes[VICTIM].join(120)
-            if processes[VICTIM].exitcode != -signal.SIGKILL:
-                code = processes[VICTIM].exitcode
-                raise RuntimeError(f"torchft's victim ended with {code}: {said(Path(directory))}")
-            time.sleep(seconds)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-            server.kill()
-            server.wait()
-        records = read_records(Path(directory))
-    return records, records[VICTIM].times("strikes")[0]
+    (dead,) = [record for record in records if record.pipeline == victim]
+    return records, dead.times("strikes")[0]

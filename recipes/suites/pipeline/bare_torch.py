@@ -14,14 +14,14 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import BertConfig, BertForMaskedLM
 
 from lightning_sdpipe.partition.chain import find_chain
 from lightning_sdpipe.partition.plan import cut
-from recipes.harness.processes import TRANSFER_TIMEOUT, run_processes
+from recipes.baselines.references import language_step
+from recipes.harness.processes import run_processes
 from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
-from recipes.suites.stages import CPU, TRAINING, open_pipeline, open_stage
+from recipes.suites.stages import TRAINING, open_pipeline, open_stage
 
 BLOCKS = ("model.bert.embeddings", "model.bert.encoder.layer.*", "model.cls")
 VOCABULARY = 1024
@@ -133,39 +133,10 @@ def _ours(module: MaskedLM, batch: Batch, num_micro_batches: int) -> TrainStep:
 
 
 def _bare_torch(module: MaskedLM, hidden_size: int, batch: Batch, num_micro_batches: int) -> TrainStep:
-    index, num_stages = dist.get_rank(), dist.get_world_size()  # torch wants stage j on rank j; ours go the other way
     chain = find_chain(module, BLOCKS)
-    span = cut(len(chain), num_stages)[index]
+    span = cut(len(chain), dist.get_world_size())[dist.get_rank()]
     submodule = nn.Sequential(*[module.get_submodule(chain[block]) for block in span])
-    tokens = batch["input_ids"].chunk(num_micro_batches)[0]
-    hidden = torch.empty(*tokens.shape, hidden_size, requires_grad=True)
-    scores = torch.empty(*tokens.shape, VOCABULARY, requires_grad=True)
-    is_first, is_last = index == 0, index == num_stages - 1
-    stage = PipelineStage(
-        submodule,
-        index,
-        num_stages,
-        CPU,
-        input_args=tokens if is_first else hidden,
-        output_args=scores if is_last else hidden,
-        group=dist.new_group(list(range(num_stages)), timeout=TRANSFER_TIMEOUT),
-    )
-    schedule = Schedule1F1B(stage, num_micro_batches, loss_fn=_loss)
-    optimizer = torch.optim.SGD(submodule.parameters(), LEARNING_RATE)
-
-    def step(batch: Batch) -> Tensor:
-        optimizer.zero_grad()
-        losses: list[Tensor] = []
-        inputs = (batch["input_ids"],) if is_first else ()
-        schedule.step(*inputs, target=batch["labels"] if is_last else None, losses=losses, return_outputs=False)
-        optimizer.step()
-        return torch.stack(losses).mean().detach() if losses else torch.zeros(())
-
-    return step
-
-
-def _loss(scores: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(scores.view(-1, VOCABULARY), labels.view(-1))
+    return language_step(submodule, hidden_size, VOCABULARY, batch, num_micro_batches, LEARNING_RATE)
 
 
 def _warm_up(runtimes: dict[str, TrainStep], batch: Batch) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_sdpipe.errors import ConfigurationError
+from recipes.baselines.references import lightning_ddp
 from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, ratios, rotated
-from recipes.suites.references import lightning_ddp
 from recipes.suites.trainings import ALL_REDUCE, Named, Training, quiet, train
 
 GOALS = {1: 1.05, 4: 1.10}

@@ -13,10 +13,10 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Slowed, Static
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import NoSync
+from recipes.baselines.references import REFERENCES
 from recipes.suites import convergence, epochs, machine, snapshots, throughput
 from recipes.suites.grid import Case
 from recipes.suites.probe import Report, Used
-from recipes.suites.references import REFERENCES
 from recipes.suites.trainings import Named, Training, strategy_of
 from tests.recipes.composed import parameters_of
 
