@@ -166,7 +166,8 @@ class World:
         self.killed_at: dict[int, float] = {}
         self._processes: dict[int, list[BaseProcess]] = {}
         self._ports: dict[int, socket.socket] = {}
-        self._newest: dict[int, int] = {}
+        self.newest: dict[int, int] = {}
+        """The number of the newest start of each pipeline."""
 
     def launch(self, pipeline: int, fault: Fault | None = None, rank: int = 0) -> None:
         """Start its processes; ``fault`` is for the one of ``rank``."""
@@ -184,7 +185,7 @@ class World:
             "SDPIPE_POLICY_FILE": str(self.logs / "policy.json"),
             **({"GLOO_SOCKET_IFNAME": namespaces.INTERFACE} if self._hosts else {}),
         }
-        self._newest[pipeline] = start = max(self._newest.values(), default=0) + 1
+        self.newest[pipeline] = start = max(self.newest.values(), default=0) + 1
         self._processes[pipeline] = []
         for each in range(depth):
             own = environment | {"RANK": str(each), "LOCAL_RANK": str(each)}
@@ -241,13 +242,9 @@ class World:
         """Return what all processes have said so far, in the order of their starts."""
         return read_records(self.directory)
 
-    def start_of(self, pipeline: int) -> int:
-        """Return the number of its newest start."""
-        return self._newest[pipeline]
-
     def updates(self, pipeline: int) -> int:
         """Return how far its newest start is."""
-        path = self.directory / f"{self._newest[pipeline]:04d}-{pipeline}-0.diary"
+        path = self.directory / f"{self.newest[pipeline]:04d}-{pipeline}-0.diary"
         made = [line["update"] for line in _lines(path) if line["what"] == "update"] if path.exists() else []
         return made[-1] if made else 0
 

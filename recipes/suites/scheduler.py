@@ -14,13 +14,12 @@ from __future__ import annotations
 import math
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from subprocess import PIPE, Popen
 
 import zmq
 
@@ -134,9 +133,10 @@ def server_of(kind: str, count: int) -> Iterator[Server]:
             yield Server(scheduler.address, scheduler.credentials, scheduler.pid)
         return
     keys, credentials = make_keys()
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", ECHO], **pipes) as process:
+    with Popen([sys.executable, "-c", ECHO], stdin=PIPE, stdout=PIPE, text=True) as process:
         try:
+            assert process.stdin is not None
+            assert process.stdout is not None
             with process.stdin as file:
                 file.write(f"{keys.public}\n{keys.secret}\n")
             yield Server(process.stdout.readline().strip(), credentials, process.pid)

@@ -100,8 +100,7 @@ def _train(asked: OneSlow) -> Row:
 def together(recording: Recording) -> Recording:
     """Return it up to the moment at which the first worker had finished: one that trains on alone is not slowed by
     others."""
-    until = min(series.ends[-1] for series in recording.series.values())
-    return _until(recording, until)
+    return _until(recording, min(series.ends[-1] for series in recording.series.values()))
 
 
 def _until(recording: Recording, until: float) -> Recording:

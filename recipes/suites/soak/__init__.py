@@ -132,11 +132,8 @@ def run(
             number = seed + len(rows)
             draws = random.Random(f"soak {number}")  # numbers that are near draw alike at first
             name, stages = draws.choice(sorted(methods)), draws.choice(list(num_stages))
-            sync, overlap, resumes = (
-                hydra.utils.instantiate(methods[name]),
-                draws.choice(list(overlaps)),
-                draws.random() < 0.5,
-            )
+            sync = hydra.utils.instantiate(methods[name])
+            overlap, resumes = draws.choice(list(overlaps)), draws.random() < 0.5
             payload, schedule = draws.choice(list(payloads)), draws.choice(list(schedules))
             overlap, payload, schedule = _going_with(sync, stages, overlap, payload, schedule)
             work = Work(

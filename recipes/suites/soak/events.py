@@ -138,7 +138,7 @@ class Events:
 
     def _fell(self, pipeline: int) -> bool:
         """Return whether its newest start was ended by its own hand."""
-        start = self._world.start_of(pipeline)
+        start = self._world.newest[pipeline]
         diaries = self._world.directory.glob(f"{start:04d}-{pipeline}-*.diary")
         return any('"what": "strikes"' in diary.read_text() for diary in diaries)
 
@@ -214,11 +214,11 @@ class Events:
         self._happens(kind, f"pipelines {victims}, rank {rank}, {seconds:.1f} s")
 
     def _stop(self, pipeline: int, rank: int, seconds: float, wakes: bool) -> None:
-        world, start = self._world, self._world.start_of(pipeline)
+        world, start = self._world, self._world.newest[pipeline]
         world.kill(pipeline, rank, signal.SIGSTOP)
 
         def goes_on() -> None:
-            if world.start_of(pipeline) == start and self._lives(pipeline, rank):
+            if world.newest[pipeline] == start and self._lives(pipeline, rank):
                 world.kill(pipeline, rank, signal.SIGCONT if wakes else signal.SIGKILL)
                 if wakes and seconds < SILENCE / 2:
                     self._hit.discard(pipeline)  # that must be forgiven
