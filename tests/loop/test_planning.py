@@ -1,0 +1,43 @@
+"""What rank 0 finds out before training."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.loop import planning
+from lightning_sdpipe.partition.pipeline_cut import PipelineCut
+
+
+def to_plan(partition: Any) -> Any:
+    module = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)])
+    trainer = SimpleNamespace(
+        lightning_module=module, state=SimpleNamespace(fn=TrainerFn.FITTING), fit_loop=None, precision_plugin=None
+    )
+    return SimpleNamespace(
+        trainer=trainer, cuts=[PipelineCut(2, partition)], names=None, memory=1e9, notes=[], device=torch.device("cpu")
+    )
+
+
+def test_a_loader_that_gives_no_batch_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_batch(*_: Any) -> Any:
+        raise TypeError("cannot pickle 'generator' object")
+
+    monkeypatch.setattr(planning, "_calls", no_batch)
+    said = r"measures the blocks with a batch, and none could be had before training \(TypeError: cannot pickle"
+    with pytest.raises(ConfigurationError, match=said):
+        planning._made(to_plan("balanced"), [])
+    (made,) = planning._made(to_plan("auto"), [])
+    assert [len(span) for span in made.spans] == [2, 2]
+
+
+def test_memory_is_the_devices_or_a_part_of_the_machines() -> None:
+    machine = planning.memory_of(torch.device("cpu"), 1)
+    assert planning.memory_of(torch.device("cpu"), 4) == machine / 4
+    assert 2**28 < machine < 2**50
