@@ -1,8 +1,4 @@
-"""The best arrangement of given groups: their order as stages, and the device that follows each device.
-
-Rank 0 must run a last stage: it has the logger and the progress bar, and the loss exists on last stages only. The
-module also computes the cost of that rule, and the hosts for which it is free.
-"""
+"""The best arrangement of given groups: their order as stages, and the device that follows each device."""
 
 from __future__ import annotations
 
@@ -10,9 +6,9 @@ import math
 from collections.abc import Generator, Iterator, Sequence
 from itertools import pairwise
 
-from lightning_sdpipe.placement.cost import Cost, Stages, Weights, evaluate
+from lightning_sdpipe.placement.cost import Stages, Weights, evaluate
 from lightning_sdpipe.placement.matching import bottleneck, shortest_path
-from lightning_sdpipe.placement.network import Matrix, Network
+from lightning_sdpipe.placement.network import Matrix
 
 ROUNDING = 1e-9
 PACES = 8
@@ -113,38 +109,3 @@ def _pace(stages: Stages, weights: Weights) -> float:
 
 def _sum(first: Matrix, second: Matrix) -> Matrix:
     return [[a + b for a, b in zip(row, other, strict=True)] for row, other in zip(first, second, strict=True)]
-
-
-def ending_with(device: int, stages: Stages, weights: Weights) -> tuple[Stages, Cost]:
-    """Return the cheapest placement that was found near ``stages`` in which ``device`` runs a last stage, and its
-    cost.
-
-    Pipelines may be reversed where all stages are alike. The best order of the stages that ends with the device's stage
-    is tried, and swaps of the device with each device that runs a last or a first stage.
-    """
-    best, cost = stages, Cost(math.inf, math.inf)
-    for candidate in _candidates(device, stages, weights):
-        found = evaluate(candidate, weights)
-        if found.total < cost.total:
-            best, cost = candidate, found
-    return best, cost
-
-
-def _candidates(device: int, stages: Stages, weights: Weights) -> Iterator[Stages]:
-    if device in stages[-1]:
-        yield stages
-    if weights.even:
-        if device in stages[0]:
-            yield stages[::-1]
-        yield from (found for found in arrange(stages, weights, last=device) if found is not None)
-    for other in (*stages[-1], *(stages[0] if weights.even else ())):
-        swapped = [[{device: other, other: device}.get(member, member) for member in group] for group in stages]
-        yield swapped if device in swapped[-1] else swapped[::-1]
-        yield from (found for found in arrange(swapped, weights, last=device) if found is not None)
-
-
-def free_hosts(stages: Stages, weights: Weights, network: Network) -> list[str]:
-    """Return hosts whose first device runs a last stage: with one of them first in the run, the rule about rank 0
-    costs nothing."""
-    ends = [*stages[-1], *(stages[0] if weights.even else ())]
-    return sorted({network.devices[device].host for device in ends if network.devices[device].index == 0})

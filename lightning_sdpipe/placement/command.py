@@ -18,9 +18,9 @@ from lightning_sdpipe.errors import ConfigurationError, carried_out
 from lightning_sdpipe.placement.cost import CostModel
 from lightning_sdpipe.placement.model import StageTraffic
 from lightning_sdpipe.placement.network import Network, read_network
-from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, place
-from lightning_sdpipe.placement.ragged import RaggedResult, best_rectangle, place_ragged
-from lightning_sdpipe.placement.report import draw_picture, given, rate, rates, report, report_ragged, shape
+from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, place, place_freely
+from lightning_sdpipe.placement.report import draw_picture, given, rates, report
+from lightning_sdpipe.placement.search import MOVES
 from lightning_sdpipe.topology.mesh import depths_of
 from lightning_sdpipe.topology.placement_file import write_placement
 
@@ -38,22 +38,18 @@ def _place(options: argparse.Namespace) -> None:
     _check(options)
     network = read_network(options.network)
     placed, instead = _placed(network, options)
-    print(*(report_ragged(placed) if isinstance(placed, RaggedResult) else [report(placed)]), *instead, sep="\n")
+    print(report(placed), *instead, sep="\n")
     if options.output is not None:
         write_placement(options.output, placed.placement(f"{options.network}: {network.source}"))
         print(f"\n{options.output}: for SDPipeStrategy({given(placed)}, placement=…)")
-    if options.picture is not None:
-        _draw(placed, options.picture)
-
-
-def _draw(placed: PlacementResult | RaggedResult, path: Path) -> None:
-    if isinstance(placed, RaggedResult):
+    if options.picture is not None and placed.layout.alike:
+        draw_picture(placed, options.picture)
+        print(f"{options.picture}: the mesh and its slowest links")
+    elif options.picture is not None:
         print(
-            f"{path}: not drawn, since a picture has a column for each stage, and these pipelines are no replicas there"
+            f"{options.picture}: not drawn, since a picture has a column for each stage, and these pipelines are no "
+            "replicas there"
         )
-        return
-    draw_picture(placed, path)
-    print(f"{path}: the mesh and its slowest links")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,76 +82,47 @@ def _parser() -> argparse.ArgumentParser:
     add("--cut-bytes", type=float, help="of a mini-batch's activations between stages, likewise")
     add("--optimizer-state", type=float, default=2.0, help="bytes for each byte of parameters: 2 for Adam")
     add("--first", metavar="HOST:INDEX", help="the device that will be rank 0 (default: the network's first)")
-    add("--seconds", type=float, default=10.0, help="to search for (default: %(default)s)")
+    add("--moves", type=int, default=MOVES, help="of the search (default: %(default)s, some 10 s for 64 devices)")
+    add("--seconds", type=float, default=math.inf, help="cut the search short (default: no limit)")
     add("--seed", type=int, default=0)
     add("--output", type=Path, metavar="FILE", help="writes the placement, for SDPipeStrategy")
     add("--picture", type=Path, metavar="FILE", help="draws it; PNG or SVG (needs matplotlib)")
     return parser
 
 
-def _placed(network: Network, options: argparse.Namespace) -> tuple[PlacementResult | RaggedResult, list[str]]:
+def _placed(network: Network, options: argparse.Namespace) -> tuple[PlacementResult, list[str]]:
     """Return the proposed placement, and the alternatives in words."""
-    if options.stages is not None and len(options.stages) > 1:
-        if options.cost == "pipedream":
-            raise ConfigurationError(
-                "--cost pipedream is for a schedule that needs pipelines of one depth and cut. Give one number of "
-                "--stages, or another cost."
-            )
-        return place_ragged(network, _asked(network, options, max(options.stages), options.seconds), options.stages), []
     if options.stages is not None:
-        (stages,) = options.stages
-        return place(network, _asked(network, options, stages, options.seconds), _traffic(options, stages)), []
+        (alone, *others) = options.stages
+        asked = _asked(network, options, options.stages if others else alone)
+        return place(network, asked, None if others else _traffic(options, alone)), []
     if network.model is None or options.stage_bytes is not None:
         raise ConfigurationError("Without a measured model, --stages has to say how many stages there are.")
-    numbers = [m for m in range(1, len(network) + 1) if len(network) % m == 0 and m <= len(network.model.chain)]
-    tried: list[PlacementResult] = []
-    refusals: list[str] = []
-    for stages in numbers:
-        try:
-            tried.append(place(network, _asked(network, options, stages, options.seconds / len(numbers))))
-        except ConfigurationError as error:
-            refusals.append(f"{stages} stages: {error}")
-    asked = _asked(network, options, 1, options.seconds)
-    smaller, ragged = None, None
-    if options.cost != "pipedream":
-        smaller = best_rectangle(network, asked)
-        try:
-            ragged = place_ragged(network, asked)
-        except ConfigurationError as error:
-            refusals.append(f"unlike depths: {error}")
-    rectangles: list[PlacementResult | RaggedResult] = [*tried]
-    if smaller is not None and smaller.left_out:
-        rectangles.append(smaller)
-    unlike = [ragged] if ragged is not None and not ragged.alike else []
-    print(rates([*rectangles, *unlike]), *refusals, "", sep="\n")
-    best: PlacementResult | RaggedResult | None = max(rectangles[: len(tried)], key=rate, default=None)
-    for other in rectangles[len(tried) :]:
-        best = other if best is None or rate(other) >= GAIN * rate(best) else best
-    if unlike:
-        return _proposed(best, *unlike)
-    if best is None:
-        raise ConfigurationError("Nothing that was tried is possible.")
-    return best, []
-
-
-def _proposed(
-    rectangle: PlacementResult | RaggedResult | None, ragged: RaggedResult
-) -> tuple[PlacementResult | RaggedResult, list[str]]:
-    """Return unlike depths if they gain enough over the best rectangle, else the rectangle; and in words what the
-    other would give."""
-    if rectangle is None:
-        return ragged, ["Best rectangle  none fits into these devices"]
-    gain = rate(ragged) / rate(rectangle)
-    if gain >= GAIN:
-        return ragged, [
-            f"Best rectangle  {rate(rectangle):.3g} mini-batches/s, {shape(rectangle)}: this is {gain:.2f} times that"
+    tried, refusals = place_freely(network, _asked(network, options, 1))
+    print(rates(tried), *refusals, "", sep="\n")
+    best: PlacementResult | None = None
+    for placed in sorted(tried, key=lambda placed: (not placed.layout.alike, len(placed.left_out))):
+        best = placed if best is None or placed.rate >= GAIN * best.rate or _as_simple(placed, best) else best
+    assert best is not None
+    others = [placed for placed in tried if placed.layout.alike != best.layout.alike]
+    if not others:
+        return best, []
+    other = max(others, key=lambda placed: placed.rate)
+    if best.layout.alike:
+        gain = other.rate / best.rate
+        return best, [
+            f"Unlike depths  {other.shape} would make {gain:.2f} times as many mini-batches, too few to be proposed"
         ]
-    return rectangle, [
-        f"Unlike depths  {shape(ragged)} would make {gain:.2f} times as many mini-batches, too few to be proposed"
-    ]
+    gain = best.rate / other.rate
+    return best, [f"Best rectangle {other.rate:.3g} mini-batches/s, {other.shape}: this is {gain:.2f} times that"]
 
 
-def _asked(network: Network, options: argparse.Namespace, stages: int, seconds: float) -> PlacementTask:
+def _as_simple(placed: PlacementResult, best: PlacementResult) -> bool:
+    """Return whether ``placed`` is faster, and as simple as ``best``: of one cut, and without devices left out."""
+    return placed.rate > best.rate and placed.layout.alike == best.layout.alike and not placed.left_out
+
+
+def _asked(network: Network, options: argparse.Namespace, stages: int | tuple[int, ...]) -> PlacementTask:
     names = [str(device) for device in network.devices]
     if options.first is not None and options.first not in names:
         raise ConfigurationError(f"--first {options.first} is none of the devices: {', '.join(names)}.")
@@ -164,10 +131,11 @@ def _asked(network: Network, options: argparse.Namespace, stages: int, seconds: 
         options.cost,
         options.micro_batches,
         options.sync,
-        0 if options.first is None else names.index(options.first),
+        None if options.first is None else names.index(options.first),
         options.optimizer_state,
-        seconds,
+        options.moves,
         options.seed,
+        options.seconds,
     )
 
 
@@ -182,8 +150,10 @@ def _traffic(options: argparse.Namespace, stages: int) -> StageTraffic | None:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse options whose errors would only be noticed after the search, or not at all."""
-    if not 0 < options.seconds < math.inf:
+    if not options.seconds > 0:
         raise ConfigurationError(f"--seconds {options.seconds} must be a number above 0.")
+    if options.moves < 0:
+        raise ConfigurationError(f"--moves {options.moves} must be 0 or more.")
     if options.micro_batches is not None and options.micro_batches < 1:
         raise ConfigurationError(f"--micro-batches {options.micro_batches} must be 1 or more.")
     if not 0 <= options.optimizer_state < math.inf:

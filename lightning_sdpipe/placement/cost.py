@@ -1,16 +1,16 @@
 """Cost of a placement: seconds of communication for one mini-batch of every pipeline.
 
 The cost has two parts. *Data*: the replicas of a stage average their parameters, each managing 1/N of them for the
-others (DT-FM §3.2, equation 2): ``max_d Σ_d' 2 (α + c_dp / (N β))``, and the slowest stage counts. *Pipeline*: over a
-cut, the slowest of the N links counts. Three models differ in how cuts add up (c is of a whole mini-batch, of m
-micro-batches):
+others (DT-FM §3.2, equation 2): ``max_d Σ_d' 2 (α + c_dp / (N β))``, and the slowest stage counts. *Pipeline*: three
+models differ in how cuts add up (c is of a whole mini-batch, of m micro-batches):
 
-- ``"dtfm"`` (§3.3, equations 3 and 4): ``Σ_t 2 (α_t + c / β_t)``, as if no two cuts were ever busy at the same time;
+- ``"dtfm"`` (§3.3, equations 3 and 4): ``Σ_t 2 (α_t + c / β_t)``, as if no two cuts were ever busy at the same time,
+  and all pipelines passed each cut together: over a cut, the slowest of the N links counts;
 - ``"pipelined"``: ``Σ_t 2 (α_t + c / (m β_t)) + (m − 1) max_t 2 c / (m β_t)``: with a flush, a micro-batch crosses
-  all cuts in turn, and the others follow at the pace of the slowest;
+  all cuts in turn, and the others follow at the pace of the slowest; the slowest pipeline counts;
 - ``"pipedream"``: ``max_t 2 c / β_t``: without a flush only the pace counts.
 
-All three are the sum over cuts of the largest ``step`` of their links, plus the largest ``period`` of any link.
+All three are sums over cuts of ``step``, plus the largest ``period``.
 """
 
 from __future__ import annotations
@@ -32,17 +32,49 @@ Stages: TypeAlias = list[list[int]]
 
 
 @dataclass(frozen=True)
+class Shares:
+    """How a mini-batch passes a pipeline: the ``step`` share of its bytes takes all cuts in turn, and the ``period``
+    share follows at the pace of the slowest; ``computing`` is the share of the computing that is done in turn. All
+    pipelines may pass each cut ``together``."""
+
+    step: float
+    period: float
+    computing: float
+    together: bool = False
+
+
+def shares(model: CostModel, num_micro_batches: int) -> Shares:
+    """Return the shares of a cost model with m micro-batches; see the module's docstring.
+
+    Raises:
+        ConfigurationError: the model is unknown, or there is no micro-batch.
+    """
+    if num_micro_batches < 1:
+        raise ConfigurationError(f"num_micro_batches={num_micro_batches} must be 1 or more.")
+    one = 1.0 / num_micro_batches
+    match model:
+        case "dtfm":
+            return Shares(1.0, 0.0, one, True)
+        case "pipelined":
+            return Shares(one, 1.0 - one, one)
+        case "pipedream":
+            return Shares(0.0, 1.0, 0.0)
+    raise ConfigurationError(f"The cost model {model!r} is not known; use one of {', '.join(get_args(CostModel))}.")
+
+
+@dataclass(frozen=True)
 class Weights:
     """The cost of each link in each place, in seconds. Matrices are symmetric, n × n, and shared where stages or cuts
     are alike.
 
     ``exchange[j][a][b]``: two replicas of stage j exchange their shares. ``step[t][a][b]`` and ``period[t][a][b]``: a
-    and b are on either side of cut t.
+    and b are on either side of cut t, which all pipelines may pass ``together``.
     """
 
     exchange: tuple[Matrix, ...]
     step: tuple[Matrix, ...]
     period: tuple[Matrix, ...]
+    together: bool = False
 
     @property
     def even(self) -> bool:
@@ -87,17 +119,12 @@ def weights(
     Raises:
         ConfigurationError: the model is unknown, or there is no micro-batch.
     """
-    if model not in get_args(CostModel):
-        raise ConfigurationError(f"The cost model {model!r} is not known; use one of {', '.join(get_args(CostModel))}.")
-    if num_micro_batches < 1:
-        raise ConfigurationError(f"num_micro_batches={num_micro_batches} must be 1 or more.")
+    rule = shares(model, num_micro_batches)
     links = _Links(network)
     exchange = tuple(links(amount / num_pipelines, True) for amount in traffic.stage_bytes)
-    share = {"dtfm": 1.0, "pipelined": 1.0 / num_micro_batches, "pipedream": 0.0}[model]  # that passes in single file
-    step = tuple(links(share * amount, share > 0) for amount in traffic.cut_bytes)
-    rest = 0.0 if model == "dtfm" else 1.0 - share
-    period = tuple(links(rest * amount, False) for amount in traffic.cut_bytes)
-    return Weights(exchange, step, period)
+    step = tuple(links(rule.step * amount, rule.step > 0) for amount in traffic.cut_bytes)
+    period = tuple(links(rule.period * amount, False) for amount in traffic.cut_bytes)
+    return Weights(exchange, step, period, rule.together)
 
 
 class _Links:
@@ -127,41 +154,15 @@ def evaluate(stages: Sequence[Sequence[int]], weights: Weights) -> Cost:
         weights: weights of M stages.
     """
     data = max(group_cost(group, matrix) for group, matrix in zip(stages, weights.exchange, strict=True))
-    steps, period = 0.0, 0.0
-    for (above, below), step, pace in zip(pairwise(stages), weights.step, weights.period, strict=True):
-        steps += max(step[a][b] for a, b in zip(above, below, strict=True))
-        period = max(period, *(pace[a][b] for a, b in zip(above, below, strict=True)))
-    return Cost(data, steps + period)
+    between = list(enumerate(pairwise(stages)))
+    steps = [[weights.step[t][a][b] for a, b in zip(*pair, strict=True)] for t, pair in between]
+    periods = [[weights.period[t][a][b] for a, b in zip(*pair, strict=True)] for t, pair in between]
+    if weights.together or not steps:
+        return Cost(data, sum(map(max, steps)))
+    passed = zip(zip(*steps, strict=True), zip(*periods, strict=True), strict=True)  # by pipeline
+    return Cost(data, max(sum(step) + max(period) for step, period in passed))
 
 
 def group_cost(group: Sequence[int], exchange: Matrix) -> float:
     """Return the seconds until the slowest member has exchanged its shares with all others (DT-FM, equation 2)."""
     return max(sum(exchange[a][b] for b in group if b != a) for a in group)
-
-
-def least_loads(weights: Weights, num_pipelines: int) -> list[float]:
-    """Return what each device spends at least on exchanging with its group, whichever N − 1 others are in it."""
-    matrices = {id(matrix): matrix for matrix in weights.exchange}.values()
-    least = [math.inf] * len(weights.exchange[0])
-    for matrix in matrices:
-        for device, row in enumerate(matrix):
-            others = sorted(row[:device] + row[device + 1 :])
-            least[device] = min(least[device], sum(others[: num_pipelines - 1]))
-    return least
-
-
-def lower_bound(weights: Weights, num_pipelines: int) -> float:
-    """Return a lower bound of the cost of all placements: every device exchanges with N − 1 others at least at the
-    cost of the nearest ones, and no cut is cheaper than the cheapest link."""
-    cuts = [_least(step) for step in weights.step]
-    paces = [_least(period) for period in weights.period]
-    return max(least_loads(weights, num_pipelines)) + sum(cuts) + max(paces, default=0.0)
-
-
-def _least(matrix: Matrix) -> float:
-    return min(value for a, row in enumerate(matrix) for b, value in enumerate(row) if a != b)
-
-
-def default_order(num_stages: int, num_pipelines: int) -> Stages:
-    """Return the placement of device i as rank i: consecutive ranks form a pipeline, its last stage first."""
-    return [[i * num_stages + num_stages - 1 - j for i in range(num_pipelines)] for j in range(num_stages)]

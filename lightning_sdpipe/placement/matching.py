@@ -84,7 +84,7 @@ def shortest_path(costs: Matrix, last: int | None = None) -> tuple[float, list[i
     """Find the order of all nodes with the smallest sum of costs between neighbours, and that sum.
 
     The result is exact up to :data:`EXACT_PATH` nodes; beyond that it is the path of nearest neighbours, improved by
-    moving and reversing parts until nothing helps. Node numbers decide between equally good orders.
+    reversing parts until nothing helps. Node numbers decide between equally good orders.
 
     Args:
         costs: n × n, symmetric.
@@ -142,7 +142,7 @@ def _nearest_neighbours(costs: Matrix, start: int) -> list[int]:
 
 
 def _improved(order: list[int], costs: Matrix) -> list[int]:
-    """Reverse parts (2-opt) and move parts of up to three nodes elsewhere (Or-opt) while that shortens the path."""
+    """Reverse parts (2-opt) while that shortens the path."""
     improving = True
     while improving:
         improving = False
@@ -151,11 +151,6 @@ def _improved(order: list[int], costs: Matrix) -> list[int]:
                 if _gain_of_reversing(order, start, end, costs) > LEAST_GAIN:
                     order[start:end] = order[start:end][::-1]
                     improving = True
-        for start in range(len(order)):
-            for end in range(start + 1, min(start + 4, len(order) + 1)):
-                moved = _moved(order, start, end, costs)
-                if moved is not None:
-                    order, improving = moved, True
     return order
 
 
@@ -166,19 +161,3 @@ def _gain_of_reversing(order: Sequence[int], start: int, end: int, costs: Matrix
     if end < len(order):
         gain += costs[order[end - 1]][order[end]] - costs[order[start]][order[end]]
     return gain
-
-
-def _moved(order: list[int], start: int, end: int, costs: Matrix) -> list[int] | None:
-    """Return the order with a part moved elsewhere, if that shortens it; else None."""
-    part, rest = order[start:end], order[:start] + order[end:]
-    saved = _length(order[max(start - 1, 0) : end + 1], costs) - _length(part, costs)
-    if 0 < start < len(rest):
-        saved -= costs[rest[start - 1]][rest[start]]
-    for at in range(len(rest) + 1):
-        around = rest[max(at - 1, 0) : at] + part + rest[at : at + 1]
-        added = _length(around, costs) - _length(part, costs)
-        if 0 < at < len(rest):
-            added -= costs[rest[at - 1]][rest[at]]
-        if saved - added > LEAST_GAIN:
-            return rest[:at] + part + rest[at:]
-    return None

@@ -8,21 +8,19 @@ speeds, under a virtual clock, and the cost of averaging in these is computed.
 from __future__ import annotations
 
 import math
-import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from itertools import accumulate, pairwise
+
+import numpy as np
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.balance import balance
-from lightning_sdpipe.placement.arrange import ending_with, free_hosts
-from lightning_sdpipe.placement.cost import Cost, CostModel, Stages, Weights, default_order, evaluate, weights
-from lightning_sdpipe.placement.heterogeneous import ALTERNATIONS, best_cut, place_heterogeneous
-from lightning_sdpipe.placement.model import StageTraffic, traffic_of
+from lightning_sdpipe.placement.arrange import arrange
+from lightning_sdpipe.placement.cost import Cost, CostModel, Weights, evaluate, weights
+from lightning_sdpipe.placement.model import Block, StageTraffic, traffic_of
 from lightning_sdpipe.placement.network import Network
-from lightning_sdpipe.placement.search import Found, search
-from lightning_sdpipe.placement.throughput import CutJob, PlacementJob, Spans, Sync
+from lightning_sdpipe.placement.rate import Job, Layout, Shape, Spans, Sync, Times, times
+from lightning_sdpipe.placement.search import MOVES, Found, default_rows, search
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.pairing import uniform
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -96,90 +94,115 @@ def simulate_groups(
     return SimulatedStage(tuple(groups), rate, rate / alone, spent / sum(map(len, groups)))
 
 
-ALIKE = 1.05
-"""Ratio of speeds below which devices count as equally fast: profiles are not more exact."""
-
-FIRST_PART, SECOND_PART = 0.2, 0.6
-"""Shares of the time, where devices are unlike: until the first only communication is optimised, and until the second
-rank 0's rule is ignored."""
+RULED = 4
+"""The search with rank 0's rule makes one over this many of the moves, where the fastest layout breaks the rule."""
 
 
 @dataclass(frozen=True)
 class PlacementTask:
-    """A placement task: what is to be placed, and the time for it.
+    """A placement task: what is to be placed, and how long it is searched for.
 
     Args:
-        num_stages: M.
-        cost: how cuts add up; ``"pipedream"`` for the schedule of that name.
-        num_micro_batches: micro-batches of a mini-batch; M by default.
+        num_stages: M, or the number of stages of each pipeline.
+        cost: how transfers add up; ``"pipedream"`` for the schedule of that name.
+        num_micro_batches: micro-batches of a mini-batch; as many as the deepest pipeline has stages by default.
         sync: whether all pipelines average together, or in SDPipe's groups.
-        first: the device that will be rank 0.
+        first: the device that will be rank 0; by default the network's first, if it is used.
         optimizer_state: bytes of its state for each byte of trained parameters.
-        seconds: time of the search.
+        moves: moves of the search.
         seed: seed of all randomness.
+        seconds: limit of time, which cuts the search short.
     """
 
-    num_stages: int
+    num_stages: int | tuple[int, ...]
     cost: CostModel = "pipelined"
     num_micro_batches: int | None = None
     sync: Sync = "groups"
-    first: int = 0
+    first: int | None = None
     optimizer_state: float = 2.0
-    seconds: float = 10.0
+    moves: int = MOVES
     seed: int = 0
-
-    @property
-    def micro_batches(self) -> int:
-        return self.num_micro_batches or self.num_stages
+    seconds: float = math.inf
 
 
 @dataclass(frozen=True)
 class PlacementResult:
-    """The result of a placement. ``cost`` is of communication alone; ``seconds`` are for a whole mini-batch of every
-    pipeline. They are None if the model is not known, as are ``spans`` and ``drawn``. ``price`` is what rank 0's rule
-    adds to either."""
+    """The result of a placement. ``seconds`` are for a mini-batch of every pipeline, computing included, and
+    ``default_seconds`` those of the default order at the uniform cut; infinite if that is not possible. ``price`` is
+    what rank 0's rule adds. ``weights`` and the costs of communication alone, where all pipelines average together, are
+    None where pipelines have unlike cuts."""
 
-    network: Network
-    asked: PlacementTask
-    stages: Stages
-    weights: Weights
-    cost: Cost
-    default_cost: Cost
+    job: Job
+    layout: Layout
+    first: int
+    found: Found
+    times: Times
+    seconds: float
+    default_seconds: float
     price: float
     free_hosts: list[str]
-    found: Found | None  # result of the search for the cheapest communication, if that decided
-    spans: Spans | None = None
-    seconds: float | None = None
-    default_seconds: float | None = None
-    drawn: SimulatedStage | None = None
+    weights: Weights | None
+    cost: Cost | None
+    default_cost: Cost | None
+    drawn: SimulatedStage | None
+
+    @property
+    def network(self) -> Network:
+        return self.job.network
 
     @property
     def num_pipelines(self) -> int:
-        return len(self.stages[0])
+        return len(self.layout.rows)
 
     @property
-    def rows(self) -> list[list[int]]:
-        """Devices of each pipeline by stage, with the pipeline of rank 0 first."""
-        rows = [list(row) for row in zip(*self.stages, strict=True)]
-        return sorted(rows, key=lambda row: (self.asked.first not in row, min(row)))
+    def num_stages(self) -> int | list[int]:
+        """M, or the stages of each pipeline: what the strategy is given."""
+        return self.layout.depths[0] if self.layout.alike else self.layout.depths
+
+    @property
+    def blocks(self) -> list[list[int]]:
+        """Number of blocks of each stage of each pipeline."""
+        return [[len(span) for span in spans] for spans in self.layout.cuts]
+
+    @property
+    def micro_batches(self) -> int:
+        return self.job.number(self.layout.depths)
+
+    @property
+    def rate(self) -> float:
+        """Mini-batches per second of all pipelines."""
+        return self.num_pipelines / self.seconds if self.seconds else math.inf
+
+    @property
+    def shape(self) -> str:
+        """Shape as text, such as ``2 × 2 without 1`` or ``1 + 2 + 2``."""
+        depths = self.layout.depths
+        shape = f"{depths[0]} × {len(depths)}" if self.layout.alike else " + ".join(map(str, depths))
+        return shape + (f" without {len(self.left_out)}" if self.left_out else "")
+
+    @property
+    def left_out(self) -> list[int]:
+        """Devices that run nothing."""
+        used = {device for row in self.layout.rows for device in row}
+        return [device for device in range(len(self.network)) if device not in used]
 
     def placement(self, source: str) -> Placement:
         """Return the placement in the form of a file."""
         cost: dict[str, float | int | str] = {
-            "model": self.asked.cost,
-            "num_micro_batches": self.asked.micro_batches,
-            "data_seconds": self.cost.data,
-            "pipeline_seconds": self.cost.pipeline,
-            "default_order_seconds": self.default_cost.total,
+            "model": self.job.cost,
+            "num_micro_batches": self.micro_batches,
+            "mini_batches_per_second": self.rate,
         }
-        names = tuple(tuple(str(self.network.devices[device]) for device in row) for row in self.rows)
-        blocks = None if self.spans is None else (tuple(map(len, self.spans)),) * len(names)
-        reversible = self.weights.even and self.found is not None
-        return Placement(FORMAT, source, cost, reversible, blocks, names)
+        if self.cost is not None and self.default_cost is not None:
+            cost |= {"data_seconds": self.cost.data, "pipeline_seconds": self.cost.pipeline}
+            cost["default_order_seconds"] = self.default_cost.total
+        names = tuple(tuple(str(self.network.devices[device]) for device in row) for row in self.layout.rows)
+        blocks = tuple(map(tuple, self.blocks)) if self.network.model is not None else None
+        return Placement(FORMAT, source, cost, reversible(self.job, self.layout), blocks, names)
 
 
 def place(network: Network, asked: PlacementTask, traffic: StageTraffic | None = None) -> PlacementResult:
-    """Search for a placement of ``asked.num_stages`` stages on all devices of ``network``.
+    """Search for the fastest placement of ``asked.num_stages`` stages on all devices of ``network``.
 
     Args:
         network: a network that was measured, or written by hand.
@@ -190,163 +213,212 @@ def place(network: Network, asked: PlacementTask, traffic: StageTraffic | None =
         ConfigurationError: the devices do not form such pipelines, the traffic of the stages is unknown, the model
             cannot be cut or fits nowhere, or every placement needs a link that does not exist.
     """
-    start = time.perf_counter()
-    count, stages = len(network), asked.num_stages
-    if stages < 1 or count % stages:
-        allowed = [m for m in range(1, count + 1) if count % m == 0]
-        raise ConfigurationError(
-            f"{count} devices cannot form pipelines of {stages} stages: the number of stages must divide the number of "
-            f"devices. Use one of {allowed}."
-        )
+    count = len(network)
+    if isinstance(asked.num_stages, int):
+        if asked.num_stages < 1 or count % asked.num_stages:
+            allowed = [m for m in range(1, count + 1) if count % m == 0]
+            raise ConfigurationError(
+                f"{count} devices cannot form pipelines of {asked.num_stages} stages: the number of stages must divide "
+                f"the number of devices. Use one of {allowed}."
+            )
+        depths = [asked.num_stages] * (count // asked.num_stages)
+    else:
+        depths = [*asked.num_stages]
+        if sum(depths) != count:
+            raise ConfigurationError(
+                f"--stages {','.join(map(str, depths))} are {sum(depths)} workers, and the network has {count} "
+                "devices. Change one of them: each stage of each pipeline is a device."
+            )
+        if asked.cost == "pipedream":
+            raise ConfigurationError(
+                "--cost pipedream is for a schedule that needs pipelines of one depth and cut. Give one number of "
+                "--stages, or another cost."
+            )
+    job = job_of(network, asked, traffic)
+    return _placed(job, asked, depths, unlike=not isinstance(asked.num_stages, int))
+
+
+def place_freely(network: Network, asked: PlacementTask) -> tuple[list[PlacementResult], list[str]]:
+    """Search for the fastest pipelines of one depth and cut, of each depth, and for the fastest of any depths, each by
+    a part of the moves; devices may be left out.
+
+    Returns:
+        What was found, the one of any depths at the end if it is of several depths or faster, and why others are
+        impossible.
+
+    Raises:
+        ConfigurationError: the network has no model, or nothing is possible.
+    """
+    job, count = job_of(network, asked, None), len(network)
+    numbers = [m for m in sorted({count // n for n in range(1, count + 1)}) if m <= len(job.chain)]
+    found: list[PlacementResult] = []
+    refusals: list[str] = []
+    part = replace(asked, moves=asked.moves // 2 // len(numbers), seconds=asked.seconds / 2 / len(numbers))
+    for stages in numbers:
+        try:
+            found.append(_placed(job, part, [stages] * (count // stages), unlike=False))
+        except ConfigurationError as error:
+            refusals.append(f"{stages} stages: {error}")
+    if asked.cost != "pipedream":
+        half = replace(asked, moves=asked.moves // 2, seconds=asked.seconds / 2)
+        starts = [placed.layout for placed in sorted(found, key=lambda placed: placed.seconds)]
+        depths = starts[0].depths if starts else [min(len(job.chain), count)]
+        try:
+            any_depths = _placed(job, half, depths, unlike=True, free=True, starts=starts)
+        except ConfigurationError as error:
+            refusals.append(f"unlike depths: {error}")
+        else:
+            if not any_depths.layout.alike or all(any_depths.rate > (1 + 1e-6) * placed.rate for placed in found):
+                found.append(any_depths)
+    if not found:
+        raise ConfigurationError("\n".join(["Nothing that was tried is possible.", *refusals]))
+    return found, refusals
+
+
+def job_of(network: Network, asked: PlacementTask, traffic: StageTraffic | None) -> Job:
+    """Return the job of a task on all devices of ``network``.
+
+    Raises:
+        ConfigurationError: the traffic of the stages is unknown.
+    """
     if traffic is not None:
-        return _by_traffic(network, asked, traffic, asked.seconds)
-    if network.model is None:
+        cuts = (*traffic.cut_bytes, 0.0)
+        chain = tuple(Block(0.0, round(a), round(b), round(b)) for a, b in zip(traffic.stage_bytes, cuts, strict=True))
+    elif network.model is None:
         raise ConfigurationError(
             "Nothing says what the stages send: the network was measured without a model. Measure with `--model "
-            "IMPORT.PATH:NAME`, or give `--stage-bytes` and `--cut-bytes`."
+            "IMPORT.PATH:NAME`, or give one number of --stages with `--stage-bytes` and `--cut-bytes`."
         )
-    job = job_of(network, asked)
-    spans = _cut_by_blocks(job)
-    speeds, memories = job.speeds, set(job.memories)
-    if max(speeds) <= ALIKE * min(speeds) and len(memories) == 1:
-        placed, spans = _by_cuts(job, asked, spans, start)
     else:
-        placed, spans = _by_throughput(job, asked, spans, start)
-    return _timed(placed, job, spans)
+        chain = network.model.chain
+    return Job(network, chain, asked.num_micro_batches, asked.cost, asked.sync, asked.optimizer_state)
 
 
-def _by_traffic(network: Network, asked: PlacementTask, traffic: StageTraffic, seconds: float) -> PlacementResult:
-    num_pipelines = len(network) // asked.num_stages
-    costs = weights(network, num_pipelines, traffic, asked.cost, asked.micro_batches)
-    found = search(costs, num_pipelines, seconds, asked.seed)
-    stages, cost = ending_with(asked.first, found.stages, costs)
+def _placed(
+    job: Job,
+    asked: PlacementTask,
+    depths: Sequence[int],
+    unlike: bool,
+    free: bool = False,
+    starts: Sequence[Layout] = (),
+) -> PlacementResult:
+    def searched(job: Job, moves: int, starts: Sequence[Layout]) -> Found:
+        return search(job, depths, starts, moves, asked.seed, asked.seconds, unlike=unlike, free=free)
+
+    found = ruled = searched(job, asked.moves, starts)
+    first = asked.first
+    if first is None:
+        used = {device for row in found.layout.rows for device in row}
+        first = 0 if 0 in used else found.layout.rows[0][-1]
+    if all(row[-1] != first for row in found.layout.rows):
+        following = sorted(ending_with(first, job, found.layout), key=lambda layout: _order(times_of(job, layout)))
+        try:
+            ruled = searched(replace(job, last=first), asked.moves // RULED, following[:1])
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"Rank 0 must run a last stage, which {job.network.devices[first]} cannot in any way that was tried. "
+                "Name another device with `--first`, and start the run so that it is rank 0."
+            ) from error
+    by_row = dict(zip(ruled.layout.rows, ruled.layout.cuts, strict=True))
+    rows = sorted(by_row, key=lambda row: (row[-1] != first, len(row), row))
+    layout = Layout(tuple(rows), tuple(by_row[row] for row in rows))
+    return _result(job, layout, first, replace(found, complete=found.complete and ruled.complete), ruled.seconds)
+
+
+def _result(job: Job, layout: Layout, first: int, found: Found, seconds: float) -> PlacementResult:
+    depths, chain = layout.depths, job.chain
+    free = found.layout.rows
+    ends = [job.network.devices[row[-1]] for row in free]
+    if reversible(job, found.layout):
+        ends += [job.network.devices[row[0]] for row in free]
+    default = Layout(tuple(map(tuple, default_rows(depths))), tuple(uniform_cut(len(chain), depth) for depth in depths))
+    possible = all(chain[span[-1]].activation_bytes is not None for spans in default.cuts for span in spans[:-1])
+    slow = times_of(job, default) if possible else None
+    default_seconds = math.inf if slow is None or slow.misfits[0] else float(slow.seconds[0]) * len(depths)
+    costs, cost, default_cost = None, None, None
+    if layout.alike:
+        m, size = job.number(depths), len(depths)
+        costs = weights(job.network, size, traffic_of(chain, layout.cuts[0]), job.cost, m)
+        cost = default_cost = evaluate(layout.stages, costs)
+        if possible:
+            at_uniform = weights(job.network, size, traffic_of(chain, default.cuts[0]), job.cost, m)
+            default_cost = evaluate(default.stages, at_uniform)
+    own, drawn = times_of(job, layout), None
+    if job.computes and job.sync == "groups" and layout.alike and len(layout.rows) > 1:
+        drawn = _drawn(job, layout, own)
     return PlacementResult(
-        network,
-        asked,
-        stages,
+        job,
+        layout,
+        first,
+        found,
+        own,
+        seconds * len(depths),
+        default_seconds,
+        max(0.0, seconds - found.seconds) * len(depths),
+        sorted({device.host for device in ends if device.index == 0}),
         costs,
         cost,
-        evaluate(default_order(asked.num_stages, num_pipelines), costs),
-        max(0.0, cost.total - found.cost.total),
-        free_hosts(found.stages, costs, network),
-        found,
+        default_cost,
+        drawn,
     )
 
 
-def _by_cuts(job: PlacementJob, asked: PlacementTask, spans: Spans, start: float) -> tuple[PlacementResult, Spans]:
-    """Places on equal devices, where communication decides; the cut and the placement are improved in turn."""
-    best: tuple[float, PlacementResult, Spans] | None = None
-    for _ in range(ALTERNATIONS):
-        left = start + asked.seconds - time.perf_counter()
-        placed = _by_traffic(job.network, asked, traffic_of(job.chain, spans), left / 2)
-        seconds = CutJob(job, spans).seconds(placed.stages)
-        if best is not None and seconds >= best[0] * (1 - 1e-9):
-            break
-        best = seconds, placed, spans
-        spans = best_cut(job, placed.stages, spans)
-        if spans == best[2]:
-            break
-    assert best is not None
-    return best[1:]
+def times_of(job: Job, layout: Layout) -> Times:
+    """Return the seconds of a layout."""
+    return times(job, Shape(job, layout.cuts), np.array([[device for row in layout.rows for device in row]]))
 
 
-def _by_throughput(
-    job: PlacementJob, asked: PlacementTask, spans: Spans, start: float
-) -> tuple[PlacementResult, Spans]:
-    """Places on unlike devices, where the time of a mini-batch decides, of which communication is a part."""
-    first = _by_traffic(job.network, asked, traffic_of(job.chain, spans), FIRST_PART * asked.seconds)
-    starts = [first.stages, first.stages[::-1], default_order(asked.num_stages, job.num_pipelines)]
-    free = _fastest(job, starts, asked.seed, start + SECOND_PART * asked.seconds)
-    seconds, stages, cut = free
-    if asked.first not in stages[-1]:
-        starts = [_swapped(stages, asked.first, other) for other in stages[-1]] + [stages[::-1], *starts]
-        ruled = replace(job, last=asked.first)
-        seconds, stages, cut = _fastest(ruled, starts, asked.seed, start + asked.seconds)
-    if math.isinf(seconds):
-        raise ConfigurationError(
-            f"Rank 0 must run a last stage, which {job.network.devices[asked.first]} cannot in any way that was tried. "
-            "Name another device with `--first`, and start the run so that it is rank 0."
+def _order(found: Times) -> tuple[int, float]:
+    return int(found.misfits[0]), float(found.seconds[0])
+
+
+def reversible(job: Job, layout: Layout) -> bool:
+    """Return whether pipelines may also run the other way round: all stages are alike, and so are devices."""
+    even = layout.alike and Shape(job, layout.cuts[:1]).even
+    return even and len(set(job.memories)) == 1 and len(set(job.speeds)) == 1
+
+
+def uniform_cut(num_blocks: int, num_stages: int) -> Spans:
+    """Return the cut that ``partition="uniform"`` makes: the first stages have one block more if there is a rest."""
+    each, more = divmod(num_blocks, num_stages)
+    stops = [0, *accumulate(each + (stage < more) for stage in range(num_stages))]
+    return tuple(range(a, b) for a, b in pairwise(stops))
+
+
+def ending_with(device: int, job: Job, layout: Layout) -> Iterator[Layout]:
+    """Yield layouts near ``layout`` in which ``device`` runs a last stage: swapped with one that does, reversed, or in
+    the best order that ends with its stage."""
+    backward = tuple(row[::-1] for row in layout.rows)
+    for rows in (layout.rows, backward) if reversible(job, layout) else (layout.rows,):
+        if any(row[-1] == device for row in rows):
+            yield Layout(rows, layout.cuts)
+        for end in [row[-1] for row in rows]:
+            swap = {device: end, end: device}
+            yield Layout(tuple(tuple(swap.get(each, each) for each in row) for row in rows), layout.cuts)
+    if reversible(job, layout):
+        costs = weights(
+            job.network, len(layout.rows), traffic_of(job.chain, layout.cuts[0]), job.cost, job.number(layout.depths)
         )
-    costs = CutJob(job, cut).weights(asked.cost)
-    ends = [job.network.devices[device] for device in free[1][-1]]
-    placed = replace(
-        first,
-        stages=stages,
-        weights=costs,
-        cost=evaluate(stages, costs),
-        default_cost=evaluate(default_order(asked.num_stages, job.num_pipelines), costs),
-        price=max(0.0, seconds - free[0]),
-        free_hosts=sorted({device.host for device in ends if device.index == 0}),
-        found=None,
-    )
-    return placed, cut
+        for stages in arrange(layout.stages, costs, last=device):
+            if stages is not None:
+                yield Layout(tuple(zip(*stages, strict=True)), layout.cuts)
 
 
-def _fastest(job: PlacementJob, starts: Sequence[Stages], seed: int, until: float) -> tuple[float, Stages, Spans]:
-    best: tuple[float, Stages, Spans] | None = None
-    for step in place_heterogeneous(job, starts, random.Random(seed)):
-        if step is not None:
-            stages, spans = step
-            seconds = CutJob(job, spans).seconds(stages)
-            if best is None or seconds < best[0]:
-                best = seconds, stages, spans
-        if best is not None and time.perf_counter() >= until:
-            break
-    assert best is not None, "it yields something, or raises"
-    return best
+def _drawn(job: Job, layout: Layout, own: Times) -> SimulatedStage:
+    """Return the groups that SDPipe's policy would form of pipelines with one cut."""
+    late, slow, _ = job.links
+    held = [sum(job.chain[block].parameter_bytes for block in span) for span in layout.cuts[0]]
 
+    def averaging(group: Sequence[int]) -> float:
+        """Return the seconds of the slowest member in any stage."""
+        if len(group) < 2:
+            return 0.0
+        members = np.array([layout.rows[pipeline] for pipeline in group]).T  # by stage
+        exchanges = [
+            (late[np.ix_(row, row)] + amount / len(group) * slow[np.ix_(row, row)]).sum(axis=1).max()
+            for row, amount in zip(members, held, strict=True)
+        ]
+        return float(max(exchanges))
 
-def _swapped(stages: Stages, one: int, other: int) -> Stages:
-    swap = {one: other, other: one}
-    return [[swap.get(device, device) for device in group] for group in stages]
-
-
-def job_of(network: Network, asked: PlacementTask) -> PlacementJob:
-    """Return the job of the task, for pipelines of its number of stages on devices of ``network``, which has a
-    model."""
-    assert network.model is not None
-    ahead, flush = range(asked.num_stages, 0, -1), asked.cost != "pipedream"
-    in_flight = [min(asked.micro_batches, depth) if flush else asked.micro_batches * depth for depth in ahead]
-    copies = [depth if depth > 1 and not flush else 0 for depth in ahead]
-    return PlacementJob(
-        network,
-        network.model.chain,
-        asked.num_stages,
-        asked.micro_batches,
-        flush,
-        asked.sync,
-        in_flight,
-        copies,
-        asked.optimizer_state,
-    )
-
-
-def _cut_by_blocks(job: PlacementJob) -> Spans:
-    """Return the cut for devices that all equal the average one, linked by the median link."""
-    links = [rate for a, row in enumerate(job.network.bandwidth()) for b, rate in enumerate(row) if a != b and rate]
-    rate = median(links) if links else math.inf
-    crossing = [
-        math.inf if block.activation_bytes is None else (block.activation_bytes + block.gradient_bytes) / rate
-        for block in job.chain[:-1]
-    ]
-    memory = job.memory([max(job.memories)] * job.num_stages)
-    spans, _ = balance([block.seconds for block in job.chain], crossing, [1.0] * job.num_stages, memory)
-    return spans
-
-
-def _timed(placed: PlacementResult, job: PlacementJob, spans: Spans) -> PlacementResult:
-    """Add the time of a mini-batch, and the groups that SDPipe's policy would form."""
-    cut = CutJob(job, spans)
-    drawn = None
-    if job.sync == "groups" and job.num_pipelines > 1:
-        times = [max(cut.pipeline_seconds(row), 1e-9) for row in zip(*placed.stages, strict=True)]
-
-        def averaging(group: Sequence[int]) -> float:
-            return max(
-                cut.averaging_seconds(stage, [members[pipeline] for pipeline in group])
-                for stage, members in enumerate(placed.stages)
-            )
-
-        drawn = simulate_groups(SemiDecentralized(), times, averaging, job.num_micro_batches)
-    default = cut.seconds(default_order(job.num_stages, job.num_pipelines))
-    return replace(placed, spans=spans, seconds=cut.seconds(placed.stages), default_seconds=default, drawn=drawn)
+    seconds = [max(float(each), 1e-9) for each in own.pipelines[0]]
+    return simulate_groups(SemiDecentralized(), seconds, averaging, job.number(layout.depths))

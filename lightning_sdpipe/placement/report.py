@@ -12,7 +12,6 @@ from typing import Any
 
 from lightning_sdpipe.placement.cost import Stages, Weights, group_cost
 from lightning_sdpipe.placement.planner import PlacementResult
-from lightning_sdpipe.placement.ragged import RaggedResult
 
 PALETTE = ("#8ecae6", "#ffd166", "#95d5b2", "#f4a6b7", "#cdb4db", "#ffb997", "#a3b1ff", "#d4e09b", "#b8c0c8", "#e6ccb2")
 SLOW = "#c1121f"
@@ -56,132 +55,92 @@ def slowest_stage(stages: Stages, weights: Weights) -> tuple[int, int]:
     return stage, device
 
 
-def rate(placed: PlacementResult | RaggedResult) -> float:
-    """Return the mini-batches per second of all pipelines."""
-    if isinstance(placed, RaggedResult):
-        return placed.rate
-    return placed.num_pipelines / placed.seconds if placed.seconds else math.inf
-
-
-def shape(placed: PlacementResult | RaggedResult) -> str:
-    """Return stages × pipelines, or the stages of each pipeline, and how many devices are left out."""
-    if isinstance(placed, PlacementResult):
-        return f"{placed.asked.num_stages} × {placed.num_pipelines}"
-    return placed.shape + (f" without {len(placed.left_out)}" if placed.left_out else "")
-
-
-def rates(tried: Sequence[PlacementResult | RaggedResult]) -> str:
-    """Return a row for each number of stages that was tried."""
+def rates(tried: Sequence[PlacementResult]) -> str:
+    """Return a row for each shape that was tried."""
     rows = [("stages × pipelines", "mini-batches/s")]
-    rows += [(shape(placed), f"{rate(placed):.3g}") for placed in tried]
+    rows += [(placed.shape, f"{placed.rate:.3g}") for placed in tried]
     width = max(len(row[0]) for row in rows)
     return "\n".join(f"{shape:<{width}}  {speed:>14}" for shape, speed in rows)
 
 
-def given(placed: PlacementResult | RaggedResult) -> str:
+def given(placed: PlacementResult) -> str:
     """Return the strategy's arguments that go with a file."""
-    if isinstance(placed, PlacementResult):
-        return f"num_stages={placed.asked.num_stages}"
-    stages = placed.depths[0] if placed.alike else placed.depths
-    return f'num_stages={stages}, num_micro_batches={placed.asked.micro_batches}, partition="placed"'
-
-
-def report_ragged(placed: RaggedResult) -> list[str]:
-    """Report pipelines that may be unlike, which are judged by their rate."""
-    network, asked = placed.network, placed.asked
-    names = [str(device) for device in network.devices]
-    rows = [["pipeline", "blocks", "s/mini-batch", "devices, by stage"]]
-    for number, row in enumerate(placed.rows):
-        blocks, devices = ", ".join(str(len(span)) for span in row.spans), "  ".join(names[d] for d in row.devices)
-        rows.append([str(number), blocks, f"{row.seconds:.3g}", devices])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    used = len(names) - len(placed.left_out)
-    lines = [
-        f"{used} of {len(names)} devices as pipelines of {', '.join(map(str, placed.depths))} stages; "
-        f"{asked.micro_batches} micro-batches",
-        "",
-        *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
-        "",
-        f"Together        {placed.rate:.3g} mini-batches/s, {placed.rate / placed.bound:.2f} of the bound that no "
-        "pipelines of these devices exceed" + ("" if placed.exact else "; more --seconds may find better ones"),
-    ]
-    if placed.left_out:
-        lines.append(f"Left out        {', '.join(names[device] for device in placed.left_out)}")
-    price = f"{placed.price:.3g} mini-batches/s" if placed.price > 1e-9 * placed.rate else "nothing"
-    lines.append(f"Rank 0          {names[asked.first]} must be rank 0 and runs a last stage, which costs {price}")
-    sync = 'sync="all_reduce", ' if asked.sync == "all_reduce" else ""
-    cuts = placed.blocks[0] if placed.alike else placed.blocks
-    stages = placed.depths[0] if placed.alike else placed.depths
-    lines.append(
-        f"Without a file  SDPipeStrategy(num_stages={stages}, {sync}num_micro_batches={asked.micro_batches}, "
-        f"partition={cuts}), the ranks in the order of the rows, each row from its end"
-    )
-    return lines
+    more = "" if placed.layout.alike else f', num_micro_batches={placed.micro_batches}, partition="placed"'
+    return f"num_stages={placed.num_stages}{more}"
 
 
 def report(placed: PlacementResult) -> str:
-    """Return a row for each pipeline, the costs by place, how good they are, and the cost of rank 0's rule."""
-    network, asked = placed.network, placed.asked
-    names = [str(device) for device in network.devices]
-    count = len(names)
-    lines = [
-        f"{count} devices as {asked.num_stages} stages × {placed.num_pipelines} pipelines; cost model {asked.cost}"
-        + (f", {asked.micro_batches} micro-batches" if asked.cost == "pipelined" else ""),
-        "",
-        *_table(["pipeline", *(f"stage {stage}" for stage in range(asked.num_stages))], placed, names),
-        "",
-        *_costs(placed, names),
-        "",
-        _rank_zero(placed, names),
-    ]
-    missing = network.unconnected()
+    """Return a row for each pipeline, the costs by place, and the cost of rank 0's rule."""
+    names = [str(device) for device in placed.network.devices]
+    used = len(names) - len(placed.left_out)
+    devices = f"{used} of {len(names)}" if placed.left_out or not placed.layout.alike else str(used)
+    shape = f"pipelines of {', '.join(map(str, placed.layout.depths))} stages"
+    if placed.layout.alike:
+        shape = f"{placed.num_stages} stages × {placed.num_pipelines} pipelines"
+    cost = f"cost model {placed.job.cost}" + (
+        f", {placed.micro_batches} micro-batches" if placed.job.cost == "pipelined" else ""
+    )
+    lines = [f"{devices} devices as {shape}; {cost}", "", *_table(placed, names), "", *_costs(placed, names)]
+    found = placed.found
+    end = "" if found.complete else ": cut short, so more --seconds, or another machine, may find a better one"
+    lines.append(f"Search         {found.moves} moves{end}")
+    if placed.left_out:
+        lines.append(f"Left out       {', '.join(names[device] for device in placed.left_out)}")
+    lines.append(_rank_zero(placed, names))
+    if not placed.layout.alike:
+        sync = 'sync="all_reduce", ' if placed.job.sync == "all_reduce" else ""
+        lines.append(
+            f"Without a file SDPipeStrategy(num_stages={placed.num_stages}, {sync}num_micro_batches="
+            f"{placed.micro_batches}, partition={placed.blocks}), the ranks in the order of the rows, each row from "
+            "its end"
+        )
+    missing = placed.network.unconnected()
     if missing:
         pairs = ", ".join(f"{a} – {b}" for a, b in missing[:5]) + (", …" if len(missing) > 5 else "")
-        lines += [
-            "",
-            f"No connection  {pairs}: not used between stages or replicas. Training still connects every pair.",
-        ]
+        lines.append(
+            f"No connection  {pairs}: not used between stages or replicas. Training still connects every pair."
+        )
     return "\n".join(lines)
 
 
-def _table(heading: list[str], placed: PlacementResult, names: Sequence[str]) -> list[str]:
-    rows = [[str(number), *(names[device] for device in row)] for number, row in enumerate(placed.rows)]
-    if placed.spans is not None:
-        rows.append(["blocks", *(str(len(span)) for span in placed.spans)])
-    widths = [max(len(row[column]) for row in (heading, *rows)) for column in range(len(heading))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (heading, *rows)
-    ]
+def _table(placed: PlacementResult, names: Sequence[str]) -> list[str]:
+    stages = range(max(placed.layout.depths))
+    rows = [["pipeline", "s/mini-batch", *(f"stage {stage}" for stage in stages)]]
+    for number, (row, blocks) in enumerate(zip(placed.layout.rows, placed.blocks, strict=True)):
+        here = [names[device] for device in row]
+        if not placed.layout.alike:
+            here = [f"{name} ({count})" for name, count in zip(here, blocks, strict=True)]
+        rows.append([str(number), f"{placed.times.pipelines[0, number]:.3g}", *here])
+    if placed.layout.alike and placed.network.model is not None:
+        rows.append(["blocks", "", *map(str, placed.blocks[0])])
+    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]
 
 
 def _costs(placed: PlacementResult, names: Sequence[str]) -> list[str]:
-    cost, default, lines = placed.cost, placed.default_cost.total, []
-    gain = f" (default order: {shown_seconds(default)}, {_times(default, cost.total)})"
-    lines.append(f"Communication  {shown_seconds(cost.total)} for a mini-batch of every pipeline{gain}")
-    if placed.num_pipelines > 1:
-        stage, device = slowest_stage(placed.stages, placed.weights)
-        data = shown_seconds(cost.data)
-        lines.append(f"  data         {data}: stage {stage} takes longest to average, {names[device]} most of all")
-    if placed.asked.num_stages > 1:
-        links = slowest_links(placed.stages, placed.weights)
-        worst = max(links, key=lambda cut: _link(cut, placed.weights))
-        lines.append(
-            f"  pipeline     {shown_seconds(cost.pipeline)}: the slowest link is {names[worst.above]} – "
-            f"{names[worst.below]}, stage {worst.stage} to {worst.stage + 1}"
-        )
-    found = placed.found
-    if found is not None:
-        verdict = "optimal: proved that no placement costs less" if found.optimal else (
-            f"no placement costs less than {shown_seconds(found.bound)}; "
-            + ("the search was complete" if found.complete else "more --seconds may find a better one")
-        )  # fmt: skip
-        lines.append(f"  how good     {verdict}")
-    if placed.seconds is not None and placed.default_seconds is not None:
-        gain = f"{shown_seconds(placed.default_seconds)}, {_times(placed.default_seconds, placed.seconds)}"
+    lines = []
+    cost, default, costs = placed.cost, placed.default_cost, placed.weights
+    if cost is not None and default is not None and costs is not None:
+        stages = placed.layout.stages
+        gain = f" (default order: {shown_seconds(default.total)}, {_times(default.total, cost.total)})"
+        lines.append(f"Communication  {shown_seconds(cost.total)} for a mini-batch of every pipeline{gain}")
+        if placed.num_pipelines > 1:
+            stage, device = slowest_stage(stages, costs)
+            data = shown_seconds(cost.data)
+            lines.append(f"  data         {data}: stage {stage} takes longest to average, {names[device]} most of all")
+        if len(stages) > 1:
+            worst = max(slowest_links(stages, costs), key=lambda cut: _link(cut, costs))
+            lines.append(
+                f"  pipeline     {shown_seconds(cost.pipeline)}: the slowest link is {names[worst.above]} – "
+                f"{names[worst.below]}, stage {worst.stage} to {worst.stage + 1}"
+            )
+    if placed.job.computes:
+        gain = f"default order and uniform cut: {shown_seconds(placed.default_seconds)}, "
+        gain += _times(placed.default_seconds, placed.seconds)
         if math.isinf(placed.default_seconds):
-            gain = "does not fit into the devices"
-        lines.append(f"A mini-batch   {shown_seconds(placed.seconds)} with computing (default order: {gain})")
+            gain = "the default order and uniform cut do not fit into the devices"
+        lines.append(f"A mini-batch   {shown_seconds(placed.seconds)} with computing ({gain})")
+        lines.append(f"Together       {placed.rate:.3g} mini-batches/s")
     if placed.drawn is not None:
         sizes = [len(group) for group in placed.drawn.groups]
         lines.append(
@@ -193,13 +152,12 @@ def _costs(placed: PlacementResult, names: Sequence[str]) -> list[str]:
 
 
 def _rank_zero(placed: PlacementResult, names: Sequence[str]) -> str:
-    first, price = names[placed.asked.first], placed.price
-    text = f"Rank 0         {first} must be rank 0 and runs a last stage, "
-    if price <= 1e-9 * placed.cost.total:
+    text = f"Rank 0         {names[placed.first]} must be rank 0 and runs a last stage, "
+    if placed.price <= 1e-9 * placed.seconds:
         return text + "which costs nothing"
     hosts = " or ".join(placed.free_hosts[:3])
     remedy = f"; start the run with host {hosts} first, and place with --first {placed.free_hosts[0]}:0, to avoid that"
-    return text + f"which costs {shown_seconds(price)}" + (remedy if placed.free_hosts else "")
+    return text + f"which costs {shown_seconds(placed.price)}" + (remedy if placed.free_hosts else "")
 
 
 def _link(cut: Cut, weights: Weights) -> float:
@@ -218,7 +176,7 @@ def _times(default: float, placed: float) -> str:
 
 
 def draw_picture(placed: PlacementResult, path: Path) -> None:
-    """Write the picture to ``path``; its ending decides the format.
+    """Write the picture of pipelines that have one cut to ``path``; its ending decides the format.
 
     Every row is a pipeline, in which activations travel to the right and gradients back; every column is a stage, whose
     devices average. Links between stages are coloured by what they cost, and the slowest of every cut is named.
@@ -229,7 +187,7 @@ def draw_picture(placed: PlacementResult, path: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
-    stages, pipelines = placed.asked.num_stages, placed.num_pipelines
+    stages, pipelines = len(placed.layout.stages), placed.num_pipelines
     size = (max(6.5, 1.5 * stages + 1.5), 0.55 * pipelines + 3.1)
     figure, axes = pyplot.subplots(figsize=size, layout="constrained")
     axes.set_xlim(-0.95, stages - 0.5)
@@ -248,8 +206,10 @@ def draw_picture(placed: PlacementResult, path: Path) -> None:
 
 
 def _title(placed: PlacementResult) -> str:
-    cost, default = placed.cost, placed.default_cost.total
-    gain = f" (default order: {shown_seconds(default)})" if default != cost.total else ""
+    cost, default = placed.cost, placed.default_cost
+    assert cost is not None
+    assert default is not None
+    gain = f" (default order: {shown_seconds(default.total)})" if default.total != cost.total else ""
     return (
         f"{shown_seconds(cost.total)} of communication for a mini-batch of every pipeline{gain}:\n"
         f"{shown_seconds(cost.data)} to average the replicas of a stage (columns),\n"
@@ -266,9 +226,11 @@ def _links(figure: Any, axes: Any, placed: PlacementResult) -> None:
     from matplotlib import cm
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
+    weights = placed.weights
+    assert weights is not None
     costs = {
-        (y, stage): placed.weights.step[stage][a][b] + placed.weights.period[stage][a][b]
-        for y, row in enumerate(placed.rows)
+        (y, stage): _link(Cut(stage, y, a, b), weights)
+        for y, row in enumerate(placed.layout.rows)
         for stage, (a, b) in enumerate(pairwise(row))
     }
     if not costs:
@@ -282,11 +244,8 @@ def _links(figure: Any, axes: Any, placed: PlacementResult) -> None:
             xytext=(stage + WIDTH / 2, y),
             arrowprops={"arrowstyle": "<|-|>", "color": scale.to_rgba(cost), "lw": 2.4, "shrinkA": 0, "shrinkB": 0},
         )
-    for cut in slowest_links(placed.stages, placed.weights):
-        seconds = (
-            placed.weights.step[cut.stage][cut.above][cut.below]
-            + placed.weights.period[cut.stage][cut.above][cut.below]
-        )
+    for cut in slowest_links(placed.layout.stages, weights):
+        seconds = _link(cut, weights)
         axes.text(cut.stage + 0.5, -0.62, shown_seconds(seconds), ha="center", va="center", fontsize=8)
     bar = figure.colorbar(scale, ax=axes, shrink=0.7, pad=0.02)
     bar.set_label("seconds to pass a mini-batch over a link,\nand its gradients back", fontsize=8)
@@ -296,7 +255,7 @@ def _links(figure: Any, axes: Any, placed: PlacementResult) -> None:
 def _devices(axes: Any, placed: PlacementResult, colours: dict[str, str]) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    for y, row in enumerate(placed.rows):
+    for y, row in enumerate(placed.layout.rows):
         axes.text(-0.42, y, f"pipeline {y}", ha="right", va="center", fontsize=9)
         for x, number in enumerate(row):
             device = placed.network.devices[number]
@@ -306,20 +265,16 @@ def _devices(axes: Any, placed: PlacementResult, colours: dict[str, str]) -> Non
             axes.text(x, y, name, ha="center", va="center", fontsize=7.5)
 
 
-def _averaging(placed: PlacementResult) -> list[float]:
-    """Return the seconds of averaging of each stage."""
-    groups = zip(placed.stages, placed.weights.exchange, strict=True)
-    return [group_cost(group, exchange) for group, exchange in groups]
-
-
 def _stages(axes: Any, placed: PlacementResult) -> None:
-    spent = _averaging(placed)
+    assert placed.weights is not None
+    stages = placed.layout.stages
+    spent = [group_cost(group, exchange) for group, exchange in zip(stages, placed.weights.exchange, strict=True)]
     for stage, seconds in enumerate(spent):
-        count = None if placed.spans is None else len(placed.spans[stage])
+        count = None if placed.network.model is None else placed.blocks[0][stage]
         blocks = "" if count is None else f"\n{count} block{'s' if count > 1 else ''}"
         axes.text(stage, -1.2, f"stage {stage}{blocks}", ha="center", va="top", fontsize=9.5, fontweight="bold")
         if placed.num_pipelines > 1:
             colour = SLOW if seconds == max(spent) > 1.01 * min(spent) else "black"
             axes.text(stage, -0.62, shown_seconds(seconds), ha="center", va="center", fontsize=8, color=colour)
-    if placed.num_pipelines > 1 or len(placed.stages) > 1:
+    if placed.num_pipelines > 1 or len(stages) > 1:
         axes.text(-0.42, -0.62, "average / pass on", ha="right", va="center", fontsize=7.5, style="italic")

@@ -1,14 +1,13 @@
-"""Search for the cheapest placement: which device runs which stage of which pipeline.
+"""Search for the layout with the most mini-batches per second: which device runs which blocks of which pipeline.
 
-The search is anytime: it can be stopped at any moment and has a placement then. It is deterministic: with the same seed
-it examines the same placements in the same order, however fast the machine is, so two searches that had the time to
-finish agree. In turn it tries
+It is one simulated annealing, in rounds. A move swaps the places of two devices, one of which may be left out so far;
+reverses consecutive stages; moves a cut by a few blocks; or, where pipelines may be unlike, moves a device to another
+pipeline or a new one, leaves it out, or splits or joins pipelines. Most swaps take an end of a slow link, or a busy
+device, and often put a device there that is near. The rate is a maximum over pipelines, stages and links, most of which
+a move does not change, so power means take the place of maxima while it anneals, with a power that rises.
 
-1. the default order, pipelines of near devices, and stages of near devices;
-2. placements of classes of like devices as runs of equal groups (``class_search.py``), few runs first;
-3. a proof (``exact.py``), where there are few enough compositions;
-4. annealing device by device (``anneal.py``), from pipelines of near devices, stages of near devices, random ones and
-   the best placement so far, each outcome arranged in the best way (``arrange.py``); and more runs in between.
+Moves end the search, not seconds, and every number comes from sums, products and square roots in one order: with the
+same seed every machine finds the same, unless a limit of time cuts the search short.
 """
 
 from __future__ import annotations
@@ -16,241 +15,528 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import cycle, islice
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise, permutations
+from typing import TypeAlias
+
+import numpy as np
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.placement import class_search
-from lightning_sdpipe.placement.anneal import anneal, neighbours
+from lightning_sdpipe.partition.balance import balance
 from lightning_sdpipe.placement.arrange import arrange
-from lightning_sdpipe.placement.cost import Cost, Stages, Weights, default_order, evaluate, lower_bound
-from lightning_sdpipe.placement.exact import prove
+from lightning_sdpipe.placement.cost import Weights, shares, weights
+from lightning_sdpipe.placement.model import traffic_of
+from lightning_sdpipe.placement.rate import Array, Job, Layout, Shape, Spans, Times, times
 
-ROUNDS = 24
-MOVES_PER_DEVICE = 700
-"""Number of moves of one annealing, per device."""
+MOVES = 300_000
+"""Moves of a search: some 10 s for 64 devices."""
 
-HOT, WARM, COLD = 0.8, 0.25, 0.03
-"""First temperature of annealing, first temperature when the best placement is annealed once more, and last
-temperature: as shares of the start's cost per device."""
+ROUNDS = 8
+STARTS = ("best", "near pipelines", "near stages", "random")
+"""What rounds begin with, in turn."""
 
-MOST_CLASSES = 16
-"""Largest number of classes of identical devices; beyond, devices that are nearly alike are put together."""
+POWERS = (2, 3, 4, 5)
+"""Power means of 2^k, for each quarter of a round."""
 
-FEW_RUNS = 2
-STRUCTURES_PER_ROUND = 8
+HOT, WARM, COLD = 0.8, 0.1, 0.01
+"""First temperature of a round, first temperature from the best layout, and last temperature: shares of the start's
+seconds per device."""
 
-FIRST_PROOF, LATER_PROOFS = 5000, 500
-"""Steps of the proof before the first round and after each."""
+MISFIT = 0.1
+"""Penalty of a worker that does not fit, or a missing link, as a share of the start's seconds: valid layouts may lie
+behind invalid ones."""
 
-STARTS = ("pipelines", "stages", "random", "best", "best", "best")
+SLOW, NEAR = 0.85, 0.65
+"""Share of swaps that take the end of a slow link or a busy device, and share of these that put a device there that is
+near: of n others the one of rank n u³, with u uniform."""
+
+FARTHEST = 3
+"""Largest number of blocks by which a cut moves, since it may have to pass blocks whose output cannot travel."""
+
+ALIKE = 1.05
+"""Ratio of speeds below which devices count as equally fast: profiles are not more exact."""
+
+ORDERS = 24
+"""Number of orders of stages in which these get the largest memories."""
+
+DEPTHS, CUTS, REVERSALS = 0.5, 0.3, 0.2
+"""Shares of the tries that change depths, or else a cut, or else the order of stages, where that is possible; the rest
+swaps devices."""
+
+TOGETHER = 16
+"""Number of swaps that are tried together; the best of those that are accepted is made."""
+
+CLOCK = 256
+"""Moves between two looks at the clock."""
 
 
 @dataclass
 class Found:
-    """The best placement so far.
+    """The best layout that fits, its seconds (one over the rate), and the moves that were made. ``complete`` says that
+    the search was not cut short. ``improvements`` has the moves after which better layouts were found, their seconds,
+    and those of the clock."""
 
-    ``bound`` is a lower bound of the cost. ``optimal`` says that no placement costs less than this one. ``complete``
-    says that the search was not cut short, so that every machine finds the same. ``improvements`` has the seconds at
-    which better placements were found, and their costs.
-    """
-
-    stages: Stages
-    cost: Cost
-    bound: float
-    optimal: bool = False
-    complete: bool = False
-    improvements: list[tuple[float, float]] = field(default_factory=list)
+    layout: Layout
+    seconds: float
+    moves: int
+    complete: bool
+    improvements: list[tuple[int, float, float]]
 
 
 def search(
-    weights: Weights,
-    num_pipelines: int,
-    seconds: float = 10.0,
+    job: Job,
+    depths: Sequence[int],
+    starts: Sequence[Layout] = (),
+    moves: int = MOVES,
     seed: int = 0,
-    rounds: int = ROUNDS,
+    seconds: float = math.inf,
+    *,
+    unlike: bool = False,
+    free: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Found:
-    """Search for the cheapest placement.
+    """Search for the fastest layout.
 
     Args:
-        weights: costs of the links of M × N devices.
-        num_pipelines: N.
-        seconds: limit of the search.
+        job: the model, the devices and the schedule.
+        depths: number of stages of each pipeline, at first.
+        starts: layouts to begin with, besides others.
+        moves: number of moves after which the search is done.
         seed: seed of all randomness.
-        rounds: number of annealings, after which the search is done.
+        seconds: limit of time, which cuts the search short.
+        unlike: whether pipelines may have cuts of their own.
+        free: whether depths may change.
         clock: monotonic seconds.
 
     Raises:
-        ConfigurationError: there are not M × N devices, or every placement needs a link that does not exist.
+        ConfigurationError: no layout that was tried fits into the devices, or all need a link that does not exist.
     """
-    start = clock()
-    count, num_stages = len(weights.exchange[0]), weights.num_stages
-    if num_stages * num_pipelines != count:
-        raise ConfigurationError(
-            f"{count} devices cannot form {num_pipelines} pipelines of {num_stages} stages, which need "
-            f"{num_stages * num_pipelines}. Choose a number of stages that divides the number of devices."
-        )
-    first = default_order(num_stages, num_pipelines)
-    found = Found(first, evaluate(first, weights), lower_bound(weights, num_pipelines))
-    work = _work(weights, num_pipelines, found, random.Random(seed), rounds)
-    while True:
-        try:
-            stages = next(work)
-        except StopIteration as end:
-            found.optimal, found.complete = end.value, True
-            break
-        if stages is not None:
-            cost = evaluate(stages, weights)
-            if cost.total < found.cost.total * (1 - 1e-12):
-                found.stages, found.cost = stages, cost
-                found.improvements.append((clock() - start, cost.total))
-        if clock() - start >= seconds:
-            break
-    if found.cost.total == math.inf:
-        raise ConfigurationError(
-            "Every placement that was found needs a link that does not exist. Connect the devices, search longer, or "
-            "choose another number of stages."
-        )
-    if found.cost.total <= found.bound * (1 + 1e-9):
-        found.optimal = True
-    if found.optimal:
-        found.bound = found.cost.total
-    return found
+    return _Search(job, depths, unlike or free, free, moves, random.Random(seed), seconds, clock).run(starts)
 
 
-def _work(
-    weights: Weights, num_pipelines: int, best: Found, rng: random.Random, rounds: int
-) -> Generator[Stages | None, None, bool]:
-    """Yield placements to consider, and None in between. ``best`` is the best one considered so far. Return whether
-    that is optimal in the end."""
-    finite = _without_gaps(weights)
-    near = neighbours(finite)
-    yield None
-    for kind in ("pipelines", "stages"):
-        yield from arrange(_start(kind, finite, num_pipelines, rng), finite)
-    coarse = (yield from _Coarse.begin(finite, num_pipelines, best, rng)) if weights.even else None
-    if coarse is not None:
-        yield from coarse.few_runs()
-        yield from coarse.prove(FIRST_PROOF)
-        if coarse.optimal:
-            return True
-    count = len(weights.exchange[0])
-    for number in range(rounds):
-        kind = STARTS[number % len(STARTS)]
-        start = best.stages if kind == "best" else _start(kind, finite, num_pipelines, rng)
-        yield start
-        hot = WARM if kind == "best" else HOT
-        stages = yield from anneal(start, finite, near, rng, MOVES_PER_DEVICE * count, hot / count, COLD / count)
-        yield stages
-        yield from arrange(stages, finite)
-        if coarse is not None:
-            yield from coarse.more_runs()
-            yield from coarse.prove(LATER_PROOFS)
-            if coarse.optimal:
-                return True
-    return False
-
-
-class _Coarse:
-    """The search among placements of classes, in slices. It can prove something only if devices are identical."""
-
+class _Search:
     def __init__(
         self,
-        classes: class_search.Classes,
-        are_identical: bool,
-        weights: Weights,
-        num_pipelines: int,
-        best: Found,
+        job: Job,
+        depths: Sequence[int],
+        unlike: bool,
+        free: bool,
+        moves: int,
         rng: random.Random,
+        seconds: float,
+        clock: Callable[[], float],
     ) -> None:
-        self._classes, self._provable, self._weights = classes, are_identical, weights
-        self._num_pipelines, self._best, self._rng = num_pipelines, best, rng
-        self._costs = class_search.ClassCosts(classes.weights)
-        self._structures = class_search.structures(weights.num_stages, rng)
-        self._more = cycle(lengths for lengths in self._structures if len(lengths) > FEW_RUNS)
-        self._proof: Generator[class_search.Outline | None, None, bool] | None = None
-        self.optimal = False
+        self.job, self.depths, self.unlike, self.free, self.rng = job, list(depths), unlike, free, rng
+        self.moves, self.made = moves, 0
+        self._clock, self._began = clock, clock()
+        self._until = self._began + seconds
+        self.best: Found | None = None
+        self.among, self.between = _distances(job, len(self.depths), job.number(self.depths))
+        self.near = self._near()
+        self._cuts: dict[tuple[int, ...], Spans | None] = {}
+        self._kinds = _kinds(job)
+        self._costs: dict[Spans, Weights] = {}
+        self._refusal: ConfigurationError | None = None
 
-    @classmethod
-    def begin(
-        cls, weights: Weights, num_pipelines: int, best: Found, rng: random.Random
-    ) -> Generator[None, None, _Coarse | None]:
-        """Make the search; return None if the devices do not fall into few classes."""
-        classes = class_search.identical(weights)
-        yield None
-        are_identical = len(classes) <= MOST_CLASSES
-        if not are_identical:
-            classes = yield from class_search.alike(weights)
-        return cls(classes, are_identical, weights, num_pipelines, best, rng) if len(classes) <= MOST_CLASSES else None
+    # ------------------------------------------------------------------ rounds
 
-    def few_runs(self) -> Iterator[Stages | None]:
-        """Try the structures of few runs."""
-        for lengths in self._structures:
-            if len(lengths) <= FEW_RUNS:
-                yield from self._runs(lengths)
+    def run(self, starts: Sequence[Layout]) -> Found:
+        first = [*starts, *self._starts()]
+        for layout in first:
+            self.offer(layout)
+            self._arrange(layout)
+        for number in range(ROUNDS):
+            kind = STARTS[number % len(STARTS)]
+            start = self._start(kind, first)
+            if start is None:
+                break
+            hot = WARM if kind == "best" else HOT
+            self._arrange(self._anneal(start, hot, self.moves * (number + 1) // ROUNDS))
+            if self.is_late:
+                break
+        if self.best is None:
+            raise self._refusal or ConfigurationError(
+                "Every placement that was found needs a link that does not exist, or more memory than there is. "
+                "Connect the devices, search longer, or choose another number of stages."
+            )
+        self.best.moves, self.best.complete = self.made, not self.is_late
+        return self.best
 
-    def more_runs(self) -> Iterator[Stages | None]:
-        """Try the next structures of more runs."""
-        for lengths in islice(self._more, STRUCTURES_PER_ROUND):
-            yield from self._runs(lengths)
+    @property
+    def is_late(self) -> bool:
+        return self.made < self.moves and self._clock() >= self._until
 
-    def _runs(self, lengths: Sequence[int]) -> Iterator[Stages | None]:
-        best = None
-        for outline in class_search.anneal_runs(lengths, self._classes, self._costs, self._num_pipelines, self._rng):
-            best = outline or best
-            yield None
-        if best is not None:
-            yield from self._of_devices(best)
+    def offer(self, layout: Layout) -> Times:
+        """Keep ``layout`` if it fits and is the fastest so far."""
+        found = times(self.job, Shape(self.job, layout.cuts), _flat(layout)[None])
+        if self.is_better(found, 0):
+            self.keep(layout, float(found.seconds[0]))
+        return found
 
-    def _of_devices(self, outline: class_search.Outline) -> Iterator[Stages | None]:
-        return arrange(self._classes.devices(outline.groups), self._weights, outline.limit)
+    def is_better(self, found: Times, number: int) -> bool:
+        """Return whether a layout fits and is the fastest so far."""
+        best = math.inf if self.best is None else self.best.seconds
+        return not found.misfits[number] and bool(found.seconds[number] < best * (1 - 1e-12))
 
-    def prove(self, steps: int) -> Iterator[Stages | None]:
-        """Continue the proof for ``steps`` steps."""
-        if not self._provable:
+    def keep(self, layout: Layout, seconds: float) -> None:
+        """Keep the fastest layout so far."""
+        if self.best is None:
+            self.best = Found(layout, seconds, 0, False, [])
+        self.best.layout, self.best.seconds = layout, seconds
+        self.best.improvements.append((self.made, seconds, self._clock() - self._began))
+
+    def _arrange(self, layout: Layout) -> None:
+        """Try the best order of the stages of ``layout``, and the best device after each, by the cost of links."""
+        if not layout.alike:
             return
-        if self._proof is None:
-            num_stages, cost = self._weights.num_stages, evaluate(self._best.stages, self._weights).total
-            self._proof = prove(self._costs, self._classes.sizes, num_stages, self._num_pipelines, cost)
-        for _ in range(steps):
-            try:
-                outline = next(self._proof)
-            except StopIteration as end:
-                self.optimal, self._provable = end.value, False
-                return
-            yield None
-            if outline is not None:
-                yield from self._of_devices(outline)
+        stages = layout.stages
+        for found in arrange(stages, self._weights(layout)):
+            if found is not None and not self.is_late:
+                self.offer(Layout(tuple(zip(*found, strict=True)), layout.cuts))
+
+    def _weights(self, layout: Layout) -> Weights:
+        """Return the costs of links for the stages of ``layout``; missing ones cost much."""
+        job, key = self.job, layout.cuts[0]
+        if key not in self._costs:
+            number = job.number(layout.depths)
+            self._costs[key] = weights(job.network, len(layout.rows), traffic_of(job.chain, key), job.cost, number)
+        return self._costs[key]
+
+    # ------------------------------------------------------------------ starts
+
+    def _starts(self) -> Iterator[Layout]:
+        """Yield the default order, near devices together, and devices of like speed or memory together."""
+        job, count, depths = self.job, len(self.job.network), self.depths
+        speed = sorted(range(count), key=lambda device: -job.speeds[device])
+        memory = sorted(range(count), key=lambda device: (-job.memories[device], -job.speeds[device]))
+        orders = [default_rows(depths), self._rows_of(speed), self._columns_of(speed)]
+        orders += [self._near_rows(length, True) for length in range(2, max(depths) // 2 + 1)]
+        orders += [self._near_rows(max(depths), tight) for tight in (True, False)]
+        orders += [self._near_columns(tight) for tight in (True, False)]
+        columns = self._columns_of(memory)
+        orders += [
+            [[row[number] for number in stages if number < len(row)] for row in columns]
+            for stages in islice(permutations(range(max(depths))), ORDERS)
+        ]
+        seen = set[tuple[tuple[int, ...], ...]]()
+        for rows in orders:
+            key = tuple(map(tuple, rows))
+            if key not in seen and len(seen) < 7 + max(depths) + ORDERS * (len(set(job.memories)) > 1):
+                seen.add(key)
+                layout = self.cut(rows)
+                if layout is not None:
+                    yield layout
+
+    def _start(self, kind: str, first: Sequence[Layout]) -> Layout | None:
+        if kind == "best" or self.free:
+            return self.best.layout if self.best is not None else (first[0] if first else None)
+        if kind == "random":
+            order = list(range(len(self.job.network)))
+            self.rng.shuffle(order)
+            rows = self._rows_of(order)
+        else:
+            rows = self._near_rows(max(self.depths)) if kind == "near pipelines" else self._near_columns()
+        return self.cut(rows) or (first[0] if first else None)
+
+    def _rows_of(self, order: Sequence[int]) -> list[list[int]]:
+        left = iter(order)
+        return [[next(left) for _ in range(depth)] for depth in self.depths]
+
+    def _columns_of(self, order: Sequence[int]) -> list[list[int]]:
+        left, rows = iter(order), [list[int]() for _ in self.depths]
+        for stage in range(max(self.depths)):
+            for row, depth in zip(rows, self.depths, strict=True):
+                if stage < depth:
+                    row.append(next(left))
+        return rows
+
+    def _near_rows(self, length: int, tight: bool = False) -> list[list[int]]:
+        """Return pipelines of near devices, or of pieces of this ``length`` that are near."""
+        rows = [list[int]() for _ in self.depths]
+        pieces = [
+            (row, min(length, depth - first))
+            for first in range(0, max(self.depths), length)
+            for row, depth in zip(rows, self.depths, strict=True)
+            if first < depth
+        ]
+        order = iter(self._clustered([size for _, size in pieces], self.between, tight))
+        for row, size in pieces:
+            row += islice(order, size)
+        return rows
+
+    def _near_columns(self, tight: bool = False) -> list[list[int]]:
+        sizes = [sum(stage < depth for depth in self.depths) for stage in range(max(self.depths))]
+        return self._columns_of(self._clustered(sizes, self.among, tight))
+
+    def _clustered(self, sizes: Sequence[int], far: Array, tight: bool) -> list[int]:
+        """Return the devices in parts of ``sizes`` of near ones: the nearest to a random device, or, if ``tight``, to
+        the one that has the nearest; equally near ones are taken in a random order."""
+        noise, left, order = [self.rng.random() for _ in far], list(range(len(far))), list[int]()
+        for size in sizes:
+            one = self.rng.choice(left)
+            if tight and size > 1:
+                spread = np.sort(far[np.ix_(left, left)], axis=1)[:, :size].sum(axis=1)  # with itself, which is 0
+                one = left[int(spread.argmin())]
+            part = sorted(left, key=lambda device: (device != one, far[one, device], noise[device]))[:size]
+            left = [device for device in left if device not in part]
+            order += part
+        return order
+
+    def _near(self) -> list[list[int]]:
+        """Return the other devices from near to far, for each device."""
+        order = self.between.argsort(axis=1, kind="stable").tolist()
+        return [[other for other in row if other != number] for number, row in enumerate(order)]
+
+    # -------------------------------------------------------------------- cuts
+
+    def cut(self, rows: Sequence[Sequence[int]]) -> Layout | None:
+        """Return the pipelines with the cuts that make their slowest stages fastest; None if none fits."""
+        devices = tuple(map(tuple, rows))
+        if self.unlike:
+            cuts = [self.cut_of(row) for row in devices]
+            return None if None in cuts else Layout(devices, tuple(spans for spans in cuts if spans is not None))
+        job, columns = self.job, list(zip(*devices, strict=True))
+        memories = [min(job.memories[device] for device in column) for column in columns]
+        speeds = [[job.speeds[device] for device in column] for column in columns]
+        links = [min(1e3, max(job.slowness(a, b) for a, b in zip(*pair, strict=True))) for pair in pairwise(columns)]
+        found: list[tuple[float, Layout]] = []
+        for wanted in ([min(each) for each in speeds], [sum(each) / len(each) for each in speeds]):
+            spans = self._balanced(wanted, memories, links)
+            if spans is not None:
+                layout = Layout(devices, (spans,) * len(devices))
+                found.append((float(self.offer(layout).seconds[0]), layout))
+        return min(found, key=lambda entry: entry[0])[1] if found else None
+
+    def cut_of(self, row: Sequence[int]) -> Spans | None:
+        """Return the cut of one pipeline, equal for devices of the same kinds."""
+        kinds = tuple(self._kinds[device] for device in row)
+        if kinds not in self._cuts:
+            job = self.job
+            memories = [job.memories[device] for device in row]
+            links = [min(1e3, job.slowness(a, b)) for a, b in pairwise(row)]
+            self._cuts[kinds] = self._balanced([job.speeds[device] for device in row], memories, links)
+        return self._cuts[kinds]
+
+    def _balanced(self, speeds: Sequence[float], memories: Sequence[float], links: Sequence[float]) -> Spans | None:
+        job = self.job
+        number = job.micro_batches or max(len(speeds), *(self.depths if not self.free else [1]))
+        try:
+            memory = job.memory(memories, number)
+            return balance([block.seconds for block in job.chain], job.crossing, speeds, memory, links)[0]
+        except ConfigurationError as error:
+            self._refusal = self._refusal or error
+            return None
+
+    # ------------------------------------------------------------------- moves
+
+    def _anneal(self, layout: Layout, hot: float, until: int) -> Layout:
+        """Make moves until there are ``until``; return the layout at the end."""
+        walk, begun = _Walk(self, layout), self.made
+        count, moves, looked = len(self.job.network), max(until - self.made, 1), self.made
+        for number, power in enumerate(POWERS):
+            walk.smooth(power)
+            unit = walk.seconds / count
+            end = begun + moves * (number + 1) // len(POWERS)
+            while self.made < end:
+                if self.made >= looked + CLOCK:
+                    looked = self.made
+                    if self.is_late:
+                        return walk.layout
+                progress = (self.made - begun) / moves
+                self.made += walk.move(unit * hot * (COLD / hot) ** progress)
+        return walk.layout
 
 
-def _start(kind: str, weights: Weights, num_pipelines: int, rng: random.Random) -> Stages:
-    """Return pipelines of near devices, stages of near devices, or a random placement."""
-    count = len(weights.exchange[0])
-    if kind == "random":
-        order = list(range(count))
-        rng.shuffle(order)
-        return [order[first : first + num_pipelines] for first in range(0, count, num_pipelines)]
-    near = weights.step[0] if weights.step else weights.exchange[0]
-    size = weights.num_stages if kind == "pipelines" else num_pipelines
-    left, parts = set(range(count)), []
-    while left:
-        one = rng.choice(sorted(left))
-        noise = {device: rng.random() for device in sorted(left)}
-        part = sorted(left, key=lambda device: (near[one][device] if device != one else -1.0, noise[device]))[:size]
-        left.difference_update(part)
-        parts.append(part)
-    return [list(group) for group in zip(*parts, strict=True)] if kind == "pipelines" else parts
+_Changed: TypeAlias = tuple[Shape, Array, list[list[int]]]
+"""Changed layouts: their shape, their devices, and those that each leaves out."""
 
 
-def _without_gaps(weights: Weights) -> Weights:
-    """Return weights in which missing links cost as much as a thousand of the most expensive ones."""
-    matrices = {id(m): m for m in (*weights.exchange, *weights.step, *weights.period)}
-    most = max((value for m in matrices.values() for row in m for value in row if value < math.inf), default=1.0)
-    if not any(value == math.inf for m in matrices.values() for row in m for value in row):
-        return weights
-    filled = {
-        key: [[value if value < math.inf else 1000 * most for value in row] for row in m] for key, m in matrices.items()
-    }
-    return Weights(*(tuple(filled[id(m)] for m in part) for part in (weights.exchange, weights.step, weights.period)))
+class _Walk:
+    """A layout during annealing."""
+
+    def __init__(self, search: _Search, layout: Layout) -> None:
+        self._search, self._job, self._rng = search, search.job, search.rng
+        self._shape = Shape(search.job, layout.cuts)
+        self._devices = _flat(layout)
+        used = set(self._devices.tolist())
+        self._out = [device for device in range(len(search.job.network)) if device not in used]
+        self._places = self._places_by_stage()
+        self._penalty = 0.0
+        self.smooth(POWERS[0])
+        self._penalty = MISFIT * self.seconds
+        self.smooth(POWERS[0])
+
+    def smooth(self, power: int) -> None:
+        """Take power means of 2^``power`` from now on."""
+        self._power = power
+        self._times = times(self._job, self._shape, self._devices[None], power)
+        self._number = 0
+        self.seconds = float(self._times.smooth[0] + self._penalty * self._times.misfits[0])
+
+    @property
+    def layout(self) -> Layout:
+        devices, first = self._devices.tolist(), [*self._shape.first.tolist(), len(self._devices)]
+        return Layout(tuple(tuple(devices[a:b]) for a, b in pairwise(first)), self._shape.cuts)
+
+    def move(self, temperature: float) -> int:
+        """Try moves at this ``temperature``, a number of seconds; return their number."""
+        random, deepest = self._rng.random, max(map(len, self._shape.cuts))
+        if self._search.free and random() < DEPTHS:
+            changed = self._changed_depths()
+        elif len(self._job.chain) > deepest > 1 and random() < CUTS:
+            changed = self._moved_cut()
+        elif self._shape.even and deepest > 1 and random() < REVERSALS:
+            changed = self._reversed()
+        else:
+            changed = self._swapped()
+        if changed is None:
+            return 1
+        shape, devices, out = changed
+        found = times(self._job, shape, devices, self._power)
+        tolerance = [-temperature * math.log(1.0 - self._rng.random()) for _ in range(len(devices))]
+        seconds = found.smooth + self._penalty * found.misfits
+        number = int((seconds - tolerance).argmin())
+        if seconds[number] - tolerance[number] < self.seconds:
+            if shape is not self._shape:
+                self._shape = shape
+                self._places = self._places_by_stage()
+            self._devices, self._out, self._times, self._number = devices[number], out[number], found, number
+            self.seconds = float(seconds[number])
+            if self._search.is_better(found, number):
+                self._search.keep(self.layout, float(found.seconds[number]))
+        return len(devices)
+
+    def _swapped(self) -> _Changed:
+        """Swap two devices, in each of :data:`TOGETHER` ways; one of them may be left out."""
+        devices, random, every = self._devices, self._rng.random, [self._out] * TOGETHER
+        changed, count = np.repeat(devices[None], TOGETHER, axis=0), len(devices)
+        for number in range(TOGETHER):
+            place, wanted = self._place()
+            other = int(random() * (count + len(self._out)))
+            if wanted is not None:
+                there = np.flatnonzero(devices == wanted)
+                other = int(there[0]) if len(there) else count + self._out.index(wanted)
+            if other < count:
+                changed[number, place], changed[number, other] = devices[other], devices[place]
+            else:
+                out = every[number] = list(self._out)
+                changed[number, place], out[other - count] = out[other - count], int(devices[place])
+        return self._shape, changed, every
+
+    def _place(self) -> tuple[int, int | None]:
+        """Return a place from which a device is swapped away, and the device that is to come, if that is known."""
+        random, found, number = self._rng.random, self._times, self._number
+        choice = random() / SLOW
+        if choice < 0.1:
+            return int(found.averaging[number].argmax()), None
+        if choice < 0.25 and self._job.computes:
+            return int((found.computing[number] + found.links[number]).argmax()), None
+        if choice >= 1.0 or not self._places:
+            return int(random() * len(self._devices)), None
+        places = self._places[int(random() * len(self._places))]
+        place = int(places[found.links[number, places].argmax()])
+        place, partner = (place, place + 1) if random() < 0.5 else (place + 1, place)
+        if random() >= NEAR:
+            return place, None
+        near = self._search.near[int(self._devices[partner])]
+        return place, near[int(random() ** 3 * len(near))]
+
+    def _reversed(self) -> _Changed | None:
+        """Reverse consecutive stages, all of which are alike."""
+        depth, random = len(self._shape.cuts[0]), self._rng.random
+        first, last = sorted((int(random() * depth), int(random() * depth)))
+        if first == last or len({*map(len, self._shape.cuts)}) > 1:
+            return None
+        grid = self._devices.reshape(-1, depth).copy()
+        grid[:, first : last + 1] = grid[:, first : last + 1][:, ::-1]
+        return self._shape, grid.reshape(1, -1), [self._out]
+
+    def _moved_cut(self) -> _Changed | None:
+        """Move blocks of one stage to a neighbour: of one pipeline, or of all where all have one cut."""
+        rng, cuts = self._rng, list(self._shape.cuts)
+        row = rng.randrange(len(cuts))
+        spans = list(cuts[row])
+        if len(spans) < 2:
+            return None
+        at = rng.randrange(len(spans) - 1)
+        end = spans[at].stop + rng.choice((-1, 1)) * rng.randint(1, FARTHEST)
+        if not spans[at].start < end < spans[at + 1].stop or self._job.crossing[end - 1] == math.inf:
+            return None
+        spans[at], spans[at + 1] = range(spans[at].start, end), range(end, spans[at + 1].stop)
+        cuts = [tuple(spans) if number == row or not self._search.unlike else cut for number, cut in enumerate(cuts)]
+        return Shape(self._job, cuts), self._devices[None], [self._out]
+
+    def _changed_depths(self) -> _Changed | None:
+        """Move a device to another pipeline or a new one, leave one out or take one in, or split or join pipelines."""
+        rng, rows = self._rng, [list(row) for row in self.layout.rows]
+        out, one, other = list(self._out), rng.randrange(len(rows)), rng.randrange(len(rows) + 1)
+        rows.append([])
+        match rng.choice("mmmoisj"):
+            case "m" if other != one:
+                device = rows[one].pop(rng.randrange(len(rows[one])))
+                rows[other].insert(rng.randint(0, len(rows[other])), device)
+            case "o":
+                out.append(rows[one].pop(rng.randrange(len(rows[one]))))
+            case "i" if out:
+                rows[other].insert(rng.randint(0, len(rows[other])), out.pop(rng.randrange(len(out))))
+            case "s" if len(rows[one]) > 1:
+                half = rng.randrange(1, len(rows[one]))
+                rows[one], rows[-1] = rows[one][:half], rows[one][half:]
+            case "j" if one != other < len(rows) - 1:
+                rows[other] += rows[one]
+                rows[one] = []
+            case _:
+                return None
+        rows = [row for row in rows if row]
+        known = dict(zip(self.layout.rows, self._shape.cuts, strict=True))
+        cuts = [known.get(tuple(row)) or self._search.cut_of(row) for row in rows]
+        if not rows or None in cuts:
+            return None
+        shape = Shape(self._job, [spans for spans in cuts if spans is not None])
+        return shape, np.array([[device for row in rows for device in row]]), [out]
+
+    def _places_by_stage(self) -> list[Array]:
+        """Return the places before each cut, by stage."""
+        before = np.flatnonzero(~self._shape.is_last)
+        stage = self._shape.stage[before]
+        return [before[stage == number] for number in range(int(stage.max(initial=-1)) + 1)]
+
+
+def default_rows(depths: Sequence[int]) -> list[list[int]]:
+    """Return the devices of each pipeline where device i is rank i: consecutive ranks form a pipeline, its last stage
+    first."""
+    rows, first = [], 0
+    for depth in depths:
+        rows.append(list(range(first + depth - 1, first - 1, -1)))
+        first += depth
+    return rows
+
+
+def _distances(job: Job, num_pipelines: int, micro_batches: int) -> tuple[Array, Array]:
+    """Return the seconds of typical messages between any two devices: among replicas, and between stages."""
+    late, slow, _ = job.links
+    rule, crossing = shares(job.cost, micro_batches), [amount for amount in job.crossing if amount < math.inf]
+    amount = max(crossing, default=0.0) / 2 * max(rule.step, rule.period / micro_batches)
+    held = sum(block.parameter_bytes for block in job.chain) / max(1, len(job.network) // num_pipelines) / num_pipelines
+    return late + held * slow, late + amount * slow
+
+
+def _flat(layout: Layout) -> Array:
+    return np.array([device for row in layout.rows for device in row])
+
+
+def _kinds(job: Job) -> list[int]:
+    """Return a number for each device, the same for those of one memory and about one speed."""
+    leaders: list[int] = []
+    found = []
+    for device, (speed, memory) in enumerate(zip(job.speeds, job.memories, strict=True)):
+        for number, leader in enumerate(leaders):
+            ratio = speed / job.speeds[leader]
+            if memory == job.memories[leader] and 1 / ALIKE <= ratio <= ALIKE:
+                found.append(number)
+                break
+        else:
+            found.append(len(leaders))
+            leaders.append(device)
+    return found

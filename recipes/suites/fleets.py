@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network
-from lightning_sdpipe.placement.planner import PlacementTask
-from lightning_sdpipe.placement.ragged import RaggedResult, best_rectangle, place_ragged
-from lightning_sdpipe.placement.throughput import Sync
+from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, place, place_freely
+from lightning_sdpipe.placement.rate import Sync
 
 BYTES_PER_SECOND = 1e20
 """Of all links: so many that parameters take no time. Activations are as many more as a cut shall take."""
@@ -24,7 +23,8 @@ BYTES_PER_SECOND = 1e20
 STATE_BYTES = 4
 """Of a parameter; placement adds those of its gradient and of Adam's two moments."""
 
-SEARCH_SECONDS = 10.0
+MOVES = 8_000
+"""Moves of a search."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,9 @@ def network(fleet: Mapping[str, Any], blocks: int, micro_batches: int, cut: floa
 def unlike(found: Network, micro_batches: int, sync: Sync, depths: Sequence[int] = ()) -> Shape:
     """Find the pipelines of any depth, or of these, that make most."""
     started = time.process_time()
-    result = place_ragged(found, _task(micro_batches, sync), depths)
-    return _shape(result, time.process_time() - started)
+    task = PlacementTask(tuple(depths) or 1, num_micro_batches=micro_batches, sync=sync, moves=MOVES)
+    results = [place(found, task)] if depths else place_freely(found, task)[0]
+    return _shape(max(results, key=lambda result: result.rate), time.process_time() - started)
 
 
 def rectangle(found: Network, micro_batches: int, sync: Sync) -> Shape:
@@ -99,19 +100,15 @@ def rectangle(found: Network, micro_batches: int, sync: Sync) -> Shape:
     Raises:
         ConfigurationError: there are none.
     """
-    result = best_rectangle(found, _task(micro_batches, sync))
-    if result is None:
+    results, _ = place_freely(found, PlacementTask(1, num_micro_batches=micro_batches, sync=sync, moves=MOVES))
+    alike = [result for result in results if result.layout.alike]
+    if not alike:
         raise ConfigurationError("The model of suite.fleets fits into no equal pipelines of its devices.")
-    return _shape(result, 0.0)
+    return _shape(max(alike, key=lambda result: result.rate), 0.0)
 
 
-def _task(micro_batches: int, sync: Sync) -> PlacementTask:
-    task = PlacementTask(1, num_micro_batches=micro_batches, sync=sync)
-    return replace(task, seconds=SEARCH_SECONDS)
-
-
-def _shape(result: RaggedResult, seconds: float) -> Shape:
-    ranks = [device for row in result.rows for device in reversed(row.devices)]  # the last stage first
+def _shape(result: PlacementResult, seconds: float) -> Shape:
+    ranks = [device for row in result.layout.rows for device in reversed(row)]  # the last stage first
     factors = tuple(1.0 / result.network.devices[device].speed for device in ranks)
     cuts = tuple(map(tuple, result.blocks))
     return Shape(cuts, factors, result.rate, len(result.left_out), seconds)

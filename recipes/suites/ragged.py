@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_sdpipe.placement.throughput import Sync
+from lightning_sdpipe.placement.rate import Sync
 from recipes.suites import epochs
 from recipes.suites.convergence import learned, learning
 from recipes.suites.fleets import Shape, network, rectangle, unlike

@@ -9,17 +9,9 @@ import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement import cases
-from lightning_sdpipe.placement.cost import (
-    Cost,
-    CostModel,
-    Stages,
-    default_order,
-    evaluate,
-    group_cost,
-    lower_bound,
-    weights,
-)
+from lightning_sdpipe.placement.cost import Cost, CostModel, Stages, evaluate, group_cost, weights
 from lightning_sdpipe.placement.model import Block, StageTraffic, traffic_of
+from lightning_sdpipe.placement.search import default_rows
 from tests.placement.sites import network_of_sites
 
 WORLD = cases.case(5)
@@ -56,7 +48,9 @@ def test_pipelining_hides_cuts_so_that_replicas_belong_together(
     assert min(evaluate(one_city_per_stage(*route), costs).total for route in routes) == pytest.approx(
         together, abs=5e-3
     )
-    assert evaluate(default_order(8, 8), costs).total == pytest.approx(apart, abs=5e-3)
+    assert evaluate([[*group] for group in zip(*default_rows([8] * 8), strict=True)], costs).total == pytest.approx(
+        apart, abs=5e-3
+    )
 
 
 def test_one_micro_batch_is_dtfm_and_none_at_a_time_is_the_pace() -> None:
@@ -83,11 +77,6 @@ def test_a_link_that_does_not_exist_is_infinitely_expensive() -> None:
     assert evaluate([[0, 2], [1, 3]], costs).total == float("inf")
 
 
-def test_no_placement_is_below_the_bound() -> None:
-    costs = weights(network_of_sites([("a", 4)], [[0.5]], [[10.0]]), 2, StageTraffic.even(2, 10.0, 10.0), "dtfm")
-    assert lower_bound(costs, 2) == evaluate(default_order(2, 2), costs).total == 2 * 1.0 + 2 * 1.5
-
-
 def test_a_model_says_what_its_stages_send() -> None:
     chain = [Block(0.1, 10, 6, 4), Block(0.1, 20, 8, 8), Block(0.1, 30, None, 0), Block(0.1, 40, 2, 2)]
     assert traffic_of(chain, [range(1), range(1, 2), range(2, 4)]) == StageTraffic((10.0, 20.0, 70.0), (5.0, 8.0))
@@ -107,6 +96,6 @@ def test_what_is_no_cost_is_refused(model: CostModel, micro_batches: int, messag
 
 
 def test_nothing_but_measuring_needs_torch() -> None:
-    names = "arrange, cases, class_search, cost, exact, matching, model, network, search"
+    names = "arrange, cases, cost, matching, model, network, rate, search"
     program = f"import sys; from lightning_sdpipe.placement import {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,24 +1,22 @@
-"""The search finds the known optima, proves some of them, and does the same on every machine."""
+"""The search finds the known optima and what brute force finds, and does the same on every machine."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Generator
-from itertools import count, permutations
-from typing import Any
+from collections.abc import Iterator
+from itertools import combinations, count, permutations
 
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement import cases
-from lightning_sdpipe.placement.arrange import arrange
-from lightning_sdpipe.placement.class_search import ClassCosts, alike, anneal_runs, identical, structures
-from lightning_sdpipe.placement.cost import CostModel, Weights, default_order, evaluate, lower_bound, weights
-from lightning_sdpipe.placement.exact import prove
-from lightning_sdpipe.placement.model import StageTraffic
+from lightning_sdpipe.placement.cost import CostModel, evaluate, weights
+from lightning_sdpipe.placement.model import Block, StageTraffic
 from lightning_sdpipe.placement.network import Device, Network
-from lightning_sdpipe.placement.search import Found, search
+from lightning_sdpipe.placement.planner import PlacementTask, job_of, times_of
+from lightning_sdpipe.placement.rate import Job, Layout, Spans, Sync
+from lightning_sdpipe.placement.search import Found, default_rows, search
 from tests.placement.sites import network_of_sites
 
 OPTIMA = {1: 3.439799, 2: 31.634160, 3: 16.086840, 4: 34.802041, 5: 49.218380}
@@ -35,91 +33,125 @@ def shuffled(network: Network, seed: int = 0) -> Network:
     )
 
 
-def random_network(size: int, seed: int) -> Network:
-    rng = random.Random(seed)
+def random_network(rng: random.Random, speeds: list[float], memories: list[int | None] | None = None) -> Network:
+    size = len(speeds)
+    devices = [Device("a", i, speed, (memories or [None] * size)[i]) for i, speed in enumerate(speeds)]
 
     def matrix(least: float, most: float) -> list[list[float]]:
         return [[rng.uniform(least, most) for _ in range(size)] for _ in range(size)]
 
-    return Network(tuple(Device("a", number, 1.0) for number in range(size)), matrix(0.0, 0.1), matrix(1e6, 1e8))
+    return Network(tuple(devices), matrix(0.0, 0.1), matrix(1e6, 1e8))
 
 
-def brute_force(weights: Weights, num_pipelines: int) -> float:
-    devices = range(len(weights.exchange[0]))
-    placements = (
-        [list(order[first : first + num_pipelines]) for first in range(0, len(order), num_pipelines)]
-        for order in permutations(devices)
-    )
-    return min(evaluate(stages, weights).total for stages in placements)
+def every_cut(num_blocks: int, num_stages: int) -> list[Spans]:
+    cuts = combinations(range(1, num_blocks), num_stages - 1)
+    return [tuple(range(a, b) for a, b in zip((0, *at), (*at, num_blocks), strict=True)) for at in cuts]
 
 
-class Ticks:
-    """A clock on which everything takes ``each`` seconds."""
+def every_layout(job: Job, num_stages: int) -> Iterator[Layout]:
+    """With one cut for all pipelines."""
+    size = len(job.network) // num_stages
+    for order in permutations(range(len(job.network))):
+        rows = tuple(order[first : first + num_stages] for first in range(0, len(order), num_stages))
+        if list(rows) == sorted(rows):  # pipelines may be exchanged
+            for spans in every_cut(len(job.chain), num_stages):
+                if all(job.chain[span[-1]].activation_bytes is not None for span in spans[:-1]):
+                    yield Layout(rows, (spans,) * size)
 
-    def __init__(self, each: float) -> None:
-        self._ticks, self._each = count(), each
 
-    def __call__(self) -> float:
-        return next(self._ticks) * self._each
+def brute_force(job: Job, num_stages: int) -> float:
+    found = [times_of(job, layout) for layout in every_layout(job, num_stages)]
+    return min((float(each.seconds[0]) for each in found if not each.misfits[0]), default=math.inf)
 
 
 @pytest.mark.parametrize("number", OPTIMA)
 def test_the_optima_of_the_cases_are_found(number: int) -> None:
-    costs = weights(shuffled(cases.case(number)), 8, cases.traffic(), "dtfm")
-    found = search(costs, 8, seconds=1200, clock=Ticks(0.1) if number in (3, 4) else Ticks(5))
-    assert found.cost.total == pytest.approx(OPTIMA[number], abs=1e-6)
-    assert evaluate(found.stages, costs) == found.cost
-    assert found.optimal == (number in (3, 4))
-    assert found.bound <= found.cost.total
+    network = shuffled(cases.case(number))
+    found = search(job_of(network, PlacementTask(8, "dtfm", 1, "all_reduce"), cases.traffic()), [8] * 8, moves=500)
+    costs = weights(network, 8, cases.traffic(), "dtfm")
+    assert evaluate(found.layout.stages, costs).total == pytest.approx(OPTIMA[number], abs=1e-6)
+    assert 8 * found.seconds == pytest.approx(OPTIMA[number], abs=1e-5)
 
 
 def test_pipelining_is_made_use_of() -> None:
     """1.59 times cheaper than DT-FM's optimum, at 61 micro-batches."""
-    costs = weights(shuffled(cases.case(5)), 8, cases.traffic(), "pipelined", 61)
-    found = search(costs, 8, seconds=200, clock=Ticks(1))
-    assert found.cost.total == pytest.approx(16.95, abs=5e-3)
+    job = job_of(shuffled(cases.case(5)), PlacementTask(8, "pipelined", 61, "all_reduce"), cases.traffic())
+    assert 8 * search(job, [8] * 8, moves=500).seconds == pytest.approx(16.95, abs=5e-3)
 
 
 @pytest.mark.parametrize("model", ["dtfm", "pipelined", "pipedream"])
 @pytest.mark.parametrize(("stages", "pipelines"), [(1, 6), (2, 3), (3, 2), (6, 1)])
-def test_small_networks_are_solved_and_proved(stages: int, pipelines: int, model: CostModel) -> None:
-    costs = weights(random_network(6, stages), pipelines, StageTraffic.even(stages, 1e7, 1e6), model, 4)
-    found = search(costs, pipelines, clock=Ticks(0))
+def test_no_placement_of_a_small_network_costs_less(stages: int, pipelines: int, model: CostModel) -> None:
+    network = random_network(random.Random(stages), [1.0] * 6)
+    job = job_of(network, PlacementTask(stages, model, 4, "all_reduce"), StageTraffic.even(stages, 1e7, 1e6))
+    found = search(job, [stages] * pipelines, moves=8000)
     assert found.complete
-    assert found.optimal
-    assert found.cost.total == pytest.approx(brute_force(costs, pipelines))
+    assert found.seconds == pytest.approx(brute_force(job, stages))
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "sync", "model", "seed"),
+    [
+        (1, "groups", "pipelined", 0),
+        (2, "all_reduce", "pipelined", 1),
+        (2, "groups", "pipedream", 2),
+        (3, "all_reduce", "pipedream", 3),
+        (3, "groups", "pipelined", 4),
+    ],
+)
+def test_no_placement_and_no_cut_are_faster(num_stages: int, sync: Sync, model: CostModel, seed: int) -> None:
+    rng = random.Random(seed)
+    network = random_network(rng, [rng.choice([0.25, 0.5, 1.0]) for _ in range(6)])
+    chain = tuple(
+        Block(rng.uniform(0.05, 0.2), 10**5, None if number == 4 else 10**5 * number, 10**5) for number in range(6)
+    )
+    job = Job(network, chain, 4, model, sync)
+    found = search(job, [num_stages] * (6 // num_stages), moves=12000)
+    assert found.seconds == pytest.approx(brute_force(job, num_stages), rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_uneven_stages_are_placed_too(seed: int) -> None:
-    """Without proof, and without reversing anything."""
+def test_what_is_placed_fits(seed: int) -> None:
+    """Every block takes 4000 bytes, and 250 for each micro-batch in flight."""
     rng = random.Random(seed)
-    traffic = StageTraffic(
-        tuple(rng.uniform(1e6, 1e8) for _ in range(3)), tuple(rng.uniform(1e5, 1e7) for _ in range(2))
-    )
-    costs = weights(random_network(6, seed), 2, traffic, "pipelined", 4)
-    found = search(costs, 2, rounds=12, clock=Ticks(0))
-    assert found.complete
-    assert found.cost.total == pytest.approx(brute_force(costs, 2))
+    memories: list[int | None] = [rng.choice([9_000, 14_000, 30_000, None]) for _ in range(6)]
+    network = random_network(rng, [rng.choice([0.5, 1.0]) for _ in range(6)], memories)
+    job = Job(network, (Block(0.1, 1000, 1000, 1000, saved_bytes=1000),) * 6, 4, sync="all_reduce")
+    expected = brute_force(job, 3)
+    if expected == math.inf:
+        with pytest.raises(ConfigurationError, match="The model does not fit"):
+            search(job, [3, 3], moves=8000)
+    else:
+        assert search(job, [3, 3], moves=12000).seconds == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_same_seed_finds_the_same_on_a_slower_machine() -> None:
-    costs = weights(random_network(24, 0), 4, StageTraffic.even(6, 1e7, 1e6))
-    fast, slow = (search(costs, 4, 1.0, seed=7, rounds=2, clock=Ticks(each)) for each in (1e-9, 1e-6))
-    assert fast.complete
-    assert slow.complete
-    assert fast.stages == slow.stages
-    assert fast.cost.total < evaluate(default_order(6, 4), costs).total
+def test_all_reduce_wants_equal_speeds_within_a_stage() -> None:
+    """Two devices are half as fast. As one stage, with two of six blocks, they do no harm."""
+    network = Network(tuple(Device("a", i, s) for i, s in enumerate((1.0, 0.5) * 2)), [[0.0] * 4] * 4, [[1e12] * 4] * 4)
+    found = search(Job(network, (Block(0.1, 1000, 1000, 1000),) * 6, 4, sync="all_reduce"), [2, 2], moves=4000)
+    assert sorted(map(len, found.layout.cuts[0])) == [2, 4]
+    assert sorted(map(sorted, found.layout.stages)) == [[0, 2], [1, 3]]
 
 
-def test_a_search_that_is_out_of_time_has_a_placement() -> None:
-    costs = weights(random_network(24, 0), 4, StageTraffic.even(6, 1e7, 1e6))
-    found = search(costs, 4, seconds=0.0)
+def test_the_same_seed_finds_the_same_and_moves_end_the_search() -> None:
+    job = job_of(random_network(random.Random(0), [1.0] * 24), PlacementTask(6), StageTraffic.even(6, 1e7, 1e6))
+    slow = count(step=1e9)
+    one, other = (search(job, [6] * 4, moves=3000, seed=7, clock=clock) for clock in (lambda: 0.0, lambda: next(slow)))
+    assert one.complete
+    assert other.complete
+    assert one.layout == other.layout
+    assert 3000 <= one.moves < 3000 + 16
+    default = times_of(job, Layout(tuple(map(tuple, default_rows([6] * 4))), one.layout.cuts))
+    assert one.seconds < float(default.seconds[0])
+
+
+def test_a_search_that_is_out_of_time_says_so_and_has_a_placement() -> None:
+    job = job_of(random_network(random.Random(0), [1.0] * 24), PlacementTask(6), StageTraffic.even(6, 1e7, 1e6))
+    ticks = count()
+    found = search(job, [6] * 4, seconds=100.0, clock=lambda: float(next(ticks)))
+    assert isinstance(found, Found)
     assert not found.complete
-    assert found.stages == default_order(6, 4)
-    ticks = Ticks(1.0)
-    search(costs, 4, seconds=50.0, clock=ticks)
-    assert ticks() <= 52  # it looks at the clock after every step
+    assert found.moves < 100 * 256
 
 
 def test_missing_links_are_avoided() -> None:
@@ -129,94 +161,8 @@ def test_missing_links_are_avoided() -> None:
     rates = [list(row) for row in apart.bandwidth_bytes_per_second]
     bridge[0][2] = bridge[2][0] = 0.1
     rates[0][2] = rates[2][0] = 1e6
-    network = Network(apart.devices, bridge, rates)
-    costs = weights(network, 1, StageTraffic.even(4, 1e6, 1e6))
-    assert search(costs, 1, clock=Ticks(0)).stages in ([[1], [0], [2], [3]], [[3], [2], [0], [1]])
-    with pytest.raises(ConfigurationError, match="Every placement that was found needs a link that does not exist"):
-        search(weights(apart, 1, StageTraffic.even(4, 1e6, 1e6)), 1, clock=Ticks(0))
-
-
-def test_a_mesh_that_does_not_divide_is_refused() -> None:
-    costs = weights(random_network(6, 0), 2, StageTraffic.even(4, 1e6, 1e6))
-    with pytest.raises(ConfigurationError, match="6 devices cannot form 2 pipelines of 4 stages, which need 8"):
-        search(costs, 2)
-
-
-def test_devices_fall_into_classes() -> None:
-    assert identical(weights(cases.case(2), 8, cases.traffic())).sizes == (4,) * 8 + (32,)
-    rng = random.Random(0)
-    clean = cases.case(4)
-    noisy = Network(
-        clean.devices,
-        clean.latency_seconds,
-        [[rate and rate * rng.lognormvariate(0, 0.03) for rate in row] for row in clean.bandwidth_bytes_per_second],
-    )
-    costs = weights(noisy, 8, cases.traffic())
-    assert len(identical(costs)) == 64
-    _, classes = finish(alike(costs))
-    assert classes.sizes == (16,) * 4
-    exact = weights(clean, 8, cases.traffic())
-    assert classes.weights.step[0][0][1] == pytest.approx(exact.step[0][0][16], rel=0.02)
-
-
-def test_structures_are_compositions_up_to_reversal() -> None:
-    rng = random.Random(0)
-    assert structures(4, rng) == [(4,), (1, 3), (2, 2), (1, 1, 2), (1, 2, 1), (1, 1, 1, 1)]
-    many = structures(12, rng)
-    assert all(sum(lengths) == 12 for lengths in many)
-    assert len(set(many)) == len(many) > 40
-
-
-def finish(work: Generator[Any, None, Any]) -> tuple[Any, Any]:
-    """The last thing that was yielded, None apart, and what was returned."""
-    last = None
-    while True:
-        try:
-            last = next(work) or last
-        except StopIteration as end:
-            return last, end.value
-
-
-@pytest.mark.parametrize("model", ["dtfm", "pipelined"])
-def test_a_placement_of_classes_costs_what_its_devices_do(model: CostModel) -> None:
-    costs = weights(cases.case(5), 8, cases.traffic(), model, 16)
-    classes = identical(costs)
-    of_classes = ClassCosts(classes.weights)
-    outline, _ = finish(anneal_runs((3, 5), classes, of_classes, 8, random.Random(0)))
-    groups = outline.groups
-    assert [sum(group) for group in groups] == [8] * 8
-    assert tuple(map(sum, zip(*groups, strict=True))) == classes.sizes
-    assert (groups[0], groups[3]) == (groups[2], groups[7])
-    arranged = [stages for stages in arrange(classes.devices(groups), costs, outline.limit) if stages is not None]
-    expected = of_classes.total((3, 5), (groups[0], groups[3]), outline.limit)
-    assert min(evaluate(stages, costs).total for stages in arranged) <= expected + 1e-9
-
-
-def proved(costs: Weights, known: float) -> tuple[bool, float]:
-    """Whether a proof was found, and the optimum if it is below what is known."""
-    classes = identical(costs)
-    outline, complete = finish(prove(ClassCosts(classes.weights), classes.sizes, 8, 8, known))
-    if outline is None:
-        return complete, known
-    arranged = [
-        stages for stages in arrange(classes.devices(outline.groups), costs, outline.limit) if stages is not None
-    ]
-    return complete, min(evaluate(stages, costs).total for stages in arranged)
-
-
-@pytest.mark.parametrize(("model", "optimum"), [("dtfm", OPTIMA[4]), ("pipelined", 12.025713)])
-def test_a_proof_finds_what_is_better_and_nothing_where_nothing_is(model: CostModel, optimum: float) -> None:
-    costs = weights(cases.case(4), 8, cases.traffic(), model, 61)
-    assert proved(costs, 40.0) == (True, pytest.approx(optimum, abs=1e-6))
-    assert proved(costs, optimum) == (True, optimum)
-
-
-def test_too_many_compositions_are_not_tried() -> None:
-    assert proved(weights(cases.case(5), 8, cases.traffic(), "dtfm"), 60.0) == (False, 60.0)
-
-
-def test_a_bound_that_is_met_is_an_optimum() -> None:
-    costs = weights(network_of_sites([("a", 4)], [[0.1]], [[1e6]]), 2, StageTraffic.even(2, 1e6, 1e6))
-    found = search(costs, 2, seconds=0.0)
-    assert found == Found(default_order(2, 2), found.cost, lower_bound(costs, 2), optimal=True)
-    assert found.cost.total < math.inf
+    traffic = StageTraffic.even(4, 1e6, 1e6)
+    found = search(job_of(Network(apart.devices, bridge, rates), PlacementTask(4), traffic), [4], moves=2000)
+    assert found.layout.rows in (((1, 0, 2, 3),), ((3, 2, 0, 1),))
+    with pytest.raises(ConfigurationError, match="needs a link that does not exist"):
+        search(job_of(apart, PlacementTask(4), traffic), [4], moves=2000)

@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_sdpipe import Balanced, SDPipeStrategy
-from lightning_sdpipe.placement.planner import PlacementTask
-from lightning_sdpipe.placement.ragged import RaggedResult, best_rectangle, place_ragged
-from lightning_sdpipe.placement.throughput import Sync
+from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, place_freely
+from lightning_sdpipe.placement.rate import Sync
 from tests.placement.fleets import FLEETS, MICRO_BATCHES
 
 PAGE = Path(__file__).parents[2] / "docs" / "unlike_devices.md"
@@ -25,19 +24,18 @@ SHOWN = {
     "5090 + 4060 Ti": "1.1e9",
 }
 """Six fleets, and the parameters of the model."""
+MOVES = 10_000
 ALL_REDUCE = ("1 at 1 (48) + 4 at 1/2 (24)", "5090 + 4090 + 3090", "5 equal (24)")
 
 
-def passed(found: RaggedResult) -> str:
-    if found.alike:
-        cut = found.blocks[0]
-        return f"`num_stages={len(cut)}, partition={cut}`"
-    return f"`num_stages={found.depths}, partition={found.blocks}`"
+def passed(found: PlacementResult) -> str:
+    cut = found.blocks[0] if found.layout.alike else found.blocks
+    return f"`num_stages={found.num_stages}, partition={cut}`"
 
 
-def pipelines(found: RaggedResult) -> str:
+def pipelines(found: PlacementResult) -> str:
     """Their devices, by stage."""
-    return "; ".join(", ".join(found.network.devices[device].host for device in row.devices) for row in found.rows)
+    return "; ".join(", ".join(found.network.devices[device].host for device in row) for row in found.layout.rows)
 
 
 def fleet_of(name: str) -> str:
@@ -48,13 +46,13 @@ def fleet_of(name: str) -> str:
 
 
 def row(name: str, sync: Sync) -> str:
-    asked = replace(PlacementTask(1, num_micro_batches=MICRO_BATCHES), sync=sync)
-    found, rectangle = place_ragged(FLEETS[name], asked), best_rectangle(FLEETS[name], asked)
-    assert rectangle is not None
+    asked = replace(PlacementTask(1, num_micro_batches=MICRO_BATCHES, moves=MOVES), sync=sync)
+    tried, _ = place_freely(FLEETS[name], asked)
+    rectangle = max((each for each in tried if each.layout.alike), key=lambda each: each.rate)
+    found = max(tried, key=lambda each: each.rate)
     times = found.rate / rectangle.rate
     parameters = f" {SHOWN[name]} |" if sync == "groups" else ""
-    left = f", without {len(rectangle.left_out)}" if rectangle.left_out else ""
-    told = f"{found.rate:.2f} | {rectangle.rate:.2f} ({rectangle.shape}{left}) | {times:.2f} |"
+    told = f"{found.rate:.2f} | {rectangle.rate:.2f} ({rectangle.shape}) | {times:.2f} |"
     return f"| {fleet_of(name)} |{parameters} {pipelines(found)} | {passed(found)} | {told}"
 
 

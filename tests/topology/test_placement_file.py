@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.placement import cases
-from lightning_sdpipe.placement.arrange import ending_with, free_hosts
-from lightning_sdpipe.placement.cost import default_order, evaluate, weights
-from lightning_sdpipe.placement.model import StageTraffic
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.placement_file import (
     Order,
@@ -24,8 +20,6 @@ from lightning_sdpipe.topology.placement_file import (
     read_placement,
     write_placement,
 )
-from tests.placement.sites import network_of_sites
-from tests.placement.test_search import random_network
 
 PLAIN: dict[str, Any] = {
     "format": "sdpipe-placement/2",
@@ -170,49 +164,3 @@ def test_an_elastic_pipeline_is_ordered_by_host(members: list[str], expected: Or
 def test_stages_between_the_first_and_the_last_are_ordered_too() -> None:
     three = placement(pipelines=[["b:1", "c:0", "a:0"], ["b:0", "c:1", "a:1"]], blocks=None)
     assert order_of_stages(three, ["a:1", "b:0", "c:0"]) == Order((1, 2, 0))
-
-
-@pytest.mark.parametrize("number", range(1, 6))
-def test_the_rule_about_rank_zero_costs_nothing_in_the_cases(number: int) -> None:
-    """Devices of a site can take each other's place."""
-    network = cases.case(number)
-    costs = weights(network, 8, cases.traffic(), "dtfm")
-    stages = default_order(8, 8)
-    before = evaluate(stages, costs).total
-    for device in (0, 3, 40):
-        moved, cost = ending_with(device, stages, costs)
-        assert device in moved[-1]
-        assert sorted(member for group in moved for member in group) == list(range(64))
-        assert cost == evaluate(moved, costs)
-        assert cost.total == pytest.approx(before)
-
-
-def test_the_price_of_the_rule_is_that_of_the_nearest_placement() -> None:
-    """b lies between a and c, so b is in the middle, and rank 0 is b."""
-    rows = [[0.0, 1.0, 5.0], [1.0, 0.0, 1.0], [5.0, 1.0, 0.0]]
-    network = network_of_sites([("b", 1), ("a", 1), ("c", 1)], rows_of(rows), [[1e6] * 3] * 3)
-    costs = weights(network, 1, StageTraffic.even(3, 0.0, 0.0), "dtfm")
-    stages = [[1], [0], [2]]
-    assert evaluate(stages, costs).total == 4.0
-    moved, cost = ending_with(0, stages, costs)
-    assert (moved[-1], cost.total) == ([0], 12.0)
-    assert free_hosts(stages, costs, network) == ["a", "c"]
-    uneven = weights(network, 1, StageTraffic((0.0,) * 3, (0.0, 1e6)), "dtfm")
-    assert free_hosts(stages, uneven, network) == ["c"]
-    assert ending_with(1, stages, uneven)[0][-1] == [1]
-
-
-def rows_of(distance: list[list[float]]) -> list[list[float]]:
-    """a, b, c in a line, given as b, a, c."""
-    order = (1, 0, 2)
-    return [[distance[a][b] for b in order] for a in order]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_any_device_can_be_rank_zero(seed: int) -> None:
-    costs = weights(random_network(12, seed), 3, StageTraffic.even(4, 1e7, 1e6))
-    stages = default_order(4, 3)
-    for device in range(12):
-        moved, cost = ending_with(device, stages, costs)
-        assert device in moved[-1]
-        assert cost == evaluate(moved, costs)

@@ -1,8 +1,8 @@
 """Quality of placements over time: our search against known optima, and against DT-FM's genetic search.
 
-Both search 64 devices for 8 × 8 with the published code's bytes. Seconds are of the processor, of one core, so that
-other programs on the machine favour neither. The published order of devices is the optimum of some cases, so
-devices are shuffled first.
+Both search 64 devices for 8 × 8 with the published code's bytes. Moves end our search, and seconds the genetic one;
+these are of the processor, of one core, so that other programs on the machine favour neither. The published order of
+devices is the optimum of some cases, so devices are shuffled first.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import time
 from collections.abc import Sequence
 
 from lightning_sdpipe.placement import cases
-from lightning_sdpipe.placement.cost import Weights, evaluate, weights
+from lightning_sdpipe.placement.cost import CostModel, evaluate, weights
 from lightning_sdpipe.placement.network import Network
+from lightning_sdpipe.placement.planner import PlacementTask, job_of
 from lightning_sdpipe.placement.search import Found, search
 from recipes.baselines.genetic_placement import genetic
 from recipes.suites.grid import Ratios, Row, ratio
@@ -30,13 +31,13 @@ GOALS = {"ten": 1.18, "noise5": 1.10, "noise4": 1.08}
 
 
 def measure(
-    *, optimum_seconds: float, ours_seconds: float, genetic_seconds: float, repeats: int, seed: int
+    *, optimum_moves: int, moves: int, genetic_seconds: float, repeats: int, seed: int
 ) -> tuple[list[Row], Ratios]:
     """Costs that both searches reach.
 
     Args:
-        optimum_seconds: for ours, on the five cases.
-        ours_seconds: for ours, on networks whose optimum is not known.
+        optimum_moves: of ours, on the five cases.
+        moves: of ours, on networks whose optimum is not known.
         genetic_seconds: for DT-FM's.
         repeats: seeds of the searches.
         seed: the first of them, and that of the order of devices.
@@ -45,54 +46,60 @@ def measure(
     ratios: Ratios = {}
     seeds = range(seed, seed + repeats)
     for number, optimum in OPTIMA.items():
-        costs = weights(shuffled(cases.case(number), seed), PIPELINES, cases.traffic(), "dtfm")
-        over = [_ours(f"case {number}", costs, optimum_seconds, s, rows).cost.total / optimum for s in seeds]
+        network = shuffled(cases.case(number), seed)
+        over = [_ours(f"case {number}", network, optimum_moves, s, rows)[1] / optimum for s in seeds]
         ratios[f"optimum/{number}"] = ratio(over, 1.000001, f"cost of our placement over the optimum's, case {number}")
     networks = {"ten": cases.named("ten_cities"), "noise5": noisy(cases.case(5)), "noise4": noisy(cases.case(4))}
-    for name, network in networks.items():
-        costs = weights(shuffled(network, seed), PIPELINES, cases.traffic(), "dtfm")
-        gains = []
+    for name, found in networks.items():
+        network, gains = shuffled(found, seed), []
         for s in seeds:
-            ours = _ours(name, costs, ours_seconds, s, rows).cost.total
-            gains.append(_genetic(name, costs, genetic_seconds, s, rows) / ours)
-        meaning = f"cost after {genetic_seconds:g} s of the genetic search over ours after {ours_seconds:g} s, {name}"
+            _, ours = _ours(name, network, moves, s, rows)
+            gains.append(_genetic(name, network, genetic_seconds, s, rows) / ours)
+        meaning = f"cost after {genetic_seconds:g} s of the genetic search over ours after {moves:,} moves, {name}"
         ratios[f"ga60/{name}"] = ratio(gains, GOALS[name], meaning)
-    costs = weights(shuffled(cases.case(4), seed), PIPELINES, cases.traffic(), "dtfm")
-    sooner = []
+    network, sooner = shuffled(cases.case(4), seed), []
     for s in seeds:
-        theirs = _genetic("case 4", costs, genetic_seconds, s, rows)
-        found = _ours("case 4", costs, ours_seconds, s, rows)
-        reached = next((seconds for seconds, cost in found.improvements if cost <= theirs), math.inf)
-        sooner.append(genetic_seconds / reached)
+        theirs = _genetic("case 4", network, genetic_seconds, s, rows)
+        found_here, _ = _ours("case 4", network, moves, s, rows)
+        better = (seconds for _, each, seconds in found_here.improvements if PIPELINES * each <= theirs)
+        sooner.append(genetic_seconds / next(better, math.inf))
     meaning = f"{genetic_seconds:g} s of the genetic search over ours until it costs as little, case 4"
     ratios["reach/4"] = ratio(sooner, 20.0, meaning)
     ratios["pipelined/5/m61"] = ratio(
-        [_pipelined(optimum_seconds, s, rows) for s in seeds],
+        [_pipelined(optimum_moves, s, rows) for s in seeds],
         1.55,
         "cost, with 61 micro-batches in the pipeline, of the placement that DT-FM's cost prefers over ours, case 5",
     )
     return rows, ratios
 
 
-def _ours(name: str, costs: Weights, seconds: float, seed: int, rows: list[Row]) -> Found:
-    found = search(costs, PIPELINES, seconds, seed, clock=time.process_time)
-    at = found.improvements[-1][0] if found.improvements else 0.0
-    rows.append(_row(name, "ours", seed, seconds, found.cost.total, at) | {"bound": found.bound})
-    return found
+def _ours(
+    name: str, network: Network, moves: int, seed: int, rows: list[Row], model: CostModel = "dtfm"
+) -> tuple[Found, float]:
+    """Return what our search finds, and its cost."""
+    traffic, started = cases.traffic(), time.process_time()
+    job = job_of(network, PlacementTask(8, model, cases.MICRO_BATCHES, "all_reduce"), traffic)
+    found = search(job, [8] * PIPELINES, moves=moves, seed=seed, clock=time.process_time)
+    spent, (_, _, at) = time.process_time() - started, found.improvements[-1]
+    costs = weights(network, PIPELINES, traffic, model, cases.MICRO_BATCHES)
+    cost = evaluate(found.layout.stages, costs).total
+    rows.append(_row(name, "ours", seed, spent, cost, at) | {"moves": found.moves})
+    return found, cost
 
 
-def _genetic(name: str, costs: Weights, seconds: float, seed: int, rows: list[Row]) -> float:
-    progress = genetic(costs, len(costs.exchange[0]), seed, seconds, clock=time.process_time)
-    rows.append(_row(name, "genetic", seed, seconds, progress.cost, progress.improvements[-1][0]) | {"bound": None})
+def _genetic(name: str, network: Network, seconds: float, seed: int, rows: list[Row]) -> float:
+    costs = weights(network, PIPELINES, cases.traffic(), "dtfm")
+    progress = genetic(costs, len(network), seed, seconds, clock=time.process_time)
+    rows.append(_row(name, "genetic", seed, seconds, progress.cost, progress.improvements[-1][0]) | {"moves": None})
     return progress.cost
 
 
-def _pipelined(seconds: float, seed: int, rows: list[Row]) -> float:
-    network, traffic = shuffled(cases.case(5), seed), cases.traffic()
-    plain = weights(network, PIPELINES, traffic, "dtfm")
-    overlapping = weights(network, PIPELINES, traffic, "pipelined", cases.MICRO_BATCHES)
-    theirs = evaluate(search(plain, PIPELINES, seconds, seed, clock=time.process_time).stages, overlapping)
-    return theirs.total / _ours("case 5, pipelined", overlapping, seconds, seed, rows).cost.total
+def _pipelined(moves: int, seed: int, rows: list[Row]) -> float:
+    network = shuffled(cases.case(5), seed)
+    overlapping = weights(network, PIPELINES, cases.traffic(), "pipelined", cases.MICRO_BATCHES)
+    theirs, _ = _ours("case 5", network, moves, seed, rows)
+    _, ours = _ours("case 5, pipelined", network, moves, seed, rows, "pipelined")
+    return evaluate(theirs.layout.stages, overlapping).total / ours
 
 
 def _row(name: str, what: str, seed: int, seconds: float, cost: float, at: float) -> Row:

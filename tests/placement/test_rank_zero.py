@@ -1,0 +1,36 @@
+"""Rank 0 runs a last stage, and what that costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_sdpipe.placement import cases
+from lightning_sdpipe.placement.model import StageTraffic
+from lightning_sdpipe.placement.planner import PlacementTask, place
+from tests.placement.sites import network_of_sites
+
+ASKED = PlacementTask(8, "dtfm", 1, "all_reduce", moves=500)
+
+
+@pytest.mark.parametrize("number", [1, 3, 4, 5])
+def test_it_costs_nothing_in_the_cases(number: int) -> None:
+    """Devices of a site can take each other's place."""
+    for device in (0, 40):
+        placed = place(cases.case(number), replace(ASKED, first=device), cases.traffic())
+        assert placed.layout.rows[0][-1] == placed.first == device
+        assert placed.price == pytest.approx(0.0, abs=1e-9)
+
+
+def test_its_price_is_that_of_the_nearest_placement() -> None:
+    """b lies between a and c, so b is in the middle; rank 0 is b, or not."""
+    rows = [[0.0, 1.0, 1.0], [1.0, 0.0, 5.0], [1.0, 5.0, 0.0]]
+    network = network_of_sites([("b", 1), ("a", 1), ("c", 1)], rows, [[1e6] * 3] * 3)
+    asked = replace(ASKED, num_stages=3)
+    placed = place(network, asked, StageTraffic.even(3, 0.0, 0.0))
+    assert placed.first == 0
+    assert (placed.layout.rows[0][-1], placed.seconds, placed.price) == (0, pytest.approx(12.0), pytest.approx(8.0))
+    assert placed.free_hosts == ["a", "c"]
+    free = place(network, replace(asked, first=1), StageTraffic.even(3, 0.0, 0.0))
+    assert (free.layout.rows, free.seconds, free.price) == (((2, 0, 1),), pytest.approx(4.0), 0.0)
