@@ -25,7 +25,8 @@ import torch
 from lightning_sdpipe.errors import ConfigurationError
 
 _MASK = (1 << 64) - 1
-
+_python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the generator of the module's functions
+_seed_python: Any = random.Random.__base__.seed  # type: ignore[union-attr]
 
 _START = 0x9E3779B97F4A7C15
 
@@ -83,15 +84,15 @@ class RandomStreams:
     def begin(self, *key: int, state: int = _START) -> None:
         """Begin the stream of ``key``, from which user code draws from now on; ``state`` is that of :func:`mixed` for
         the numbers before these."""
-        _seed(self._torch, mix(*key, state=state))
+        _seed(self._torch, mixed(*key, state=state) >> 2)
 
     def enter(self, block: int, seed: int) -> None:
         """Begin the stream of a block: ``seed`` is the value of :attr:`current` before it, as for :meth:`leave`."""
-        _seed(self._torch, mix(seed, block, 1))
+        _seed(self._torch, mixed(seed, block, 1) >> 2)
 
     def leave(self, block: int, seed: int) -> None:
         """End the stream of a block that has run, here or on another stage."""
-        _seed(self._torch, mix(seed, block, 2))
+        _seed(self._torch, mixed(seed, block, 2) >> 2)
 
     @property
     def current(self) -> int:
@@ -169,5 +170,6 @@ def _seed(generators: Sequence[torch.Generator], seed: int) -> None:
     """Seed torch's ``generators``, Python's and NumPy's."""
     for generator in generators:
         generator.manual_seed(seed)
-    random.seed(seed)
+    _seed_python(_python, seed)  # as random.seed does after asking for the type of its argument
+    _python.gauss_next = None
     np.random.seed(seed & 0xFFFFFFFF)

@@ -20,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdpipe import lightning_internals
+from lightning_sdpipe import lightning_internals, meter
 from lightning_sdpipe.checkpoints.whole_module import make_whole, tie_again, to_cpu
 from lightning_sdpipe.data.loader import PipelineLoader
 from lightning_sdpipe.data.same_samples import unlike_samples
@@ -253,6 +253,8 @@ class SDPipeStrategy(SetupHooks):
 
     def on_train_start(self) -> None:
         self._parts.freezing.refuse_new_parameters()
+        # by now Lightning has noted the handlers of signals that it puts back in the end
+        self._undo = [*self._undo, meter.count_collections()]
         self.training.begin()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

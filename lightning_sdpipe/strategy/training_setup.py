@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_sdpipe import lightning_internals, meter
+from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource, Split
 from lightning_sdpipe.loop.dealt import Dealing
@@ -90,7 +90,6 @@ class TrainingSetup(CheckpointHooks):
             refuse_own_values(trainer, self._why_alike),
             agree_in_evaluations(trainer, self.groups, self._first_failure),
             self._know_names(trainer),
-            meter.count_collections(),
         ]
         checks = ClockChecks(loop.clocks(trainer), self._from_leader)
         self._source = self._make_source(trainer, checks) if trainer.state.fn == TrainerFn.FITTING else None

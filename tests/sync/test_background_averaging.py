@@ -67,7 +67,7 @@ def made(mover: Mover, interval: float = 0.0) -> tuple[FreeAveraging, Client, li
         groups=SimpleNamespace(traffic=None),
         exchange=Exchange(overlap="free", interval=interval),
         timeout=limit(),
-        exchanged=[SimpleNamespace(buffer=tensor, check=lambda: None) for tensor in model],
+        exchanged=[SimpleNamespace(buffer=tensor, check=lambda take_back: None) for tensor in model],
     )
     sync = FreeAveraging(replica, mover)
     sync.start()

@@ -12,7 +12,7 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.worker.elastic.replica import FaultTolerantMean, Outcomes
+from lightning_sdpipe.worker.elastic.replica import FaultTolerantMean
 
 
 def group(sequence: int, *pipelines: int) -> Group:
@@ -87,7 +87,7 @@ class Line:
 
 def average(epochs: Epochs, line: Line, first: Group) -> list[float]:
     tensor = torch.zeros(3)
-    finish(FaultTolerantMean(epochs, Outcomes(line)).start([tensor], first))  # type: ignore[arg-type]
+    finish(FaultTolerantMean(epochs, line).start([tensor], first))  # type: ignore[arg-type]
     assert epochs.used[-1:] in ([None], [])
     return tensor.tolist()
 
@@ -123,26 +123,9 @@ def test_who_is_left_alone_keeps_what_it_has() -> None:
     assert line.said == [("broken", 4)]
 
 
-def test_a_worker_that_is_done_retries_with_its_pipeline_which_is_not() -> None:
-    """Another stage of its pipeline lacks what it exchanges itself; so other members wait no longer for this one."""
-
-    agrees = [False, True]
-
-    class Pipeline(Outcomes):
-        def agreed(self, done: bool) -> bool:
-            assert done
-            return agrees.pop(0)
-
-    line, epochs, tensor = Line(group(9, 0, 1)), Epochs({}), torch.zeros(3)
-    finish(FaultTolerantMean(epochs, Pipeline(line)).start([tensor], group(4, 0, 1, 2)))  # type: ignore[arg-type]
-    assert tensor.tolist() == [2, 2, 2]
-    assert line.said == [("broken", 4), ("completed", 9)]
-    assert (epochs.given_up, epochs.used[-1]) == ([4], None)
-
-
 def test_what_a_mean_changes_is_right_though_pieces_were_taken_over_before_it_broke() -> None:
     model = torch.zeros(3)
-    mover: Any = FaultTolerantMean(Epochs({4: 1}), Outcomes(Line(group(9, 0, 1))))  # type: ignore[arg-type]
+    mover: Any = FaultTolerantMean(Epochs({4: 1}), Line(group(9, 0, 1)))  # type: ignore[arg-type]
     late = Overlapped(mover, 10.0, begins_again=True)
     late.begin([model], group(4, 0, 1, 2))
     model += 10  # trained meanwhile

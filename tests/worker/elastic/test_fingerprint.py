@@ -34,7 +34,7 @@ def of(model: Model, precision: Any = "32-true", callbacks: Any = None, **option
     model.trainer = trainer
     trainer.fit_loop._data_source.instance = model
     state = torch.get_rng_state()
-    found = fingerprint(trainer, strategy.options, [Ownership({})])
+    found = fingerprint(trainer, strategy.options, Ownership({}))
     assert torch.equal(torch.get_rng_state(), state)
     return found
 

@@ -120,6 +120,7 @@ def fit(
     second."""
     torch.set_num_threads(1)
     logging.basicConfig(filename=directory / "log.txt", level=logging.INFO, force=True)
+    logging.getLogger("lightning.pytorch").propagate = True  # not if the root had no handler when it was imported
     me = int(os.environ["SDPIPE_PIPELINE"]), int(os.environ["RANK"])
     diary = Diary(directory)
 
