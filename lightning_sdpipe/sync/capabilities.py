@@ -195,24 +195,29 @@ def check(method: SyncMethod, asked: Combination) -> None:
         raise ConfigurationError(f"{said}: {SENTENCES[why]}. Use {', or '.join(use) or 'one or the other'}.")
 
 
-def alternatives(asked: Combination) -> dict[str, SyncMethod | PolicyConfig]:
-    """Return the methods that take all of what was asked, by the words that make them."""
-    from lightning_sdpipe import sync  # which imports this module
-
-    known: dict[str, SyncMethod | PolicyConfig] = {
-        "AllReduce()": sync.AllReduce(),
-        "SemiDecentralized()": SemiDecentralized(),
-        "PartialReduce()": PartialReduce(),
-        "LocalSGD(every=1)": LocalSGD(every=1),
-        "LocalSGD(every=8)": LocalSGD(every=8),
-        "DiLoCo()": sync.DiLoCo(),
-        "Decentralized()": Decentralized(),
-        "ADPSGD()": ADPSGD(),
-        "ADPSGD(asynchronous=True)": ADPSGD(asynchronous=True),
-        "PHDPSGD(within='models', group_size=2)": PHDPSGD(within="models", group_size=2),
-        "NoSync()": NoSync(),
+def alternatives(asked: Combination) -> list[str]:
+    """Return the methods that take all of what was asked, in the words that make them."""
+    known: dict[str, Capabilities] = {
+        "AllReduce()": _of_rounds(GRADIENTS),
+        "SemiDecentralized()": capabilities_of(SemiDecentralized()),
+        "PartialReduce()": capabilities_of(PartialReduce()),
+        "LocalSGD(every=1)": capabilities_of(LocalSGD(every=1)),
+        "LocalSGD(every=8)": capabilities_of(LocalSGD(every=8)),
+        "DiLoCo()": OUTER,
+        "Decentralized()": capabilities_of(Decentralized()),
+        "ADPSGD()": capabilities_of(ADPSGD()),
+        "ADPSGD(asynchronous=True)": capabilities_of(ADPSGD(asynchronous=True)),
+        "PHDPSGD(within='models', group_size=2)": capabilities_of(PHDPSGD(within="models", group_size=2)),
+        "NoSync()": capabilities_of(NoSync()),
     }
-    return {words: method for words, method in known.items() if not any(refusals(capabilities_of(method), asked))}
+    return [words for words, row in known.items() if not any(refusals(row, asked))]
+
+
+def _of_rounds(row: Capabilities) -> Capabilities:
+    """Return the row of a method whose replicas are equal after every round: no member of one may be a turn behind."""
+    if row.elastic is None:
+        return row
+    return replace(row, elastic={"schedules": _FLUSH, "batches": frozenset({"one"}), **row.elastic})
 
 
 def capabilities_of(method: SyncMethod | PolicyConfig) -> Capabilities:
@@ -222,9 +227,7 @@ def capabilities_of(method: SyncMethod | PolicyConfig) -> Capabilities:
     if policy.announces == "late":
         row = replace(row, schedules=row.schedules & _FLUSH)
     elastic: PolicyConfig = getattr(method, "elastic_policy", policy)
-    if elastic.keeps_equal and row.elastic is not None:
-        row = replace(row, elastic={"schedules": _FLUSH, "batches": frozenset({"one"}), **row.elastic})
-    return row
+    return _of_rounds(row) if elastic.keeps_equal else row
 
 
 def refusals(row: Capabilities, asked: Combination) -> Iterator[Refusal]:
