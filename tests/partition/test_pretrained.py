@@ -1,0 +1,90 @@
+"""Weights of files of safetensors, loaded in ``configure_model``: each stage has the file's values, and takes no
+more memory than for its own part and the largest file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sdpipe import AllReduce, SDPipeStrategy
+from tests.features.running import on_four_ranks, pipelines
+
+pytestmark = pytest.mark.distributed
+
+WIDTH, DEPTH, FILES = 1024, 16, 8
+WHOLE = DEPTH * WIDTH * WIDTH * 4  # bytes: 64 MiB
+
+
+def build() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)])
+
+
+def private() -> int:
+    """Bytes of memory that are this process's alone."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty"))
+
+
+class Pretrained(L.LightningModule):
+    def __init__(self, files: list[Path]) -> None:
+        super().__init__()
+        self.files, self.most, self.ended = files, 0, Event()
+        self.before: dict[str, Tensor] = {}
+
+    def configure_model(self) -> None:
+        begun = private()
+
+        def watch() -> None:
+            while not self.ended.wait(0.002):
+                self.most = max(self.most, private() - begun)
+
+        self.watching = Thread(target=watch)
+        self.watching.start()
+        with torch.device("meta"):
+            self.net = build()
+        for file in self.files:
+            self.net.load_state_dict(load_file(file), strict=False, assign=True)
+
+    def on_fit_start(self) -> None:
+        self.ended.set()
+        self.watching.join()
+        self.before = {name: value.clone() for name, value in self.net.state_dict().items() if not value.is_meta}
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _load(directory: Path) -> tuple[int, list[str]]:
+    files = sorted(directory.glob("*.safetensors"))
+    trainer = pipelines(directory, SDPipeStrategy(4, AllReduce()), max_steps=1)
+    module = Pretrained(files)
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(4, WIDTH)), 4))
+    saved = {name: value for file in files for name, value in load_file(file).items()}
+    assert all(torch.equal(value, saved[name]) for name, value in module.before.items())
+    return module.most, [*module.before]
+
+
+def test_a_stage_takes_its_part_of_the_file(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    state = build().state_dict()
+    names = list(state)
+    each = len(names) // FILES
+    for number in range(FILES):
+        mine = {name: state[name] for name in names[number * each : (number + 1) * each]}
+        save_file(mine, tmp_path / f"{number}.safetensors")
+    ranks = on_four_ranks(_load, tmp_path)
+    assert sorted(name for _, held in ranks for name in held) == sorted(names)
+    for most, held in ranks:
+        assert len(held) == DEPTH // 4
+        assert most < WHOLE // 4 + WHOLE // FILES + 2**24, "besides, what Python and the optimizer make"
