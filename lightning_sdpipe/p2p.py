@@ -94,12 +94,13 @@ class unrecorded:
 
 
 class waiting_for:
-    """Surrounds a collective of ``group``: WorkerFailedError names its members if one of them is gone, or late."""
+    """Surrounds a collective of ``group``: WorkerFailedError names its members if one of them is gone, or late, and the
+    usual ``cause`` of that, if it has one."""
 
-    __slots__ = ("_group", "_purpose", "_waiting")
+    __slots__ = ("_cause", "_group", "_purpose", "_waiting")
 
-    def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
-        self._group, self._purpose = group, purpose
+    def __init__(self, group: dist.ProcessGroup, purpose: str, cause: str = "") -> None:
+        self._group, self._purpose, self._cause = group, purpose, cause
 
     def __enter__(self) -> None:
         self._waiting = meter.current().waiting()
@@ -112,7 +113,7 @@ class waiting_for:
         if isinstance(error, RuntimeError):
             ranks = sorted(dist.get_process_group_ranks(self._group))
             reason = str(error).splitlines()[0]
-            raise WorkerFailedError(f"{self._purpose} among ranks {ranks} failed: {reason}") from error
+            raise WorkerFailedError(f"{self._purpose} among ranks {ranks} failed: {reason}{self._cause}") from error
 
 
 def lost_connection(group: Any, rank: int) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_sdpipe import p2p
+from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.topology.groups import Replicas
 from tests.workers import run_workers
@@ -33,3 +36,14 @@ def test_a_profiler_does_not_record_transfers() -> None:
     for recorded in run_workers(2, _profiled):
         assert "aten::add" in recorded
         assert not [name for name in recorded if "gloo" in name]
+
+
+def test_a_wait_in_vain_tells_its_usual_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [1, 0])
+    group: Any = None
+    expected = r"^beginning a run among ranks \[0, 1\] failed: timed out\. Every rank must call fit$"
+    with (
+        pytest.raises(WorkerFailedError, match=expected),
+        p2p.waiting_for(group, "beginning a run", ". Every rank must call fit"),
+    ):
+        raise RuntimeError("timed out\nmore")

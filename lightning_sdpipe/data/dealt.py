@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.data.loader import Drawn, drawing_copy
+from lightning_sdpipe.data.loader import Drawn, drawing_copy, naming_the_limit
 from lightning_sdpipe.data.shards import Shards
 from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.errors import ConfigurationError
@@ -84,7 +84,7 @@ class DealtBatches:
         Raises:
             ConfigurationError: the loader gives more or fewer batches than its sampler.
         """
-        with beginning_again(), meter.phase(meter.DATA):
+        with beginning_again(), meter.phase(meter.DATA), naming_the_limit:
             if self._iterator is None:
                 if self._sampler.stands_still:
                     return None
@@ -144,7 +144,7 @@ class NumberedBatches:
         with isolate_rng(include_cuda=False):
             batches = iter(self._copy)
         for number in (*numbers, None):
-            with isolate_rng(include_cuda=False), meter.phase(meter.DATA):
+            with isolate_rng(include_cuda=False), meter.phase(meter.DATA), naming_the_limit:
                 data = next(batches, _NOTHING)
             if (data is _NOTHING) != (number is None):
                 raise _another_number(self._copy, number is not None, "leave it to a plain DataLoader otherwise")

@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.data.loader import Drawn, drawing_copy
+from lightning_sdpipe.data.loader import Drawn, drawing_copy, naming_the_limit
 from lightning_sdpipe.data.shards import Shards
 from lightning_sdpipe.dealing.joint_rounds import Place
 from lightning_sdpipe.errors import ConfigurationError
@@ -70,7 +70,7 @@ class JointBatches:
         Raises:
             ConfigurationError: the loader gives fewer batches than its sampler.
         """
-        with beginning_again(), meter.phase(meter.DATA):
+        with beginning_again(), meter.phase(meter.DATA), naming_the_limit:
             if self._iterator is None:
                 self._iterator = iter(self._loader)
             data = next(self._iterator, _NOTHING)
@@ -150,7 +150,7 @@ class PlacedBatches:
         Raises:
             ConfigurationError: the loader gives fewer batches than its sampler.
         """
-        with beginning_again(), meter.phase(meter.DATA):
+        with beginning_again(), meter.phase(meter.DATA), naming_the_limit:
             while self._given and self._given[0][0] != places:
                 self._iterator = None
                 self._given.clear()

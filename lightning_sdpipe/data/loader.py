@@ -13,6 +13,7 @@ pipeline would take its part of a different permutation.
 from __future__ import annotations
 
 import copy
+import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -179,7 +180,7 @@ class PipelineLoader:
         while True:
             before = _STREAMS.current
             try:  # as _seeding_what_follows, without the cost of a generator for each batch
-                with nothing if self._plain else stream.drawn(), meter.phase(meter.DATA):
+                with nothing if self._plain else stream.drawn(), meter.phase(meter.DATA), naming_the_limit:
                     batch = next(batches, _END)
             finally:
                 _STREAMS.leave(_FETCHING, before)
@@ -201,6 +202,26 @@ def _refuse_lost_batches(loader: Any) -> None:
             "DataLoader(batch_size=..., drop_last=..., sampler=...) instead, or a subclass of BatchSampler, or "
             "Trainer(use_distributed_sampler=False) with a sampler of each pipeline's own."
         )
+
+
+class _NamingTheLimit:
+    """A context whose errors say so where there are too few file descriptors for what worker processes send."""
+
+    def __enter__(self) -> None:
+        """Begin to take a batch."""
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and "ancdata" in str(error):
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise ConfigurationError(
+                "A batch did not come from a worker process of the loader: this process may open no more than "
+                f"{soft} files, and each tensor that a worker sends takes one while it is kept. Raise the limit "
+                f"(`ulimit -n {hard}`), or call torch.multiprocessing.set_sharing_strategy('file_system') in the "
+                "script; keep no batches, and collate many small tensors into few."
+            ) from error
+
+
+naming_the_limit = _NamingTheLimit()
 
 
 class _Positions:

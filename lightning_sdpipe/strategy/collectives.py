@@ -38,6 +38,10 @@ from lightning_sdpipe.worker.scheduler_connection import RunConnection
 from lightning_sdpipe.worker.training import Training
 
 _T = TypeVar("_T")
+_SETUP = (
+    ". If it timed out, a rank was still in the setup hook of the module, of the data or of a callback: SDPipeStrategy("
+    "timeout=...) bounds that. What one rank has to do alone (a download) belongs into prepare_data, which is not."
+)
 
 
 class FirstFailure:
@@ -232,10 +236,11 @@ class Collectives(DDPStrategy):
         with self._together("all_gather", group):
             return super().all_gather(tensor, group, sync_grads)
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, name: str | None = None) -> None:
         self._guard.check("barrier")
-        with self._together("a barrier"):
-            super().barrier(*args, **kwargs)
+        asked = name == "post_setup"  # Lightning's name of that after the hooks
+        with self._together("a barrier after the setup hooks" if asked else "a barrier", cause=_SETUP * asked):
+            super().barrier(name)
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
         self._guard.check("broadcast")
@@ -243,7 +248,7 @@ class Collectives(DDPStrategy):
             return super().broadcast(obj, src)
 
     @contextmanager
-    def _together(self, purpose: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    def _together(self, purpose: str, group: dist.ProcessGroup | None = None, cause: str = "") -> Iterator[None]:
         """Bring this worker together with others, all of them by default, for the block; they may be anywhere when it
         begins. Before others have been started there is no rank to wait for."""
         if self._training is not None:
@@ -251,7 +256,7 @@ class Collectives(DDPStrategy):
         if not self._run.opened:
             yield
         else:
-            with self._first_failure, waiting_for(group or self.groups.world, purpose):
+            with self._first_failure, waiting_for(group or self.groups.world, purpose, cause):
                 yield
 
     @cached_property

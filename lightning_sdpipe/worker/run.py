@@ -31,6 +31,11 @@ from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.scheduler_connection import RunConnection, SchedulerConnection
 from lightning_sdpipe.worker.training import Training
 
+_EVERY_RANK = (
+    ". Every rank must call fit, validate, test and predict as often as the others, so none of them may stand under "
+    "`if trainer.is_global_zero:`; rank 0 alone may use what they return."
+)
+
 
 class TrainingRun:
     """The run of one worker, through all of its Trainer's runs on the same processes.
@@ -121,7 +126,8 @@ class TrainingRun:
         environment = strategy.cluster_environment
         assert environment is not None
         number = torch.tensor(1 + secrets.randbits(61) if dist.get_rank() == 0 else 0, device=strategy.root_device)
-        dist.all_reduce(number)  # of rank 0; each rank gets it when all have come: none is in the run before
+        with p2p.waiting_for(self._groups.world, "beginning a run", _EVERY_RANK):
+            dist.all_reduce(number)  # of rank 0; each rank gets it when all have come: none is in the run before
         self.membership = SchedulerConnection(
             self.mesh,
             self.options.method.policy,

@@ -355,3 +355,13 @@ def test_what_is_done_is_left_out_once_and_the_rest_draws_as_ever(done: int) -> 
 def test_other_loaders_leave_out_nothing(kind: str) -> None:
     given = Resuming(Noisy(), BATCH) if kind == "stateful" else loader(kind, 1)
     assert not PipelineLoader(given, 1, N, lambda: SEED).skips
+
+
+class TooMany(Noisy):
+    def __getitem__(self, index: int) -> Tensor:
+        raise RuntimeError("received 0 items of ancdata")  # torch's words
+
+
+def test_too_few_file_descriptors_are_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"no more than \d+ files, .* Raise the limit \(`ulimit -n \d+`\)"):
+        list(PipelineLoader(DataLoader(TooMany(), BATCH), 1, N, lambda: SEED))

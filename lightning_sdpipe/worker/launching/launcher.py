@@ -150,6 +150,12 @@ class CheckingLauncher(SubprocessScriptLauncher):
     def _start_children(self) -> None:
         rerun = job.rerun()
         if self.num_processes > 1 and rerun is None and __main__.__spec__ is None and not os.path.isfile(sys.argv[0]):
+            if os.path.isfile(script := getattr(__main__, "__file__", "")):
+                raise ConfigurationError(
+                    f"This program was started as {sys.argv[0]!r}, which does not lead to it from {os.getcwd()}: it "
+                    "has changed its working directory (os.chdir), and other processes start there. Start it as "
+                    f"{script!r}, and change to an absolute path; or change the directory after fit. {_FORK_INSTEAD}"
+                )
             raise ConfigurationError(
                 "This program has no file that other processes could run, as with `python < script.py` or `python -c`: "
                 f"put it into one. {_FORK_INSTEAD}"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,8 +57,20 @@ def test_a_notebook_is_told_to_fork(start_method: Any, monkeypatch: pytest.Monke
 def test_a_program_without_a_file_is_told_to_fork(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [program])
     monkeypatch.setattr(__main__, "__spec__", None)
+    monkeypatch.delattr(__main__, "__file__", raising=False)
     launcher = CheckingLauncher(LightningEnvironment(), 2, 1, lambda *_: None, 1.0)
     with pytest.raises(ConfigurationError, match=r"no file that other processes could run.*start_method=\"fork\""):
+        launcher._start_children()
+
+
+def test_a_program_that_has_left_its_directory_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(__main__, "__spec__", None)
+    monkeypatch.setattr(__main__, "__file__", str(script))
+    launcher = CheckingLauncher(LightningEnvironment(), 2, 1, lambda *_: None, 1.0)
+    with pytest.raises(ConfigurationError, match=rf"started as 'train.py', .*\(os.chdir\).* Start it as '{script}'"):
         launcher._start_children()
 
 
