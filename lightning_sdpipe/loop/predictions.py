@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.lightning_internals import IndexBatchSampler, batches_of, set_batches
-from lightning_sdpipe.partition.message import Constant, Number, Opaque, Structure, TensorMeta, take_apart
+from lightning_sdpipe.partition.message import Constant, Number, Opaque, TensorMeta, take_apart, unpickled
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _TAG = 2**31 - 2
@@ -87,16 +87,15 @@ def _send(predictions: Sequence[Any], groups: ProcessGroups) -> None:
             "BasePredictionWriter."
         )
     numbers = [leaf for leaf, part in zip(leaves, structure.parts, strict=True) if isinstance(part, Number)]
-    header = json.dumps([structure.encode(), numbers]).encode()
-    p2p.send_bytes(header, 0, groups.stage, _TAG, "rank 0").wait()
+    p2p.send_bytes(pickle.dumps((structure, numbers)), 0, groups.stage, _TAG, "rank 0").wait()
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     p2p.send(tensors, 0, groups.stage, _TAG, "rank 0").wait()
 
 
 def _receive(source: int, groups: ProcessGroups) -> list[Any]:
     peer = f"rank {source}"
-    encoded, numbers = json.loads(p2p.receive_bytes(source, groups.stage, _TAG, peer))
-    structure, left = Structure.decode(encoded), iter(numbers)
+    structure, numbers = unpickled(p2p.receive_bytes(source, groups.stage, _TAG, peer))
+    left = iter(numbers)
     leaves: list[Any] = []
     for part in structure.parts:
         match part:

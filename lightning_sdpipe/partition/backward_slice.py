@@ -18,6 +18,7 @@ from lightning_sdpipe.partition.provenance import OUTSIDE, Gradient, Place, Step
 from lightning_sdpipe.partition.touches import Touch, missed
 
 Leaves = tuple[LeafKey, ...]
+_HANDED_ON = ("output", "extend", "update", "replace")
 
 
 @dataclass(frozen=True)
@@ -148,12 +149,12 @@ class _Search:
         return True
 
     def _passed_on(self, value: Value, use: str) -> None:
-        """Note that a reader may have the value from an earlier block that returned it, having got it from user
-        code."""
+        """Note that a reader may have the value from an earlier block that returned it, or put it into a container,
+        having got it from user code."""
         leaves = [
             key
             for key, leaf in self._leaves[-1].get(value.storage, ())
-            if leaf == value and key.kind == "output" and key.block < self._span.start
+            if leaf == value and key.kind in _HANDED_ON and key.block < self._span.start
         ]
         if leaves:
             self.found.values.setdefault(self._as_of_now(leaves), use)

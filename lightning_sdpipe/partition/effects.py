@@ -9,16 +9,21 @@ that a block makes elsewhere (a global list, an object of the user's own) are no
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
+import numpy as np
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.placeholder import Placeholder
+from lightning_sdpipe.partition.placeholder import Placeholder, refuse_placeholders
+from lightning_sdpipe.partition.python_values import attributes_of_object
 
 Original = Callable[..., Any]
 Call = Callable[[Original, tuple[Any, ...], dict[str, Any]], Any]
@@ -101,7 +106,8 @@ class Effect(NamedTuple):
     ======================  ====================  ==============================================
 
     A list or dict is either an attribute, ``("attribute", module, name, ...)``, or in the arguments,
-    ``("argument", 0 or 1, ...)``, of which 0 are the positional ones. Modules are named by their path in the root.
+    ``("argument", 0 or 1, ...)``, of which 0 are the positional ones. Modules are named by their path in the root. The
+    attributes of an object that is passed are a dict in it, named :data:`ATTRIBUTES`.
     """
 
     kind: Kind
@@ -109,7 +115,21 @@ class Effect(NamedTuple):
     value: Any
 
 
-_Container: TypeAlias = list[Any] | dict[Any, Any]
+ATTRIBUTES = "__dict__"
+
+
+@dataclass(frozen=True)
+class Given:
+    """Stands in an output for an object that the block was given, by its place in the arguments."""
+
+    place: tuple[str | int, ...]
+
+
+_Container: TypeAlias = Any  # a list, dict, set, deque or array
+_ENTERED = (list, dict, deque, defaultdict, OrderedDict, Counter)
+_CONTAINERS = (*_ENTERED, set, np.ndarray)
+_PLAIN = (type(None), bool, int, float, str)
+_DEPTH, _MANY = 6, 10_000  # levels of objects in each other, and values of one, that are looked at
 
 _OF_EVERY_MODULE = {*vars(nn.Module()), INTERCEPTED, _OWN_CALL, _REDUCE}
 
@@ -136,6 +156,7 @@ class EffectRecorder:
         hooked: list[Effect] = []
         attributes: dict[tuple[nn.Module, str], None] = {}
         containers = [(place, c, c.copy()) for place, c in self._containers(args, kwargs)]
+        objects = {id(c): place[1:-1] for place, c, _ in containers if place[-1] == ATTRIBUTES}
         tensors = [
             (("argument", w, n), each, version_of(each))
             for w, n, each in _given(args, kwargs)
@@ -149,7 +170,8 @@ class EffectRecorder:
             _assignments.listeners.pop()
             for handle in handles:
                 handle.remove()
-        effects = [Effect("output", (), output), *hooked]
+        described = _without(objects, output) if objects else output
+        effects = [Effect("output", () if described is output else (ATTRIBUTES,), described), *hooked]
         effects += (
             Effect("write", p, output) for p, each, before in tensors if each is output and _written(each, before)
         )
@@ -176,7 +198,7 @@ class EffectRecorder:
 
     def _containers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Place, _Container]]:
         for which, name, value in _given(args, kwargs):
-            if type(value) in (list, tuple, dict):
+            if not isinstance(value, (Tensor, *_PLAIN)):
                 yield from _nested(("argument", which, name), value)
         if self._looked != _assignments.of_containers:
             self._looked = _assignments.of_containers
@@ -185,7 +207,7 @@ class EffectRecorder:
                 for module, path in self._modules.items()
                 for name, value in vars(module).items()
                 if name not in _OF_EVERY_MODULE
-                for found in _nested(("attribute", path, name), value)
+                for found in _nested(("attribute", path, name), value, passed=False)
             ]
         yield from self._kept
 
@@ -206,22 +228,54 @@ def _written(tensor: Tensor, before: int) -> bool:
     return tensor.is_inference() or version_of(tensor) != before
 
 
-def _nested(place: Place, value: Any) -> Iterator[tuple[Place, _Container]]:
-    if type(value) in (list, dict):
+def _nested(
+    place: Place, value: Any, depth: int = _DEPTH, *, passed: bool = True
+) -> Iterator[tuple[Place, _Container]]:
+    """Yield the containers in ``value``, with their places; if it is ``passed`` to a block, also those that are seen
+    there alone."""
+    kind = type(value)
+    if kind in _CONTAINERS and (passed or kind in (list, dict)):
         yield place, value
-    if type(value) in (list, tuple, dict):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(key, (str, int)) and not isinstance(item, Tensor):
-                yield from _nested((*place, key), item)
+    inside: Any = value
+    if kind is not tuple and kind not in (_ENTERED if passed else (list, dict)):
+        inside = attributes_of_object(value) if passed else None
+        if inside is None:
+            return
+        place = (*place, ATTRIBUTES)
+        yield place, inside
+    if depth and (not passed or len(inside) <= _MANY):
+        for key, item in inside.items() if isinstance(inside, dict) else enumerate(inside):
+            if isinstance(key, (str, int)) and not isinstance(item, (Tensor, *_PLAIN)):
+                yield from _nested((*place, key), item, depth - passed, passed=passed)
+
+
+def _without(objects: dict[int, Place], output: Any) -> Any:
+    """Return ``output`` with :class:`Given` in the place of those of ``objects``, which are known by their
+    attributes."""
+
+    def given(leaf: Any) -> Any:
+        attributes = None if isinstance(leaf, Tensor) else attributes_of_object(leaf)
+        return Given(objects[id(attributes)]) if id(attributes) in objects else leaf
+
+    found = [attributes_of_object(leaf) for leaf in tree_leaves(output) if not isinstance(leaf, Tensor)]
+    return tree_map(given, output) if any(id(attributes) in objects for attributes in found) else output
 
 
 def _changes(place: Place, now: _Container, before: _Container) -> Iterator[Effect]:
+    if isinstance(now, np.ndarray):
+        if now.dtype == object or now.tobytes() != before.tobytes():
+            yield Effect("replace", place, now.copy())
+        return
+    if isinstance(now, (set, deque)):
+        if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
+            yield Effect("replace", place, list(now))
+        return
     if isinstance(now, list):
         if len(now) >= len(before) and all(x is y for x, y in zip(now, before, strict=False)):
             if len(now) > len(before):
                 yield Effect("extend", place, now[len(before) :])
             return
-    elif before.keys() <= now.keys():  # type: ignore[union-attr]  # both are dicts
+    elif before.keys() <= now.keys():
         new = {key: value for key, value in now.items() if key not in before or before[key] is not value}
         if new:
             yield Effect("update", place, new)
@@ -237,6 +291,8 @@ def replay(effects: Sequence[Effect], root: nn.Module, args: tuple[Any, ...], kw
     """
     output, *others = effects
     result = output.value
+    if output.place:
+        result = tree_map(lambda leaf: _reach((args, kwargs), leaf.place) if isinstance(leaf, Given) else leaf, result)
     for effect in others:
         match effect:
             case Effect("write", (_, *inside), value):
@@ -267,17 +323,21 @@ def _run_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 def _reach(value: Any, path: Sequence[str | int]) -> Any:
     for key in path:
-        value = value[key]
+        value = vars(value) if key == ATTRIBUTES else value[key]
     return value
 
 
 def _change(container: Any, kind: Kind, value: Any) -> None:
+    if isinstance(container, np.ndarray):  # arrays do not travel
+        refuse_placeholders([value], "the step")
     if kind == "replace":
         container.clear()
-    if isinstance(container, list):
+    if isinstance(container, (list, deque)):
         container.extend(value)
-    else:
+    elif isinstance(container, set):
         container.update(value)
+    else:
+        dict.update(container, value)  # a Counter would add
 
 
 class _Assignments:

@@ -6,18 +6,18 @@ Both ends know the *layout* of a message once one like it has passed: then the v
 
 from __future__ import annotations
 
-import json
-import sys
+import pickle
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
-from typing import Any, NamedTuple, TypeAlias, cast
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_sdpipe.partition.effects import Kind, Place
+from lightning_sdpipe.partition.effects import Given, Kind, Place
 
 
 class TensorMeta(NamedTuple):
@@ -46,7 +46,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Constant:
-    """A constant: None, a string, a dtype or a device; or an integer that no float64 holds."""
+    """A constant: None, a string, a dtype, a device or a given object; or an integer that no float64 holds."""
 
     value: Any
 
@@ -79,16 +79,6 @@ class Structure(NamedTuple):
         """Return the value with ``leaves`` in the places of its parts."""
         return next(iter(leaves)) if self.spec.is_leaf() else pytree.tree_unflatten(list(leaves), self.spec)
 
-    def encode(self) -> dict[str, Any]:
-        """Return the structure as values for JSON."""
-        return {"spec": pytree.treespec_dumps(self.spec), "parts": list(map(encode_part, self.parts))}
-
-    @classmethod
-    def decode(cls, data: Mapping[str, Any]) -> Structure:
-        for kind in _named_tuples_in(json.loads(data["spec"])[1]):
-            _make_known(_loaded(kind))
-        return cls(pytree.treespec_loads(data["spec"]), tuple(map(decode_part, data["parts"])))
-
 
 def take_apart(value: Any) -> tuple[list[Any], Structure]:
     """Return the leaves of ``value``, in order, and its structure. An object that cannot be described to another
@@ -107,12 +97,17 @@ _NUMBERS: Mapping[str, Any] = {"bool": bool, "int": int, "float": float}
 
 @lru_cache(maxsize=4096)
 def _describable(spec: pytree.TreeSpec) -> bool:
-    for node in _nodes(spec):
-        _make_known(node.context)
     try:
-        return pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
-    except (NotImplementedError, TypeError):  # a type that torch cannot name, or a dict's key that JSON has not
+        return bool(unpickled(pickle.dumps(spec)) == spec)
+    except Exception:  # a type, or a dict's key, that other processes cannot find: each says so in its own way
         return False
+
+
+def unpickled(data: bytes) -> Any:
+    """Unpickle what another worker of the run has sent."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of how it unpickles a leaf
+        return pickle.loads(data)
 
 
 def _part(leaf: Any) -> Part:
@@ -122,80 +117,9 @@ def _part(leaf: Any) -> Part:
         return TensorMeta.of(leaf) if dense else Opaque("sparse or nested tensor")
     if kind is bool or kind is float or (kind is int and abs(leaf) <= 2**53):
         return Number(kind.__name__)
-    if leaf is None or kind in (int, str, torch.dtype, torch.device):
+    if leaf is None or kind in (int, str, torch.dtype, torch.device, Given):
         return Constant(leaf)
     return Opaque(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."))
-
-
-def encode_part(part: Part) -> list[Any]:
-    """Return the part as values for JSON."""
-    match part:
-        case TensorMeta(shape, dtype, requires_grad):
-            return ["tensor", shape, str(dtype).removeprefix("torch."), requires_grad]
-        case Travels(value):
-            return ["travels", value]
-        case Number(kind):
-            return ["number", kind]
-        case Opaque(kind):
-            return ["opaque", kind]
-        case Constant(torch.dtype() as dtype):
-            return ["dtype", str(dtype).removeprefix("torch.")]
-        case Constant(torch.device() as device):
-            return ["device", str(device)]
-        case Constant(value):
-            return ["constant", value]
-
-
-def decode_part(data: Sequence[Any]) -> Part:
-    """Reverse :func:`encode_part`."""
-    match data:
-        case ["tensor", shape, dtype, requires_grad]:
-            return TensorMeta(tuple(shape), getattr(torch, dtype), requires_grad)
-        case ["travels", value]:
-            return Travels(value)
-        case ["number", kind]:
-            return Number(kind)
-        case ["opaque", kind]:
-            return Opaque(kind)
-        case ["dtype", dtype]:
-            return Constant(getattr(torch, dtype))
-        case ["device", device]:
-            return Constant(torch.device(device))
-        case [_, value]:
-            return Constant(value)
-    raise ValueError(f"{data!r} describes no part of a value")
-
-
-def _nodes(spec: pytree.TreeSpec) -> Iterable[pytree.TreeSpec]:
-    if not spec.is_leaf():
-        yield spec
-        for child in spec.children():
-            yield from _nodes(child)
-
-
-def _named_tuples_in(encoded: Mapping[str, Any]) -> Iterable[str]:
-    if encoded["type"] == "collections.namedtuple":
-        yield encoded["context"]
-    for child in encoded["children_spec"]:
-        yield from _named_tuples_in(child)
-
-
-def _make_known(kind: Any) -> None:
-    """Register a named tuple: these are trees for torch, but it must know each kind before it can describe it."""
-    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        if name not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
-            pytree._register_namedtuple(kind, serialized_type_name=name)
-
-
-def _loaded(name: str) -> Any:
-    """Return the object that other processes call ``name``, if a module that is loaded here has it."""
-    parts = name.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        module = sys.modules.get(".".join(parts[:length]))
-        if module is not None:
-            return reduce(lambda place, part: getattr(place, part, None), parts[length:], cast(Any, module))
-    return None
 
 
 class LeafKey(NamedTuple):
@@ -272,16 +196,13 @@ class Layout:
         return {}
 
     def encode(self) -> bytes:
-        """Return the layout as JSON, for the header that precedes its first message."""
-        blocks = [None if block is None else list(map(_encode_effect, block)) for block in self.blocks]
-        return json.dumps({"values": list(map(encode_part, self.values)), "blocks": blocks}).encode()
+        """Return the layout for the header that precedes its first message, pickled: it goes to the next stage of the
+        same pipeline alone."""
+        return pickle.dumps((self.values, self.blocks))
 
     @classmethod
     def decode(cls, data: bytes) -> Layout:
-        plain = json.loads(data)
-        values: Any = map(decode_part, plain["values"])  # tensors all of them
-        blocks = (None if block is None else tuple(map(_decode_effect, block)) for block in plain["blocks"])
-        return cls(tuple(values), tuple(blocks))
+        return cls(*unpickled(data))
 
 
 @dataclass(frozen=True)
@@ -306,12 +227,3 @@ def with_parts(effect: EffectLayout, change: Callable[[Part], Part]) -> EffectLa
     """Return the effect with ``change(part)`` in the place of each part."""
     structure = effect.structure
     return effect._replace(structure=Structure(structure.spec, tuple(map(change, structure.parts))))
-
-
-def _encode_effect(effect: EffectLayout) -> list[Any]:
-    return [effect.kind, effect.place, effect.structure.encode()]
-
-
-def _decode_effect(data: Sequence[Any]) -> EffectLayout:
-    kind, place, structure = data
-    return EffectLayout(kind, tuple(place), Structure.decode(structure))

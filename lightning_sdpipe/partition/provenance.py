@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_sdpipe.partition.effects import EffectRecorder, Original, intercept
 from lightning_sdpipe.partition.message import EffectLayout, LeafKey, TensorMeta, leaves_of, take_apart
 from lightning_sdpipe.partition.placeholder import FROM_METADATA, READS
+from lightning_sdpipe.partition.python_values import tensors_within
 from lightning_sdpipe.partition.same_memory import kept_over_steps, tensors_in_attributes
 from lightning_sdpipe.partition.touches import Touch, Touches
 
@@ -137,9 +138,8 @@ class ProvenanceTracer(TorchDispatchMode):
         """Run one whole step on ``batch``, and add its trace."""
         self.traces.append(StepTrace())
         self._position = 0
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, Tensor):
-                self._begin(leaf, "given")
+        for tensor in tensors_within(batch):
+            self._begin(tensor, "given")
         with ExitStack() as undo:
             undo.enter_context(self._touches.heard(self.traces[-1].touches, lambda: (self._block, self._position)))
             for index, path in enumerate(self._chain):

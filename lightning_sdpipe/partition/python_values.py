@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import random
 import sys
 import types
 from collections import deque
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 Packed = Any  # what JSON can hold
 LARGEST = 2**20  # bytes of all tensors and arrays in one value
@@ -145,6 +148,32 @@ def is_of_the_user(value: Any) -> bool:
         return False
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     return not any(part in file for part in _LIBRARIES)
+
+
+def attributes_of_object(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object of the user's or of a library for data, such as a cache or a graph; None of
+    torch's and Python's own, and of what is no such object."""
+    kind = type(value)
+    if isinstance(value, (Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, Enum)):
+        return None
+    if kind.__module__.partition(".")[0] in _NO_DATA and kind is not types.SimpleNamespace:
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def tensors_within(value: Any, depth: int = 8) -> Iterator[Tensor]:
+    """Yield the tensors of a batch, also in objects."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and (attributes := attributes_of_object(leaf)) is not None:
+            yield from tensors_within(attributes, depth - 1)
+        elif depth and dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # with slots
+            fields = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+            yield from tensors_within(fields, depth - 1)
+
+
+_NO_DATA = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy", "lightning", "lightning_sdpipe", "torchmetrics"}
 
 
 def state_of(generator: Any) -> Any:

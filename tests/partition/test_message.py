@@ -1,4 +1,3 @@
-import json
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -6,7 +5,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.partition.message import Constant, Number, Opaque, Structure, TensorMeta, take_apart
+from lightning_sdpipe.partition.message import (
+    Constant,
+    EffectLayout,
+    Layout,
+    Number,
+    Opaque,
+    Structure,
+    TensorMeta,
+    take_apart,
+)
 
 
 class Pair(NamedTuple):
@@ -15,12 +23,15 @@ class Pair(NamedTuple):
 
 
 def sent(structure: Structure) -> Structure:
-    return Structure.decode(json.loads(json.dumps(structure.encode())))
+    layout = Layout((), ((EffectLayout("output", (), structure),),))
+    assert Layout.decode(layout.encode()) == layout
+    ((effect,),) = Layout.decode(layout.encode()).blocks
+    return effect.structure
 
 
 def test_a_value_is_put_together_again_elsewhere() -> None:
     x = torch.ones(2, 3, dtype=torch.float16, requires_grad=True)
-    value = (x, [None, "text", 1.5], {"a": Pair(x, 3), "b": OrderedDict(c=True)}, torch.float32, 2**60)
+    value = (x, [None, "text", 1.5], {(1, 2): Pair(x, 3), "b": OrderedDict(c=True)}, torch.float32, 2**60)
     leaves, structure = take_apart(value)
     meta = TensorMeta((2, 3), torch.float16, True)
     assert structure.parts[:4] == (meta, Constant(None), Constant("text"), Number("float"))
@@ -28,7 +39,7 @@ def test_a_value_is_put_together_again_elsewhere() -> None:
     assert sent(structure) == structure
     rebuilt = sent(structure).rebuild(leaves)
     assert rebuilt == value
-    assert type(rebuilt[2]["a"]) is Pair
+    assert type(rebuilt[2][1, 2]) is Pair
 
 
 def test_the_outputs_of_transformers_are_put_together_again() -> None:
@@ -40,7 +51,14 @@ def test_the_outputs_of_transformers_are_put_together_again() -> None:
     assert rebuilt.hidden_states[1] is leaves[2]
 
 
-@pytest.mark.parametrize("value", [{1, 2}, {(1, 2): 3}, torch.ones(2, 2).max(0)], ids=["set", "keys", "structseq"])
+class _Local(NamedTuple):
+    number: int
+
+
+_Local.__qualname__ = "nowhere._Local"
+
+
+@pytest.mark.parametrize("value", [{1, 2}, _Local(1), torch.eye(2).to_sparse()], ids=["set", "local", "sparse"])
 def test_what_cannot_be_described_is_one_part(value: object) -> None:
     leaves, structure = take_apart(value)
     assert leaves[0] is value
