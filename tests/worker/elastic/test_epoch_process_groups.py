@@ -345,7 +345,6 @@ ENDS = """
 import sys, time
 from datetime import timedelta
 from torch._C._distributed_c10d import Store
-from lightning_sdpipe.worker.elastic import epoch_process_groups
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.membership.members import Epoch, Member
@@ -366,7 +365,6 @@ class Nobody(Store):  # never says where the other member is
     get = wait
 
 waits = []
-epoch_process_groups.CONNECTING = timedelta(seconds=1)
 groups = EpochGroups(Worker(0, 0), Nobody, timedelta(seconds=5), None)
 groups.enter(Epoch(1, (Member(0, 1), Member(1, 2)), "tested"))
 while not waits:
