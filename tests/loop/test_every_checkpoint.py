@@ -117,7 +117,7 @@ def _resume(place: Path, stages: int, source: str, checkpoints: Sequence[Path]) 
 )
 def test_table(tmp_path: Path, saved: Any, count: int, stages: int, source: str) -> None:
     checkpoints = [saved[distributed][0] / place for distributed, place in ROWS]
-    ranks = on_four_ranks(_resume, tmp_path, stages, source, checkpoints, count=count, timeout=200)
+    ranks = on_four_ranks(_resume, tmp_path, stages, source, checkpoints, count=count)
     num_pipelines = count // stages
     shard = -(-SAMPLES // num_pipelines)
     each, whole = -(-shard // BATCH), shard * num_pipelines  # padded
