@@ -77,8 +77,7 @@ def place_of(error: BaseException) -> str:
 
 
 LEFT = {
-    "staleness": "leave it out, since the groups of the last rounds connect all pipelines anyway, or use "
-    "PHDPSGD(staleness=8), which bounds the age of models",
+    "staleness": "leave it out, or use PHDPSGD(staleness=8), which bounds the age of models",
     "seating": "leave it out, since large groups are split by turns",
     **dict.fromkeys(
         ("parameter_server", "het_pipe"),
@@ -86,7 +85,7 @@ LEFT = {
         "SemiDecentralized(window=inf), which computes what a synchronous server does",
     ),
     "top_k": 'use "one_bit", which sends a bit per value with error feedback',
-    "sharded": "leave it out, since meetings move whole models",
+    "sharded": 'leave it out, since meetings of PHDPSGD move whole models (data="sharded" is another option)',
 }
 """Names that the package once had, and what to do without them."""
 
