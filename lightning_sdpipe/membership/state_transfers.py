@@ -16,11 +16,6 @@ from lightning_sdpipe.membership.members import Abandoned, Donate, MemberDecisio
 from lightning_sdpipe.policies.events import Worker
 
 
-def newcomer_of(transfer: str) -> int:
-    """Return the pipeline to which the transfer of that name is."""
-    return int(transfer.split("-")[1])
-
-
 @dataclass
 class StateTransfer:
     """A transfer of the state of ``donor`` to ``pipeline``, with a name that is new each time."""

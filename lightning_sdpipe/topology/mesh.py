@@ -175,10 +175,9 @@ class OnePipeline(Mesh):
     """The number N of pipelines by which an epoch is counted, however many train."""
 
     @classmethod
-    def of(cls, num_stages: int, number: int, counted: int, alike: bool = True) -> OnePipeline:
-        """Build the mesh; rank 0 has the last stage, as in other meshes. ``alike`` says whether the other pipelines
-        are."""
-        return cls((tuple(range(num_stages - 1, -1, -1)),), alike, number=number, counted=counted)
+    def of(cls, num_stages: int, number: int, counted: int) -> OnePipeline:
+        """Build the mesh; rank 0 has the last stage, as in other meshes."""
+        return cls((tuple(range(num_stages - 1, -1, -1)),), True, number=number, counted=counted)
 
     @property
     def num_pipelines(self) -> int:

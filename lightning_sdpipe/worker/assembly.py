@@ -36,8 +36,6 @@ class Assembled:
     """The parts that a worker runs and holds."""
 
     ownership: Ownership
-    ownerships: Sequence[Ownership]
-    """Ownership of each pipeline, if they are cut unlike; else the one that all have."""
     cut_model: CutModel
     runners: Sequence[StageRunner]  # those of its stages, in order
     pipeline: Pipeline
@@ -146,7 +144,7 @@ def assemble(
             runners, num_workers, freezing.trained, shared, delays, options.schedule, options.num_micro_batches
         )
     copies = None if sections is None else shared
-    parts = ownership, ownerships, cut_model, runners, pipeline, freezing, buffers, delays
+    parts = ownership, cut_model, runners, pipeline, freezing, buffers, delays
     return Assembled(*parts, sections, own_sections, copies)
 
 

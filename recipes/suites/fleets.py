@@ -7,14 +7,14 @@ Their speeds and memories are assumed. The blocks of the model are equal and tak
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network
-from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, place, place_freely
+from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, place_freely
 from lightning_sdpipe.placement.rate import Sync
 
 BYTES_PER_SECOND = 1e20
@@ -86,11 +86,10 @@ def network(fleet: Mapping[str, Any], blocks: int, micro_batches: int, cut: floa
     return Network(tuple(devices), latency, bandwidth, "assumed", Model(f"{blocks} blocks", (block,)))
 
 
-def unlike(found: Network, micro_batches: int, sync: Sync, depths: Sequence[int] = ()) -> Shape:
-    """Find the pipelines of any depth, or of these, that make most."""
+def unlike(found: Network, micro_batches: int, sync: Sync) -> Shape:
+    """Find the pipelines of any depth that make most."""
     started = time.process_time()
-    task = PlacementTask(tuple(depths) or 1, num_micro_batches=micro_batches, sync=sync, moves=MOVES)
-    results = [place(found, task)] if depths else place_freely(found, task)[0]
+    results, _ = place_freely(found, PlacementTask(1, num_micro_batches=micro_batches, sync=sync, moves=MOVES))
     return _shape(max(results, key=lambda result: result.rate), time.process_time() - started)
 
 
