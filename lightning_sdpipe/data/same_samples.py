@@ -109,5 +109,8 @@ def _contents(leaf: Any) -> bytes:
         return repr((leaf.shape, leaf.dtype)).encode() + leaf.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(leaf, (str, bytes, int, float, complex)):
         return repr(leaf).encode()
-    as_bytes = getattr(leaf, "tobytes", None)  # as arrays and images have it
-    return as_bytes() if as_bytes is not None and not isinstance(leaf, Tensor) else type(leaf).__qualname__.encode()
+    as_bytes = getattr(leaf, "tobytes", None)  # as arrays and images have it; those of objects give pointers
+    if as_bytes is None or isinstance(leaf, Tensor) or str(getattr(leaf, "dtype", "")) == "object":
+        return type(leaf).__qualname__.encode()
+    contents: bytes = as_bytes()
+    return contents

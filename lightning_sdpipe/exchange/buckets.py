@@ -33,16 +33,16 @@ class FlatBucket:
         """Raise RuntimeError if a parameter no longer is a view of the buffer, which averaging would then miss. With
         ``take_back``, one that has been given other memory (``p.data = ...``) is moved into the buffer again, with its
         new values, unless other tensors were to lie in the same memory."""
-        lengths = [p.numel() * (2 if p.is_complex() else 1) for p in self.parameters]
-        start = 0
-        for parameter, length in zip(self.parameters, lengths, strict=True):
-            place = self.buffer[start : start + length]
-            start += length
+        first, size, end = self.buffer.data_ptr(), self.buffer.element_size(), 0
+        for parameter in self.parameters:
+            start, end = end, end + parameter.numel() * (2 if parameter.is_complex() else 1)
             tied = [tensor for tensor in self.tied.get(parameter, ()) if isinstance(tensor, nn.Parameter)]
-            if length == 0 or all(tensor.data_ptr() == place.data_ptr() for tensor in (parameter, *tied)):
+            if start == end or all(tensor.data_ptr() == first + start * size for tensor in (parameter, *tied)):
                 continue
+            place = self.buffer[start:end]
             kind = place.dtype.to_complex() if parameter.is_complex() else place.dtype
-            fits = (parameter.dtype, parameter.device) == (kind, place.device) and sum(lengths) == len(self.buffer)
+            whole = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.parameters) == len(self.buffer)
+            fits = (parameter.dtype, parameter.device) == (kind, place.device) and whole
             if tied or not take_back or not fits:
                 raise RuntimeError(
                     f"A parameter of shape {tuple(parameter.shape)} was given other memory after set-up (an assignment "

@@ -269,7 +269,7 @@ def _single(planning: Planning, part: Any, loader: Any) -> Any:
     last = last_batch_size(loader, strategy.distributed_sampler_kwargs["num_replicas"])
     multiple = strategy.options.division[1]
     module = planning.trainer.lightning_module
-    if last is None or hasattr(module, "split_batch"):
+    if last is None or hasattr(module, "split_batch") or planning.trainer.limit_train_batches != 1.0:
         return None
     if last < multiple:
         raise ConfigurationError(

@@ -334,12 +334,16 @@ def _is_data(value: Any) -> bool:
     return isinstance(value, (Tensor, np.ndarray, *GENERATORS))
 
 
+def _has_values(tensor: Tensor) -> bool:
+    return not isinstance(tensor, Placeholder) and tensor.layout is torch.strided and not tensor.is_meta
+
+
 def _digest(value: Any) -> int | None:
     """Return a digest of tensors, arrays and generators, also in containers; None of other values, since numbers may be
     a process's own (``id(parameter)``)."""
     if not _is_data(value):
         return None
-    if isinstance(value, Tensor) and value.layout is torch.strided and not isinstance(value, Placeholder):
+    if isinstance(value, Tensor) and _has_values(value):
         value = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return crc32(np.ascontiguousarray(value).tobytes())
@@ -352,8 +356,7 @@ def _digest(value: Any) -> int | None:
 def _print(value: Any) -> Any:
     """Return a print of the value, which differs when the value has changed."""
     if isinstance(value, Tensor):
-        plain = value.layout is torch.strided and not isinstance(value, Placeholder)
-        return id(value), value._version, str(value.detach().sum().item()) if plain else ""
+        return id(value), value._version, str(value.detach().sum().item()) if _has_values(value) else ""
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return str(value.dtype), value.shape, crc32(np.ascontiguousarray(value).tobytes())
     if isinstance(value, (list, tuple, deque, dict, set)) and len(value) > _MANY:

@@ -112,8 +112,8 @@ def _wait(child: int, answer: Connection, seconds: float) -> None:
             told = True
             doing = "is computing or reading" if done != before else "is waiting for something outside"
             rank_zero_info(
-                f"Rank 0 is still planning the stages: a child process ({child}) takes a batch from your data loaders "
-                f"and runs your steps on parts of it, and {doing if worked == now else 'is waiting for a lock'}."
+                f"Rank 0 waits for a child process ({child}), which tries your data loaders and, before stages are "
+                f"planned, your steps; it {doing if worked == now else 'is waiting for a lock'}."
             )
 
 

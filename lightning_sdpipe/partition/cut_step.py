@@ -32,7 +32,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.effects import Effect, EffectRecorder, Original, hear_assignments, intercept, replay
+from lightning_sdpipe.partition.effects import (
+    Effect,
+    EffectRecorder,
+    Original,
+    hear_assignments,
+    intercept,
+    kept_attributes,
+    replay,
+)
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.placeholder import refuse_placeholders
 from lightning_sdpipe.partition.travel import NOTHING_MORE, Receiving, Sending, Travel
@@ -105,6 +113,7 @@ class _Run:
     trains: bool = field(default_factory=torch.is_grad_enabled)
     next_block: int = 0
     in_block: bool = False
+    undo: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def whole(self) -> bool:
@@ -184,6 +193,8 @@ class CutModel:
             pass
         finally:
             self._run = None
+            for undo in reversed(run.undo):
+                undo()
         if run.sending is not None:
             return run.sending.message()
         refuse_placeholders(outcome, "the result of the step")
@@ -227,6 +238,8 @@ class CutModel:
         if effects is None:
             raise ConfigurationError(f"Block {self._chain[index]!r} did not run on the stage that holds it. {_AGREE}")
         run.next_block = index + 1
+        if index in self._owned:  # its attributes are those of a later micro-batch by now
+            run.undo += kept_attributes(effects, self._module)
         return replay(effects, self._module, args, kwargs)
 
     def _run_own(

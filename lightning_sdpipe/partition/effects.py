@@ -197,19 +197,21 @@ class EffectRecorder:
             self._in_hooks(True)
 
     def _containers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Place, _Container]]:
+        """Yield each container once, by the first of its places."""
+        seen: set[int] = set()
         for which, name, value in _given(args, kwargs):
             if not isinstance(value, (Tensor, *_PLAIN)):
-                yield from _nested(("argument", which, name), value)
+                yield from _nested(("argument", which, name), value, seen)
         if self._looked != _assignments.of_containers:
-            self._looked = _assignments.of_containers
+            self._looked, known = _assignments.of_containers, set[int]()
             self._kept = [
                 found
                 for module, path in self._modules.items()
                 for name, value in vars(module).items()
                 if name not in _OF_EVERY_MODULE
-                for found in _nested(("attribute", path, name), value, passed=False)
+                for found in _nested(("attribute", path, name), value, known, passed=False)
             ]
-        yield from self._kept
+        yield from ((place, container) for place, container in self._kept if id(container) not in seen)
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, str | int, Any]]:
@@ -229,24 +231,28 @@ def _written(tensor: Tensor, before: int) -> bool:
 
 
 def _nested(
-    place: Place, value: Any, depth: int = _DEPTH, *, passed: bool = True
+    place: Place, value: Any, seen: set[int], depth: int = _DEPTH, *, passed: bool = True
 ) -> Iterator[tuple[Place, _Container]]:
-    """Yield the containers in ``value``, with their places; if it is ``passed`` to a block, also those that are seen
-    there alone."""
+    """Yield the containers in ``value`` whose ids are not in ``seen``, with their places; if it is ``passed`` to a
+    block, also those that are seen there alone."""
     kind = type(value)
     if kind in _CONTAINERS and (passed or kind in (list, dict)):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
         yield place, value
     inside: Any = value
     if kind is not tuple and kind not in (_ENTERED if passed else (list, dict)):
         inside = attributes_of_object(value) if passed else None
-        if inside is None:
+        if inside is None or id(inside) in seen:
             return
+        seen.add(id(inside))
         place = (*place, ATTRIBUTES)
         yield place, inside
     if depth and (not passed or len(inside) <= _MANY):
         for key, item in inside.items() if isinstance(inside, dict) else enumerate(inside):
             if isinstance(key, (str, int)) and not isinstance(item, (Tensor, *_PLAIN)):
-                yield from _nested((*place, key), item, depth - passed, passed=passed)
+                yield from _nested((*place, key), item, seen, depth - passed, passed=passed)
 
 
 def _without(objects: dict[int, Place], output: Any) -> Any:
@@ -266,7 +272,11 @@ def _changes(place: Place, now: _Container, before: _Container) -> Iterator[Effe
         if now.dtype == object or now.tobytes() != before.tobytes():
             yield Effect("replace", place, now.copy())
         return
-    if isinstance(now, (set, deque)):
+    if isinstance(now, set):  # a copy may be in another order
+        if {id(x) for x in now} != {id(x) for x in before}:
+            yield Effect("replace", place, list(now))
+        return
+    if isinstance(now, deque):
         if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
             yield Effect("replace", place, list(now))
         return
@@ -312,6 +322,20 @@ def replay(effects: Sequence[Effect], root: nn.Module, args: tuple[Any, ...], kw
             case Effect(kind, (_, *inside), value):
                 _change(_reach((args, kwargs), inside), kind, value)
     return result
+
+
+def kept_attributes(effects: Sequence[Effect], root: nn.Module) -> list[Callable[[], None]]:
+    """Return functions that give the attributes of modules that :func:`replay` changes their values of now again."""
+    undo: list[Callable[[], None]] = []
+    for effect in effects:
+        if effect.kind == "attribute":
+            module, name = root.get_submodule(str(effect.place[0])), str(effect.place[1])
+            undo.append(partial(setattr, module, name, getattr(module, name)))
+        elif effect.place[:1] == ("attribute",):
+            _, path, name, *inside = effect.place
+            container = _reach(getattr(root.get_submodule(str(path)), str(name)), inside)
+            undo.append(partial(_change, container, "replace", container.copy()))
+    return undo
 
 
 def _run_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_sdpipe.lightning_internals import goes_one_by_one
 
@@ -28,11 +28,14 @@ def last_batch_size(loader: Any, shares: int) -> int | None:
     """Return the number of samples in the last batch of an epoch, where ``loader`` gives its samples to that many
     ``shares`` alike; None if that is not known."""
     batches = getattr(loader, "batch_sampler", None)
-    size, drops = getattr(batches, "batch_size", None), getattr(batches, "drop_last", True)
-    if not isinstance(size, int) or drops or isinstance(loader.dataset, IterableDataset):
+    if type(batches) is not BatchSampler or batches.drop_last or isinstance(loader.dataset, IterableDataset):
         return None
-    shares = 1 if isinstance(loader.sampler, DistributedSampler) else shares
-    return -(-len(loader.sampler) // shares) % size or size
+    sampler: Any = batches.sampler
+    try:
+        samples = -(-len(sampler) // (1 if isinstance(sampler, DistributedSampler) else shares))
+    except TypeError:  # a sampler need not know its length
+        return None
+    return samples % batches.batch_size or batches.batch_size
 
 
 def sample_batch(dataloaders: Any, keep: bool = True) -> Any:

@@ -175,17 +175,18 @@ class CheckpointHooks(Collectives):
             callback.file_exists = knowing(callback)
 
         def undo() -> None:
+            self._begun.clear()
             for callback in callbacks:
                 vars(callback).pop("file_exists", None)
 
         return undo
 
     def remove_checkpoint(self, filepath: Any) -> None:
+        self._begun -= {str(filepath)}  # on all ranks alike: asking whether a file exists is a collective
         if self._lacks_checkpoint:  # the checkpoint to be removed may be the last one
             return
         if self.is_global_zero:
             self._checkpoints.wait()
-        self._begun -= {str(filepath)}
         super().remove_checkpoint(filepath)
 
     def _random_states(self) -> dict[str, Any]:

@@ -242,7 +242,8 @@ class SDPipeStrategy(SetupHooks):
             loader.compare(self.groups, self.root_device)
             self._split = split_of(loader, self.mesh.num_pipelines)
             self._batches.deal(dataloader, self._split)
-            if said := unlike_samples(dataloader, self.mesh.num_pipelines, self.groups.stage):
+            compared, self._compared = self._compared, True
+            if not compared and (said := unlike_samples(dataloader, self.mesh.num_pipelines, self.groups.stage)):
                 rank_zero_warn(said)
         return loader
 
@@ -347,7 +348,7 @@ class SDPipeStrategy(SetupHooks):
     def teardown(self) -> None:
         for undo in self._undo:
             undo()
-        self._undo = ()
+        self._undo, self._compared = (), False
         try:
             if self._assembled is not None:
                 self._take_apart(self._assembled)

@@ -45,6 +45,7 @@ class TrainingSetup(CheckpointHooks):
     """Hooks that make a worker ready for a run."""
 
     _undo: Sequence[Callable[[], None]] = ()
+    _compared = False  # whether this run's pipelines have compared their training data
 
     def _prepare_training(self, trainer: Trainer) -> None:
         """Make the objects that the strategy's hooks call, and adapt Lightning's loop and callbacks to them."""

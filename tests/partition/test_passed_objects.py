@@ -82,6 +82,40 @@ def blocks(kind: type[nn.Linear]) -> nn.ModuleList:
     return nn.ModuleList(kind(4, 4) for _ in range(4))
 
 
+class Layer:
+    def __init__(self, whole: Whole) -> None:
+        self.whole = whole
+
+
+class Whole:
+    """Its parts know it, and it has a set whose copy may be in another order."""
+
+    def __init__(self) -> None:
+        self.layers = [Layer(self) for _ in range(3)]
+        self.seen: list[Tensor] = []
+        self.known = set(map(Layer, [self] * 20))
+        for one in list(self.known)[::2]:
+            self.known.discard(one)
+
+
+class Counting(nn.Linear):
+    def forward(self, x: Tensor, whole: Whole, seen: list[Tensor]) -> Tensor:  # type: ignore[override]
+        seen.append(x.mean())
+        return super().forward(x) * len(whole.layers[0].whole.seen) / len(whole.known)
+
+
+def in_circles(model: Any, batch: Tensor) -> Tensor:
+    whole, x = Whole(), batch
+    for block in model:
+        x = block(x, whole, whole.seen)
+    return x.sum() + sum(whole.seen)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_what_is_reached_in_several_ways_changes_once(stages: int) -> None:
+    assert_equal_when_cut(Stepping(blocks(Counting), in_circles), [torch.randn(3, 4), torch.randn(3, 4)], stages)
+
+
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize(("kind", "step"), [(Block, passing), (Returning, returning)])
 def test_what_blocks_change_in_an_object_that_they_are_given(kind: Any, step: Any, stages: int) -> None:

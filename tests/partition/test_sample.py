@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_sdpipe.partition.sample import last_batch_size, sample_batch
 
@@ -36,6 +36,8 @@ def test_the_size_of_the_last_batch_is_known(size: int, options: Any, shares: in
 def test_the_size_of_the_last_batch_of_a_shard_or_a_stream() -> None:
     assert last_batch_size(DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 0)), 2) == 1
     assert last_batch_size(DataLoader(Stream(), 2), 1) is None
+    assert last_batch_size(DataLoader(DATA, batch_sampler=BatchSampler(range(3), 2, False)), 1) == 1
+    assert last_batch_size(DataLoader(DATA, 2, sampler=iter(range(3))), 1) is None  # type: ignore[arg-type]
 
 
 class Stream(IterableDataset[float]):

@@ -6,13 +6,14 @@ encrypted with the keys of the run; nothing else is read, and nothing is ever se
 else, or nothing in time, is closed, so strangers hold few descriptors.
 
 The kernel of the other machine also answers for a process that says nothing, since it is stopped, or a long call holds
-the GIL: TCP's keepalive asks it, and :meth:`Lines.answers` reads when it last replied. Such a connection is never
-closed for want of replies: networks come back.
+the GIL: TCP's keepalive asks it, and :meth:`Lines.answers` reads when it last replied. A connection that the kernel
+gives up for want of replies does not mean that a process has ended: networks come back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import selectors
@@ -33,6 +34,7 @@ SPEAKS_WITHIN = 10.0
 MAX_SILENT = 64
 """Most connections that have not said their nonce; one more closes the oldest. A process says its nonce at once."""
 PROBES_PER_LIMIT, MOST_PROBES = 8, 127
+_OUT_OF_REACH = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 _LAST_REPLY = 56
 """Offset in Linux's ``tcp_info`` of the milliseconds since the peer's kernel last acknowledged anything."""
 
@@ -166,7 +168,10 @@ class Lifelines:
             data = connection.recv(NONCE_BYTES + 1)
         except BlockingIOError:
             return b""
-        except OSError:
+        except OSError as error:
+            if error.errno in _OUT_OF_REACH:
+                self._drop(connection)
+                return b""
             data = b""
         said = len(data) == NONCE_BYTES  # a nonce fits into any segment
         if connection in self._silent and said and self._lines.knows(data):

@@ -1,9 +1,8 @@
 """Registry of the process groups of an elastic run's workers, and of groups that wait until their members share one.
 
 A worker makes a process group of its stage's replicas for each epoch of membership, in a thread, and reports which it
-holds. A group that is decided before its
-members share one is kept for the few milliseconds that this takes, or until the epoch is announced anew. A group with
-passive members is not kept: the others go on without these.
+holds. A group that is decided before its members share one is kept for the few milliseconds that this takes, or until
+the epoch is announced anew. A group with passive members is not kept: the others go on without these.
 """
 
 from __future__ import annotations
