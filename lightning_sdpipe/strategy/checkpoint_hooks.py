@@ -175,7 +175,7 @@ class CheckpointHooks(Collectives):
             callback.file_exists = knowing(callback)
 
         def undo() -> None:
-            self._begun.clear()
+            self._begun = frozenset()
             for callback in callbacks:
                 vars(callback).pop("file_exists", None)
 
