@@ -62,6 +62,7 @@ OVERRIDDEN = {
     "_collect_rank_zero_results": "MultiProcessingLauncher: a part of a module is not brought home",
     "_configure_launcher": "Strategy: the launchers check before they start anything",
     "_get_process_group_backend": "DDPStrategy: tensors on the CPU travel, too",
+    "_recover_results_in_main_process": "MultiProcessingLauncher: buffers that have grown find room",
     "_run": "ChildProcessObserver: the others end only if this process does not know that one has failed",
     "_wrapping_function": "MultiProcessingLauncher: a worker tells the others why it fails",
 }

@@ -40,10 +40,10 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 41_600,
-    "code lines of recipes, without baselines and tools": 8_233,
-    "code lines of tests": 43_200,
-    "statements that raise something": 660,
+    "code lines of the package": 39_050,
+    "code lines of recipes, without baselines and tools": 6_200,
+    "code lines of tests": 42_400,
+    "statements that raise something": 640,
     "types of messages, events, decisions and effects": 103,
 }
 """The largest values allowed. A commit that lowers one lowers its bar; a feature that needs more says how much."""

@@ -103,6 +103,10 @@ SYMBOLS = [
         *("worker.launching.launcher.WholeModelLauncher", "trainer results"),
     ),
     Symbol(
+        *(_PROCESSES, "_recover_results_in_main_process", "makes room for buffers that have grown"),
+        *("worker.launching.launcher.WholeModelLauncher", "worker_output trainer"),
+    ),
+    Symbol(
         *(_PROCESSES, "_wrapping_function", "tells other workers of a failure"),
         *(
             "worker.launching.launcher.WholeModelLauncher",

@@ -31,7 +31,15 @@ from lightning_sdpipe.lightning_results import is_metric, metrics_of, pack_metri
 from lightning_sdpipe.loop.user_hooks import StandIn, is_gathered
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.partition.placeholder import Placeholder
-from lightning_sdpipe.partition.python_values import GENERATORS, LARGEST, NotPackedError, is_of_the_user, pack, unpack
+from lightning_sdpipe.partition.python_values import (
+    GENERATORS,
+    LARGEST,
+    NotPackedError,
+    has_values,
+    is_of_the_user,
+    pack,
+    unpack,
+)
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _TAG = 2**31 - 8  # that no link uses
@@ -220,7 +228,8 @@ class PythonState:
         before, self._before = self._before or {}, None
         places = self._places()
         gone: list[_Change] = [(address, "gone", None) for address in before.keys() - places.keys()]
-        changed = (a for a, place in places.items() if a not in before or before[a] != _print(place.value))
+        here = ((a, place) for a, place in places.items() if not isinstance(place.value, Placeholder))
+        changed = (a for a, place in here if a not in before or before[a] != _print(place.value))
         return gone + [_packed(address, places[address]) for address in changed]
 
     def _values(self) -> list[_Change]:
@@ -334,16 +343,12 @@ def _is_data(value: Any) -> bool:
     return isinstance(value, (Tensor, np.ndarray, *GENERATORS))
 
 
-def _has_values(tensor: Tensor) -> bool:
-    return not isinstance(tensor, Placeholder) and tensor.layout is torch.strided and not tensor.is_meta
-
-
 def _digest(value: Any) -> int | None:
     """Return a digest of tensors, arrays and generators, also in containers; None of other values, since numbers may be
     a process's own (``id(parameter)``)."""
     if not _is_data(value):
         return None
-    if isinstance(value, Tensor) and _has_values(value):
+    if isinstance(value, Tensor) and has_values(value):
         value = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return crc32(np.ascontiguousarray(value).tobytes())
@@ -356,7 +361,7 @@ def _digest(value: Any) -> int | None:
 def _print(value: Any) -> Any:
     """Return a print of the value, which differs when the value has changed."""
     if isinstance(value, Tensor):
-        return id(value), value._version, str(value.detach().sum().item()) if _has_values(value) else ""
+        return id(value), value._version, str(value.detach().sum().item()) if has_values(value) else ""
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return str(value.dtype), value.shape, crc32(np.ascontiguousarray(value).tobytes())
     if isinstance(value, (list, tuple, deque, dict, set)) and len(value) > _MANY:

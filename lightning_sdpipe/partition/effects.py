@@ -332,8 +332,8 @@ def kept_attributes(effects: Sequence[Effect], root: nn.Module) -> list[Callable
             module, name = root.get_submodule(str(effect.place[0])), str(effect.place[1])
             undo.append(partial(setattr, module, name, getattr(module, name)))
         elif effect.place[:1] == ("attribute",):
-            _, path, name, *inside = effect.place
-            container = _reach(getattr(root.get_submodule(str(path)), str(name)), inside)
+            _, path, attribute, *inside = effect.place
+            container = _reach(getattr(root.get_submodule(str(path)), str(attribute)), inside)
             undo.append(partial(_change, container, "replace", container.copy()))
     return undo
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_sdpipe.partition.placeholder import Placeholder
+
 Packed = Any  # what JSON can hold
 LARGEST = 2**20  # bytes of all tensors and arrays in one value
 
@@ -44,7 +46,7 @@ def pack(value: Any) -> Packed:
 def _pack(value: Any, left: list[int]) -> Packed:
     if type(value) in _PLAIN:
         return value
-    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
+    if isinstance(value, Tensor) and has_values(value):
         dtype = str(value.dtype).removeprefix("torch.")
         _take(value.numel() * value.element_size(), left)
         data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -64,6 +66,11 @@ def _pack(value: Any, left: list[int]) -> Packed:
         items = sorted(value, key=repr) if kind == "set" else value
         return {kind: [_pack(item, left) for item in items]}
     raise NotPackedError(type(value).__name__)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether the values of ``tensor`` are here, in memory of its own."""
+    return not isinstance(tensor, Placeholder) and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def unpack(packed: Packed, now: Any, device: torch.device) -> Any:

@@ -24,14 +24,12 @@ from lightning_sdpipe.scheduler.log.status import BROKEN_REMEMBERED, Overview
 from lightning_sdpipe.scheduler.server import server
 from lightning_sdpipe.scheduler.server.group_delivery import MOST_OPEN
 from lightning_sdpipe.scheduler.server.key_value_store import MAX_KEY_CHARACTERS, KeyValueStore, StoreFull
-from lightning_sdpipe.scheduler.server.lifelines import MAX_SILENT, NONCE_BYTES, Lifelines
+from lightning_sdpipe.scheduler.server.lifelines import MAX_SILENT, NONCE_BYTES, Lifelines, Lines
 from lightning_sdpipe.scheduler.server.server import Server
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 from lightning_sdpipe.scheduler.server.session import ReportedAnswers
 from tests.patience import until
 from tests.scheduler.live_scheduler import serving
-
-KNOWN = b"k" * NONCE_BYTES
 
 
 @contextmanager
@@ -72,10 +70,12 @@ def test_status_that_is_asked_for_and_never_read_is_dropped() -> None:
 def test_connections_without_a_nonce_of_the_run_hold_no_descriptors() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as heard:
         heard.bind("inproc://heard")
-        lifelines = Lifelines(context, "127.0.0.1", 0, "inproc://heard", b"lines", lambda nonce: nonce == KNOWN)
+        lines = Lines()
+        known = lines.give(Worker(0, 0), 1)
+        lifelines = Lifelines(context, "127.0.0.1", 0, "inproc://heard", b"lines", lines, 30.0)
         with lifelines:
             process = sockets.create_connection(("127.0.0.1", lifelines.port))
-            process.sendall(KNOWN)
+            process.sendall(known)
             before = len(os.listdir("/proc/self/fd"))
             strangers = []
             for number in range(4 * MAX_SILENT):
@@ -85,7 +85,7 @@ def test_connections_without_a_nonce_of_the_run_hold_no_descriptors() -> None:
             until(lambda: len(os.listdir("/proc/self/fd")) - before - len(strangers) <= MAX_SILENT + 1)
             process.close()
             assert heard.poll(10_000), "the end of a process is heard of all the same"
-            assert heard.recv_multipart() == [b"lines", KNOWN]
+            assert heard.recv_multipart() == [b"lines", known]
             for each in strangers:
                 each.close()
 

@@ -68,7 +68,7 @@ def test_a_program_that_has_left_its_directory_is_told_so(tmp_path: Path, monkey
     script.touch()
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setattr(__main__, "__spec__", None)
-    monkeypatch.setattr(__main__, "__file__", str(script))
+    monkeypatch.setattr(__main__, "__file__", str(script), raising=False)
     launcher = CheckingLauncher(LightningEnvironment(), 2, 1, lambda *_: None, 1.0)
     with pytest.raises(ConfigurationError, match=rf"started as 'train.py', .*\(os.chdir\).* Start it as '{script}'"):
         launcher._start_children()
