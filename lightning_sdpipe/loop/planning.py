@@ -201,8 +201,11 @@ def _made(planning: Planning, steps: Sequence[StepCalls]) -> list[plan.Plan]:
         step = next((step for step in steps if step.trains), steps[0])
         try:
             return rehearsal.count(module, step, rates_of(planning.device), planning.device)
-        except Exception:
-            return None  # the rehearsal meets the same, and says so
+        except Exception as error:  # what is not allowed in a step is refused when the real one runs
+            planning.notes.append(
+                f"The work of a step could not be counted ({type(error).__name__}: {error}), so bytes decide the cut."
+            )
+            return None
 
     def rehearse(chain: Sequence[str]) -> RehearsalResult | None:
         if not steps:
