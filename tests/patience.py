@@ -79,9 +79,12 @@ def until(holds: Callable[[], Found], say: Callable[[], object] = str) -> Found:
 
 
 def limit(seconds: float = 20.0) -> timedelta:
-    """A limit of the product, longer by as much as this test run has waited for cores so far."""
+    """A limit of the product, longer by as much as this test run has waited for cores so far. The test is not called
+    stuck before it, since the product's own error tells more."""
     run, waited = _watch.spent
-    return timedelta(seconds=min(LONGEST, seconds * (1 + waited / max(run, 1))))
+    seconds = min(LONGEST, seconds * (1 + waited / max(run, 1)))
+    _watch.silence = max(_watch.silence, 1.5 * seconds)
+    return timedelta(seconds=seconds)
 
 
 def spent(process: int, thread: int) -> tuple[int, int]:

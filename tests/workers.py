@@ -8,6 +8,7 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Collection
+from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,11 +53,11 @@ def listening(port: int | None = None) -> list[str]:
 def run_workers(count: int, work: Callable[..., Any], *arguments: Any, lost: Collection[int] = ()) -> list[Any]:
     """What ``work(rank, *arguments)`` returns on each of ``count`` ranks, None for those that get ``lost`` without a
     word; raises what the first failing one raised."""
-    context = multiprocessing.get_context("fork")
+    context, timeout = multiprocessing.get_context("fork"), limit()
     with tempfile.TemporaryDirectory() as directory:
         pipes = [context.Pipe() for _ in range(count)]
         processes = [
-            context.Process(target=_worker, args=(rank, count, directory, send, work, arguments))
+            context.Process(target=_worker, args=(rank, count, directory, timeout, send, work, arguments))
             for rank, (_, send) in enumerate(pipes)
         ]
         openmp.end_threads()
@@ -97,12 +98,18 @@ def _outcomes(pipes: dict[int, Connection]) -> dict[int, tuple[bool, Any]]:
 
 
 def _worker(
-    rank: int, count: int, directory: str, send: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    count: int,
+    directory: str,
+    timeout: timedelta,
+    send: Connection,
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=count, timeout=limit()
+            "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=count, timeout=timeout
         )
         dist.barrier()  # a rank with nothing to do would close its connections while another still makes them
         outcome = True, work(rank, *arguments)
