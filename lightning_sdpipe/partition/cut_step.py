@@ -5,20 +5,12 @@ For a block of an earlier stage a stand-in repeats the effects of the block's ca
 :class:`~lightning_sdpipe.partition.placeholder.Placeholder`. The stage's own blocks run. The step ends when the stage's
 last block has returned, or when a block of a later stage is called since the last one was skipped. Only the last stage
 reaches the end.
-
-A model that is larger than one worker never runs whole in one process before training, so nothing tells which values a
-later stage will use. But the stage that runs a block can see what Python still refers to when the call has returned. So
-it notices a tensor that the block leaves where no stand-in can leave one.
 """
 
 from __future__ import annotations
 
-import gc
-import logging
 import sys
-import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,14 +18,11 @@ from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.effects import (
-    Effect,
     EffectRecorder,
     Original,
     hear_assignments,
@@ -45,63 +34,6 @@ from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.placeholder import refuse_placeholders
 from lightning_sdpipe.partition.travel import NOTHING_MORE, Receiving, Sending, Travel
 from lightning_sdpipe.random_streams import RandomStreams
-
-
-class Made(TorchDispatchMode):
-    """Remembers the tensors that operations make within its context."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._references: list[weakref.ref[Tensor]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        outcome = func(*args, **(kwargs or {}))
-        self._references += (weakref.ref(leaf) for leaf in tree_leaves(outcome) if isinstance(leaf, Tensor))
-        return outcome
-
-    def kept_elsewhere(self, effects: Iterable[Effect]) -> list[str]:
-        """Return descriptions of what refers to a tensor that was made, still lives, and is in none of ``effects``."""
-        handed_on = {id(leaf) for effect in effects for leaf in tree_leaves(effect.value)}
-        alive = (reference() for reference in self._references)
-        left = [tensor for tensor in alive if tensor is not None and id(tensor) not in handed_on]
-        return sorted(set(_holders(left, {id(left)})))
-
-
-_CONTAINERS = (list, dict, tuple, set, types.CellType)
-_DEPTH = 4  # of containers in containers
-
-
-def _holders(values: list[Any], passed: set[int], depth: int = _DEPTH) -> Iterator[str]:
-    """Yield descriptions of the objects by which user code would reach any of ``values``. References of torch's own,
-    for the backward and for checkpoints, are left out."""
-    holders = gc.get_referrers(*values) if values else []
-    passed.add(id(holders))
-    containers = []
-    for holder in holders:
-        if id(holder) in passed or isinstance(holder, (types.FrameType, types.GeneratorType)):
-            continue
-        passed.add(id(holder))
-        if isinstance(holder, dict) and "__builtins__" in holder:
-            yield f"a variable of the module {holder['__name__']}"
-        elif isinstance(holder, type):
-            yield f"the class {holder.__qualname__}"
-        elif isinstance(holder, _CONTAINERS):
-            containers.append(holder)
-        elif not _is_of_torch(holder):
-            yield f"{type(holder).__qualname__} {getattr(holder, '__qualname__', '')}".rstrip()
-    passed.add(id(containers))
-    if depth:
-        yield from _holders(containers, passed, depth - 1)
-
-
-def _is_of_torch(holder: Any) -> bool:
-    module = holder.__module__ if isinstance(holder, types.FunctionType) else type(holder).__module__
-    return str(module).startswith("torch.") or isinstance(holder, torch.autograd.function.FunctionCtx)
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -144,7 +76,6 @@ class CutModel:
         self._device = device
         self._streams_of = [crc32(path.encode()) for path in chain]
         self._run: _Run | None = None
-        self._looked: set[int] = set()
         self._watches = {
             index: EffectRecorder(chain[index], module.get_submodule(chain[index])) for index in self._owned
         }
@@ -256,8 +187,7 @@ class CutModel:
         try:
             if run.sending is None:
                 return original(*args, **kwargs)
-            call = partial(self._watches[index].call, original, args, kwargs)
-            output, effects = call() if run.rehearsed else self._look_for_escapes(index, call)
+            output, effects = self._watches[index].call(original, args, kwargs)
         finally:
             run.in_block = False
         refuse_placeholders(output, f"block {self._chain[index]!r}")
@@ -265,24 +195,6 @@ class CutModel:
         if index == run.span.stop - 1:
             self._end(run, index)
         return output
-
-    def _look_for_escapes(self, index: int, call: Callable[[], tuple[Any, list[Effect]]]) -> tuple[Any, list[Effect]]:
-        """Warn the user of values that later stages would not see, since without a rehearsal their use is not
-        known."""
-        if index in self._looked:
-            return call()
-        self._looked.add(index)
-        with Made() as made:
-            output, effects = call()
-        places = made.kept_elsewhere(effects)
-        if places:
-            log.warning(
-                "Block %r keeps tensors in %s, where later stages do not see them. If the step uses them there, its "
-                "result is wrong: let the block return them, or keep them in attributes of its own.",
-                self._chain[index],
-                ", ".join(places),
-            )
-        return output, effects
 
     def _check_skipped(self, run: _Run, until: int) -> None:
         """Check that the blocks of earlier stages which were not called here have not run there either."""
