@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import StrEnum
@@ -313,12 +313,13 @@ def steps_between_saves(callback: Callback) -> int:
     return steps
 
 
-def take_groups_to_restore(callback: BaseFinetuning) -> list[dict[str, Any]]:
-    """Take the optimizer's groups that ``callback`` has loaded from a checkpoint; it then does not restore them."""
+def take_groups_to_restore(callback: BaseFinetuning) -> Mapping[int, list[dict[str, Any]]]:
+    """Take the groups of each optimizer that ``callback`` has loaded from a checkpoint; it then does not restore
+    them."""
     if not callback._restarting:
-        return []
+        return {}
     callback._restarting = False
-    return callback._internal_optimizer_metadata.get(0, [])
+    return callback._internal_optimizer_metadata
 
 
 def known_version(logger: Any) -> Any:

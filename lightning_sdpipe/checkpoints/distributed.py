@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +48,11 @@ _MODULES = ("state_dict", "current_model_state")
 """States of the module that a checkpoint may have: the second is there if the first is an average over time."""
 _OF_MODULES = tuple(f"{kind}." for kind in _MODULES)
 _PART = ".part"
+
+
+def _of(number: int) -> str:
+    """Return the kind of the states of optimizer ``number``."""
+    return f"{_OPTIMIZER}_{number}" if number else _OPTIMIZER
 
 
 def is_distributed(path: str | Path) -> bool:
@@ -104,10 +109,10 @@ class DistributedWriter:
         self.wait()
         states = {kind: checkpoint.pop(kind) for kind in _MODULES if kind in checkpoint}
         parts = {kind: state if self._row == 0 else {} for kind, state in states.items()}
-        for optimizer in checkpoint.get("optimizer_states", ()):
+        for number, optimizer in enumerate(checkpoint.get("optimizer_states", ())):
             moments = optimizer["state"]
             optimizer["state"] = {key: moments.pop(key) for key in list(moments) if not isinstance(key, int)}
-            parts[_OPTIMIZER] = {str(self._row): {str(place): state for place, state in moments.items()}}
+            parts[_of(number)] = {str(self._row): {str(place): state for place, state in moments.items()}}
         part = path.with_name(f".{path.name}{_PART}") if publisher is None else beside_it(path, publisher.mark, _PART)
         if self._groups.rank == 0:
             _remove(part)
@@ -187,14 +192,14 @@ def _remove(path: Path) -> None:
 
 
 def read_part(
-    path: Path, ownership: Ownership, places: Mapping[int, Any], groups: ProcessGroups, files: CheckpointIO
+    path: Path, ownership: Ownership, places: Sequence[Container[int]], groups: ProcessGroups, files: CheckpointIO
 ) -> dict[str, Any]:
     """Read the part of the checkpoint in ``path`` that this rank needs; of the rest only the names and shapes.
 
     Args:
         path: a directory for which :func:`is_distributed` holds.
         ownership: the owners of the parameters.
-        places: the places of this stage's parameters in the whole optimizer.
+        places: the places of this stage's parameters in each whole optimizer.
         groups: the process groups of this rank. A run with more pipelines than the saved one reuses their optimizers'
             states in turn.
         files: reads the file with the rest.
@@ -203,15 +208,20 @@ def read_part(
     metadata = _metadata(path)
     saved = metadata.state_dict_metadata
     pipelines = {key.split(".")[1] for key in saved if key.startswith(f"{_OPTIMIZER}.")}
-    source = f"{_OPTIMIZER}.{pipeline % max(1, len(pipelines))}."
+    row = pipeline % max(1, len(pipelines))
+    sources = {f"{_of(number)}.{row}": own for number, own in enumerate(places)}
     wanted: list[str] = []
     absent: dict[str, dict[str, Any]] = {}
     for key, entry in saved.items():
         kind, _, name = key.partition(".")
         if kind in _MODULES and stage not in ownership.stages.get(name, (stage,)):
             absent.setdefault(kind, {})[name] = _empty(entry, "meta")
-        elif kind in _MODULES or (key.startswith(source) and int(key.split(".")[2]) in places):
+        elif kind in _MODULES:
             wanted.append(key)
+        else:
+            optimizer, of_row, place, *_ = key.split(".")
+            if int(place) in sources.get(f"{optimizer}.{of_row}", ()):
+                wanted.append(key)
     checkpoint = _read(path, metadata, wanted, files)
     return checkpoint | {kind: others | checkpoint.get(kind, {}) for kind, others in absent.items()}
 
@@ -220,7 +230,8 @@ def read_whole(path: Path, files: CheckpointIO) -> dict[str, Any]:
     """Read the checkpoint in ``path`` as one file would hold it; the optimizer's state is that of the first
     pipeline."""
     metadata = _metadata(path)
-    wanted = [key for key in metadata.state_dict_metadata if key.startswith((*_OF_MODULES, f"{_OPTIMIZER}.0."))]
+    keys = metadata.state_dict_metadata
+    wanted = [key for key in keys if key.startswith(_OF_MODULES) or key.split(".")[1] == "0"]
     return _read(path, metadata, wanted, files)
 
 
@@ -248,12 +259,11 @@ def _read(path: Path, metadata: Metadata, wanted: Sequence[str], files: Checkpoi
     checkpoint |= {"state_dict": {}, **nested}
     for optimizer in checkpoint.get("optimizer_states", ()):
         optimizer.setdefault("state", {})
+    by_kind = {_of(number): optimizer for number, optimizer in enumerate(checkpoint.get("optimizer_states", ()))}
     for key, value in values.items():
-        if key in held:
-            continue
-        for optimizer in checkpoint.get("optimizer_states", ()):
-            _, _, place, name = key.split(".", 3)
-            optimizer["state"].setdefault(int(place), {})[name] = value
+        if key not in held:
+            kind, _, place, name = key.split(".", 3)
+            by_kind[kind]["state"].setdefault(int(place), {})[name] = value
     return checkpoint
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,26 +39,29 @@ class Checkpoints:
         self._ownership = ownership
         self._groups = groups
         self._stage, _ = groups.mesh.locate(groups.rank)
-        self._optimizer: whole.OptimizerParts | None = None
+        self._optimizers: list[tuple[Optimizer, whole.OptimizerParts]] = []
         self._writer: DistributedWriter | None = None
 
     def holds(self, name: str) -> bool:
         """Return whether this worker holds the parameter or buffer ``name``."""
         return self._stage in self._ownership.owners(name)
 
-    def take_part_of(self, optimizer: Optimizer) -> None:
-        """Drop the parameters of other stages from the optimizer of the whole module, and remember their places."""
-        self._optimizer = whole.OptimizerParts(optimizer, self._module, self._ownership, self._stage)
+    def take_part_of(self, optimizers: Sequence[Optimizer]) -> None:
+        """Drop the parameters of other stages from optimizers of the whole module, and remember their places."""
+        self._optimizers = [
+            (each, whole.OptimizerParts(each, self._module, self._ownership, self._stage)) for each in optimizers
+        ]
 
     def whole_groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Return the optimizer's groups with the parameters of all stages."""
-        return self._parts.groups(optimizer)
+        return self._parts(optimizer).groups(optimizer)
 
     @contextmanager
-    def whole_groups_shown(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Show the parameters of all stages in the optimizer's own groups within the context, if there is an
-        optimizer."""
-        with self._optimizer.shown(optimizers[0]) if self._optimizer and optimizers else nullcontext():
+    def whole_groups_shown(self) -> Iterator[None]:
+        """Show the parameters of all stages in the optimizers' own groups within the context."""
+        with ExitStack() as shown:
+            for optimizer, parts in self._optimizers:
+                shown.enter_context(parts.shown(optimizer))
             yield
 
     def module_state(self) -> dict[str, Any]:
@@ -91,14 +94,15 @@ class Checkpoints:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state in the same way as :meth:`module_state`."""
+        parts = self._parts(optimizer)
         if self.only_held:
-            return self._parts.held(optimizer)
+            return parts.held(optimizer)
         if self.distributed:
-            return self._parts.part(optimizer, self._stage)
-        return self._parts.gather(optimizer, self._groups)
+            return parts.part(optimizer, self._stage)
+        return parts.gather(optimizer, self._groups)
 
     def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        self._parts.load(optimizer, state)
+        self._parts(optimizer).load(optimizer, state)
 
     def save(
         self, checkpoint: dict[str, Any], path: Path, files: CheckpointIO, publisher: Publisher | None = None
@@ -110,7 +114,7 @@ class Checkpoints:
 
     def load(self, path: Path, files: CheckpointIO) -> dict[str, Any]:
         """Read the part of a distributed checkpoint that this worker needs."""
-        places = self._optimizer.places if self._optimizer else {}
+        places = [parts.places for _, parts in self._optimizers]
         return read_part(path, self._ownership, places, self._groups, files)
 
     def wait(self) -> None:
@@ -118,7 +122,5 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.wait()
 
-    @property
-    def _parts(self) -> whole.OptimizerParts:
-        assert self._optimizer is not None, "setup_optimizers calls take_part_of"
-        return self._optimizer
+    def _parts(self, optimizer: Optimizer) -> whole.OptimizerParts:
+        return next(parts for each, parts in self._optimizers if each is optimizer)

@@ -100,7 +100,8 @@ class DealtBatchSource:
         self._num_pipelines = groups.mesh.num_pipelines
         _, pipeline = groups.mesh.locate(groups.rank)
         self._home = pipeline % self._num_pipelines  # there may be more pipelines than shards
-        self._counters = EqualSplit(trainer, lambda: self._closes)
+        self._by_hand = not trainer.lightning_module.automatic_optimization
+        self._counters = EqualSplit(trainer, lambda: self._closes, self._by_hand)
         self._split: Split | None = None
         self._dealt: DealtBatches | None = None  # None if the loader's batches cannot be
         self._segment: Segment | None = None
@@ -190,7 +191,7 @@ class DealtBatchSource:
     def change(self) -> None:
         """Make the trainer's loop take these turns."""
         loop: Any = self._trainer.fit_loop.epoch_loop
-        optimization = loop.automatic_optimization
+        optimization, by_hand = loop.automatic_optimization, loop.manual_optimization
         check_validation = current(loop, Method.VALIDATES)
 
         def underway() -> bool:
@@ -204,6 +205,12 @@ class DealtBatchSource:
             self._end_turn()
             return output
 
+        def run_by_hand(kwargs: Any) -> Any:
+            output = type(by_hand).run(by_hand, kwargs)
+            if self._segment is not None:
+                self._end_turn()
+            return output
+
         def should_accumulate() -> bool:
             return not self._closes if self._segment is not None else of_its_class(loop, Method.ACCUMULATES)()
 
@@ -213,7 +220,7 @@ class DealtBatchSource:
             else:
                 type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
 
-        optimization.run = run
+        optimization.run, by_hand.run = run, run_by_hand
         replace(loop, Method.ACCUMULATES, should_accumulate)
         loop.update_lr_schedulers = update_lr_schedulers
         replace(loop, Method.VALIDATES, lambda fetcher: not underway() and check_validation(fetcher))
@@ -259,7 +266,8 @@ class DealtBatchSource:
             self._run_out()
 
     def _segment_from(self, start: int) -> Segment:
-        return Segment(self._run, self._trainer.current_epoch, start, next_sync_point(self._trainer, self._checks))
+        stop = next_sync_point(self._trainer, self._checks, self._by_hand)
+        return Segment(self._run, self._trainer.current_epoch, start, stop)
 
     @property
     def _final(self) -> bool:
@@ -301,7 +309,7 @@ class DealtBatchSource:
     def _end_turn(self) -> None:
         split, segment = self._counters, self._segment
         assert segment is not None
-        before = split.number - 1  # Lightning has counted this turn
+        before, trained = split.number - 1, self._now is not None  # Lightning has counted this turn
         if self._now is not None:
             self._trained += 1
             self._client.trained(self._trained - self._turns.unfinished, self._turns.loose)
@@ -310,10 +318,12 @@ class DealtBatchSource:
                 self._run_out()
         self._accumulated = 0 if self._closes else self._accumulated + (self._now is not None)
         if self._over:
-            split.advance(before, segment.stop)
+            split.advance(before, segment.stop, trained)
             self._turns.end_dealt()
+            with self._turns.first_failure:
+                split.agree(self._checks.from_leader)
         else:
-            split.advance(before, min(max(self._reached(before), before), segment.stop - 1))
+            split.advance(before, min(max(self._reached(before), before), segment.stop - 1), trained)
 
     def _reached(self, before: int) -> int:
         """Return what each of equal pipelines has trained before the next batch of this one."""

@@ -136,6 +136,11 @@ class StreamSwitches:
         self._updates += 1
         self.between_steps(Point.UPDATED)
 
+    def go_on(self, optimizer: object) -> None:
+        """An optimizer has stepped within a training step, whose draws go on in another stream of its batch."""
+        self.end_update(optimizer)
+        self._streams.begin(*self.stream, 0, self._updates)
+
     def _end_closure(self, model: Any, optimizer: Any) -> None:
         """Begin the stream of the optimizer's step: gradients are there, and hooks and clipping have had them."""
         self._after_closure(model, optimizer)

@@ -7,6 +7,7 @@ turn of the loop is one batch of this pipeline, in which they advance by one, by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,22 +30,26 @@ class EqualSplit:
     Args:
         trainer: about to fit.
         closes: returns whether the batch of this turn ends an accumulation of gradients of this pipeline.
+        by_hand: whether the training step steps optimizers itself, as often as it likes (manual optimization). Then
+            each of equal pipelines is taken to step as often on a batch as this one has in this segment.
     """
 
-    def __init__(self, trainer: Trainer, closes: Callable[[], bool]) -> None:
+    def __init__(self, trainer: Trainer, closes: Callable[[], bool], by_hand: bool = False) -> None:
         self._trainer = trainer
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._closes = closes
+        self._by_hand = by_hand
         self._passed = range(0)
+        self._start = self._made = self._turns = 0
 
     def begin(self) -> None:
         """Begin a segment where the counters are."""
         loop = self._loop
-        steps = self._steps(self.number)
-        progress, updates = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
-        self._earlier_batches = progress.total.ready - progress.current.ready
-        self._earlier_updates = updates.total.completed - steps, updates.current.completed - steps
-        self._earlier_logs = logged_steps(self._trainer) - steps
+        self._start, self._made, self._turns = self.number, 0, 0
+        progress, counted = loop.batch_progress, self._counted(self.number)
+        self._earlier_batches, self._counted_last = progress.total.ready - progress.current.ready, counted
+        self._earlier_updates = self._updates.total.completed - counted, self._updates.current.completed - counted
+        self._earlier_logs = logged_steps(self._trainer) - self._steps(self.number)
 
     @property
     def number(self) -> int:
@@ -52,19 +57,46 @@ class EqualSplit:
         number: int = self._loop.batch_progress.current.ready
         return number
 
-    def advance(self, before: int, now: int) -> None:
-        """Move the counters to ``now`` at the end of the turn that trained a batch, at number ``before``."""
+    def advance(self, before: int, now: int, trained: bool = True) -> None:
+        """Move the counters to ``now`` at the end of the turn at number ``before``, which ``trained`` a batch or
+        not."""
         loop, steps = self._loop, self._steps(now)
+        if trained:
+            self._turns += 1
+            self._made += self._updates.total.completed - self._earlier_updates[0] - self._counted_last
         self._passed = range(before + 1, now + 1)
         for tracker, earlier in ((loop.batch_progress.current, 0), (loop.batch_progress.total, self._earlier_batches)):
             tracker.ready = tracker.started = earlier + now
             tracker.processed = tracker.completed = earlier + now - 1  # Lightning counts these when it goes on
-        updates = loop.automatic_optimization.optim_progress.optimizer.step
-        for tracker, earlier in zip((updates.total, updates.current), self._earlier_updates, strict=True):
-            tracker.ready = tracker.completed = earlier + steps
+        self._count(self._counted(now))
         loop.batch_progress.is_last_batch = now == self._end
         logged = self._logged(self._earlier_logs + self._steps(before), self._earlier_logs + steps)
         set_logged_steps(self._trainer, logged)
+
+    def agree(self, from_leader: Callable[[list[float]], list[float]]) -> None:
+        """Count as many steps as the leader where a segment has ended, and all workers are together: ``from_leader``
+        gives them its numbers."""
+        if self._by_hand:
+            (total,) = from_leader([float(self._updates.total.completed)])
+            self._count(int(total) - self._earlier_updates[0])
+
+    @property
+    def _updates(self) -> Any:
+        loop = self._loop
+        if self._by_hand:
+            return loop.manual_optimization.optim_step_progress
+        return loop.automatic_optimization.optim_progress.optimizer.step
+
+    def _counted(self, number: int) -> int:
+        """Return the steps that count after ``number`` batches, beside those of earlier segments or epochs."""
+        if not self._by_hand:
+            return self._steps(number)
+        return round((number - self._start) * self._made / max(1, self._turns))
+
+    def _count(self, steps: int) -> None:
+        self._counted_last = steps
+        for tracker, earlier in zip((self._updates.total, self._updates.current), self._earlier_updates, strict=True):
+            tracker.ready = tracker.completed = earlier + steps
 
     def update_schedulers(self, plateau: bool) -> None:
         """Step the schedulers of the learning rate that step with updates, once for each that has passed."""
@@ -95,15 +127,26 @@ class EqualSplit:
         return now - self._closes()
 
 
-def next_sync_point(trainer: Trainer, checks: ClockChecks) -> int:
+def next_sync_point(trainer: Trainer, checks: ClockChecks, by_hand: bool = False) -> int:
     """Return after how many batches of this epoch, on each of equal pipelines, the next sync point comes: validation, a
-    checkpoint, a look at the clock, ``max_steps``, or the end of the epoch."""
+    checkpoint, a look at the clock, ``max_steps``, or the end of the epoch. ``by_hand`` is as for
+    :class:`EqualSplit`."""
     loop: Any = trainer.fit_loop.epoch_loop
     start: int = loop.batch_progress.current.ready
     end = int(trainer.num_training_batches)
     epochs_before: int = loop.batch_progress.total.ready - start
     accumulate = trainer.accumulate_grad_batches
     steps_before: int = trainer.global_step - start // accumulate
+
+    def number_at(step: int) -> int:
+        """Return after how many batches so many steps have been made; in manual optimization, if each batch has as many
+        as those before, or else as there are optimizers."""
+        if not by_hand:
+            return (step - steps_before) * accumulate
+        batches: int = loop.batch_progress.total.ready
+        pace = trainer.global_step / batches if trainer.global_step and batches else len(trainer.optimizers)
+        return start + math.ceil((step - trainer.global_step) / pace - 1e-9)
+
     pauses: list[int] = [end]
     period: Any = trainer.val_check_batch
     if validates_in_this_epoch(trainer) and isinstance(period, int):
@@ -111,9 +154,9 @@ def next_sync_point(trainer: Trainer, checks: ClockChecks) -> int:
         pauses.append(_next_multiple(start + before, period) - before)
     for callback in saving_by_steps(trainer):
         step = _next_multiple(trainer.global_step, steps_between_saves(callback))
-        pauses.append((step - steps_before) * accumulate)
+        pauses.append(number_at(step))
     if loop.max_steps != -1:
-        pauses.append((loop.max_steps - steps_before) * accumulate)
+        pauses.append(number_at(loop.max_steps))
     if checks.next is not None:
         pauses.append(checks.next - epochs_before)
     return max(min(pauses), start + 1)

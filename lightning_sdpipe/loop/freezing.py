@@ -142,7 +142,7 @@ class Freezing:
 Groups = list[dict[str, Any]]
 
 
-def adapt_finetuning(callbacks: Sequence[Callback], whole_groups: Callable[[], Groups]) -> Callable[[], None]:
+def adapt_finetuning(callbacks: Sequence[Callback], whole_groups: Callable[[int], Groups]) -> Callable[[], None]:
     """Let finetuning callbacks remember the groups of the whole optimizer, and find what is in a group by identity:
     Lightning compares values, which those of other stages do not have. Return a function that undoes it."""
     finetuning = [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
@@ -151,7 +151,7 @@ def adapt_finetuning(callbacks: Sequence[Callback], whole_groups: Callable[[], G
 
     def stored(callback: BaseFinetuning) -> Callable[..., None]:
         def store(pl_module: LightningModule, index: int, number_before: int, _: Groups) -> None:
-            of_its_class(callback, Method.STORE_GROUPS)(pl_module, index, number_before, whole_groups())
+            of_its_class(callback, Method.STORE_GROUPS)(pl_module, index, number_before, whole_groups(index))
 
         return store
 
@@ -173,7 +173,7 @@ def _new_to(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[nn
     return [p for p in parameters if id(p) not in known]
 
 
-def restore_groups(trainer: Trainer, optimizer: Optimizer) -> None:
+def restore_groups(trainer: Trainer, optimizers: Sequence[Optimizer]) -> None:
     """Add the groups that a finetuning callback had added when it was saved, so that their state can be loaded.
 
     Lightning does so in ``on_fit_start``, before which this strategy cannot load the callback's state.
@@ -181,5 +181,7 @@ def restore_groups(trainer: Trainer, optimizer: Optimizer) -> None:
     named = dict(trainer.lightning_module.named_parameters())
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, BaseFinetuning):
-            for group in take_groups_to_restore(callback)[len(optimizer.param_groups) :]:
-                optimizer.add_param_group({**group, "params": [named[name] for name in group["params"]]})
+            for number, groups in take_groups_to_restore(callback).items():
+                for group in groups[len(optimizers[number].param_groups) :]:
+                    parameters = [named[name] for name in group["params"]]
+                    optimizers[number].add_param_group({**group, "params": parameters})

@@ -79,7 +79,7 @@ class ClockChecks:
         time: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clocks = clocks
-        self._from_leader = from_leader
+        self.from_leader = from_leader
         self._now = time
         self._batch, self._time = 0, time()
         self._next: int | None = None
@@ -110,7 +110,7 @@ class ClockChecks:
     def look(self) -> None:
         """Look at the clock, as all others do, which find the same due until :meth:`renew`."""
         self.now, self._due = True, []
-        for clock, left in zip(self._clocks, self._from_leader([clock.left() for clock in self._clocks]), strict=True):
+        for clock, left in zip(self._clocks, self.from_leader([clock.left() for clock in self._clocks]), strict=True):
             if left <= 0:
                 self._due.append(clock.owner)
             clock.wind(left if left > 0 else left - _ROUNDING)
@@ -127,7 +127,7 @@ class ClockChecks:
         way = min(clock.left() for clock in self._clocks) / 2
         batches = min(max(way / max(pace, 1e-6), _SOONEST), _LATEST)
         self._batch, self._time = batch, now
-        self._next = batch + int(self._from_leader([batches])[0])
+        self._next = batch + int(self.from_leader([batches])[0])
 
 
 def change(trainer: Trainer, turns: Turns, checks: ClockChecks, source: BatchSource | None = None) -> None:
@@ -165,6 +165,14 @@ def position(trainer: Trainer) -> int:
 def batches(trainer: Trainer) -> int:
     """Return how many batches were begun since training started: equal on all ranks that meet."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
+def count_steps(trainer: Trainer, number: int) -> None:
+    """Count so many steps of optimizers, in manual optimization, that other pipelines make."""
+    for _ in range(number):
+        progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+        progress.increment_ready()
+        progress.increment_completed()
 
 
 def _fail_on_sigterm(trainer: Trainer) -> None:

@@ -36,6 +36,7 @@ from lightning_sdpipe.lightning_results import names_logged_by_step
 from lightning_sdpipe.partition.chain import compiled_as_one
 from lightning_sdpipe.pipeline.micro_batches import part_sizes
 
+ONE_STAGE = "with num_stages=1 this works"
 _OF_BATCHES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 """Hooks that may change the number of samples in a batch."""
 
@@ -46,10 +47,10 @@ def refuse_unsupported(trainer: Trainer, cut: bool) -> None:
     module = trainer.lightning_module
     if cut and is_compiled(module):
         raise ConfigurationError(compiled_as_one(type(module).__name__))
-    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+    if cut and trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
         raise ConfigurationError(
             f"{type(module).__name__} uses manual optimization. A pipeline runs forward and backward of several "
-            "micro-batches in an order of its own, so the optimization must be automatic."
+            f"micro-batches in an order of its own, so the optimization must be automatic; {ONE_STAGE}."
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ConfigurationError(
@@ -133,17 +134,17 @@ def refuse_uninitialised(module: nn.Module) -> None:
 
 
 @contextmanager
-def refuse_several_optimizers() -> Iterator[None]:
+def refuse_several_optimizers(cut: bool) -> Iterator[None]:
     """Replace, in the block, the error of Lightning's call of ``configure_optimizers``, which recommends manual
-    optimization."""
+    optimization, where the module is ``cut``."""
     try:
         yield
     except RuntimeError as error:
-        if "multiple optimizers" not in str(error):
+        if not cut or "multiple optimizers" not in str(error):
             raise
         raise ConfigurationError(
             "configure_optimizers returned several optimizers; a pipeline steps exactly one. Use one optimizer with "
-            "several parameter groups."
+            f"several parameter groups; {ONE_STAGE}, by manual optimization."
         ) from error
 
 

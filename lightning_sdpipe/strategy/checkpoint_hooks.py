@@ -125,9 +125,12 @@ class CheckpointHooks(Collectives):
                 "process that did not train, as the first one with start_method='fork': save in a callback such as "
                 "ModelCheckpoint. Load its state_dict into the module to begin training with its weights."
             )
-        restore_groups(self._trainer, self.optimizers[0])
-        self._checkpoints.load_optimizer(self.optimizers[0], checkpoint["optimizer_states"][0])
-        self.training.sync.load_parameter_states(taken_from(self.optimizers[0]))
+        states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        restore_groups(self._trainer, self.optimizers)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self._checkpoints.load_optimizer(optimizer, state)
+            states |= taken_from(optimizer)
+        self.training.sync.load_parameter_states(states)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         in_parts = self._assembled is not None and self._checkpoints.distributed

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -263,8 +265,20 @@ class SDPipeStrategy(SetupHooks):
             self._parts.freezing.refuse_new_parameters()
         self.training.begin_batch(batch, self._batches)
 
-    def training_step(self, batch: Any, *arguments: Any) -> Tensor:
+    def training_step(self, batch: Any, *arguments: Any) -> Any:
+        if not self.module.automatic_optimization:
+            return self.training.step_by_hand(batch, arguments)
         return self.training.step(batch, arguments, self._batches)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Average no gradients after the backwards of the block: they accumulate until one after it."""
+        backwards = self.training.backwards
+        backwards.blocked = True
+        try:
+            yield
+        finally:
+            backwards.blocked = False
 
     def backward(self, closure_loss: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
         with self._first_failure:  # gradients may be averaged here
@@ -278,7 +292,10 @@ class SDPipeStrategy(SetupHooks):
         **kwargs: Any,
     ) -> Any:
         if self.options.variance_correction:
-            follow(self.optimizers[0], self.training.sync.models_averaged)
+            follow(optimizer, self.training.sync.models_averaged)
+        if not self.module.automatic_optimization:
+            step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+            return self.training.stepped_by_hand(optimizer, step)
         return self.training.update(optimizer, closure, model=model, **kwargs)
 
     def validation_step(self, batch: Any, *arguments: Any) -> Any:

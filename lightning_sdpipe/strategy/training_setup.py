@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_sdpipe import lightning_internals
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource, Split
 from lightning_sdpipe.loop.dealt import Dealing
@@ -38,6 +39,7 @@ from lightning_sdpipe.loop.user_hooks import (
 from lightning_sdpipe.loop.weight_averaging import averaging_of
 from lightning_sdpipe.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_sdpipe.sync.methods import deals
+from lightning_sdpipe.sync.synchronizer import Synchronizer
 from lightning_sdpipe.worker.training import Training
 
 
@@ -71,6 +73,8 @@ class TrainingSetup(CheckpointHooks):
         if averaging is not None and trainer.state.fn == TrainerFn.FITTING:
             averaging.connect(self._checkpoints, replica.averages)
         sync = self._run.options.method.build(replica)
+        if trainer.state.fn == TrainerFn.FITTING and not self.module.automatic_optimization:
+            self._refuse_by_hand(sync)
         self._training = Training(
             trainer,
             parts,
@@ -102,6 +106,25 @@ class TrainingSetup(CheckpointHooks):
         self._state.make_alike()
         shared.put_first(trainer)
 
+    def _refuse_by_hand(self, sync: Synchronizer) -> None:
+        """Raise ConfigurationError for options that manual optimization does not go with, whose steps may run any
+        number of backwards."""
+        options, name = self.options, type(self.module).__name__
+        asked = {
+            f"num_micro_batches={options.num_micro_batches}": options.num_micro_batches > 1,
+            "batch_by_speed=True": options.batch_by_speed,
+            f"exchange={options.exchange}, whose momenta are those of one update,": options.exchange.payload.momentum,
+        }
+        for what, given in asked.items():
+            if given:
+                raise ConfigurationError(
+                    f"{what} does not go with the manual optimization of {name}, whose step gets the whole batch and "
+                    "may run several backwards. Leave it out; data='dealt', with a method that averages models, lets "
+                    "pipelines train at speeds of their own."
+                )
+        if not sync.takes_several_backwards:
+            sync.begin_backward(0, 1)  # says why
+
     def _adapt_hooks(self, trainer: Trainer) -> list[Callable[[], None]]:
         """Adapt the hooks of the module and of callbacks, and their metrics, to this stage. Return functions that undo
         it."""
@@ -117,13 +140,13 @@ class TrainingSetup(CheckpointHooks):
                 module, callbacks, is_last, partial(guard.result_hook, parameters=held), self._state.hand_on
             ),
             gather_metrics_over(module, callbacks, self.groups.stage, lambda: not is_last and guard.in_step),
-            adapt_finetuning(callbacks, lambda: self._checkpoints.whole_groups(self.optimizers[0])),
         ]
         if is_cut:
-            undo.append(leave_out_example(module))
             undo.append(
-                show_whole_groups(module, callbacks, lambda: self._checkpoints.whole_groups_shown(self.optimizers))
+                adapt_finetuning(callbacks, lambda number: self._checkpoints.whole_groups(self.optimizers[number]))
             )
+            undo.append(leave_out_example(module))
+            undo.append(show_whole_groups(module, callbacks, self._checkpoints.whole_groups_shown))
         if not is_last:
             undo.append(refuse_metrics_elsewhere(module, callbacks, parts.logged_late))
         return undo
@@ -174,12 +197,13 @@ class TrainingSetup(CheckpointHooks):
         return self._run.dealt_batches(trainer, self.training, self._checkpoints, checks, dealing)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        with refuse_several_optimizers():
+        with refuse_several_optimizers(self.options.total_stages > 1):
             super().setup_optimizers(trainer)
-        (optimizer,) = self.optimizers
-        agree_on_groups(optimizer, self.module, self.groups)
-        refuse_unfit(optimizer, self.precision_plugin, self.options.num_stages)
-        refuse_unfit_momentum(optimizer, self.options.exchange.payload)
+        for optimizer in self.optimizers:
+            agree_on_groups(optimizer, self.module, self.groups)
+            refuse_unfit(optimizer, self.precision_plugin, self.options.num_stages)
+            refuse_unfit_momentum(optimizer, self.options.exchange.payload)
         if self.options.variance_correction:
-            self.optimizers = [corrected(optimizer, self.training.sync.models_averaged, self.options.sync)]
-        self._checkpoints.take_part_of(self.optimizers[0])
+            models = self.training.sync.models_averaged
+            self.optimizers = [corrected(optimizer, models, self.options.sync) for optimizer in self.optimizers]
+        self._checkpoints.take_part_of(self.optimizers)

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.errors import NonFiniteError
+from lightning_sdpipe.errors import ConfigurationError, NonFiniteError
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
@@ -23,6 +23,8 @@ from lightning_sdpipe.sync.mover_choice import hosts_of
 from lightning_sdpipe.sync.rendezvous import copy_most_advanced_parts
 from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfPresent, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
+
+_COUNTED = 2**12  # updates, and backwards of one, after which counting begins again: both are sent as one mark
 
 
 class GradientAveraging(Synchronizer):
@@ -40,6 +42,8 @@ class GradientAveraging(Synchronizer):
         self._sent = 0
         """Bytes that torch sends in a round."""
         self._update = 0
+        self._mark = 0
+        self._together: set[int] = set()  # pipelines that trained in the last round
         self.gradients = self
         self.same_gradients = replica.groups.stage
 
@@ -62,6 +66,10 @@ class GradientAveraging(Synchronizer):
         """See the base class."""
         self._buckets.weight = samples
 
+    def begin_backward(self, update: int, number: int) -> None:
+        """See the base class. Replicas tell each other these numbers with their gradients."""
+        self._mark = (update % _COUNTED) * _COUNTED + number % _COUNTED
+
     @property
     def early(self) -> Collection[int]:
         """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next three methods."""
@@ -71,10 +79,14 @@ class GradientAveraging(Synchronizer):
         self._buckets.gradient_ready(number, gradient)
 
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
-        self._buckets.complete(gradients)
+        if isinstance(self._buckets, SectionedRounds):
+            self._buckets.complete(gradients)
+        else:
+            self._buckets.complete(gradients, mark=self._mark)
 
     def finish(self) -> list[Tensor | None]:
         outcome = self._buckets.wait()
+        self._refuse_unlike(outcome.marks)
         if outcome.nonfinite:
             raise NonFiniteError(
                 f"the gradients of pipelines {outcome.nonfinite}, stage {self.replica.stage}, for update "
@@ -89,6 +101,20 @@ class GradientAveraging(Synchronizer):
         self.statistics.traffic.add(self._sent)
         self.statistics.count(outcome.members, outcome.seconds_waiting, outcome.seconds_averaging)
         return gradients
+
+    def _refuse_unlike(self, marks: Mapping[int, int]) -> None:
+        """Raise ConfigurationError if pipelines that train are at other backwards by their ``marks``, or one that was
+        in the round before has ended its update."""
+        before, self._together = self._together, {*marks}
+        gone = {p: "ended its update" for p in before - self._together if self._mark % _COUNTED > 1}
+        if len({*marks.values()}) > 1 or gone:
+            at = {p: f"backward {mark % _COUNTED} of update {mark // _COUNTED}" for p, mark in marks.items()}
+            told = ", ".join(f"pipeline {pipeline}: {where}" for pipeline, where in sorted((at | gone).items()))
+            raise ConfigurationError(
+                f"The pipelines do not run the same backwards, whose gradients are averaged ({told}; from 1, and from "
+                "0). Let each training_step run as many in all pipelines, whatever is in its batch, or a backward of "
+                "the loss times zero; or average models (sync='semi_decentralized'), where each may run others."
+            )
 
     def synchronise(self) -> None:
         """Count the update. Parameters stay equal, since all took an equal step."""

@@ -341,6 +341,20 @@ class Synchronizer:
         make."""
         return False
 
+    def begin_backward(self, update: int, number: int) -> None:
+        """Begin backward ``number`` of ``update``, where the user's code may run several, from 1. All replicas must run
+        as many."""
+        raise ConfigurationError(
+            f"{type(self).__name__} averages the gradients of one backward in each update, and manual optimization, or "
+            "an optimizer that evaluates its closure several times, may run more. Average models instead, as "
+            "sync='semi_decentralized' does, or use sync='all_reduce' outside of elastic jobs."
+        )
+
+    @property
+    def takes_several_backwards(self) -> bool:
+        """True unless :meth:`begin_backward` refuses what it needs to know."""
+        return self.gradients is None or type(self).begin_backward is not Synchronizer.begin_backward
+
     def announce(self, iteration: int) -> None:
         """Announce that nothing but this worker's own computing can hold up update ``iteration`` any more. Do not
         wait."""

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +34,7 @@ from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint, SyncState
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from lightning_sdpipe.topology.groups import ProcessGroups, this_host
 from lightning_sdpipe.worker.assembly import Assembled
+from lightning_sdpipe.worker.backwards import Backwards
 from lightning_sdpipe.worker.phases import Event, Phase, Phases
 
 
@@ -78,6 +79,7 @@ class Training:
     _closes: bool = False  # Lightning asks for an optimizer step after this mini-batch
     _uneven: bool = False  # pipelines may have different numbers of batches in this epoch
     _accumulated: bool = False  # gradients of earlier mini-batches wait for the next update
+    _steps: int = 0  # of optimizers in the last turn with a batch, in manual optimization
     _last_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def __post_init__(self) -> None:
@@ -89,6 +91,7 @@ class Training:
         self.ready = ReadySignal(last, self.announce, type(self.sync).announce is not Synchronizer.announce)
         self._scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         self._look_before_sharing: Callable[[], None] = (lambda: None) if self.watch is None else self.watch.check
+        self.backwards = Backwards(self.sync, self.meter, self.first_failure)
 
     @property
     def phase(self) -> Phase:
@@ -166,6 +169,39 @@ class Training:
         self.mini_batches += 1
         self._accumulated = not self._closes
         return loss
+
+    def step_by_hand(self, batch: Any, arguments: tuple[Any, ...]) -> Any:
+        """Run a training step of manual optimization, which runs backwards and steps optimizers itself; then share the
+        model, if any has stepped. A turn without a batch counts as many steps as the one before."""
+        if self._phases.now is Phase.ABSENT:
+            self.draws.between_steps(Point.STEP_ENDED)
+            loop.count_steps(self.trainer, self._steps)
+            self.updates += self._steps > 0
+            return None
+        self._steps = 0
+        if self.sync.by_samples and self.sync.gradients is not None:
+            self.sync.weigh(weight_of(batch, self.trainer.lightning_module))
+        delays, context = self.parts.delays, self.trainer.precision_plugin.train_step_context
+        delays.before_forward(self.mini_batches)
+        with self.backwards.of_update(self.updates, delays.computing(phase=meter.FORWARD)):
+            output = self.evaluate("training_step", batch, arguments, context)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if self.watch is not None and isinstance(loss, Tensor):
+            self.watch.loss(loss.detach(), self.mini_batches)
+        self.mini_batches += 1
+        if self._steps:
+            with self.first_failure:
+                self.announce()
+            self._share()
+        return output
+
+    def stepped_by_hand(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Run one ``step`` of ``optimizer`` in manual optimization."""
+        with self.meter.spans[meter.OPTIMIZER]:
+            output = step()
+        self._steps += 1
+        self.draws.go_on(optimizer)
+        return output
 
     def update(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run Lightning's optimizer step, whose ``closure`` runs :meth:`step`, unless the pipeline is only filled.
@@ -329,17 +365,22 @@ class Training:
             self.ready.passed("step")
         finally:
             self.ready.drop()
+        self._share(alone)
+        return output
+
+    def _share(self, alone: bool = False) -> None:
+        """End an update, and synchronise its outcome unless ``alone``."""
         if self.watch is not None:
             self.watch.parameters(self.updates)
         self.updates += 1
-        if not alone:
-            with self.first_failure:
-                if self.sync.shares_next:
-                    self._look_before_sharing()
-                with self.meter.spans[meter.EXCHANGE]:
-                    self.sync.synchronise()
-            self.client.step_ended(self.updates - 1, self.sync.statistics.seconds_waiting)
-        return output
+        if alone:
+            return
+        with self.first_failure:
+            if self.sync.shares_next:
+                self._look_before_sharing()
+            with self.meter.spans[meter.EXCHANGE]:
+                self.sync.synchronise()
+        self.client.step_ended(self.updates - 1, self.sync.statistics.seconds_waiting)
 
     def drain(self) -> None:
         pipeline, strategy = self.parts.pipeline, self.trainer.strategy

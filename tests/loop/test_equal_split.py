@@ -9,7 +9,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loops.progress import _BatchProgress, _OptimizationProgress
+from lightning.pytorch.loops.progress import (
+    _BatchProgress,
+    _OptimizationProgress,
+    _Progress,
+    _ReadyCompletedTracker,
+)
 
 from lightning_sdpipe.loop.equal_split import EqualSplit, next_sync_point
 
@@ -60,6 +65,55 @@ def test_schedulers_and_loggers_miss_nothing(turns: list[int], accumulate: int, 
     steps = -(-end // accumulate)
     assert loop.automatic_optimization.optim_progress.optimizer_steps == loop._batches_that_stepped == steps
     assert loop.stepped == [n for n in range(1, end + 1) if n % accumulate == 0 or n == end]
+
+
+@given(turns=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=30))
+def test_steps_by_hand_follow_the_progress_of_all(turns: list[tuple[int, int]]) -> None:
+    """Equal pipelines are taken to step as often on a batch as this one; where a segment ends, as often as the leader
+    has counted."""
+    progress = _Progress.from_defaults(_ReadyCompletedTracker)
+    loop: Any = Loop()
+    loop.manual_optimization = SimpleNamespace(optim_step_progress=progress)
+    trainer: Any = SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=loop),
+        num_training_batches=1000,
+        accumulate_grad_batches=1,
+        log_every_n_steps=0,
+    )
+    progress.total.completed = progress.total.ready = 7  # of earlier epochs
+    split, number, made = EqualSplit(trainer, lambda: True, by_hand=True), 0, 0
+    split.begin()
+    for place, (batches, steps) in enumerate(turns, 1):
+        for _ in range(steps):
+            progress.increment_ready()
+            progress.increment_completed()
+        before, number, made = number, number + batches, made + steps
+        split.advance(before, number)
+        assert progress.total.completed == progress.total.ready == 7 + round(number * made / place)
+        assert progress.current.completed == round(number * made / place)
+    split.agree(lambda mine: [mine[0] + 2])
+    assert progress.total.completed == 7 + round(number * made / len(turns)) + 2
+    split.begin()
+    split.advance(number, number + 1, trained=False)  # no batch, no step
+    assert progress.total.completed == 7 + round(number * made / len(turns)) + 2
+
+
+def test_the_step_at_which_all_meet_is_found_by_their_pace() -> None:
+    progress = SimpleNamespace(current=SimpleNamespace(ready=6), total=SimpleNamespace(ready=16))
+    loop = SimpleNamespace(batch_progress=progress, max_steps=50, _should_check_val_epoch=lambda: False)
+    trainer: Any = SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=loop),
+        num_training_batches=100,
+        accumulate_grad_batches=1,
+        global_step=32,
+        val_check_batch=100,
+        checkpoint_callbacks=[],
+        optimizers=[None] * 3,
+    )
+    checks: Any = SimpleNamespace(next=None)
+    assert next_sync_point(trainer, checks, by_hand=True) == 6 + 9  # two steps in each batch, and 18 are left
+    trainer.global_step = progress.total.ready = progress.current.ready = 0
+    assert next_sync_point(trainer, checks, by_hand=True) == 17  # one for each optimizer, as far as is known
 
 
 SMALL = st.integers(1, 9)
