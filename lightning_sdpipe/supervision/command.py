@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.errors import ConfigurationError, carried_out
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import read_scheduler_keys, read_worker_keys, write_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess, SchedulerSettings
-from lightning_sdpipe.scheduler.server.server import USUAL_LIMITS, Endpoint, Files, Limits
-from lightning_sdpipe.supervision.events import Seen
-from lightning_sdpipe.supervision.output import Log, own_terminal
-from lightning_sdpipe.supervision.script import command
-from lightning_sdpipe.supervision.state import Settings
-from lightning_sdpipe.supervision.status_poller import seen
+from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits
+from lightning_sdpipe.supervision.output import Terminal
+from lightning_sdpipe.supervision.rules import NO_MEMBERS, Seen, Settings
 from lightning_sdpipe.supervision.supervisor import Supervisor
 
 _ANSWER = 2.0  # seconds in which the scheduler answers for its status
@@ -31,38 +27,35 @@ _ANSWER = 2.0  # seconds in which the scheduler answers for its status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status of the run, or 2 when it cannot be started as it was asked for."""
     options = _parser().parse_args(arguments)
-    try:
-        return _run(options)
-    except (ConfigurationError, SchedulerError) as error:
-        with contextlib.suppress(OSError):  # of a full disk, for example
-            print(f"sdpipe run: {error}", file=sys.stderr)
-        return 2
+    return carried_out(lambda: _run(options), "sdpipe run")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sdpipe run",
         usage="sdpipe run --pipelines N [--stages M] [options] [-m] SCRIPT [ARGUMENT …]",
-        description="Trains on this machine with N pipelines of M processes each, which are started again when they "
-        "die: a scheduler, N supervised jobs, one terminal.",
+        description="Trains on this machine with N pipelines of M processes each, which start again when they die.",
     )
     add = parser.add_argument
     add("--pipelines", type=int, required=True, metavar="N", help="pipelines, each a job of its own")
-    add("--stages", type=_stages, default=1, metavar="M", help="processes of each pipeline (%(default)s)")
+    add("--stages", type=int, default=1, metavar="M", help="processes of each pipeline (%(default)s)")
     add("--restarts", type=int, default=10, metavar="K", help="of each pipeline, until it is given up (%(default)s)")
     add("--min-pipelines", type=int, default=1, metavar="P", help="fewer than these do not train (%(default)s)")
-    add("--gather", type=float, help="seconds after which it begins without those that have not come (60)")
-    add("--hold-limit", type=float, help="seconds of waiting for --min-pipelines that end the run (1800)")
+    add(
+        "--gather",
+        type=float,
+        default=60.0,
+        help="seconds until it begins without those that have not come (%(default)s)",
+    )
+    add("--hold-limit", type=float, default=1800.0, help="seconds of waiting for --min-pipelines at most (%(default)s)")
     add("--resume", action="store_true", help="go on from the newest checkpoint if all pipelines are lost at once")
-    add("--worker-timeout", type=float, help="seconds of silence until a process counts as lost (30)")
+    add(
+        "--worker-timeout", type=float, default=30.0, help="seconds until a silent process counts as lost (%(default)s)"
+    )
     add("--policy", help="of the scheduler; that of the script's sync= by default")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
-    add(
-        "--bind",
-        default="tcp://127.0.0.1:*",
-        help="where the scheduler listens (%(default)s); beyond loopback it gets keys, and pipelines may come from "
-        "other machines",
-    )
+    bind = "where the scheduler listens (%(default)s); beyond loopback pipelines may come from other machines"
+    add("--bind", default="tcp://127.0.0.1:*", help=bind)
     add("--logs", type=Path, help="a directory to be made for logs, keys and the scheduler's journal")
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
     add("script", metavar="SCRIPT", help="yours; it makes a Trainer with SDPipeStrategy, and fits")
@@ -70,25 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _stages(text: str) -> int:
-    if "," in text:
-        raise argparse.ArgumentTypeError(
-            f"{text}: pipelines that come and go have equally many stages, so give one number; an ordinary run takes "
-            f"SDPipeStrategy(num_stages=[{text}])"
-        )
-    return int(text)
-
-
 def _run(options: argparse.Namespace) -> int:
     settings = _check(options)
-    terminal = own_terminal()  # before anything is opened that could take the place of a closed output
+    terminal = Terminal()  # before anything is opened that could take the place of a closed output
     logs = _make_directory(options.logs)
-    terminal.log = Log(logs / "supervisor.log", terminal.say)
     environment = _environment(settings, options.bind)
     scheduler_file, worker_file = write_keys(logs)
     environment["SDPIPE_KEY_FILE"], keys = str(worker_file), read_worker_keys(worker_file)
-    given = {name: getattr(options, name) for name in ("gather", "hold_limit") if getattr(options, name) is not None}
-    elastic = ElasticConfig(settings.min_pipelines, settings.num_pipelines, resume=options.resume, **given)
     policy = policy_file = None
     if options.policy is None:
         policy_file = logs / "policy.json"
@@ -96,14 +77,16 @@ def _run(options: argparse.Namespace) -> int:
     else:
         policy = registry.to_plain(registry.from_text(options.policy, options.set))
     of_scheduler = SchedulerSettings(
-        settings.num_stages,
-        settings.num_pipelines,
+        options.stages,
+        options.pipelines,
         policy,
         policy_file,
         Endpoint(options.bind, read_scheduler_keys(scheduler_file)),
-        USUAL_LIMITS if options.worker_timeout is None else Limits(options.worker_timeout),
+        Limits(options.worker_timeout),
         Files(logs / "scheduler.jsonl", journal=logs / "scheduler.journal"),
-        elastic,
+        ElasticConfig(
+            options.min_pipelines, options.pipelines, options.gather, options.hold_limit, resume=options.resume
+        ),
         worker_keys=keys,
     )
     scheduler = SchedulerProcess(of_scheduler, logs / "scheduler.log", environment, keeps_port=True)
@@ -112,12 +95,13 @@ def _run(options: argparse.Namespace) -> int:
 
     def look(asked: float) -> Seen:
         if not scheduler.started:
-            return Seen(asked, {})
-        return seen(ask_status(scheduler.address, credentials=keys, timeout=_ANSWER), asked)
+            return Seen(asked)
+        status = ask_status(scheduler.address, credentials=keys, timeout=_ANSWER)
+        return Seen(asked, status.members or NO_MEMBERS, status.failure)
 
-    script = [*(["-m"] if options.module else []), options.script, *options.arguments]
+    command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]
     try:
-        return Supervisor(settings, command(script), environment, scheduler, look, logs, terminal).run()
+        return Supervisor(settings, command, environment, scheduler, look, logs, terminal).run()
     finally:
         terminal.close()
 
@@ -125,19 +109,11 @@ def _run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> Settings:
     """Return the settings, or raise ConfigurationError before anything is started."""
     if not sys.platform.startswith("linux"):
-        raise ConfigurationError(
-            f"it needs Linux, which lets processes die with their supervisor, and this is {sys.platform}; start a "
-            "scheduler and, for each pipeline, torchrun: docs/faults.md"
-        )
-    check_integer("--pipelines", options.pipelines, 1, "pipelines")
+        raise ConfigurationError("it needs Linux; elsewhere start a scheduler and torchrun by hand: docs/faults.md")
     check_integer("--stages", options.stages, 1, "processes of each pipeline")
     check_integer("--restarts", options.restarts, 0, "times that a pipeline is started again")
     check_integer("--min-pipelines", options.min_pipelines, 1, "pipelines")
-    if options.min_pipelines > options.pipelines:
-        raise ConfigurationError(
-            f"--min-pipelines {options.min_pipelines} are more than --pipelines {options.pipelines}, so that none "
-            "would ever train; give at most as many"
-        )
+    check_integer("--pipelines", options.pipelines, options.min_pipelines, "pipelines, at least --min-pipelines")
     if options.set and options.policy is None:
         raise ConfigurationError("--set gives values of --policy, which is missing; or give them to the script's sync=")
     if options.policy is not None:
@@ -146,9 +122,7 @@ def _check(options: argparse.Namespace) -> Settings:
     if not options.module and not Path(options.script).is_file():
         raise ConfigurationError(f"there is no script {options.script}; give its path, or -m and a module's name")
     if "SDPIPE_PIPELINE" in os.environ:
-        raise ConfigurationError(
-            "SDPIPE_PIPELINE is set, so this is already a pipeline of an elastic run; give the script to python itself"
-        )
+        raise ConfigurationError("SDPIPE_PIPELINE is set: this is already a pipeline; give the script to python itself")
     return Settings(options.pipelines, options.stages, options.restarts, options.min_pipelines)
 
 

@@ -2,17 +2,16 @@
 
 A pipeline is M processes that live and die together::
 
-    WAITING ── its time comes ──▶ RUNNING ── a process fails ──▶ ENDING ── the last one has ended ──▶ WAITING | GIVEN_UP
-                                     └────── all end with exit code 0 ──▶ FINISHED
+    WAITING ── its time comes ──▶ RUNNING ── a process fails ──▶ ENDING ── the last one has ended ──▶ WAITING | GONE
+                                     └────── all end with exit code 0 ──▶ GONE
 
-- A process that fails takes its pipeline with it: the others of the pipeline get ``grace`` seconds to notice and report
-  what they know, then they are killed. So the pipeline's own reason is reported, and not that of a pipeline that waited
-  for it.
+- A process that fails takes its pipeline with it: the others of the pipeline get ``grace`` seconds to notice and end by
+  themselves, then they are killed. If the scheduler goes on without a pipeline, all of its processes get ``silence``.
 - The pipeline restarts at once; if it fails again before it has trained, after twice as long each time, up to
   ``longest_delay``. Each restart takes one from the pipeline's budget.
-- The run ends by name when restarts are in vain: before any pipeline trains, two raise the same exception (a bug of the
-  script would kill one after another; later, the scheduler finds it), fewer than ``min_pipelines`` are left, a script
-  ends without having trained, or the scheduler says that the run is over.
+- The run ends by name when restarts are in vain: no pipeline has come to train in two starts each, fewer than
+  ``min_pipelines`` are left, a script ends without having trained, or the scheduler says that the run is over, as for
+  two pipelines that fail with the same exception.
 - Once a pipeline has finished, the training is over: those that still train come to its end too, and one that does not
   train is not started again, since it would begin a run of its own.
 
@@ -22,351 +21,380 @@ All that the rules know of training comes from the scheduler (:class:`Seen`). Th
 from __future__ import annotations
 
 import math
+import re
 import signal
-from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TypeAlias
 
-from lightning_sdpipe.supervision import events
-from lightning_sdpipe.supervision.script import UncaughtException
-from lightning_sdpipe.supervision.state import GONE, PipelinePhase, PipelineState, Settings
+from lightning_sdpipe.errors import LOST_CONNECTION
+from lightning_sdpipe.scheduler.log.status import MembersStatus
 
+NO_MEMBERS = MembersStatus(0, "", None, {}, "", {}, [], [], None)
 FAILED = 1
+INTERRUPTED = 128
+"""Base of the exit code of what a signal ended; the number of the signal is added to it."""
+
+_OF_OTHERS = re.compile(
+    f"WorkerFailedError|RunAborted|MustEndError|RunOverError|SIGTERMException|KeyboardInterrupt|{LOST_CONNECTION}"
+)
+"""In the last words of a process that failed because of another one."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the rules: counts, and seconds."""
+
+    num_pipelines: int
+    num_stages: int
+    restarts: int = 10
+    """Restarts of each pipeline, and of the scheduler."""
+    min_pipelines: int = 1
+    grace: float = 3.0
+    """Seconds in which the other processes of a failed pipeline end by themselves."""
+    farewell: float = 30.0
+    """Seconds in which all processes end by themselves when the run does."""
+    silence: float = 10.0
+    """Seconds in which a pipeline that the scheduler has given up ends by itself."""
+    first_delay: float = 1.0
+    longest_delay: float = 30.0
+
+
+# --------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True)
+class ProcessEnded:
+    """A process has ended: with ``code``, or by the signal −``code``. ``last`` is the last line that it has printed; if
+    it has failed, most often that of a traceback."""
+
+    pipeline: int
+    stage: int
+    code: int
+    last: str = ""
+
+    @property
+    def follows_another(self) -> bool:
+        """True if another process failed first, and this one because of it."""
+        return self.code > 0 and _OF_OTHERS.search(self.last) is not None
+
+    def __str__(self) -> str:
+        if self.code == -signal.SIGKILL:
+            return f"stage {self.stage} killed"
+        if self.code < 0:
+            return f"stage {self.stage} ended by signal {-self.code} ({signal.strsignal(-self.code)})"
+        return f"stage {self.stage} ended with exit code {self.code}" + (f": {self.last}" if self.last else "")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The scheduler's answer to a question that was asked at ``asked``: the members, and what has ended the run."""
+
+    asked: float
+    members: MembersStatus = NO_MEMBERS
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class SchedulerEnded:
+    """The scheduler's process has ended."""
+
+    code: int
+
+
+@dataclass(frozen=True)
+class SignalReceived:
+    """The supervisor got this signal."""
+
+    signal: int
+
+
+Event: TypeAlias = ProcessEnded | Seen | SchedulerEnded | SignalReceived
+
+# ------------------------------------------------------------------ decisions
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Start the processes of a pipeline; ``again`` counts its earlier starts."""
+
+    pipeline: int
+    again: int
+
+
+@dataclass(frozen=True)
+class LaunchScheduler:
+    """Start the scheduler again, at the same address."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Send a signal to the live processes of the pipeline."""
+
+    pipeline: int
+    signal: int
+
+
+@dataclass(frozen=True)
+class Say:
+    """Print a line for the user."""
+
+    line: str
+
+
+Decision: TypeAlias = Launch | LaunchScheduler | Stop | Say
+
+# ---------------------------------------------------------------------- rules
+
+
+class _Phase(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    ENDING = auto()
+    GONE = auto()
+
+
+@dataclass
+class _Pipeline:
+    number: int
+    phase: _Phase = _Phase.WAITING
+    alive: set[int] = field(default_factory=set)
+    ends: list[ProcessEnded] = field(default_factory=list)
+    """Ends of the processes that have ended by themselves since the last start, in that order."""
+    due: float = -math.inf
+    """Time at which it is started (WAITING), killed (ENDING), or no longer asked about (RUNNING, with no process
+    alive)."""
+    again: int = 0
+    in_vain: int = 0
+    """Starts in a row after which it never trained."""
+    life: int | None = None
+    """Incarnation in which it trains now."""
+    last_life: int | None = None
+    trained: bool = False
+    """True if it has trained since the last start."""
+    lost_at: float | None = None
+    told: bool = False
+    """True if the reason of its loss was reported."""
 
 
 class Rules:
-    """The rules for one run of a machine's pipelines. ``on`` must be called with times that do not decrease, and at
-    ``deadline``."""
+    """The rules for one run of a machine's pipelines. ``on`` must be called often, with times that do not decrease."""
 
-    def __init__(self, settings: Settings, stage_of: Callable[[int], int]) -> None:
-        """Store the settings; ``stage_of`` returns the stage of a rank."""
+    def __init__(self, settings: Settings) -> None:
+        """Store the settings."""
         self._settings = settings
-        self._stage_of = stage_of
-        self._pipelines = [PipelineState(number) for number in range(settings.num_pipelines)]
-        self._raised: list[tuple[int, UncaughtException]] = []
-        self._shown: int | None = None
+        self._pipelines = [_Pipeline(number) for number in range(settings.num_pipelines)]
+        self.shown: int | None = None
+        """Pipeline whose output the user sees: the leader, whose progress is that of all, or one that lives."""
         self._leader: int | None = None
-        self._lives: frozenset[str] = frozenset()
-        """Lives that trained when the scheduler last answered."""
+        self._lives: frozenset[int] = frozenset()
+        """Incarnations that trained when the scheduler last answered."""
         self._scheduler_again = 0
         self._all_came = self._any_came = self._blemished = False
         self._over_since = math.inf
         """Time at which the first pipeline had finished, and the training with it."""
+        self.code: int | None = None
+        """Exit code of the run, once all processes have ended."""
         self._ends_with: int | None = None
         """Exit code of the run, once its end has begun."""
         self._kill_at = math.inf
-        self._finished = False
-        self._out: list[events.Decision] = []
+        self._out: list[Decision] = []
 
-    def on(self, event: events.Event, now: float) -> list[events.Decision]:
-        """Return the decisions that follow from ``event``, to be carried out in this order."""
+    @property
+    def ends(self) -> bool:
+        """True once the end of the run has begun."""
+        return self._ends_with is not None
+
+    def on(self, event: Event | None, now: float) -> list[Decision]:
+        """Return the decisions that follow from ``event``, or only from the time, to be carried out in this order."""
         match event:
-            case events.Begin():
-                for pipeline in self._pipelines:
-                    self._launch(pipeline)
-            case events.ProcessEnded():
+            case ProcessEnded():
                 self._ended(event, now)
-            case events.Raising():
-                self._raising(event, now)
-            case events.Seen():
+            case Seen() if not self.ends:
                 self._seen(event, now)
-            case events.SchedulerEnded():
-                self._scheduler_ended(event)
-            case events.SignalReceived():
+            case SchedulerEnded() if not self.ends:
+                self._scheduler_ended(event, now)
+            case SignalReceived():
                 self._told(event, now)
-            case events.TimePassed():
-                pass
         self._let_time_pass(now)
-        self._choose_whom_to_show()
-        self._finish_if_over()
+        alive = [pipeline.number for pipeline in self._pipelines if pipeline.alive]
+        self.shown = next((one for one in (self._leader, self.shown) if one in alive), min(alive, default=None))
+        if not alive and all(pipeline.phase is _Phase.GONE for pipeline in self._pipelines):
+            code = 0 if self._over_since < math.inf and not self._blemished else FAILED
+            self.code = code if self._ends_with is None else self._ends_with
         decided, self._out = self._out, []
         return decided
 
-    def deadline(self) -> float:
-        """Time at which the passing of time changes something; infinite if never."""
-        if self._finished or self._ends_with is not None:
-            return math.inf if self._finished else self._kill_at
-        waits = [pipeline.due for pipeline in self._pipelines if pipeline.phase not in GONE]
-        waits += [p.silent_since + self._settings.silence for p in self._pipelines if p.silent_since is not None]
-        return min(waits, default=math.inf)
-
-    @property
-    def asks(self) -> bool:
-        """True if it matters what the scheduler knows."""
-        return self._ends_with is None and not self._finished
-
     # --------------------------------------------------------------- pipelines
 
-    def _launch(self, pipeline: PipelineState) -> None:
-        pipeline.phase, pipeline.due = PipelinePhase.RUNNING, math.inf
+    def _launch(self, pipeline: _Pipeline) -> None:
+        pipeline.phase, pipeline.due = _Phase.RUNNING, math.inf
         pipeline.alive, pipeline.ends = set(range(self._settings.num_stages)), []
-        pipeline.told = pipeline.pressed = pipeline.trained = False
-        self._out.append(events.Launch(pipeline.number, pipeline.again))
+        pipeline.told = pipeline.trained = False
+        self._out.append(Launch(pipeline.number, pipeline.again))
 
-    def _ended(self, event: events.ProcessEnded, now: float) -> None:
+    def _ended(self, event: ProcessEnded, now: float) -> None:
         pipeline = self._pipelines[event.pipeline]
-        if event.rank not in pipeline.alive:
-            raise ValueError(f"{event} of a process that does not run")
-        pipeline.alive.discard(event.rank)
-        pipeline.ended_at = now
-        if not pipeline.pressed:
-            pipeline.ends = [end for end in pipeline.ends if end.rank != event.rank] + [event]
-        if event.code and pipeline.phase is PipelinePhase.RUNNING:
-            if pipeline.left_the_script:
-                self._blemished = True
-                self._out.append(
-                    events.Say(f"pipeline {pipeline.number} failed after the training ({self._describe(event)})")
-                )
-            else:
-                pipeline.begin_to_end(now, self._settings.grace)
-        if pipeline.phase is PipelinePhase.ENDING:
+        pipeline.alive.remove(event.stage)
+        left = pipeline.trained and any(end.code == 0 for end in pipeline.ends)
+        if pipeline.phase is _Phase.RUNNING or pipeline.due < math.inf:  # and has not been killed by this supervisor
+            pipeline.ends.append(event)
+        if pipeline.phase is _Phase.RUNNING and event.code and left:
+            self._blemished = True
+            self._say(f"pipeline {pipeline.number} failed after the training ({event})")
+        elif pipeline.phase is _Phase.RUNNING and event.code:
+            self._begin_to_end(pipeline, now, self._settings.grace)
+        if pipeline.phase is _Phase.ENDING:
             self._say_why(pipeline, event)
         if pipeline.alive:
             return
-        if pipeline.phase is PipelinePhase.ENDING:
+        if pipeline.phase is _Phase.ENDING:
             self._lost(pipeline, now)
-        elif pipeline.trained or self._ends_with is not None:
+        elif pipeline.trained or self.ends:
             self._finished_training(pipeline, now)
         else:  # the scheduler knows whether it has trained; perhaps for too short a time to be seen
             pipeline.due = now + self._settings.silence
 
-    def _raising(self, event: events.Raising, now: float) -> None:
-        """Note an exception in a process that will end, perhaps not soon. If another process failed first, that one's
-        own report is better."""
-        pipeline = self._pipelines[event.pipeline]
-        if (
-            event.raised.follows_another
-            or pipeline.phase is not PipelinePhase.RUNNING
-            or pipeline.left_the_script
-            or self._ends_with is not None
-        ):
-            return
-        end = events.ProcessEnded(event.pipeline, event.rank, FAILED, event.raised)
-        pipeline.ends.append(end)
-        pipeline.begin_to_end(now, self._settings.grace)
-        self._say_why(pipeline, end)
+    def _begin_to_end(self, pipeline: _Pipeline, now: float, patience: float) -> None:
+        pipeline.phase, pipeline.due = _Phase.ENDING, now + patience
+        pipeline.lost_at = now if pipeline.lost_at is None else pipeline.lost_at
+        pipeline.in_vain = 0 if pipeline.trained else pipeline.in_vain + 1
+        if pipeline.life is not None:
+            pipeline.last_life, pipeline.life = pipeline.life, None
 
-    def _lost(self, pipeline: PipelineState, now: float) -> None:
+    def _lost(self, pipeline: _Pipeline, now: float) -> None:
         """Deal with a pipeline all of whose processes have ended, and not as they should."""
-        if self._ends_with is not None or self._over_since < math.inf:
-            pipeline.phase = PipelinePhase.GIVEN_UP
-            return
-        if self._is_a_bug(pipeline):
-            return
-        if pipeline.again >= self._settings.restarts:
-            pipeline.phase = PipelinePhase.GIVEN_UP
-            budget = f"its budget of {self._settings.restarts} restarts is used up"
-            self._out.append(events.Say(f"pipeline {pipeline.number} is given up: {budget}"))
-            self._end_if_too_few()
-            return
-        pipeline.again += 1
-        delay = 0.0
-        if pipeline.in_vain > 1:
-            delay = min(self._settings.first_delay * 2.0 ** min(pipeline.in_vain - 2, 30), self._settings.longest_delay)
-        pipeline.phase, pipeline.due = PipelinePhase.WAITING, now + delay
+        settings = self._settings
+        if self.ends or self._over_since < math.inf:
+            pipeline.phase = _Phase.GONE
+        elif pipeline.again >= settings.restarts:
+            pipeline.phase = _Phase.GONE
+            self._say(f"pipeline {pipeline.number} is given up: its budget of {settings.restarts} restarts is used up")
+            left = sum(other.phase is not _Phase.GONE for other in self._pipelines)
+            if left < settings.min_pipelines:
+                needed = f"{left} of {settings.num_pipelines} pipelines are left, and it needs {settings.min_pipelines}"
+                self._end(f"{needed} (--min-pipelines)", FAILED, now)
+        elif not self._any_came and all(other.in_vain > 1 for other in self._pipelines):
+            self._end("no pipeline came to train in two starts each; their logs say why", FAILED, now)
+        else:
+            pipeline.again += 1
+            doubled = min(pipeline.in_vain - 2, 30)
+            delay = 0.0 if doubled < 0 else min(settings.first_delay * 2.0**doubled, settings.longest_delay)
+            pipeline.phase, pipeline.due = _Phase.WAITING, now + delay
 
-    def _finished_training(self, pipeline: PipelineState, now: float) -> None:
-        pipeline.phase, pipeline.due = PipelinePhase.FINISHED, math.inf
+    def _finished_training(self, pipeline: _Pipeline, now: float) -> None:
+        pipeline.phase, pipeline.due = _Phase.GONE, math.inf
         self._over_since = min(self._over_since, now)
         for other in self._pipelines:
-            if other.phase is PipelinePhase.WAITING and self._ends_with is None:
-                other.phase = PipelinePhase.GIVEN_UP
-                self._out.append(events.Say(f"pipeline {other.number} does not start again: the training is over"))
-
-    def _turn_away(self, pipeline: PipelineState, now: float) -> None:
-        """End a pipeline that does not train yet while the others have finished."""
-        pipeline.phase, pipeline.due, pipeline.told = PipelinePhase.ENDING, now + self._settings.farewell, True
-        late = f"pipeline {pipeline.number} comes too late: the training is over"
-        self._out += [events.Say(late), events.Stop(pipeline.number, signal.SIGTERM)]
+            if other.phase is _Phase.WAITING and not self.ends:
+                other.phase = _Phase.GONE
+                self._say(f"pipeline {other.number} does not start again: the training is over")
 
     # ----------------------------------------------------------------- reasons
 
-    def _say_why(self, pipeline: PipelineState, event: events.ProcessEnded) -> None:
+    def _say_why(self, pipeline: _Pipeline, event: ProcessEnded) -> None:
         """Report the reason at once, unless this process failed because of another one of its pipeline, whose reason
         may yet come."""
-        follows = event.code == 0 or (event.raised is not None and event.raised.follows_another)
-        if pipeline.told or self._ends_with is not None or (follows and pipeline.alive):
+        if pipeline.told or self.ends or (pipeline.alive and (event.code == 0 or event.follows_another)):
             return
+        failed = sorted((end for end in pipeline.ends if end.code), key=lambda end: end.follows_another)
+        self._say_lost(pipeline, str(failed[0]))
+
+    def _say_lost(self, pipeline: _Pipeline, reason: str) -> None:
         pipeline.told = True
-        reason = self._describe(pipeline.reason)
-        self._out.append(events.Say(f"pipeline {pipeline.number} lost ({reason}); {self._who_goes_on()}"))
+        others = sum(bool(one.alive) and one.life is not None for one in self._pipelines)
+        go_on = f"{others} of {len(self._pipelines)} go on" if self._any_came else "no pipeline trains yet"
+        self._say(f"pipeline {pipeline.number} lost ({reason}); {go_on}")
 
-    def _who_goes_on(self) -> str:
-        if not self._any_came:
-            return "no pipeline trains yet"
-        others = sum(pipeline.trains for pipeline in self._pipelines)
-        return f"{others} of {self._settings.num_pipelines} go on"
-
-    def _describe(self, end: events.ProcessEnded) -> str:
-        return f"stage {self._stage_of(end.rank)}{events.how(end)}"
+    def _say(self, line: str) -> None:
+        self._out.append(Say(line))
 
     # --------------------------------------------------------------- scheduler
 
-    def _seen(self, event: events.Seen, now: float) -> None:
-        if self._ends_with is not None:
+    def _seen(self, event: Seen, now: float) -> None:
+        members = event.members
+        if failure := event.failure or members.over:
+            self._end(f"the scheduler ended it: {failure}", FAILED, now)
             return
-        if event.failure is not None:
-            self._end(f"the scheduler ended it: {event.failure}", FAILED)
-            return
-        self._leader = event.leader
-        if event.lives:
-            if event.resumed is not None and self._lives.isdisjoint(event.lives.values()):
-                self._out.append(events.Say(f"no pipeline was left; training goes on from {event.resumed}"))
-            self._lives = frozenset(event.lives.values())
+        self._leader = members.leader
+        if members.lives:
+            if members.resumed is not None and self._lives.isdisjoint(members.lives.values()):
+                self._say(f"no pipeline was left; training goes on from {members.resumed}")
+            self._lives = frozenset(members.lives.values())
+        gone = dict(zip(members.gone, members.reasons, strict=True))
         for pipeline in self._pipelines:
-            if pipeline.phase is not PipelinePhase.RUNNING:
+            if pipeline.phase is not _Phase.RUNNING:
                 continue
-            life = event.lives.get(pipeline.number)
+            number, life = pipeline.number, members.lives.get(pipeline.number)
+            never = not pipeline.trained and (pipeline.lost_at is not None or number not in members.ever)
             if not pipeline.alive:
-                self._judge_the_finished(pipeline, event, now)
+                if number in members.ever:
+                    self._finished_training(pipeline, now)
+                elif event.asked >= pipeline.due - self._settings.silence:  # asked after its end
+                    script = f"the script of pipeline {number} ended without training"
+                    self._end(f"{script}: it has not called Trainer.fit with SDPipeStrategy", FAILED, now)
             elif life is not None and pipeline.life is None and life != pipeline.last_life:
-                self._came(pipeline, life, event, now)
-            elif event.asked >= self._over_since and pipeline.comes_too_late(event.ever):
-                self._turn_away(pipeline, now)
-            elif pipeline.life is not None and (reason := event.gone.get(pipeline.life)) is not None:
-                self._is_given_up(pipeline, reason, now)
+                self._came(pipeline, life, members.update, now)
+            elif event.asked >= self._over_since and never:
+                self._say(f"pipeline {number} comes too late: the training is over")
+                self._out.append(Stop(number, signal.SIGTERM))
+                self._begin_to_end(pipeline, now, self._settings.farewell)
+                pipeline.told = True
+            elif pipeline.life is not None and (reason := gone.get((number, pipeline.life))) is not None:
+                self._begin_to_end(pipeline, now, self._settings.silence)
+                self._say_lost(pipeline, next(iter(reason.splitlines()), "no reason is known"))
 
-    def _came(self, pipeline: PipelineState, life: str, event: events.Seen, now: float) -> None:
+    def _came(self, pipeline: _Pipeline, life: int, update: int | None, now: float) -> None:
         pipeline.life, pipeline.trained, self._any_came = life, True, True
         if pipeline.lost_at is not None:
-            where = "" if event.update is None else f", at update {event.update}"
-            self._out.append(
-                events.Say(f"pipeline {pipeline.number} is back after {now - pipeline.lost_at:.1f} s{where}")
-            )
+            where = "" if update is None else f", at update {update}"
+            self._say(f"pipeline {pipeline.number} is back after {now - pipeline.lost_at:.1f} s{where}")
             pipeline.lost_at = None
         if not self._all_came and all(other.life is not None for other in self._pipelines):
             self._all_came = True
-            self._out.append(events.Say(f"all {self._settings.num_pipelines} pipelines train"))
+            self._say(f"all {len(self._pipelines)} pipelines train")
 
-    def _is_given_up(self, pipeline: PipelineState, reason: str, now: float) -> None:
-        """Note that the scheduler goes on without the pipeline. Its processes are told so, perhaps when they wake, and
-        have to end."""
-        if not pipeline.doubted:  # a process may have ended in this moment, which is the better reason
-            pipeline.doubted = True
-            return
-        reason = next(iter(reason.splitlines()), "no reason is known")
-        pipeline.stops_training()
-        pipeline.silent_since = pipeline.lost_at = now
-        pipeline.told = True
-        self._out.append(events.Say(f"pipeline {pipeline.number} lost ({reason}); {self._who_goes_on()}"))
-
-    def _judge_the_finished(self, pipeline: PipelineState, event: events.Seen, now: float) -> None:
-        if pipeline.number in event.ever:
-            self._finished_training(pipeline, now)
-        elif event.asked >= pipeline.ended_at:
-            self._end(
-                f"the script of pipeline {pipeline.number} ended without training: it has not called Trainer.fit with "
-                "SDPipeStrategy",
-                FAILED,
-            )
-
-    def _scheduler_ended(self, event: events.SchedulerEnded) -> None:
-        if self._ends_with is not None or self._finished:
-            return
+    def _scheduler_ended(self, event: SchedulerEnded, now: float) -> None:
         ended = "killed" if event.code == -signal.SIGKILL else f"exit code {event.code}"
         if self._scheduler_again >= self._settings.restarts:
             budget = f"its budget of {self._settings.restarts} restarts is used up"
-            self._end(f"the scheduler ended ({ended}), and {budget}", FAILED)
+            self._end(f"the scheduler ended ({ended}), and {budget}", FAILED, now)
             return
         self._scheduler_again += 1
-        self._out += [events.Say(f"the scheduler ended ({ended}); it starts again"), events.LaunchScheduler()]
+        self._say(f"the scheduler ended ({ended}); it starts again")
+        self._out.append(LaunchScheduler())
 
     # --------------------------------------------------------------------- end
 
-    def _is_a_bug(self, pipeline: PipelineState) -> bool:
-        """End the run and return True if another pipeline has failed with the same exception. The scheduler judges
-        those that have trained."""
-        raised = pipeline.reason.raised
-        killed = any(end.code < 0 for end in pipeline.ends)
-        # another pipeline trains on
-        joins = any(other.trained and other.phase is PipelinePhase.RUNNING for other in self._pipelines)
-        if raised is None or not raised.may_be_a_bug or killed or joins or pipeline.trained:
-            return False
-        for other, known in self._raised:
-            if other != pipeline.number and known.is_like(raised):
-                place = f" ({raised.place})" if raised.place else ""
-                first, second = sorted((other, pipeline.number))
-                self._end(
-                    f"pipelines {first} and {second} failed with the same exception, which starting again "
-                    f"does not mend: {raised}{place}",
-                    FAILED,
-                )
-                return True
-        self._raised.append((pipeline.number, raised))
-        return False
-
-    def _end_if_too_few(self) -> None:
-        left = [pipeline for pipeline in self._pipelines if pipeline.phase not in GONE]
-        least = self._settings.min_pipelines
-        if len(left) < least:
-            needed = f"{len(left)} of {self._settings.num_pipelines} pipelines are left, and it needs {least}"
-            self._end(f"{needed} (--min-pipelines)", FAILED)
-
-    def _told(self, event: events.SignalReceived, now: float) -> None:
-        if self._ends_with is not None and self._kill_at > now:
-            self._kill_at = now  # a second signal kills at once
+    def _told(self, event: SignalReceived, now: float) -> None:
+        if self.ends:
+            self._kill_at = min(self._kill_at, now)  # a second signal kills at once
             return
-        name = "Ctrl-C" if event.signal == signal.SIGINT else events.signal_name(event.signal)
-        self._end(name, events.INTERRUPTED + event.signal, event.signal)
+        name = "Ctrl-C" if event.signal == signal.SIGINT else signal.Signals(event.signal).name
+        self._end(name, INTERRUPTED + event.signal, now, event.signal)
 
-    def _end(self, reason: str, code: int, by: int = signal.SIGTERM) -> None:
-        if self._ends_with is not None:
-            return
-        self._ends_with, self._kill_at = code, -math.inf  # the time is set when time passes
-        self._out.append(events.Say(f"the run ends: {reason}"))
+    def _end(self, reason: str, code: int, now: float, by: int = signal.SIGTERM) -> None:
+        self._ends_with, self._kill_at = code, now + self._settings.farewell
+        self._say(f"the run ends: {reason}")
         for pipeline in self._pipelines:
             if pipeline.alive:
-                self._out.append(events.Stop(pipeline.number, by))
-                pipeline.due, pipeline.silent_since = math.inf, None
-            elif pipeline.phase not in GONE:
-                pipeline.phase = PipelinePhase.GIVEN_UP
+                self._out.append(Stop(pipeline.number, by))
+            else:
+                pipeline.phase = _Phase.GONE
 
     def _let_time_pass(self, now: float) -> None:
-        if self._ends_with is not None:
-            self._press(now)
+        if self.ends:
+            if self._kill_at <= now:
+                self._kill_at = math.inf
+                self._out += [Stop(pipeline.number, signal.SIGKILL) for pipeline in self._pipelines if pipeline.alive]
             return
         for pipeline in self._pipelines:
-            silent = pipeline.silent_since is not None and pipeline.silent_since + self._settings.silence <= now
-            if silent and pipeline.phase is PipelinePhase.RUNNING:
-                pipeline.silent_since = None
-                self._out += [
-                    events.Say(
-                        f"pipeline {pipeline.number} is killed: {self._settings.silence:g} s later it has not ended"
-                    ),
-                    events.Stop(pipeline.number, signal.SIGKILL),
-                ]
             if pipeline.due > now:
                 continue
-            if pipeline.phase is PipelinePhase.WAITING:
+            if pipeline.phase is _Phase.WAITING:
                 self._launch(pipeline)
-            elif pipeline.phase is PipelinePhase.ENDING:
-                pipeline.due, pipeline.pressed = math.inf, True
-                self._out.append(events.Stop(pipeline.number, signal.SIGKILL))
-            elif pipeline.phase is PipelinePhase.RUNNING:  # it has ended; whether it has trained is unknown
+            elif pipeline.phase is _Phase.ENDING:
+                pipeline.due = math.inf
+                self._out.append(Stop(pipeline.number, signal.SIGKILL))
+            elif pipeline.phase is _Phase.RUNNING:  # it has ended; whether it has trained is unknown
                 self._finished_training(pipeline, now)
-
-    def _press(self, now: float) -> None:
-        if self._kill_at == -math.inf:
-            self._kill_at = now + self._settings.farewell
-        elif self._kill_at <= now:
-            self._kill_at = math.inf
-            self._out += [
-                events.Stop(pipeline.number, signal.SIGKILL) for pipeline in self._pipelines if pipeline.alive
-            ]
-
-    def _finish_if_over(self) -> None:
-        if self._finished or any(pipeline.alive or pipeline.phase not in GONE for pipeline in self._pipelines):
-            return
-        self._finished = True
-        if self._ends_with is None:
-            succeeded = any(pipeline.phase is PipelinePhase.FINISHED for pipeline in self._pipelines)
-            self._ends_with = 0 if succeeded and not self._blemished else FAILED
-        self._out.append(events.Finish(self._ends_with))
-
-    # ---------------------------------------------------------------- terminal
-
-    def _choose_whom_to_show(self) -> None:
-        """Show the leader, whose progress is that of all; until it is known, the first pipeline that lives."""
-        alive = [pipeline.number for pipeline in self._pipelines if pipeline.alive]
-        chosen = next((one for one in (self._leader, self._shown) if one in alive), min(alive, default=None))
-        if chosen is not None and chosen != self._shown:
-            self._shown = chosen
-            self._out.append(events.Show(chosen))

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -37,13 +36,8 @@ def obey(verb: str, what: str = "") -> None:
     match verb:
         case "raise":
             raise ValueError(what)
-        case "linger":  # a thread keeps the interpreter from ending
-            threading.Thread(target=time.sleep, args=[60]).start()
-            raise ValueError(what)
         case "exit":
             sys.exit(int(what))
-        case "print":
-            print(json.loads(what), end="", flush=True)
         case "repeat":
             for _ in range(int(what) // 100):
                 print("x" * 99)
