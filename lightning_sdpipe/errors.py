@@ -84,6 +84,12 @@ LEFT = {
         "a checkout has it as a method from outside, recipes.baselines.ParameterServer and HetPipe; or use "
         "SemiDecentralized(window=inf), which computes what a synchronous server does",
     ),
+    **dict.fromkeys(
+        ("quorum", "grace"),
+        "leave it out, since with dealt data no pipeline waits for a slow one: a round is due when all together have "
+        "made as many updates",
+    ),
+    "group": "use SemiDecentralized() or PartialReduce(), whose groups wait for no slow pipeline",
     "top_k": 'use "one_bit", which sends a bit per value with error feedback',
     "sharded": 'leave it out, since meetings of PHDPSGD move whole models (data="sharded" is another option)',
 }

@@ -156,6 +156,13 @@ class Turns(Protocol):
     def begin_dealt(self) -> None:
         """Begin a segment of dealt batches. All workers are together, and take part from now on."""
 
+    @property
+    def called(self) -> bool:
+        """True if the other pipelines expect this one in an exchange for which it is ready while it trains."""
+
+    def take_part(self) -> None:
+        """Take part in that exchange after this turn."""
+
     def drain(self) -> None:
         """Finish what is in the pipeline, while other pipelines train."""
 

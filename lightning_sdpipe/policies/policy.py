@@ -46,7 +46,7 @@ class Policy(Protocol):
         change anything."""
 
 
-class _Refusing(msgspec.StructMeta):
+class Refusing(msgspec.StructMeta):
     """Refuses unknown values by the same message as the registry does for values in JSON."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
@@ -55,7 +55,7 @@ class _Refusing(msgspec.StructMeta):
         return super().__call__(*args, **values)
 
 
-class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, metaclass=_Refusing):
+class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, metaclass=Refusing):
     """The values of a policy, as a user writes them and as they cross process borders.
 
     A subclass has a field for each value, and checks them in ``__post_init__`` (:func:`refusal` and

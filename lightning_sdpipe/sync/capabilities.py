@@ -34,7 +34,7 @@ SENTENCES: Mapping[Dimension, str] = {
     "neighbours average after each update; gradients are needed before the step, and meetings and rounds are part of "
     "one",
     "hierarchies": "machines can average first where all of their pipelines add up alike: not in pairs, in rings, in "
-    "rounds by quorum, in sums by samples, or in a way of one's own",
+    "sums by samples, or in a way of one's own",
     "schedules": "without a flush the stages of a pipeline step one after the other, so that groups of whole pipelines "
     "would wait for the slowest of all in each update, and rounds of pipelines that come and go would have no common "
     "turn",
@@ -147,11 +147,6 @@ def of_policy(policy: PolicyConfig) -> Capabilities:
             return Capabilities()
         case _:
             return replace(_GROUPS, data=_ASKED)
-
-
-def in_groups(policy: PolicyConfig) -> Capabilities:
-    """Return the row of a method whose members average, in full, more than their models in the groups of ``policy``."""
-    return replace(of_policy(policy), payloads=_FULL, overlaps=_AT_ONCE, hierarchies=_FLAT, unlike=None)
 
 
 @dataclass(frozen=True)

@@ -355,6 +355,15 @@ class Synchronizer:
         """True unless :meth:`begin_backward` refuses what it needs to know."""
         return self.gradients is None or type(self).begin_backward is not Synchronizer.begin_backward
 
+    @property
+    def called(self) -> bool:
+        """True if members were named for an exchange that this worker is ready for while it trains on. Then every stage
+        of its pipeline must :meth:`take_part` before the same turn."""
+        return False
+
+    def take_part(self) -> None:
+        """Take part after this turn in the exchange for which this pipeline was :attr:`called`."""
+
     def announce(self, iteration: int) -> None:
         """Announce that nothing but this worker's own computing can hold up update ``iteration`` any more. Do not
         wait."""

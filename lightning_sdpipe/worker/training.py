@@ -310,6 +310,13 @@ class Training:
         with self.first_failure:
             self.rendezvous.join()
 
+    @property
+    def called(self) -> bool:
+        return self.sync.called
+
+    def take_part(self) -> None:
+        self.sync.take_part()
+
     def rest(self) -> None:
         self.drain()
         with self._phases.within(Event.LEAVE), self.first_failure:

@@ -51,7 +51,7 @@ class Run:
         bases = tuple(self.states[i].base for i in members)
         workers = tuple(Worker(0, i) for i in members)
         weights = (1 / len(members),) * len(members)
-        group = Group(workers, weights, sequence, "quorum", lineage=Lineage(bases, max(bases)))
+        group = Group(workers, weights, sequence, "everybody came", lineage=Lineage(bases, max(bases)))
 
         def work(rank: int) -> None:
             if rank not in members:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from lightning_sdpipe.policies import Broken, Group, Joined, Left, Lost, Ready, Tick, Worker
 from lightning_sdpipe.policies.events import Regrouped, Vanished
-from lightning_sdpipe.policies.outer_rounds import OuterRounds, OuterRoundsPolicy
+from lightning_sdpipe.policies.outer_rounds import OuterRoundsPolicy
 
 Updates = frozenset[tuple[int, int]]
 EVERY = 2
@@ -64,15 +64,13 @@ class World:
     def __init__(
         self,
         seed: int,
-        make: Callable[[OuterRounds, int, int], OuterRoundsPolicy] = OuterRoundsPolicy,
+        make: Callable[[int, int], OuterRoundsPolicy] = OuterRoundsPolicy,
         hands_over: bool = True,
         always_again: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         size = self.rng.randint(2, 5)
-        quorum = self.rng.choice([1, 2, 0.5, 0.4, None])
-        config = OuterRounds(quorum, self.rng.choice([0.0, 0.5]) if quorum is not None else "auto")
-        self.policy, self.size = make(config, 1, 8), size
+        self.policy, self.size = make(1, 8), size
         self.hands_over, self.always_again = hands_over, always_again
         self.now, self.started = 0.0, 0
         self.contents: dict[int, Updates] = {FIRST: frozenset()}

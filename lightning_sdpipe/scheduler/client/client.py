@@ -126,6 +126,13 @@ class SchedulerClient:
         noted = self._wait(m.Leave, e.Noted, "the scheduler to let it leave")
         self._wait_for_invitations(noted.invitations)
 
+    def withdraw(self) -> Group | None:
+        """Leave, so that the last :meth:`ready` is void; return its group if that was decided before, and its members
+        count on this worker."""
+        self.leave()
+        answer = self._outcomes.pop(m.Ready, None)
+        return answer.group if isinstance(answer, m.Answer) else None
+
     def ready(self, iteration: int, base: int | None = None) -> None:
         """Report the local step of ``iteration`` as done, without waiting; :meth:`group` fetches the answer. ``base``
         is that of :class:`~lightning_sdpipe.policies.events.Ready`."""

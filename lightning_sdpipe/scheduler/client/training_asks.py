@@ -6,7 +6,8 @@ Rules:
 1. A request is open until it is answered, refused, or another one of its kind takes its place; joining and leaving take
    each other's. It is repeated under new numbers, since the scheduler counts each number once.
 2. :meth:`TrainingAsks.resumption` holds what a restarted scheduler must know.
-3. A worker that begins to leave no longer takes part, and its unanswered ready is dropped.
+3. A worker that begins to leave no longer takes part. Its unanswered ready is not repeated, and dropped when the
+   scheduler has noted that: until then its group may have been decided.
 4. A reply that is repeated, or was overtaken, changes nothing.
 
 The module also keeps the rows and spans that the worker still has to report, the leases that its pipeline was dealt
@@ -92,7 +93,6 @@ class TrainingAsks:
             self.joined, self._answered = False, None
             self._heard.forget()
             self._open.pop(m.Join, None)
-            self._open.pop(m.Ready, None)
             fields = (self.rows.take(),)
         elif kind is m.AskLease:
             self.leases.begin(fields[0])
@@ -111,15 +111,19 @@ class TrainingAsks:
         return any(kind in self._open for kind in kinds)
 
     def again(self) -> list[m.Request]:
-        """Return the open requests, under new numbers."""
+        """Return the open requests that are to be repeated, under new numbers."""
+        requests: list[m.Request] = []
         for kind, sent in self._open.items():
             fields = list(msgspec.structs.astuple(sent[-1])[3:])
             if kind is m.AskLease:
                 fields[-1] = self.leases.done()
             elif kind is m.Leave:
                 fields = [None]  # its rows may have been heard, and would count twice
+            elif kind is m.Ready and m.Leave in self._open:
+                continue
             sent.append(self._make(kind, *fields))
-        return [sent[-1] for sent in self._open.values()]
+            requests.append(sent[-1])
+        return requests
 
     def resumption(self) -> dict[str, Any]:
         """Return fields of :class:`~lightning_sdpipe.scheduler.membership_protocol.Resumes`."""
@@ -134,6 +138,10 @@ class TrainingAsks:
         answered = [kind for kind, sent in self._open.items() if self._is_answered(sent, reply)]
         for kind in answered:
             del self._open[kind]
+        if m.Leave in answered:
+            self._open.pop(m.Ready, None)
+            self._answered = None
+            self._heard.forget()
         return [Came(kind, reply) for kind in answered]
 
     def _is_answered(self, sent: list[m.Request], reply: m.Reply | e.Reply) -> bool:

@@ -37,7 +37,7 @@ State = dict[str, Any]
 log = logging.getLogger(__name__)
 _SOON = 0.05
 """Seconds that a pipeline waits for a batch before it takes a turn without one, and that a held one waits at a time."""
-_IDLE = "idle"
+_IDLE, _CALLED = "idle", "called"
 
 
 class Duties(Protocol):
@@ -120,12 +120,15 @@ class ElasticBatchSource(DealtBatchSource):
             if waits:
                 self._wait()
             self._waits_between_turns = False
-            self._duties.commands.send(Command(CommandKind.GO))
+            command = Command(CommandKind.GO, _CALLED if self._turns.called else "")
+            self._duties.commands.send(command)
         else:
             while (command := self._duties.commands.receive()).kind is not CommandKind.GO:
                 self._act(command)
             if waits:
                 self._wait()
+        if command.text == _CALLED:
+            self._turns.take_part()
         self._duties.between()
 
     def _segment_from(self, start: int) -> Segment:

@@ -1,4 +1,4 @@
-"""Islands that are far apart and preempted: DiLoCo by quorum over slow links, while processes are killed.
+"""Islands that are far apart and preempted: DiLoCo over slow links, while processes are killed.
 
 Every pipeline is a host of its own (a network namespace) whose link the kernel holds down to a rate. Messages between
 workers arrive later by an emulated latency, and so does what they and the scheduler say to each other, through a proxy.
@@ -31,17 +31,10 @@ from recipes.suites.trainings import quiet
 LOWER_IS_BETTER = frozenset({"samples"})
 
 BATCH = 4
-KILLED, CALM, WAITS, BEST, ALL_REDUCE = "killed", "calm", "waits for all", "best", "all_reduce"
+KILLED, CALM, BEST, ALL_REDUCE = "killed", "calm", "best", "all_reduce"
 _SAMPLES = "mini-batches of a small BERT in the model at a loss, with kills over"
 GOALS = {
     "far_apart/calm": Goal("the same without kills", "utilisation", {"run": CALM}, "one"),
-    "far_apart/quorum": Goal(
-        "time of the epoch if each round waits for all, over that by quorum, without kills",
-        "seconds",
-        {"run": WAITS},
-        {"run": CALM},
-        1.3,
-    ),
     "far_apart/bytes/calm": Goal("the same without kills", "all_reduce_bytes", {"run": CALM}, "bytes"),
     "samples/far_apart": Goal(f"{_SAMPLES} without; one value per seed", KILLED, {"run": "bert"}, CALM, 1.05),
     "samples/all_reduce": Goal(
@@ -100,10 +93,10 @@ def run(
     samples: Mapping[str, Any],
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Train with kills, without, and without where each round waits for all; and a BERT with kills and without.
+    """Train with kills and without; and a BERT with kills and without.
 
     Args:
-        method: specification of DiLoCo for Hydra, with a quorum.
+        method: specification of DiLoCo for Hydra.
         exchange: likewise.
         work: options of :class:`Islands`.
         rate_mbit: of every link, in either direction.
@@ -136,8 +129,8 @@ def run(
             return world.records(), done.what["kill"]
 
     for repeat in range(repeats):
-        for name, options in ((KILLED, {}), (CALM, {}), (WAITS, {"quorum": None, "grace": "auto", "delay": 0})):
-            islands = Islands(sync=hydra.utils.instantiate({**method, **options}), **always)
+        for name in (KILLED, CALM):
+            islands = Islands(sync=hydra.utils.instantiate(method), **always)
             records, kills = train(islands, seed + repeat if name == KILLED else None)
             rows.append({"run": name, "repeat": repeat, "kills": kills, **measured(records, islands)})
             print(rows[-1], flush=True)

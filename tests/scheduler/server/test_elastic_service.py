@@ -180,7 +180,7 @@ def test_a_leave_outdates_a_join_that_waits_for_a_process_group() -> None:
     assert [reply.group.members for _, reply in replies if isinstance(reply, m.Answer)] == [(Worker(0, 0),)]
 
 
-@pytest.mark.parametrize(("config", "at_once"), [(OuterRounds(quorum=0.5), True), (LocalSGD(every=1), False)])
+@pytest.mark.parametrize(("config", "at_once"), [(OuterRounds(4), True), (LocalSGD(every=1), False)])
 def test_a_join_waits_for_a_process_group_unless_rounds_are_apart(config: PolicyConfig, at_once: bool) -> None:
     d, third = ElasticDialogue(config), Member(2, 303)
     epoch = Epoch(4, (A, B, third), "pipeline 2 has come")

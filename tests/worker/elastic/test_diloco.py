@@ -24,11 +24,8 @@ from lightning_sdpipe.exchange.outer_model import Nesterov
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState, OwnBase
 from lightning_sdpipe.exchange.payloads import EightBit, Full, OneBit
 from lightning_sdpipe.membership.members import Met
-from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.sync import DiLoCo, LocalSGD
-from lightning_sdpipe.sync.outer_averaging import OuterGroups
 from lightning_sdpipe.topology.groups import Traffic
 from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingBases
 from tests.worker.elastic.jobs import Diary, ElasticRun, elastic_run, fit
@@ -109,16 +106,16 @@ def check_that_what_died_is_trained_by_others(run: ElasticRun, died: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("sync", "exchange", "phase"),
+    ("sync", "exchange", "phase", "stages"),
     [
-        (DiLoCo(every=4, weights="samples"), Exchange(hierarchy="hosts"), "made"),
-        (DiLoCo(every=4, quorum=0.5, delay=3), Exchange(EightBit(), overlap="step"), "adopted"),
-        (LocalSGD(every=4), Exchange(OneBit()), "made"),
+        (DiLoCo(every=4, weights="samples"), Exchange(hierarchy="hosts"), "made", 1),
+        (DiLoCo(every=4, delay=3), Exchange(EightBit(), overlap="step"), "adopted", 1),
+        (LocalSGD(every=4), Exchange(OneBit()), "made", 2),
     ],
-    ids=["all by machines and samples", "quorum in eight bits beside the next steps", "plain means in one bit"],
+    ids=["all by machines and samples", "eight bits beside the next steps", "plain means in one bit in two stages"],
 )
-def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, sync: Any, exchange: Exchange, phase: str) -> None:
-    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3") as run:
+def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, sync: Any, exchange: Exchange, phase: str, stages: int) -> None:
+    with elastic_run(tmp_path, stages, 3, "--start-pipelines", "3") as run:
         for pipeline in range(3):
             run.start(pipeline, partial(train, tmp_path, sync, exchange, phase if pipeline == 2 else ""))
         run.wait(lambda: run.jobs[2].ended(), "the death of pipeline 2")
@@ -164,38 +161,3 @@ def test_all_that_meet_weigh_as_their_method_says(samples: float | None, weights
     bases.state.samples = samples
     bases.meet(model, 4)
     assert barriers.weights == weights
-
-
-def train_in_groups(directory: Path, sync: DiLoCo, dies: bool = False) -> None:
-    make, seen = OuterGroups._make_round, [0]
-    bases = Bases()
-
-    def makes(self: OuterGroups, group: Group) -> float:
-        seen[0] += len(group.members) > 1
-        if dies and seen[0] == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        waited = make(self, group)
-        if len(group.members) > 1:
-            bases.diary.note(base=group.sequence)
-        return waited
-
-    OuterGroups._make_round = makes  # type: ignore[method-assign]
-    fit(directory, SAMPLES, {"sync": sync}, more=[bases])
-
-
-def test_one_is_killed_in_a_round_of_a_group_and_comes_back(tmp_path: Path) -> None:
-    sync = DiLoCo(every=4, group=PartialReduce())
-    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3") as run:
-        for pipeline in range(3):
-            run.start(pipeline, partial(train_in_groups, tmp_path, sync, pipeline == 2))
-        run.wait(lambda: run.jobs[2].ended(), "the death of pipeline 2")
-        run.wait_for_turns([0, 1], 12)
-        run.start(2, partial(train_in_groups, tmp_path, sync))
-        run.wait(lambda: len(run.rows(2)) == 2, "the newcomer's first turn")
-        run.wait_for_turns([2], 16)
-        codes = run.finish()
-        assert set(codes) == {0, 1, 2}
-        assert {code for each in codes.values() for code in each} == {0}, run.said()
-        run.check_policy(sync=sync)
-        check_that_what_died_is_trained_by_others(run, 2)
-        check_that_replicas_were_equal(run, [0, 1, 2])

@@ -47,7 +47,7 @@ def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
         *(SemiDecentralized(), PartialReduce(), NoSync(), LocalSGD(every=2), ADPSGD(), BY_MODELS),
         ADPSGD(asynchronous=True),
         *(AllReduce(), AllReduce(weights="equal"), AllReduce(weights="samples")),
-        *(DiLoCo(every=2), DiLoCo(every=2, quorum=0.5, grace=1.0), DiLoCo(group=PartialReduce())),
+        *(DiLoCo(every=2), DiLoCo(every=2, weights="samples")),
         *(Decentralized(), Decentralized("shift_one", 2)),
     ],
 )
@@ -105,9 +105,8 @@ def test_models_may_be_averaged_without_a_flush_and_gradients_may_not(sync: Any)
     SDPipeStrategy(sync=sync, schedule="pipedream")
     with pytest.raises(ConfigurationError, match=r"Use schedule='1f1b', or sync=SemiDecentralized\(\)"):
         SDPipeStrategy(sync=AllReduce(), schedule="pipedream")
-    for rounds in (DiLoCo(every=4), DiLoCo(every=4, quorum=0.5)):  # waited for each other for ever in two stages
-        with pytest.raises(ConfigurationError, match=r"no common turn. Use schedule=.1f1b."):
-            SDPipeStrategy(sync=rounds, schedule="pipedream")
+    with pytest.raises(ConfigurationError, match=r"no common turn. Use schedule=.1f1b."):
+        SDPipeStrategy(sync=DiLoCo(every=4), schedule="pipedream")  # waited for each other for ever in two stages
 
 
 def test_pairs_that_compute_meanwhile_need_a_scheduler_that_names_such_pairs() -> None:
@@ -166,15 +165,18 @@ def test_what_rounds_of_gradients_cannot_do_is_refused_with_what_they_can() -> N
     refusals.check_trainer(trainer, SDPipeStrategy().options)
     for payload in (EightBit(), EightBit(feedback=True), OneBit(after=10)):
         SDPipeStrategy(sync=AllReduce(), exchange=Exchange(payload, hierarchy="hosts"))
+    SDPipeStrategy(sync=DiLoCo(delay=8), exchange=Exchange(overlap="step"))
+    with pytest.raises(ConfigurationError, match=r"Use overlap='step'"):
+        SDPipeStrategy(sync=DiLoCo(delay=8))
     for exchange in (Exchange(OneBit(momentum=0.9, after=10)), Exchange(overlap="step")):
         with pytest.raises(ConfigurationError, match=r"OneBit\(\)|LocalSGD"):
             SDPipeStrategy(sync=AllReduce(), exchange=exchange)
     refusals.check_scheduler(options, AllPresent(), AllPresent())
     refusals.check_scheduler(SDPipeStrategy().options, SemiDecentralized(), AllPresent())
-    outer = SDPipeStrategy(sync=DiLoCo(quorum=2)).options
-    refusals.check_scheduler(outer, OuterRounds(2), OuterRounds(0.5))
+    outer = SDPipeStrategy(sync=DiLoCo()).options
+    refusals.check_scheduler(outer, OuterRounds(), OuterRounds())
     with pytest.raises(ConfigurationError, match="decides by outer_rounds, and this one decides by no_sync"):
-        refusals.check_scheduler(outer, OuterRounds(2), NoSync())
+        refusals.check_scheduler(outer, OuterRounds(), NoSync())
     ring = SDPipeStrategy(sync=Decentralized()).options
     refusals.check_scheduler(ring, PresentPeers(), PresentPeers())
     with pytest.raises(ConfigurationError, match="decides by present_peers, and this one decides by decentralized"):

@@ -1,15 +1,13 @@
-"""Worker's half of DiLoCo by quorum: rounds of those that are ready, whose bases may differ.
+"""Worker's half of DiLoCo in rounds whose members may have different bases: where pipelines come and go, or weigh by
+their samples.
 
 A round goes on at once, or with ``overlap="step"`` beside the next mini-batches. Its outcome is put into the model by
-the thread that trains, whole. Where pipelines come and go, ``Replica.bases`` carries rounds out among those that are
-there.
+the thread that trains, whole, after ``delay`` updates.
 
-With a ``delay`` above 1 a worker trains on while the scheduler has no group for it yet, for ``every`` more updates at
-most. It gives the model of the moment when the group is known, and adopts the new base as soon as that is there, for
-which it waits only after ``delay`` updates. So a round takes as many mini-batches as it has to, one that misses it does
-not stand still until the next, and its own next one is due ``every`` updates after it began. Stages of one pipeline
-would see both at different updates; so with several of them the group is waited for, and the base is adopted after
-``delay`` updates.
+Where pipelines come and go, ``Replica.bases`` carries rounds out among those that are there, and the scheduler counts
+the updates of all. A worker is ready for the next round as soon as it has adopted the last one, and trains on. When the
+scheduler names the members, stage 0 tells the other stages before a turn, and all begin with the model after it. So no
+pipeline waits for a slow one.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from lightning_sdpipe.sync.outer_averaging import OuterAveraging
 from lightning_sdpipe.sync.synchronizer import Replica
 
 
-class QuorumAveraging(OuterAveraging):
+class OwnBaseAveraging(OuterAveraging):
     """Averages in rounds of some replicas. Memory: that of :class:`OuterAveraging`, and the model once more during a
     round; with ``overlap="step"`` a copy of the model besides.
 
@@ -48,17 +46,15 @@ class QuorumAveraging(OuterAveraging):
     def __init__(self, replica: Replica, nesterov: Nesterov, schedule: Fragments, by_samples: bool) -> None:
         self._late = schedule.delay > 0
         super().__init__(replica, nesterov, schedule, keeps=False)
-        self._roams = schedule.delay > 1 and replica.groups.mesh.num_stages == 1
-        """Whether this worker trains on until its group is known."""
-        self._looks = False
-        """Whether it has told the scheduler that it is ready, and does so now."""
         self._until = 0
-        """The update after which it waits for what has still to come."""
-        self._apart = 0
-        """Number of updates since its last round began."""
+        """The update after which it adopts the outcome of the round that is under way."""
         self.by_samples = by_samples
         self._samples = self._samples_sent = 0.0
         """Samples since the last round, and those that are in the round under way."""
+        self._stands = self._takes_part = False
+        """Whether it is ready for a round while it trains on, and whether that begins after this turn."""
+        self._group: Group | None = None
+        """Members of that round, if they are known already."""
         (self._whole,) = self._fragments
         self._state, self._bases = OuterState(self._whole.common), replica.bases
         if self._bases is not None:
@@ -87,68 +83,67 @@ class QuorumAveraging(OuterAveraging):
         self._samples += samples
 
     def announce(self, iteration: int) -> None:
-        """Tell the scheduler that this worker is ready, and what its base is, if a round begins after this update."""
+        """Tell the scheduler that this worker is ready, and what its base is: if a round begins after this update or,
+        where the scheduler says when, unless it has done so."""
         self._update = iteration + 1
-        if self._is_due():
+        if self._bases is None:
+            self.announced = bool(self._schedule.begin(self._update))
+        elif not self._stands and not self._underway:
+            self._stands = True
+        else:
+            return
+        if self.announced or self._stands:
             self.replica.client.ready(iteration, self._state.base)
-            self.announced = True
 
-    def _is_due(self) -> bool:
-        """Return whether a round is to begin after the update that is being made."""
-        if not self._roams:
-            return bool(self._schedule.begin(self._update))
-        return not self._looks and not self._underway and self._apart + 1 >= self._schedule.every
+    @property
+    def called(self) -> bool:
+        """See the base class, as for the next method."""
+        if self._stands and self._group is None:
+            self._group = self.replica.client.group_if_known()
+        return self._group is not None
+
+    def take_part(self) -> None:
+        self._takes_part = True
 
     @property
     def shares_next(self) -> bool:
-        """See the base class."""
-        return self.announced or self._looks
+        return self.announced or self._takes_part
 
     def synchronise(self) -> None:
         """Adopt the base of the last round, and run or begin the round that is due."""
         start = time.perf_counter()
         self._whole.since += 1
-        self._apart += 1
         waited, members = 0.0, 1
-        if self._underway and (self._update >= self._until or (self._roams and self._is_there)):
+        if self._underway and self._update >= self._until:
             waited = self._adopt()
-        if self.announced:
-            self.announced, self._looks = False, True
-            self._until = self._update + (self._schedule.every if self._roams else 0)
-        if self._looks:
+        if self.shares_next:
+            self.announced = self._stands = self._takes_part = False
             asked = time.perf_counter()
-            group = self._group(waits=self._update >= self._until)
+            with labelled("group"):
+                group, self._group = self._group or self.replica.client.group(), None
             waited += time.perf_counter() - asked
-            if group is not None:
-                members = len(group.members)
-                self._begin_round(group)
+            members = len(group.members)
+            self._begin_round(group)
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
 
-    def _group(self, waits: bool) -> Group | None:
-        """Return the group that this worker looks for, if it is known already, or when it is."""
-        with labelled("group"):
-            group = self.replica.client.group() if waits else self.replica.client.group_if_known()
-        self._looks = group is None
-        return group
-
-    @property
-    def _is_there(self) -> bool:
-        """True if the outcome of the round that is under way is there."""
-        return self._job is None or self._job.is_done
-
     def settle(self) -> None:
-        """See the base class: takes part in the round that it is ready for."""
-        if self._looks:
-            group = self._group(waits=True)
-            assert group is not None
+        """See the base class: takes part in a round whose members have been named already."""
+        if not self._stands:
+            return
+        self._stands = self._takes_part = False
+        group, self._group = self._group, None
+        if group is None and (group := self.replica.client.withdraw()) is not None:
+            self.replica.client.join()
+        if group is not None:
             self._begin_round(group)
+            self._adopt()
 
     def start(self) -> None:
         """Begin with the model as the base, unless it only rested; or with the base that another pipeline gave."""
         if not self._begins_anew:
             return
         self._begins_anew = False
-        self._apart, self._samples = 0, 0.0
+        self._samples = 0.0
         super().start()
         self._state.forget()
         given, self._given = self._given, None
@@ -190,7 +185,7 @@ class QuorumAveraging(OuterAveraging):
     def _begin_round(self, group: Group) -> None:
         """Run the round of ``group``, or begin it beside training."""
         tensors, self._before, self._whole.since = self._whole.tensors, self._whole.since, 0
-        self._underway, self._apart, self._until = True, 0, self._update + self._schedule.delay
+        self._underway, self._until = True, self._update + self._schedule.delay
         self._samples, self._samples_sent = 0.0, self._samples
         self._state.samples = self._samples_sent if self.by_samples else None
         if self._late:
@@ -205,7 +200,7 @@ class QuorumAveraging(OuterAveraging):
         """Compute the outcome of a round: None if it was dropped."""
         if group.lineage is None:
             raise ConfigurationError(
-                "DiLoCo by quorum needs a scheduler that decides by outer_rounds, and this one names no bases in group "
+                "DiLoCo needs a scheduler that decides by outer_rounds, and this one names no bases in group "
                 f"{group.sequence} ({group.reason}). Start it with --policy outer_rounds, or leave --policy out."
             )
         if self._bases is not None:

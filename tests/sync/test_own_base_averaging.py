@@ -1,0 +1,110 @@
+"""DiLoCo by samples, in threads, beside its formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.options import Exchange
+from lightning_sdpipe.sync import DiLoCo, outer_averaging
+from lightning_sdpipe.sync.capabilities import Combination, check
+from lightning_sdpipe.sync.rendezvous import Rendezvous
+from lightning_sdpipe.sync.synchronizer import Synchronizer
+from tests.sync.stage import SIZE, Stage, change, equal
+
+N, EVERY = 3, 2
+LR, MOMENTUM = 0.7, 0.9
+
+
+def update(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, numbers: range) -> None:
+    for number in numbers:
+        sync.announce(number)
+        parameter.data.add_(change(pipeline, number))
+        sync.synchronise()
+
+
+@pytest.mark.parametrize("exchange", [Exchange(), Exchange(overlap="step")], ids=str)
+def test_members_weigh_as_much_as_they_have_trained(stage: Stage, exchange: Exchange) -> None:
+    """In a round after two updates, and in that of a pause after a third, in which one pipeline trains nothing."""
+    samples = [[1.0, 2.0, 1.0], [4.0, 4.0, 3.0], [0.5, 0.5, 0.0]]
+
+    def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> Tensor:
+        rendezvous.join()
+        for number, trained in enumerate(samples[pipeline]):
+            sync.weigh(trained)
+            update(pipeline, parameter, sync, range(number, number + 1))
+        rendezvous.pause(position=3)
+        return parameter.detach().clone()
+
+    base, momentum = equal(0), torch.zeros(SIZE)
+    for numbers in (range(2), range(2, 3)):
+        counts = torch.tensor([sum(samples[i][number] for number in numbers) for i in range(N)])
+        changes = torch.stack([sum(change(i, number) for number in numbers) for i in range(N)])  # type: ignore[misc]
+        moved = (counts / counts.sum()) @ changes
+        momentum = MOMENTUM * momentum + moved
+        base = base + LR * (moved + MOMENTUM * momentum)
+    assert EVERY == 2
+    found = stage.run(DiLoCo(EVERY, LR, MOMENTUM, weights="samples"), exchange, equal, train)
+    for outcome in found:
+        assert torch.equal(outcome, found[0])
+        torch.testing.assert_close(outcome, base, rtol=1e-5, atol=1e-6)
+
+
+def test_a_newcomer_begins_with_the_base_of_its_donor(stage: Stage) -> None:
+    """What the donor has moved by since then is not the newcomer's; a donor that has not begun gives its model only."""
+    method = DiLoCo(EVERY, LR, MOMENTUM, weights="samples")
+
+    def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> None:
+        early = sync.handover()
+        rendezvous.join()
+        update(pipeline, parameter, sync, range(EVERY + 1))
+        given, momentum = sync.handover(), sync.parameter_states()
+        assert momentum[parameter][outer_averaging.MOMENTUM].any()
+        assert sync.loose == 1
+        before = parameter.detach().clone()
+        newcomer = method.build(sync.replica)
+        newcomer.take(given)
+        newcomer.load_parameter_states(momentum)
+        newcomer.start()
+        assert not torch.equal(parameter, before)
+        torch.testing.assert_close(parameter.detach(), given["pieces"][0], rtol=0, atol=0)
+        found = newcomer.handover()
+        assert found["base"] == given["base"] == 0
+        assert all(torch.equal(a, b) for a, b in zip(found["pieces"], given["pieces"], strict=True))
+        assert torch.equal(
+            newcomer.parameter_states()[parameter][outer_averaging.MOMENTUM],
+            momentum[parameter][outer_averaging.MOMENTUM],
+        )
+        other = method.build(sync.replica)
+        other.take(early)
+        other.start()
+        assert other.handover()["base"] == -1
+        rendezvous.pause(position=EVERY + 1)
+
+    stage.run(method, Exchange(), equal, train)
+
+
+@pytest.mark.parametrize(
+    ("values", "instead"),
+    [
+        ({"weights": "samples", "fragments": 2}, "fragments=2 does not go with weights='samples'.* Use fragments=1"),
+        ({"weights": "samples", "delay": 1, "mix": 0.5}, "Use mix=0"),
+        ({"quorum": 0.5}, "quorum is not a value of DiLoCo; it has left the package: leave it out"),
+        ({"group": None}, r"it has left the package: use SemiDecentralized\(\) or PartialReduce"),
+        ({"weights": "losses"}, 'weights=\'losses\' is not allowed; give "equal" or "samples"'),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_what_does(values: dict[str, Any], instead: str) -> None:
+    with pytest.raises(ConfigurationError, match=instead):
+        DiLoCo(**values)
+
+
+def test_a_round_that_may_be_late_goes_on_beside_training() -> None:
+    method = DiLoCo(weights="samples", delay=2)
+    check(method, Combination(method, Exchange(overlap="step"), elastic=True))
+    with pytest.raises(ConfigurationError, match="Use overlap='step'"):
+        check(method, Combination(method, Exchange()))
