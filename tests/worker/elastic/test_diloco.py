@@ -114,7 +114,9 @@ def check_that_what_died_is_trained_by_others(run: ElasticRun, died: int) -> Non
     ],
     ids=["all by machines and samples", "eight bits beside the next steps", "plain means in one bit in two stages"],
 )
-def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, sync: Any, exchange: Exchange, phase: str, stages: int) -> None:
+def test_one_is_killed_in_a_round_and_comes_back(
+    tmp_path: Path, sync: Any, exchange: Exchange, phase: str, stages: int
+) -> None:
     with elastic_run(tmp_path, stages, 3, "--start-pipelines", "3") as run:
         for pipeline in range(3):
             run.start(pipeline, partial(train, tmp_path, sync, exchange, phase if pipeline == 2 else ""))
