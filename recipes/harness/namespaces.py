@@ -32,7 +32,7 @@ def hosts(count: int, rate_mbit: float | None = None) -> Iterator[list[str]]:
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise NotAllowed("network namespaces need root and the commands ip and tc (package iproute2)")
     switch = _switch()
-    names = [f"sdh{os.getpid()}-{number}" for number in range(count)]
+    names = [_name(number) for number in range(count)]
     try:
         _run("ip", "netns", "add", switch)
         _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
@@ -44,11 +44,10 @@ def hosts(count: int, rate_mbit: float | None = None) -> Iterator[list[str]]:
             _run("ip", "-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
             _run("ip", "-n", name, "addr", "add", f"{address(number)}/24", "dev", INTERFACE)
             _run("ip", "-n", switch, "link", "set", port, "master", "br0")
-            for owner, device in ((name, INTERFACE), (switch, port)):
+            for owner, device in _ends(number):
                 _run("ip", "-n", owner, "link", "set", device, "up")
-                if rate_mbit is not None:
-                    bucket = ("tbf", "rate", f"{rate_mbit}mbit", "burst", str(BURST), "latency", "10s")
-                    _run("ip", "netns", "exec", owner, "tc", "qdisc", "add", "dev", device, "root", *bucket)
+            if rate_mbit is not None:
+                slow_down(number, rate_mbit)
         yield names
     finally:
         for name in (*names, switch):
@@ -58,6 +57,18 @@ def hosts(count: int, rate_mbit: float | None = None) -> Iterator[list[str]]:
 def plug(number: int, on: bool) -> None:
     """Join the cable of one of the :func:`hosts` that this process made, or pulls it."""
     _run("ip", "-n", _switch(), "link", "set", f"port{number}", "up" if on else "down")
+
+
+def part(number: int) -> None:
+    """From now on it cannot reach any other that this was called for."""
+    _run("ip", "-n", _switch(), "link", "set", f"port{number}", "type", "bridge_slave", "isolated", "on")
+
+
+def slow_down(number: int, rate_mbit: float, burst: int = BURST) -> None:
+    """Its cable carries no more in either direction from now on, but for ``burst`` bytes at once."""
+    for owner, device in _ends(number):
+        bucket = ("tbf", "rate", f"{rate_mbit}mbit", "burst", str(burst), "latency", "10s")
+        _run("ip", "netns", "exec", owner, "tc", "qdisc", "add", "dev", device, "root", *bucket)
 
 
 def enter(name: str) -> None:
@@ -85,6 +96,15 @@ def _enter(namespace: int, name: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(namespace, _NETWORK):
         raise OSError(ctypes.get_errno(), f"entering {name}")
+
+
+def _ends(number: int) -> list[tuple[str, str]]:
+    """Of its cable: their namespaces and devices."""
+    return [(_name(number), INTERFACE), (_switch(), f"port{number}")]
+
+
+def _name(number: int) -> str:
+    return f"sdh{os.getpid()}-{number}"
 
 
 def _switch() -> str:

@@ -23,17 +23,18 @@ from lightning_sdpipe.placement import measure as command
 from lightning_sdpipe.placement.job_store import JobStore
 from lightning_sdpipe.placement.links import Link
 from lightning_sdpipe.placement.network import Network, read_network
-from tests.namespaces import Machine, machines, run
+from recipes.harness import namespaces
+from tests.namespaces import hosts
 from tests.own_session import script
 from tests.workers import free_port, run_workers
 
-RATE = 40  # Mbit/s of the first machine's cable to the second
+RATE = 40  # Mbit/s of the second machine's cable
 
 
-def torchrun(machine: Machine, environment: dict[str, str], config: LaunchConfig, arguments: list[str]) -> None:
+def torchrun(host: str, environment: dict[str, str], config: LaunchConfig, arguments: list[str]) -> None:
     """What ``torchrun --no-python sdpipe`` does, in a process that has imported torch already, and so has its worker,
     which is a copy."""
-    machine.enter()
+    namespaces.enter(host)
     os.environ |= environment
     elastic_launch(config, sdpipe)(arguments)
 
@@ -42,34 +43,34 @@ def sdpipe(arguments: list[str]) -> None:
     sys.exit(cli.main(arguments))
 
 
-def measured(all_machines: Sequence[Machine], file: Path) -> list[str]:
-    """What each machine printed."""
+def measured(names: Sequence[str], file: Path) -> list[str]:
+    """What each host printed."""
     with ExitStack() as stack:
         agents = []
-        for rank, machine in enumerate(all_machines):
+        for rank, host in enumerate(names):
             config = LaunchConfig(
-                min_nodes=len(all_machines), max_nodes=len(all_machines), nproc_per_node=1, run_id="tests",
-                rdzv_backend="static", rdzv_endpoint=f"{all_machines[0].address}:29557",
+                min_nodes=len(names), max_nodes=len(names), nproc_per_node=1, run_id="tests",
+                rdzv_backend="static", rdzv_endpoint=f"{namespaces.address(0)}:29557",
                 rdzv_configs={"rank": rank, "timeout": 120}, max_restarts=0, start_method="fork",
             )  # fmt: skip
             measuring = ["measure", str(file), "--pair-timeout", "2"]
-            names = {"SDPIPE_HOST": f"m{rank}", "GLOO_SOCKET_IFNAME": machine.interface, "OMP_NUM_THREADS": "1"}
+            own = {"SDPIPE_HOST": f"m{rank}", "GLOO_SOCKET_IFNAME": namespaces.INTERFACE, "OMP_NUM_THREADS": "1"}
             directory = file.parent / f"m{rank}"
             directory.mkdir()
-            agents.append(stack.enter_context(script(directory, torchrun, machine, names, config, measuring)))
+            agents.append(stack.enter_context(script(directory, torchrun, host, own, config, measuring)))
         assert [agent.wait() for agent in agents] == [0] * len(agents), [agent.printed() for agent in agents]
         return [agent.printed() for agent in agents]
 
 
 @pytest.mark.distributed
 def test_torchrun_on_three_machines_of_which_two_cannot_connect(tmp_path: Path) -> None:
-    """One cable is slow, in both directions; two machines have no route to each other."""
+    """One cable is slow, in both directions."""
     file = tmp_path / "network.json"
-    with machines(3) as (first, second, third):
-        slow = ["root", "tbf", "rate", f"{RATE}mbit", "burst", "32kb", "latency", "400ms"]
-        run("-n", first.name, "qdisc", "add", "dev", first.interface, *slow, command="tc")
-        run("-n", second.name, "qdisc", "add", "dev", second.interface, *slow, command="tc")
-        printed, *others = measured([first, second, third], file)
+    with hosts(3) as names:
+        namespaces.slow_down(1, RATE, burst=32 << 10)
+        for number in (1, 2):
+            namespaces.part(number)
+        printed, *others = measured(names, file)
     network = read_network(file)
     assert [str(device) for device in network.devices] == ["m0:0", "m1:0", "m2:0"]
     assert [tuple(map(str, pair)) for pair in network.unconnected()] == [("m1:0", "m2:0")]

@@ -21,7 +21,8 @@ from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.client.client_thread import Callbacks, Lifeline
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.server.lifelines import Lifelines, Lines
-from tests.namespaces import Machine, switched
+from recipes.harness import namespaces
+from tests.namespaces import hosts
 from tests.patience import until
 from tests.scheduler.live_scheduler import clients, serving
 
@@ -113,11 +114,11 @@ def test_the_kernel_answers_for_a_process_that_is_stopped_and_not_for_one_that_i
 Made = TypeVar("Made")
 
 
-def within(machine: Machine, make: Callable[[], Made]) -> Made:
+def within(host: str, make: Callable[[], Made]) -> Made:
     """What ``make`` returns in that namespace."""
 
     def enter_and_make() -> Made:
-        machine.enter()
+        namespaces.enter(host)
         return make()
 
     with ThreadPoolExecutor(1) as pool:
@@ -127,16 +128,17 @@ def within(machine: Machine, make: Callable[[], Made]) -> Made:
 def test_a_machine_that_cannot_be_reached_does_not_answer_and_may_come_back() -> None:
     lines = Lines()
     nonce = lines.give(B, 7)
-    with switched(2) as switch, zmq.Context() as context:
-        here, there = switch.machines
-        with within(
-            here, lambda: Lifelines(context, here.address, 0, "inproc://nobody", b"lines", lines, 8.0)
-        ) as server:
-            line = within(there, lambda: Lifeline(f"tcp://{here.address}:1", server.port, nonce))
-            for plugged in (True, False, True):
-                switch.plug(there, on=plugged)
-                wait(lambda plugged=plugged: lines.answers(B, 7, 3.0) == plugged)
-            line.close()
+    address = namespaces.address(0)
+    with (
+        hosts(2) as (here, there),
+        zmq.Context() as context,
+        within(here, lambda: Lifelines(context, address, 0, "inproc://nobody", b"lines", lines, 8.0)) as server,
+    ):
+        line = within(there, lambda: Lifeline(f"tcp://{address}:1", server.port, nonce))
+        for plugged in (True, False, True):
+            namespaces.plug(1, on=plugged)
+            wait(lambda plugged=plugged: lines.answers(B, 7, 3.0) == plugged)
+        line.close()
 
 
 def test_a_client_that_is_closed_is_no_failure() -> None:

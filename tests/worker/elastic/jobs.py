@@ -28,11 +28,12 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.scheduler.credentials import write_keys
 from lightning_sdpipe.scheduler.log.event_log import read_log
 from lightning_sdpipe.worker.phases import Phase
-from tests.namespaces import Machine
+from recipes.harness import namespaces
 from tests.patience import limit, until
 from tests.workers import free_port, listening
 
 BATCH = 4
+SAMPLES = 96
 SECONDS = 0.02
 """Of a batch."""
 FINDING_OUT = 30.0  # seconds
@@ -204,10 +205,10 @@ class Job:
             place: dict[str, object] = {"SDPIPE_PIPELINE": self.pipeline, "SDPIPE_SCHEDULER": run.address, **world}
             place["SDPIPE_POLICY_FILE"] = run.policy
             place["GLOO_SOCKET_IFNAME"] = "lo"  # as sdpipe run sets it
-            if run.machines:
-                machine = run.machines[self.pipeline]
-                machine.enter()
-                place |= {"GLOO_SOCKET_IFNAME": machine.interface, "SDPIPE_KEY_FILE": run.directory / "keys/worker.key"}
+            if run.hosts:
+                namespaces.enter(run.hosts[self.pipeline])
+                keys = run.directory / "keys/worker.key"
+                place |= {"GLOO_SOCKET_IFNAME": namespaces.INTERFACE, "SDPIPE_KEY_FILE": keys}
             os.environ.update({name: str(value) for name, value in place.items()})
             os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
             work()
@@ -251,8 +252,8 @@ class Job:
 
 class ElasticRun:
     """A run in ``directory``, whose scheduler is a process of its own: on this machine, or each pipeline on one of
-    ``machines``, the scheduler on that of the number ``center``, and encrypted. As under ``sdpipe run``, it begins when
-    the first worker has written down the policy of the script. ``num_stages`` may list those of each pipeline."""
+    ``hosts``, the scheduler on that of the number ``center``, and encrypted. As under ``sdpipe run``, it begins when
+    the first worker has written down the policy of the script."""
 
     def __init__(
         self,
@@ -260,16 +261,16 @@ class ElasticRun:
         num_stages: int,
         num_pipelines: int,
         *options: str,
-        machines: Sequence[Machine] = (),
+        hosts: Sequence[str] = (),
         center: int = 0,
     ) -> None:
         self.directory, self.num_stages, self.num_pipelines = directory, num_stages, num_pipelines
-        self.machines, self.center = machines, center
-        self.address = f"tcp://{machines[center].address if machines else '127.0.0.1'}:{free_port()}"
+        self.hosts, self.center = hosts, center
+        self.address = f"tcp://{namespaces.address(center) if hosts else '127.0.0.1'}:{free_port()}"
         self.policy, self._log = directory / "policy.json", directory / "events.jsonl"
         files = {"--journal": directory / "journal", "--policy-file": self.policy, "--log": self._log}
         self._options = [*(str(word) for pair in files.items() for word in pair), *options]
-        if machines:
+        if hosts:
             write_keys(directory / "keys")
             self._options += ["--key-file", str(directory / "keys/scheduler.key")]
         self.jobs: list[Job] = []
@@ -281,8 +282,8 @@ class ElasticRun:
         with open(self.directory / "scheduler.txt", "a") as output:
             waits = ["sh", "-c", 'until [ -e "$0" ]; do sleep 0.2; done; exec "$@"', str(self.policy)]
             command = [*waits, sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", *mesh, *self._options]
-            if self.machines:
-                command = ["ip", "netns", "exec", self.machines[self.center].name, *command]
+            if self.hosts:
+                command = ["ip", "netns", "exec", self.hosts[self.center], *command]
             self.scheduler = subprocess.Popen(command, stdout=output, stderr=output)
 
     def start(self, pipeline: int, work: Callable[[], None]) -> Job:
@@ -307,6 +308,61 @@ class ElasticRun:
         """Until all of them have made so many turns more."""
         aims = {pipeline: self.turns(pipeline) + more for pipeline in pipelines}
         self.wait(lambda: all(self.turns(i) >= aim for i, aim in aims.items()), f"{more} turns of {sorted(aims)}")
+
+    def lose_and_regain(
+        self,
+        dies: Callable[[], None],
+        work: Callable[[], None],
+        pipelines: int = 3,
+        alone: int = 12,
+        again: int = 16,
+        kill_after: int = 0,
+    ) -> float:
+        """Starts so many ``pipelines``. The last one ``dies`` by itself, or is killed after so many turns; when the
+        others have made some ``alone``, it comes back and makes some ``again``. The time of its death."""
+        last = pipelines - 1
+        for pipeline in range(pipelines):
+            self.start(pipeline, dies if pipeline == last else work)
+        if kill_after:
+            self.wait_for_turns(range(pipelines), kill_after)
+            self.jobs[last].signal(signal.SIGKILL)
+        self.wait(self.jobs[last].ended, f"the death of pipeline {last}")
+        died = self.rows(last)[0][-1]["at"]
+        self.wait_for_turns(range(last), alone)
+        self.start(last, work)
+        self.wait(lambda: len(self.rows(last)) == 2, "the newcomer's first turn")
+        self.wait_for_turns([last], again)
+        return float(died)
+
+    def finish_well(self, **options: Any) -> None:
+        """Ends the run: all end well, groups were those of the ``options``, and replicas were equal at every pause, bit
+        for bit, metrics too."""
+        codes = self.finish()
+        assert codes == dict.fromkeys(codes, [0] * self.num_stages), self.said()
+        self.check_policy(**options)
+        self.check_replicas(sorted(codes))
+
+    def check_replicas(self, pipelines: Sequence[int]) -> None:
+        """They were equal at every pause."""
+        for rank in range(self.num_stages):
+            pauses: dict[tuple[int, int], list[Any]] = {}
+            for row in (row for pipeline in pipelines for row in self.rows(pipeline, rank)[-1] if "pause" in row):
+                pauses.setdefault((row["epoch"], row["pause"]), []).append((row["state"], row["of"], row["metrics"]))
+            assert pauses
+            for at, seen in pauses.items():
+                assert all(other == seen[0] for other in seen), (rank, at, seen)
+
+    def check_samples(self, samples: int = SAMPLES) -> None:
+        """None was lost in any epoch."""
+        trained = self.trained()
+        assert sorted(trained) == list(range(len(trained)))
+        assert all(set(counts) == set(range(samples)) for counts in trained.values())
+
+    def check_turns(self, pipelines: Sequence[int], at: float, seconds: float = 5.0) -> None:
+        """None near ``at`` took that much longer than others."""
+        for pipeline in pipelines:
+            longest, median = self.longest(pipeline, at)
+            assert longest < median + limit(seconds).total_seconds(), (longest, median)
 
     def finish(self) -> dict[int, list[int]]:
         """Ends the run with the epoch, and waits for all jobs; the exit codes of the last start of each pipeline."""
@@ -357,11 +413,16 @@ def elastic_run(
     num_stages: int,
     num_pipelines: int,
     *options: str,
-    machines: Sequence[Machine] = (),
-    center: int = 0,
+    work: Callable[[], None] | None = None,
+    **where: Any,
 ) -> Iterator[ElasticRun]:
-    run = ElasticRun(directory, num_stages, num_pipelines, *options, machines=machines, center=center)
+    """All pipelines begin together, unless the options say how many do; with ``work``, if there is some."""
+    if "--start-pipelines" not in options:
+        options = ("--start-pipelines", str(num_pipelines), *options)
+    run = ElasticRun(directory, num_stages, num_pipelines, *options, **where)
     try:
+        for pipeline in range(num_pipelines) if work is not None else ():
+            run.start(pipeline, work)
         yield run
     finally:
         run.close()

@@ -19,9 +19,7 @@ from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.sync import ADPSGD
 from lightning_sdpipe.topology.groups import Replicas
 from lightning_sdpipe.worker.elastic.replica import DroppedPairs
-from tests.patience import limit
-from tests.worker.elastic.jobs import Diary, ElasticRun, elastic_run, fit
-from tests.worker.elastic.test_runs import SAMPLES, check_that_nothing_is_lost, check_that_replicas_were_equal
+from tests.worker.elastic.jobs import SAMPLES, Diary, ElasticRun, elastic_run, fit
 
 SYNC = ADPSGD(asynchronous=True)
 pytestmark = pytest.mark.distributed
@@ -90,27 +88,18 @@ def check_exchanges(run: ElasticRun) -> None:
 def test_one_is_killed_amid_an_exchange_and_comes_back_and_one_is_told_to_leave(
     tmp_path: Path, exchange: Exchange, role: str
 ) -> None:
-    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3") as run:
-        for pipeline in range(3):
-            run.start(pipeline, partial(train, tmp_path, exchange, role if pipeline == 2 else ""))
-        run.wait(lambda: run.jobs[2].ended(), "the death of pipeline 2")
-        died = run.rows(2)[0][-1]["at"]
-        run.wait_for_turns([0, 1], 12)
-        run.start(2, partial(train, tmp_path, exchange))
-        run.wait(lambda: len(run.rows(2)) == 2, "the newcomer's first turn")
-        run.wait_for_turns([2], 16)
+    with elastic_run(tmp_path, 1, 3) as run:
+        died = run.lose_and_regain(partial(train, tmp_path, exchange, role), partial(train, tmp_path, exchange))
         run.jobs[1].signal(signal.SIGTERM)  # it answers those that have drawn it, and leaves
         run.wait(run.jobs[1].ended, "the end of pipeline 1")
         run.wait_for_turns([0, 2], 4)
         codes = run.finish()
         assert codes == {0: [0], 1: [143], 2: [0]}, run.said()
         run.check_policy(sync=SYNC)
-        check_that_nothing_is_lost(run)
-        check_that_replicas_were_equal(run, [0, 1, 2])
+        run.check_samples()
+        run.check_replicas([0, 1, 2])
         check_exchanges(run)
-        for survivor in (0, 1):
-            longest, median = run.longest(survivor, died)
-            assert longest < median + limit(2.5).total_seconds(), "they wait for no limit"
+        run.check_turns([0, 1], died, 2.5)
         newcomer = run.rows(2)[-1]
         assert newcomer[0]["started"] > 0
         assert newcomer[0]["moments"] > 0  # the donor's optimizer

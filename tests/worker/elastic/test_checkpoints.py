@@ -12,8 +12,7 @@ import pytest
 
 from lightning_sdpipe.checkpoints import distributed
 from lightning_sdpipe.checkpoints.files import WholeFiles
-from tests.worker.elastic.jobs import BATCH, ElasticRun, Model, elastic_run, fit
-from tests.worker.elastic.test_runs import SAMPLES, check_that_nothing_is_lost, check_that_replicas_were_equal
+from tests.worker.elastic.jobs import BATCH, SAMPLES, ElasticRun, Model, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
 
@@ -41,9 +40,7 @@ def test_a_leader_is_killed_while_its_stages_write_and_the_next_one_writes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = partial(fit_and_be_killed_while_writing, tmp_path)
-    with elastic_run(tmp_path, 2, 2, "--start-pipelines", "2", "--resume") as run:
-        for pipeline in range(2):
-            run.start(pipeline, work)
+    with elastic_run(tmp_path, 2, 2, "--resume", work=work) as run:
         run.wait((tmp_path / "killed").exists, "the beginning of the second checkpoint")
         run.wait(run.jobs[0].ended, "the end of the leader's other stage")
         run.wait(lambda: max(saved(run)) >= 40, "checkpoints of the next leader")
@@ -59,8 +56,8 @@ def test_a_leader_is_killed_while_its_stages_write_and_the_next_one_writes_on(
         assert codes == {0: [0, 0], 1: [0, 0]}, run.said()
         started = {run.rows(pipeline)[-1][0]["started"] for pipeline in range(2)}
         assert started <= {newest - 10, newest}, "from a checkpoint that the scheduler has heard of"
-        check_that_nothing_is_lost(run)
-        check_that_replicas_were_equal(run, [0, 1])
+        run.check_samples()
+        run.check_replicas([0, 1])
         assert set(saved(run)) == {*range(10, run.rows(1)[-1][-1]["ended"] + 1, 10)} - {20}
     monkeypatch.setenv("SDPIPE_PIPELINE", "0")
     whole = distributed.read_whole(saved(run)[30], WholeFiles())

@@ -6,7 +6,6 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,8 +13,7 @@ from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import EightBit
 from lightning_sdpipe.sync import Decentralized
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
-from tests.worker.elastic.jobs import elastic_run, fit
-from tests.worker.elastic.test_runs import SAMPLES, check_that_nothing_is_lost, check_that_replicas_were_equal
+from tests.worker.elastic.jobs import SAMPLES, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
 
@@ -56,22 +54,9 @@ def train(directory: Path, sync: Decentralized, exchange: Exchange, num_stages: 
 def test_one_is_killed_in_an_exchange_and_comes_back(
     tmp_path: Path, sync: Decentralized, exchange: Exchange, num_stages: int
 ) -> None:
-    with elastic_run(tmp_path, num_stages, 4, "--start-pipelines", "4") as run:
-        for pipeline in range(4):
-            run.start(pipeline, partial(train, tmp_path, sync, exchange, num_stages, dies=pipeline == 3))
-        run.wait(lambda: run.jobs[3].ended(), "the death of pipeline 3")
-        run.wait_for_turns([0, 1, 2], 12)
-        run.start(3, partial(train, tmp_path, sync, exchange, num_stages))
-        run.wait(lambda: len(run.rows(3)) == 2, "the newcomer's first turn")
-        run.wait_for_turns([3], 12)
-        codes = run.finish()
-        assert set(codes) == {0, 1, 2, 3}
-        assert {code for each in codes.values() for code in each} == {0}, run.said()
-        run.check_policy(sync=sync)
-        check_that_replicas_were_equal(run, [0, 1, 2, 3])
-        check_that_nothing_is_lost(run)
-        assert _others(run.rows(3)[-1]) > 1, "it has averaged with others"
-
-
-def _others(rows: list[dict[str, Any]]) -> int:
-    return max(row.get("others", 0) for row in rows)
+    with elastic_run(tmp_path, num_stages, 4) as run:
+        work = partial(train, tmp_path, sync, exchange, num_stages)
+        run.lose_and_regain(partial(work, dies=True), work, pipelines=4, again=12)
+        run.finish_well(sync=sync)
+        run.check_samples()
+        assert max(row.get("others", 0) for row in run.rows(3)[-1]) > 1, "it has averaged with others"

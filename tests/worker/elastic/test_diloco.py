@@ -28,8 +28,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync import DiLoCo, LocalSGD
 from lightning_sdpipe.topology.groups import Traffic
 from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingBases
-from tests.worker.elastic.jobs import Diary, ElasticRun, elastic_run, fit
-from tests.worker.elastic.test_runs import SAMPLES, check_that_replicas_were_equal
+from tests.worker.elastic.jobs import SAMPLES, Diary, ElasticRun, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
 
@@ -117,22 +116,12 @@ def check_that_what_died_is_trained_by_others(run: ElasticRun, died: int) -> Non
 def test_one_is_killed_in_a_round_and_comes_back(
     tmp_path: Path, sync: Any, exchange: Exchange, phase: str, stages: int
 ) -> None:
-    with elastic_run(tmp_path, stages, 3, "--start-pipelines", "3") as run:
-        for pipeline in range(3):
-            run.start(pipeline, partial(train, tmp_path, sync, exchange, phase if pipeline == 2 else ""))
-        run.wait(lambda: run.jobs[2].ended(), "the death of pipeline 2")
-        run.wait_for_turns([0, 1], 12)
-        run.start(2, partial(train, tmp_path, sync, exchange))
-        run.wait(lambda: len(run.rows(2)) == 2, "the newcomer's first turn")
-        run.wait_for_turns([2], 16)
-        codes = run.finish()
-        assert set(codes) == {0, 1, 2}
-        assert {code for each in codes.values() for code in each} == {0}, run.said()
-        run.check_policy(sync=sync, exchange=exchange)
+    with elastic_run(tmp_path, stages, 3) as run:
+        run.lose_and_regain(partial(train, tmp_path, sync, exchange, phase), partial(train, tmp_path, sync, exchange))
+        run.finish_well(sync=sync, exchange=exchange)
         assert check(run, [0, 1, 2]) > 4
         if phase == "made":
             check_that_what_died_is_trained_by_others(run, 2)
-        check_that_replicas_were_equal(run, [0, 1, 2])
 
 
 class MetBarriers:

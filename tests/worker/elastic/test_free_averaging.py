@@ -16,9 +16,7 @@ from lightning_sdpipe.exchange.moving import GroupMean, Pending
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync import LocalSGD
-from tests.patience import limit
-from tests.worker.elastic.jobs import elastic_run, fit
-from tests.worker.elastic.test_runs import SAMPLES, check_that_nothing_is_lost, check_that_replicas_were_equal
+from tests.worker.elastic.jobs import SAMPLES, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
 
@@ -47,23 +45,10 @@ def train(directory: Path, options: dict[str, Any], dies_in: int = 0) -> None:
 def test_one_is_killed_in_an_average_and_the_others_go_on_without_a_pause(tmp_path: Path, num_stages: int) -> None:
     exchange = Exchange(overlap="free", interval=0.02)
     work = partial(train, tmp_path, {"sync": LocalSGD(every=1), "exchange": exchange, "num_stages": num_stages})
-    with elastic_run(tmp_path, num_stages, 3, "--start-pipelines", "3") as run:
-        for pipeline in range(3):
-            run.start(pipeline, partial(work, dies_in=10 if pipeline == 2 else 0))
-        run.wait(lambda: run.jobs[2].ended(), "the death of pipeline 2")
-        killed = run.rows(2)[0][-1]["at"]
-        run.wait_for_turns([0, 1], 12)
-        run.start(2, work)
-        run.wait(lambda: len(run.rows(2)) == 2, "the newcomer's first turn")
-        run.wait_for_turns([2], 16)
-        codes = run.finish()
-        assert codes == dict.fromkeys(range(3), [0] * num_stages), run.said()
-        run.check_policy(sync=LocalSGD(every=1))
-        check_that_nothing_is_lost(run)
-        check_that_replicas_were_equal(run, [0, 1, 2])
-        for survivor in (0, 1):
-            longest, median = run.longest(survivor, killed)
-            assert longest < median + limit(5.0).total_seconds(), (longest, median)
-        first, *rows = run.rows(2)[-1]
-        assert first["started"] > 0
-        assert max(row.get("others", 0) for row in rows) > 2, "it averages with both"
+    with elastic_run(tmp_path, num_stages, 3) as run:
+        killed = run.lose_and_regain(partial(work, dies_in=10), work)
+        run.wait(lambda: max(row.get("others", 0) for row in run.rows(2)[-1]) > 2, "averages of the newcomer with both")
+        run.finish_well(sync=LocalSGD(every=1))
+        run.check_samples()
+        run.check_turns([0, 1], killed)
+        assert run.rows(2)[-1][0]["started"] > 0

@@ -18,9 +18,8 @@ from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.dealing.joint_rounds import JointRounds
 from lightning_sdpipe.sync import AllReduce
 from tests.worker.elastic import jobs
-from tests.worker.elastic.jobs import BATCH, Diary, ElasticRun, elastic_run, fit
+from tests.worker.elastic.jobs import BATCH, SAMPLES, Diary, ElasticRun, elastic_run, fit
 from tests.worker.elastic.test_all_reduce import Fault, Rounds
-from tests.worker.elastic.test_runs import SAMPLES, check_that_replicas_were_equal
 
 pytestmark = pytest.mark.distributed
 
@@ -78,18 +77,10 @@ def check(run: ElasticRun, rank: int) -> None:
 
 @pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, num_stages: int) -> None:
-    with elastic_run(tmp_path, num_stages, PIPELINES, "--start-pipelines", "3") as run:
-        for pipeline in range(PIPELINES):
-            run.start(pipeline, partial(train, tmp_path, num_stages, Fault("amid", 12) if pipeline == 2 else None))
-        run.wait(lambda: run.jobs[2].ended(), "the death of pipeline 2")
-        run.wait_for_turns([0, 1], 8)
-        run.start(2, partial(train, tmp_path, num_stages))
-        run.wait(lambda: len(run.rows(2)) == 2, "the newcomer's first turn")
-        run.wait_for_turns([2], 12)
-        codes = run.finish()
-        assert {code for each in codes.values() for code in each} == {0}, run.said()
-        run.check_policy(sync=AllReduce())
-        check_that_replicas_were_equal(run, [0, 1, 2])
+    with elastic_run(tmp_path, num_stages, PIPELINES) as run:
+        work = partial(train, tmp_path, num_stages)
+        run.lose_and_regain(partial(work, fault=Fault("amid", 12)), work, PIPELINES, alone=8, again=12)
+        run.finish_well(sync=AllReduce())
         for rank in range(num_stages):
             check(run, rank)
         rows = [row for row in run.rows(0)[-1] if len(row.get("there", ())) == PIPELINES]

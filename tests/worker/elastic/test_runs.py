@@ -25,43 +25,19 @@ from lightning_sdpipe.sync import PHDPSGD, LocalSGD, SemiDecentralized
 from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
 from lightning_sdpipe.worker.elastic import run as elastic_worker
 from lightning_sdpipe.worker.elastic.barriers import Barriers
-from tests.namespaces import machines, switched
-from tests.namespaces import run as ip
+from recipes.harness import namespaces
+from tests.namespaces import hosts
 from tests.patience import limit
 from tests.worker.elastic import jobs
-from tests.worker.elastic.jobs import Diary, ElasticRun, Model, elastic_run, fit, sums
+from tests.worker.elastic.jobs import SAMPLES, Diary, Model, elastic_run, fit, sums
 
 pytestmark = pytest.mark.distributed
-
-
-SAMPLES = 96
-
-
-def check_that_nothing_is_lost(run: ElasticRun) -> None:
-    trained = run.trained()
-    assert sorted(trained) == list(range(len(trained)))
-    assert all(set(counts) == set(range(SAMPLES)) for counts in trained.values())
-
-
-def check_that_replicas_were_equal(run: ElasticRun, pipelines: list[int]) -> None:
-    """At every pause, bit for bit, and the metrics too."""
-    for rank in range(run.num_stages):
-        pauses: dict[tuple[int, int], list[Any]] = {}
-        for pipeline in pipelines:
-            for row in run.rows(pipeline, rank)[-1]:
-                if "pause" in row:
-                    pauses.setdefault((row["epoch"], row["pause"]), []).append(
-                        (row["state"], row["of"], row["metrics"])
-                    )
-        assert pauses
-        for at, seen in pauses.items():
-            assert all(other == seen[0] for other in seen), (rank, at, seen)
 
 
 @pytest.mark.parametrize(
     ("sync", "exchange"),
     [
-        (SemiDecentralized(), Exchange()),
+        pytest.param(SemiDecentralized(), Exchange(), marks=pytest.mark.slow),
         (SemiDecentralized(), Exchange(EightBit(block=8), overlap="step")),
         pytest.param(LocalSGD(every=2), Exchange(), marks=pytest.mark.slow),
         (PHDPSGD(groups=[[0], [1, 2]], within="models", times=[1, 1, 1]), Exchange()),  # type: ignore[arg-type]
@@ -75,23 +51,11 @@ def check_that_replicas_were_equal(run: ElasticRun, pipelines: list[int]) -> Non
 )
 def test_one_is_killed_and_comes_back(tmp_path: Path, sync: Any, exchange: Exchange) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={"sync": sync, "exchange": exchange})
-    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3") as run:
-        for pipeline in range(3):
-            run.start(pipeline, work)
-        run.wait_for_turns([0, 1, 2], 15)
-        killed = run.jobs[2].signal(signal.SIGKILL)
-        run.wait_for_turns([0, 1], 8)
-        run.start(2, work)
-        run.wait(lambda: len(run.rows(2)) == 2, "the newcomer's first turn")
-        run.wait_for_turns([2], 12)
-        codes = run.finish()
-        assert codes == {0: [0], 1: [0], 2: [0]}, run.said()
-        run.check_policy(sync=sync)
-        check_that_nothing_is_lost(run)
-        check_that_replicas_were_equal(run, [0, 1, 2])
-        for survivor in (0, 1):
-            longest, median = run.longest(survivor, killed)
-            assert longest < median + limit(5.0).total_seconds(), (longest, median)
+    with elastic_run(tmp_path, 1, 3) as run:
+        killed = run.lose_and_regain(work, work, alone=8, again=12, kill_after=15)
+        run.finish_well(sync=sync)
+        run.check_samples()
+        run.check_turns([0, 1], killed)
         rows = run.rows(2)[-1]
         assert rows[0]["started"] > 0
         assert rows[0]["moments"] > 0  # the donor's optimizer
@@ -101,9 +65,7 @@ def test_one_is_killed_and_comes_back(tmp_path: Path, sync: Any, exchange: Excha
 
 def test_a_stage_is_killed_and_its_pipeline_comes_back(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={"num_stages": 2}, average=True)
-    with elastic_run(tmp_path, 2, 2, "--start-pipelines", "2") as run:
-        for pipeline in range(2):
-            run.start(pipeline, work)
+    with elastic_run(tmp_path, 2, 2, work=work) as run:
         run.wait_for_turns([0, 1], 10)
         run.jobs[0].signal(signal.SIGKILL, rank=1)  # stage 0 of the leader
         run.wait(run.jobs[0].ended, "the end of the other stage")
@@ -113,8 +75,8 @@ def test_a_stage_is_killed_and_its_pipeline_comes_back(tmp_path: Path) -> None:
         run.wait_for_turns([0], 12)
         codes = run.finish()
         assert codes == {0: [0, 0], 1: [0, 0]}, run.said()
-        check_that_nothing_is_lost(run)
-        check_that_replicas_were_equal(run, [0, 1])
+        run.check_samples()
+        run.check_replicas([0, 1])
         for rank in (0, 1):
             first = run.rows(0, rank)[-1][0]
             assert first["averaged"] == [first["started"]] != [0]  # the donor's average, of all steps
@@ -133,7 +95,7 @@ def fit_on_host(directory: Path, placement: Path, host: str) -> None:
 def test_stages_are_ordered_by_the_placement_and_of_a_newcomer_it_does_not_know_as_by_default(tmp_path: Path) -> None:
     path = tmp_path / "placement.json"
     write_placement(path, Placement(FORMAT, "a test", {}, False, None, (("near:1", "near:2", "near:0"),)))
-    with elastic_run(tmp_path, 3, 2, "--start-pipelines", "2") as run:
+    with elastic_run(tmp_path, 3, 2) as run:
         for pipeline, host in enumerate(("near", "far")):
             run.start(pipeline, partial(fit_on_host, tmp_path, path, host))
         run.wait_for_turns([0, 1], 10)
@@ -147,7 +109,7 @@ def test_stages_are_ordered_by_the_placement_and_of_a_newcomer_it_does_not_know_
             for pipeline in (0, 1)
         ]
         assert pauses[0] == [pauses[1][0], pauses[1][2], pauses[1][1]]
-        check_that_nothing_is_lost(run)
+        run.check_samples()
         message = (
             "Pipeline 1 runs its stages in the default order, not in that of the placement: it does not know far:0"
         )
@@ -177,14 +139,12 @@ def fit_unless_killed_at_the_beginning(directory: Path) -> None:
 def test_a_stage_is_killed_while_several_begin_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the pipeline whose state all others would have had."""
     work = partial(fit_unless_killed_at_the_beginning, tmp_path)
-    with elastic_run(tmp_path, 2, 3, "--start-pipelines", "3") as run:
-        for pipeline in range(3):
-            run.start(pipeline, work)
+    with elastic_run(tmp_path, 2, 3, work=work) as run:
         run.wait_for_turns([1, 2], 12)
         codes = run.finish()
         assert codes == {0: [-signal.SIGKILL, 1], 1: [0, 0], 2: [0, 0]}, run.said()
-        check_that_nothing_is_lost(run)
-        check_that_replicas_were_equal(run, [1, 2])
+        run.check_samples()
+        run.check_replicas([1, 2])
         monkeypatch.setenv("SDPIPE_PIPELINE", "1")
         expected, seen = sums(Model()), [run.rows(pipeline, rank)[0][0] for pipeline in (1, 2) for rank in range(2)]
         assert all(row["state"].items() <= expected.items() for row in seen), (expected, seen)
@@ -193,9 +153,7 @@ def test_a_stage_is_killed_while_several_begin_together(tmp_path: Path, monkeypa
 
 def test_a_pipeline_leaves_when_any_of_its_stages_is_told_to(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={"num_stages": 2})
-    with elastic_run(tmp_path, 2, 2, "--start-pipelines", "2") as run:
-        for pipeline in range(2):
-            run.start(pipeline, work)
+    with elastic_run(tmp_path, 2, 2, work=work) as run:
         run.wait_for_turns([0, 1], 5)
         run.jobs[1].signal(signal.SIGTERM, rank=0)  # which runs the last stage
         run.wait(run.jobs[1].ended, "the end of pipeline 1")
@@ -203,14 +161,12 @@ def test_a_pipeline_leaves_when_any_of_its_stages_is_told_to(tmp_path: Path) -> 
         codes = run.finish()
         assert codes == {0: [0, 0], 1: [128 + signal.SIGTERM] * 2}, run.said()
         assert "pipeline 1 left" in run.said()
-        check_that_nothing_is_lost(run)
+        run.check_samples()
 
 
 def test_leaders_go_and_others_lead_on(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
-    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3") as run:
-        for pipeline in range(3):
-            run.start(pipeline, work)
+    with elastic_run(tmp_path, 1, 3, work=work) as run:
         run.wait_for_turns([0, 1, 2], 25)
         run.jobs[0].signal(signal.SIGKILL)  # the oldest, and of those that began together the first, leads
         run.wait_for_turns([1, 2], 10)
@@ -221,9 +177,8 @@ def test_leaders_go_and_others_lead_on(tmp_path: Path) -> None:
         codes = run.finish()
         assert codes == {0: [-signal.SIGKILL], 1: [128 + signal.SIGTERM], 2: [0]}, run.said()
         assert "pipeline 1 left" in run.said()
-        longest, median = run.longest(2, left)
-        assert longest < median + limit(5.0).total_seconds(), (longest, median)
-        check_that_nothing_is_lost(run)
+        run.check_turns([2], left)
+        run.check_samples()
         (logs,) = (tmp_path / "lightning_logs").iterdir()
         steps = [int(row["step"]) for row in csv.DictReader((logs / "metrics.csv").open())]
         assert steps[0] < 20  # of the first leader
@@ -251,9 +206,7 @@ def fit_and_stop_while_writing(directory: Path) -> None:
 
 def test_a_leader_that_wakes_up_late_writes_nothing_over_the_checkpoint_of_the_next_one(tmp_path: Path) -> None:
     work = partial(fit_and_stop_while_writing, tmp_path)
-    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2", "--worker-timeout", "2") as run:
-        for pipeline in range(2):
-            run.start(pipeline, work)
+    with elastic_run(tmp_path, 1, 2, "--worker-timeout", "2", work=work) as run:
         run.wait(lambda: "pipeline 0 is gone" in run.said(), "the loss of the leader")
         run.wait(lambda: any(tmp_path.rglob("last.ckpt")), "a checkpoint of the next leader")
         (path,) = tmp_path.rglob("last.ckpt")
@@ -266,15 +219,13 @@ def test_a_leader_that_wakes_up_late_writes_nothing_over_the_checkpoint_of_the_n
         assert not [left for left in path.parent.iterdir() if left.suffix == ".writing"]
         last = max(int(saved.stem.split("=")[-1]) for saved in path.parent.glob("*step=*"))
         assert torch.load(path, weights_only=False)["global_step"] == last
-        check_that_nothing_is_lost(run)
+        run.check_samples()
 
 
 @pytest.mark.parametrize("scheduler", ["lives", pytest.param("dies, too", marks=pytest.mark.slow)])
 def test_all_are_killed_and_those_that_come_go_on_from_the_newest_checkpoint(tmp_path: Path, scheduler: str) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
-    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2", "--resume") as run:
-        for pipeline in range(2):
-            run.start(pipeline, work)
+    with elastic_run(tmp_path, 1, 2, "--resume", work=work) as run:
         run.wait_for_turns([0, 1], 25)
         for job in list(run.jobs):
             job.signal(signal.SIGKILL)
@@ -295,15 +246,13 @@ def test_all_are_killed_and_those_that_come_go_on_from_the_newest_checkpoint(tmp
         assert "start again from" in run.said()
         assert f"step={min(started)}.ckpt" in run.said()
         assert not list(tmp_path.glob("journal.checkpoint*")), "the run has finished"
-        check_that_nothing_is_lost(run)
-        check_that_replicas_were_equal(run, [0, 1])
+        run.check_samples()
+        run.check_replicas([0, 1])
 
 
 def test_the_scheduler_is_killed_and_started_again(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
-    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2") as run:
-        for pipeline in range(2):
-            run.start(pipeline, work)
+    with elastic_run(tmp_path, 1, 2, work=work) as run:
         run.wait_for_turns([0, 1], 15)
         run.scheduler.kill()
         run.scheduler.wait()
@@ -311,8 +260,8 @@ def test_the_scheduler_is_killed_and_started_again(tmp_path: Path) -> None:
         run.wait_for_turns([0, 1], 15)
         codes = run.finish()
         assert codes == {0: [0], 1: [0]}, run.said()
-        check_that_nothing_is_lost(run)
-        check_that_replicas_were_equal(run, [0, 1])
+        run.check_samples()
+        run.check_replicas([0, 1])
         assert all(max(counts.values()) <= 2 for counts in run.trained().values())  # a shuffled epoch may be padded
 
 
@@ -349,9 +298,7 @@ def test_the_leaders_clock_counts(tmp_path: Path, num_stages: int) -> None:
     def seen(rows: list[dict[str, Any]], what: str) -> list[int]:
         return [row[what] for row in rows if what in row]
 
-    with elastic_run(tmp_path, num_stages, 3, "--start-pipelines", "3") as run:
-        for pipeline in range(3):
-            run.start(pipeline, work)
+    with elastic_run(tmp_path, num_stages, 3, work=work) as run:
         run.wait_for_turns([0, 1, 2], 10)
         run.jobs[2].signal(signal.SIGKILL)
         run.wait(run.jobs[2].ended, "the end of pipeline 2")
@@ -364,7 +311,7 @@ def test_the_leaders_clock_counts(tmp_path: Path, num_stages: int) -> None:
         run.wait(lambda: all(job.ended() for job in run.jobs), "the end by the next leader's clock")
         codes = {job.pipeline: job.ended_with() for job in run.jobs}
         assert codes[1] == codes[2] == [0] * num_stages, run.said()
-        check_that_replicas_were_equal(run, [1, 2])
+        run.check_replicas([1, 2])
         old, new = run.rows(1)[-1], run.rows(2)[-1]
         assert seen(old, "ended") == seen(new, "ended")
         for what in ("saves", "pause"):
@@ -374,9 +321,7 @@ def test_the_leaders_clock_counts(tmp_path: Path, num_stages: int) -> None:
 
 def test_too_few_wait_for_more(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
-    with elastic_run(tmp_path, 1, 2, "--min-pipelines", "2") as run:
-        for pipeline in range(2):
-            run.start(pipeline, work)
+    with elastic_run(tmp_path, 1, 2, "--min-pipelines", "2", work=work) as run:
         run.wait_for_turns([0, 1], 10)
         run.jobs[0].signal(signal.SIGKILL)
         run.wait(lambda: "training waits for more" in run.said(), "the pause")
@@ -389,14 +334,12 @@ def test_too_few_wait_for_more(tmp_path: Path) -> None:
         assert turns <= 5  # what was under way, and what it may train while the newcomer sets out
         codes = run.finish()
         assert codes == {0: [0], 1: [0]}, run.said()
-        check_that_nothing_is_lost(run)
+        run.check_samples()
 
 
 def test_newcomers_that_were_never_there(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
-    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2") as run:
-        for pipeline in range(2):
-            run.start(pipeline, work)
+    with elastic_run(tmp_path, 1, 2, work=work) as run:
         run.wait_for_turns([0, 1], 8)
         run.start(5, work)  # two at once, above the number by which an epoch is counted
         run.start(3, work)
@@ -406,68 +349,59 @@ def test_newcomers_that_were_never_there(tmp_path: Path) -> None:
         run.wait_for_turns([3, 5], 12)
         codes = run.finish()
         assert codes == {0: [-9], 1: [-9], 3: [0], 5: [0]}, run.said()
-        check_that_nothing_is_lost(run)
-        check_that_replicas_were_equal(run, [3, 5])
+        run.check_samples()
+        run.check_replicas([3, 5])
         assert run.rows(3)[-1][-1]["leads"] != run.rows(5)[-1][-1]["leads"]
 
 
 def test_a_machine_is_cut_off_and_its_pipeline_is_told_to_end_when_it_is_back(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
-    with (
-        machines(2) as both,
-        elastic_run(tmp_path, 1, 2, "--start-pipelines", "2", "--worker-timeout", "2", machines=both) as run,
-    ):
-        for pipeline in range(2):
-            run.start(pipeline, work)
+    options = ("--worker-timeout", "2")
+    with hosts(2) as both, elastic_run(tmp_path, 1, 2, *options, hosts=both, work=work) as run:
         run.wait_for_turns([0, 1], 10)
-        cable = ("-n", both[1].name, "link", "set", both[1].interface)
-        ip(*cable, "down")
+        namespaces.plug(1, False)
         run.wait_for_turns([0], 10)
         assert not run.jobs[1].ended()
-        ip(*cable, "up")
+        namespaces.plug(1, True)
         run.wait(run.jobs[1].ended, "the end of the one that was cut off")
         assert all(code > 0 for code in run.jobs[1].codes.values()), run.said()
         run.start(1, work)
         run.wait(lambda: len(run.rows(1)) == 2, "the newcomer's first turn")
         run.wait_for_turns([1], 8)
         assert run.finish() == {0: [0], 1: [0]}, run.said()
-        check_that_nothing_is_lost(run)
-        check_that_replicas_were_equal(run, [0, 1])
+        run.check_samples()
+        run.check_replicas([0, 1])
 
 
 def test_a_scheduler_is_cut_off_for_longer_than_the_limit_of_silence(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
-    options = ("--start-pipelines", "2", "--worker-timeout", "2")
-    with switched(3) as switch, elastic_run(tmp_path, 1, 2, *options, machines=switch.machines, center=2) as run:
-        for pipeline in range(2):
-            run.start(pipeline, work)
+    options = ("--worker-timeout", "2")
+    with hosts(3) as places, elastic_run(tmp_path, 1, 2, *options, hosts=places, center=2, work=work) as run:
         run.wait_for_turns([0, 1], 10)
-        switch.plug(switch.machines[2], False)
+        namespaces.plug(2, False)
         run.wait(lambda: "seems to be cut off" in run.said(), "the scheduler to notice")
         time.sleep(2.0)
-        switch.plug(switch.machines[2], True)
+        namespaces.plug(2, True)
         run.wait_for_turns([0, 1], 10)
         assert run.finish() == {0: [0], 1: [0]}, run.said()
         assert "is gone" not in run.said()
         assert [len(run.rows(pipeline)) for pipeline in range(2)] == [1, 1]
-        check_that_nothing_is_lost(run)
-        check_that_replicas_were_equal(run, [0, 1])
+        run.check_samples()
+        run.check_replicas([0, 1])
 
 
 def test_of_two_machines_that_cannot_reach_each_other_the_younger_is_put_out(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={"timeout": timedelta(minutes=5)})
-    options = ("--start-pipelines", "3", "--worker-timeout", "2")
-    with switched(3) as switch, elastic_run(tmp_path, 1, 3, *options, machines=switch.machines, center=2) as run:
-        for pipeline in range(3):
-            run.start(pipeline, work)
+    options = ("--worker-timeout", "2")
+    with hosts(3) as places, elastic_run(tmp_path, 1, 3, *options, hosts=places, center=2, work=work) as run:
         run.wait_for_turns([0, 1, 2], 10)
         parted = time.monotonic()
-        for machine in switch.machines[:2]:
-            switch.part(machine)
+        for number in (0, 1):
+            namespaces.part(number)
         run.wait(run.jobs[1].ended, "the end of pipeline 1")
         assert time.monotonic() - parted < limit(45).total_seconds(), "of 2 s, and some epochs"
         run.wait_for_turns([0, 2], 10)
         assert "cannot reach pipelines 0" in run.said()
         assert run.finish() == {0: [0], 1: [1], 2: [0]}, run.said()
-        check_that_nothing_is_lost(run)
-        check_that_replicas_were_equal(run, [0, 2])
+        run.check_samples()
+        run.check_replicas([0, 2])

@@ -18,8 +18,7 @@ from lightning_sdpipe.partition.profile import BlockProfile
 from lightning_sdpipe.scheduler.client.membership_client import StoreClient
 from lightning_sdpipe.scheduler.server.key_value_store import KeyValueStore
 from lightning_sdpipe.worker.elastic.scheduler_connection import agree, encode, key_of, known
-from tests.worker.elastic.jobs import Model, elastic_run, fit
-from tests.worker.elastic.test_runs import SAMPLES, check_that_nothing_is_lost, check_that_replicas_were_equal
+from tests.worker.elastic.jobs import SAMPLES, Model, elastic_run, fit
 
 CUT = PipelineCut(2, "balanced")
 
@@ -90,9 +89,7 @@ def fit_measured(directory: Path) -> None:
 @pytest.mark.distributed
 def test_all_pipelines_are_cut_alike_and_a_newcomer_does_not_measure(tmp_path: Path) -> None:
     work = partial(fit_measured, tmp_path)
-    with elastic_run(tmp_path, 2, 2, "--start-pipelines", "2") as run:
-        for pipeline in range(2):
-            run.start(pipeline, work)
+    with elastic_run(tmp_path, 2, 2, work=work) as run:
         run.wait_for_turns([0, 1], 8)
         measured = {path.name for path in tmp_path.glob("measured-*")}
         assert measured
@@ -113,5 +110,5 @@ def test_all_pipelines_are_cut_alike_and_a_newcomer_does_not_measure(tmp_path: P
         ]
         assert cuts[0] == cuts[2] * 2
         assert cuts[1] == cuts[3] * 2
-        check_that_nothing_is_lost(run)
-        check_that_replicas_were_equal(run, [0, 1])
+        run.check_samples()
+        run.check_replicas([0, 1])

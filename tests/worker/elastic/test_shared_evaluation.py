@@ -192,9 +192,7 @@ def test_each_sample_counts_once_whoever_dies(
     tmp_path: Path, stages: int, pipelines: int, deaths: tuple[tuple[int, int], ...]
 ) -> None:
     """One is killed in a step of the first validation, and one before the merge of the second."""
-    with elastic_run(tmp_path, stages, pipelines, "--start-pipelines", str(pipelines)) as run:
-        for pipeline in range(pipelines):
-            run.start(pipeline, partial(fit, tmp_path, stages, deaths=deaths))
+    with elastic_run(tmp_path, stages, pipelines, work=partial(fit, tmp_path, stages, deaths=deaths)) as run:
         codes = ended(run)
         dead = [pipeline for pipeline, _ in deaths]
         left = [pipeline for pipeline in range(pipelines) if pipeline not in dead]
@@ -221,9 +219,7 @@ def test_each_sample_counts_once_whoever_dies(
 def test_what_cannot_be_merged_is_evaluated_by_all(
     tmp_path: Path, model: type[Evaluated], loaders: int, reason: str
 ) -> None:
-    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2") as run:
-        for pipeline in range(2):
-            run.start(pipeline, partial(fit, tmp_path, 1, 2, model, loaders=loaders))
+    with elastic_run(tmp_path, 1, 2, work=partial(fit, tmp_path, 1, 2, model, loaders=loaders)) as run:
         codes = ended(run)
         assert codes == {0: [0], 1: [0]}, run.said()
         for validation in (1, 2):

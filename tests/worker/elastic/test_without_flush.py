@@ -14,8 +14,7 @@ import pytest
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.worker.phases import Phase
 from tests.worker.elastic import jobs
-from tests.worker.elastic.jobs import Diary, elastic_run, fit
-from tests.worker.elastic.test_runs import SAMPLES, check_that_replicas_were_equal
+from tests.worker.elastic.jobs import SAMPLES, Diary, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
 
@@ -51,9 +50,7 @@ def fit_without_flush(directory: Path) -> None:
 
 def test_who_gives_its_state_or_leaves_drains_and_what_was_in_flight_at_a_death_is_dealt_again(tmp_path: Path) -> None:
     work = partial(fit_without_flush, tmp_path)
-    with elastic_run(tmp_path, STAGES, 2, "--start-pipelines", "2") as run:
-        for pipeline in range(2):
-            run.start(pipeline, work)
+    with elastic_run(tmp_path, STAGES, 2, work=work) as run:
         run.wait_for_turns([0, 1], 12)
         run.jobs[1].signal(signal.SIGKILL, rank=1)
         run.wait(run.jobs[1].ended, "the end of the other stages")
@@ -82,4 +79,4 @@ def test_who_gives_its_state_or_leaves_drains_and_what_was_in_flight_at_a_death_
             assert donor > sum("saves" in row for row in run.rows(1, rank)[0]), "a state was given"
             first = run.rows(1, rank)[-1][0]
             assert min(first["moments"], first["started"]) > 0
-        check_that_replicas_were_equal(run, [1])
+        run.check_replicas([1])

@@ -19,20 +19,21 @@ from torch import Tensor, nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy, openmp
+from recipes.harness import namespaces
 from tests.features.table import supported
-from tests.namespaces import Machine, machines
+from tests.namespaces import hosts
 from tests.own_session import script
 from tests.scripts import launched
 from tests.strategy.test_strategy import Regression, fit
 from tests.workers import free_port, run_workers
 
 
-def node(machine: Machine | None, rank: int, address: str, port: int, each: int) -> None:
+def node(host: str | None, rank: int, address: str, port: int, each: int) -> None:
     """What torchrun does for one of two nodes, with workers that are copies of this process instead of new ones: it
     prints their places."""
-    if machine is not None:
-        machine.enter()
-        os.environ["GLOO_SOCKET_IFNAME"] = machine.interface  # gloo would look its address up by the host name
+    if host is not None:
+        namespaces.enter(host)
+        os.environ["GLOO_SOCKET_IFNAME"] = namespaces.INTERFACE  # gloo would look its address up by the host name
     config = LaunchConfig(
         min_nodes=2,
         max_nodes=2,
@@ -81,9 +82,9 @@ def test_two_nodes_of_torchrun_on_loopback(tmp_path: Path) -> None:
 @supported("Launching", "two machines", "two network namespaces with a cable between them")
 @pytest.mark.distributed
 def test_two_machines(tmp_path: Path) -> None:
-    with machines(2) as both:
-        nodes = [(machine, rank, both[0].address, 29555, 1) for rank, machine in enumerate(both)]
-        check(places(tmp_path, nodes), size=2, host=both[0].address)
+    first = namespaces.address(0)
+    with hosts(2) as both:
+        check(places(tmp_path, [(host, rank, first, 29555, 1) for rank, host in enumerate(both)]), size=2, host=first)
 
 
 def slurm(rank: int, nodes: int, tasks_per_node: int) -> dict[str, str]:
