@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdpipe import SDPipeStrategy
+from tests.features.running import quiet_trainer
 
 
 class Model(L.LightningModule):
@@ -58,15 +59,11 @@ class Model(L.LightningModule):
 def main(start: str, fault: str, devices: int = 4) -> None:
     L.seed_everything(1)
     kind, _, rank = fault.partition(":")
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=devices,
         strategy=SDPipeStrategy(2, start_method=start, timeout=timedelta(minutes=5)),  # of waits that nothing else ends
         max_epochs=-1,
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(Model(kind, int(rank or 0)), DataLoader(TensorDataset(torch.randn(4096, 4)), batch_size=8))
 

@@ -6,27 +6,24 @@ import json
 import sys
 from pathlib import Path
 
-import lightning as L
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import SDPipeStrategy
+from tests.features.running import quiet_trainer
 from tests.strategy.test_strategy import Regression, data
 
 
 def main(directory: str) -> None:
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=2,
         strategy=SDPipeStrategy(num_stages=2),
         max_epochs=1,
         logger=CSVLogger(directory),
         log_every_n_steps=1,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     model = Regression()
     train, val = DataLoader(data(48), 4), DataLoader(data(20), 5)

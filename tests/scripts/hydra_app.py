@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdpipe import SDPipeStrategy
+from tests.features.running import quiet_trainer
 from tests.scripts.run_case import Model
 
 
@@ -33,15 +34,11 @@ ConfigStore.instance().store("app", Config)
 @hydra.main(version_base="1.3", config_path=None, config_name="app")
 def main(config: Config) -> None:
     L.seed_everything(1)
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=3 if config.case == "three" else config.devices,
         strategy=SDPipeStrategy(data="sharded"),  # so that a rank that is gone is missed at once
         max_epochs=1,
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(Model(config.case), DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4))
     hydra_config = HydraConfig.get()

@@ -9,6 +9,7 @@ import lightning as L
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import SDPipeStrategy
+from tests.features.running import quiet_trainer
 from tests.strategy.test_strategy import Regression, data
 
 
@@ -20,17 +21,13 @@ def main(nodes: int, devices: int) -> dict[str, Any]:
         def on_train_start(self, *_: object) -> None:
             addresses.append(strategy.membership.client.address)
 
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=devices,
         num_nodes=nodes,
         strategy=strategy,
         callbacks=[Address()],
         max_epochs=1,
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(Regression(), DataLoader(data(32), 4))
     assert strategy._launcher is not None

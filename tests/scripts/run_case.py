@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdpipe import ADPSGD, AllReduce, SDPipeStrategy
 from recipes.baselines import HetPipe
+from tests.features.running import quiet_trainer
 
 
 class Model(L.LightningModule):
@@ -57,15 +58,11 @@ def main(case: str, start_method: Any = "popen", **environment: str) -> None:
         "killed_het_pipe": {"num_stages": 1, "sync": HetPipe(sync_every=1)},
         "killed_ad_psgd": {"num_stages": 1, "sync": ADPSGD(asynchronous=True)},
     }.get(case, {"num_stages": 2})
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=4 if case in ("stages", "too_many_stages") else 2,
         strategy=SDPipeStrategy(start_method=start_method, data="sharded", **options),  # type: ignore[arg-type]
         max_epochs=1,
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     model = torch.compile(Model(case)) if case == "compiled" else Model(case)
     trainer.fit(model, DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8))

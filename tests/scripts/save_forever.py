@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy
+from tests.features.running import quiet_trainer
 
 
 class Large(L.LightningModule):
@@ -36,14 +37,10 @@ class Large(L.LightningModule):
 
 
 def main(path: Path, distributed: bool) -> None:
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=2,
         strategy=SDPipeStrategy(2, AllReduce(), start_method="fork", save_distributed_checkpoint=distributed),
         max_epochs=1,
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(Large(path), DataLoader(torch.zeros(1000, 1000), 2))

@@ -1,9 +1,10 @@
 """The whole product of methods, payloads, overlaps and hierarchies: each combination is refused with what to use
-instead, or trains. Real policies and transfers, in threads."""
+instead, or trains, with four pipelines, with two on one host, and alone. Real policies and transfers, in threads."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange, Hierarchy, Overlap
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload
+from lightning_sdpipe.policies import registry
 from lightning_sdpipe.sync import (
     ADPSGD,
     PHDPSGD,
@@ -30,6 +32,7 @@ from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from tests.exchange.test_group_mean import values
+from tests.exchange.threads import one_thread
 from tests.sync.stage import Stage
 
 N, SIZE, UPDATES = 4, 400, 4
@@ -101,6 +104,31 @@ def chosen() -> list[tuple[Any, Exchange]]:
     return found
 
 
+def fits(sync: Any, size: int) -> bool:
+    try:
+        registry.build(method_of(sync).policy, 1, size)
+    except ConfigurationError:
+        return False
+    return True
+
+
+CASES = [
+    *((N, sync, exchange) for sync, exchange in chosen()),
+    *(
+        (size, sync, exchange)
+        for sync, exchange in [*WORKS, (PartialReduce(group_size=2), Exchange())]
+        for size in (1, 2)
+        if in_threads(sync) and isinstance(exchange.payload, Full | EightBit) and fits(sync, size)
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def stages() -> Iterator[dict[int, Stage]]:
+    with one_thread():
+        yield {size: Stage(size) for size in (1, 2, N)}
+
+
 def start(pipeline: int) -> Tensor:
     return 10 * values(99, SIZE)
 
@@ -125,7 +153,7 @@ def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous
     return parameter.detach().clone()
 
 
-def exact(size: int = N) -> Tensor:
+def exact(size: int) -> Tensor:
     """Where all methods lead that preserve means."""
     return start(0) + torch.stack([update(p, k) for p in range(size) for k in range(UPDATES)]).sum(0) / size
 
@@ -145,15 +173,14 @@ def tolerance(sync: Any, exchange: Exchange) -> float:
     return 0.01 if isinstance(payload, Half) else 0.05
 
 
-@pytest.mark.parametrize(("sync", "exchange"), chosen(), ids=str)
+@pytest.mark.parametrize(("size", "sync", "exchange"), CASES, ids=str)
 def test_what_is_not_refused_trains(
-    stage: Stage, sync: Any, exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+    stages: dict[int, Stage], size: int, sync: Any, exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "lightning_sdpipe.sync.mover_choice.hosts_of_replicas", lambda groups, device: ["a", "a", "b", "b"]
-    )
-    outcomes = stage.run(method_of(sync), exchange, start, train)
-    expected, moved = exact(), (exact() - start(0)).norm()
+    hosts = ["a", "a", "b", "b"][:size]
+    monkeypatch.setattr("lightning_sdpipe.sync.mover_choice.hosts_of_replicas", lambda groups, device: hosts)
+    outcomes = stages[size].run(method_of(sync), exchange, start, train)
+    expected, moved = exact(size), (exact(size) - start(0)).norm()
     for paused in outcomes:
         assert torch.equal(paused, outcomes[0]), "replicas differ after a pause"
         assert (paused - expected).norm() <= tolerance(sync, exchange) * moved
@@ -183,7 +210,7 @@ PINS = [
 
 
 @pytest.mark.parametrize(("sync", "payload", "sent"), PINS, ids=str)
-def test_bytes_are_those_of_the_formula(stage: Stage, sync: Any, payload: Payload, sent: int) -> None:
+def test_bytes_are_those_of_the_formula(stages: dict[int, Stage], sync: Any, payload: Payload, sent: int) -> None:
     """Of each worker in each update, for 2¹⁸ values; after the first, which tells groups how far apart models are."""
 
     def start(pipeline: int) -> Tensor:
@@ -204,5 +231,5 @@ def test_bytes_are_those_of_the_formula(stage: Stage, sync: Any, payload: Payloa
         rendezvous.pause(position=4)
         return counts
 
-    for counts in stage.run(method_of(sync), Exchange(payload), start, train):
+    for counts in stages[N].run(method_of(sync), Exchange(payload), start, train):
         assert counts[3] - counts[1] == 2 * sent
