@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from unittest import mock
 
 import lightning as L
 import torch
+from lightning.fabric.utilities import registry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -19,6 +21,14 @@ from tests.workers import free_port, run_workers
 
 BATCH = 4  # of one pipeline
 SAMPLES = 32
+registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[assignment]  # for every Trainer
+
+
+def train_before_forks(directory: Path) -> None:
+    """What Python and Lightning remember from the first training on, and the callbacks that a Trainer looks for in all
+    packages, are half of the processor time of a short training, and every fork would find them out again."""
+    with torch.random.fork_rng():
+        one_process(directory).fit(Regression(), train_loader(), eval_loader())
 
 
 def on_four_ranks(work: Callable[..., Any], *arguments: Any, count: int = 4) -> list[Any]:

@@ -35,7 +35,7 @@ from lightning_sdpipe.sync import (
     SemiDecentralized,
 )
 from lightning_sdpipe.worker import scheduler_connection
-from tests.features.running import on_four_ranks, pipelines
+from tests.features.running import on_four_ranks, pipelines, train_before_forks
 from tests.scheduler.forked import forked_schedulers
 
 UPDATES = 12  # an epoch and the first two of another
@@ -133,6 +133,7 @@ def train_all(directory: Path, cases: list[tuple[str, str]]) -> dict[str, Any]:
 def main(directory: Path) -> None:
     """Print an object with an entry for each number of pipelines, which has one for each case."""
     outcomes = {}
+    train_before_forks(directory)
     with forked_schedulers() as kind, mock.patch.object(scheduler_connection, "SchedulerProcess", kind):
         for count, names in CASES.items():
             cases = [(name, schedule) for name in names for schedule in ("1f1b", "pipedream")]

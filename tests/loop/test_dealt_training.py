@@ -206,8 +206,12 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
 GENERATIONS = (1.0, 1.0, 2.0, 4.0)
 
 
-IN_MAKE_TEST_ALL = {"in step: LocalSGD", "in step: ADPSGD"}
-"""Others come as near: DiLoCo and Decentralized."""
+IN_MAKE_TEST_ALL = {
+    *("NoSync", "PartialReduce", "in step: SemiDecentralized", "in step: AllReduce", "in step: LocalSGD"),
+    *("in step: ADPSGD", "in step: Decentralized"),
+}
+"""Others come as near: one whose pipelines leave, one in pairs, and in step one by speed, one by rounds, one of groups
+that average gradients."""
 
 
 def every_method(directory: Path, names: Collection[str]) -> None:

@@ -64,9 +64,10 @@ class Gentle(Regression):
 @pytest.mark.parametrize(
     ("sync", "sizes"),
     [
-        (NoSync(), (1.0, 1.0)),
-        (LocalSGD(every=3), (4 / 3, 4 / 3)),
-        (ADPSGD(), (2.0, 2.0)),
+        *(  # which tests/golden trains, too
+            pytest.param(sync, (size, size), marks=pytest.mark.slow)
+            for sync, size in ((NoSync(), 1.0), (LocalSGD(every=3), 4 / 3), (ADPSGD(), 2.0))
+        ),
         (PartialReduce(group_size=2, decay=0.5), (2.0, 2.0)),
         (ADPSGD(asynchronous=True), (1.01, 2.0)),  # alone when the other has ended its epoch
     ],

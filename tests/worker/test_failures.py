@@ -151,13 +151,17 @@ WHAT_RUNS = [
     "data: dealt by speed if the loader allows it",
 ]
 """Said once, when training begins."""
-ANY_RANK = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
-"""Rank 3 shares neither stage nor pipeline with rank 0, and no other is special."""
+
+
+def any_rank(first: int) -> list[Any]:
+    """All ranks, of which ``make test`` tries one: 0, with which the scheduler ends, or 3, which shares neither stage
+    nor pipeline with it."""
+    return [first, *(pytest.param(rank, marks=pytest.mark.slow) for rank in range(4) if rank != first)]
 
 
 @supported("Failures", "an exception on any rank", "ends all ranks; the first one's reason is printed")
 @pytest.mark.distributed
-@pytest.mark.parametrize("rank", ANY_RANK)
+@pytest.mark.parametrize("rank", any_rank(3))
 def test_an_exception_on_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
     with script(tmp_path, endings.main, "fork", f"raise:{rank}") as run:
         assert run.wait() == 1
@@ -171,7 +175,7 @@ def test_an_exception_on_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
 
 @supported("Failures", "`SIGKILL` of any rank", "ends all ranks; where it was rank 0, after some seconds")
 @pytest.mark.distributed
-@pytest.mark.parametrize("rank", ANY_RANK)
+@pytest.mark.parametrize("rank", any_rank(0))
 def test_the_death_of_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
     with script(tmp_path, endings.main, "fork", f"kill:{rank}") as run:
         assert run.wait() == 1
@@ -181,7 +185,7 @@ def test_the_death_of_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
 
 @supported("Failures", "`SIGTERM` to any rank", "ends all ranks, after the batch in hand; its exit code is 143")
 @pytest.mark.distributed
-@pytest.mark.parametrize("rank", ANY_RANK)
+@pytest.mark.parametrize("rank", any_rank(3))
 def test_sigterm_to_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
     with script(tmp_path, endings.main, "fork", "none") as run:
         os.kill(training_ranks(run)[rank], signal.SIGTERM)
@@ -195,8 +199,16 @@ def test_sigterm_to_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
 
 @supported("Failures", "Ctrl-C", "in a terminal, which tells all ranks, or `SIGINT` to the first process alone")
 @pytest.mark.distributed
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("tell", [os.kill, os.killpg], ids=["first", "all"])
+@pytest.mark.parametrize(
+    ("number", "tell"),
+    [
+        (signal.SIGINT, os.killpg),
+        (signal.SIGTERM, os.kill),
+        pytest.param(signal.SIGINT, os.kill, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, os.killpg, marks=pytest.mark.slow),
+    ],
+    ids=["SIGINT to all", "SIGTERM to the first", "SIGINT to the first", "SIGTERM to all"],
+)
 def test_a_signal_to_the_first_process_or_to_all_ends_all(tmp_path: Path, number: signal.Signals, tell: Any) -> None:
     with script(tmp_path, endings.main, "fork", "none") as run:
         training_ranks(run)
@@ -222,7 +234,7 @@ def test_the_death_of_the_process_that_forked_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("fault", ["term:0", "linger:0"])
+@pytest.mark.parametrize("fault", [pytest.param("term:0", marks=pytest.mark.slow), "linger:0"])
 def test_sigterm_to_the_users_process_ends_those_that_run_its_script_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
