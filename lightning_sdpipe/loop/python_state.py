@@ -35,6 +35,7 @@ from lightning_sdpipe.partition.python_values import (
     GENERATORS,
     LARGEST,
     NotPackedError,
+    attributes_of,
     has_values,
     is_of_the_user,
     pack,
@@ -64,18 +65,20 @@ class _Place:
     def value(self) -> Any:
         if isinstance(self.owner, nn.Parameter):
             return self.owner.requires_grad
-        return self.owner[self.name] if isinstance(self.owner, dict) else vars(self.owner).get(self.name)
+        return self._names[self.name] if isinstance(self.owner, dict) else self._names.get(self.name)
 
     def put(self, value: Any) -> None:
         if isinstance(self.owner, nn.Parameter):
             self.owner.requires_grad_(value)
-        elif isinstance(self.owner, dict):
-            self.owner[self.name] = value
         else:
-            vars(self.owner)[self.name] = value
+            self._names[self.name] = value
 
     def remove(self) -> None:
-        (self.owner if isinstance(self.owner, dict) else vars(self.owner)).pop(self.name, None)
+        self._names.pop(self.name, None)
+
+    @property
+    def _names(self) -> Any:
+        return self.owner if isinstance(self.owner, dict) else attributes_of(self.owner)
 
 
 class PythonState:
@@ -265,7 +268,8 @@ class PythonState:
             return _Place(module.get_submodule(path)._buffers, name)
         owner: Any = self._root(*inside[:2])
         for key in inside[2:]:
-            owner = vars(owner).get(key) if isinstance(owner, nn.Module) or _is_entered(owner) else None
+            entered = isinstance(owner, nn.Module) or _is_entered(owner)
+            owner = (attributes_of(owner) or {}).get(key) if entered else None
         return None if owner is None else _Place(owner, name)
 
     def _root(self, kind: str, place: Any) -> Any:
@@ -320,7 +324,7 @@ def _attributes(
         left_out = {"optimizer"}
     elif isinstance(owner, dict):
         left_out = {"params"}
-    for name, value in list((owner if isinstance(owner, dict) else vars(owner)).items()):
+    for name, value in list((owner if isinstance(owner, dict) else attributes_of(owner) or {}).items()):
         if name in left_out or (only is not None and name != only):
             continue
         if not isinstance(name, str) or isinstance(value, (nn.Module, nn.Parameter)):

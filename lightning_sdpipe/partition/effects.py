@@ -9,8 +9,8 @@ that a block makes elsewhere (a global list, an object of the user's own) are no
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -126,7 +126,7 @@ class Given:
 
 
 _Container: TypeAlias = Any  # a list, dict, set, deque or array
-_ENTERED = (list, dict, deque, defaultdict, OrderedDict, Counter)
+_ENTERED = (list, dict, deque)
 _CONTAINERS = (*_ENTERED, set, np.ndarray)
 _PLAIN = (type(None), bool, int, float, str)
 _DEPTH, _MANY = 6, 10_000  # levels of objects in each other, and values of one, that are looked at
@@ -155,8 +155,8 @@ class EffectRecorder:
         """Return the result of ``original(*args, **kwargs)``, and its effects, the output first."""
         hooked: list[Effect] = []
         attributes: dict[tuple[nn.Module, str], None] = {}
-        containers = [(place, c, c.copy()) for place, c in self._containers(args, kwargs)]
-        objects = {id(c): place[1:-1] for place, c, _ in containers if place[-1] == ATTRIBUTES}
+        containers = [(place, c, _copy(c)) for place, c in self._containers(args, kwargs)]
+        objects = {id(_reach((args, kwargs), p[1:-1])): p[1:-1] for p, _, _ in containers if p[-1] == ATTRIBUTES}
         tensors = [
             (("argument", w, n), each, version_of(each))
             for w, n, each in _given(args, kwargs)
@@ -180,7 +180,7 @@ class EffectRecorder:
             for m, name in attributes
             if m in self._modules and name in vars(m) | m._buffers and name not in _OF_EVERY_MODULE
         )
-        effects += (effect for place, now, before in containers for effect in _changes(place, now, before))
+        effects += (effect for place, now, before in containers for effect in _changes(place, _copy(now), before))
         return output, effects
 
     def _listen(self, module: nn.Module, hooked: list[Effect]) -> Iterator[Any]:
@@ -236,41 +236,52 @@ def _nested(
     """Yield the containers in ``value`` whose ids are not in ``seen``, with their places; if it is ``passed`` to a
     block, also those that are seen there alone."""
     kind = type(value)
-    if kind in _CONTAINERS and (passed or kind in (list, dict)):
-        if id(value) in seen:
-            return
+    attributes = attributes_of_object(value) if passed else None
+    if id(value) in seen or not (passed or kind in (list, dict, tuple)):
+        return
+    if kind is not tuple:
         seen.add(id(value))
+    entered: list[tuple[Place, Any]] = []
+    if isinstance(value, _CONTAINERS):
         yield place, value
-    inside: Any = value
-    if kind is not tuple and kind not in (_ENTERED if passed else (list, dict)):
-        inside = attributes_of_object(value) if passed else None
-        if inside is None or id(inside) in seen:
-            return
-        seen.add(id(inside))
+    if isinstance(value, (tuple, *_ENTERED)):
+        entered.append((place, value))
+    if attributes is not None:
         place = (*place, ATTRIBUTES)
-        yield place, inside
-    if depth and (not passed or len(inside) <= _MANY):
-        for key, item in inside.items() if isinstance(inside, dict) else enumerate(inside):
-            if isinstance(key, (str, int)) and not isinstance(item, (Tensor, *_PLAIN)):
-                yield from _nested((*place, key), item, seen, depth - passed, passed=passed)
+        yield place, attributes
+        entered.append((place, attributes))
+    for where, inside in entered if depth else ():
+        if not passed or len(inside) <= _MANY:
+            for key, item in inside.items() if isinstance(inside, Mapping) else enumerate(inside):
+                if isinstance(key, (str, int)) and not isinstance(item, (Tensor, *_PLAIN)):
+                    yield from _nested((*where, key), item, seen, depth - passed, passed=passed)
+
+
+def _kind(container: _Container) -> Any:
+    """Return the class of Python's whose methods change ``container``: those of subclasses may do more."""
+    kinds = (OrderedDict, dict, list, deque, set)
+    return next((kind for kind in kinds if isinstance(container, kind)), type(container))
+
+
+def _copy(container: _Container) -> _Container:
+    if isinstance(container, np.ndarray):
+        return container.copy()
+    kind = _kind(container)
+    return dict(container.items()) if isinstance(container, Mapping) else kind(container)
 
 
 def _without(objects: dict[int, Place], output: Any) -> Any:
-    """Return ``output`` with :class:`Given` in the place of those of ``objects``, which are known by their
-    attributes."""
-
-    def given(leaf: Any) -> Any:
-        attributes = None if isinstance(leaf, Tensor) else attributes_of_object(leaf)
-        return Given(objects[id(attributes)]) if id(attributes) in objects else leaf
-
-    found = [attributes_of_object(leaf) for leaf in tree_leaves(output) if not isinstance(leaf, Tensor)]
-    return tree_map(given, output) if any(id(attributes) in objects for attributes in found) else output
+    """Return ``output`` with :class:`Given` in the place of those of ``objects``, which are known by their ids."""
+    if all(id(leaf) not in objects for leaf in tree_leaves(output)):
+        return output
+    return tree_map(lambda leaf: Given(objects[id(leaf)]) if id(leaf) in objects else leaf, output)
 
 
 def _changes(place: Place, now: _Container, before: _Container) -> Iterator[Effect]:
+    """Yield what has changed from one copy of a container to the next."""
     if isinstance(now, np.ndarray):
         if now.dtype == object or now.tobytes() != before.tobytes():
-            yield Effect("replace", place, now.copy())
+            yield Effect("replace", place, now)
         return
     if isinstance(now, set):  # a copy may be in another order
         if {id(x) for x in now} != {id(x) for x in before}:
@@ -290,7 +301,7 @@ def _changes(place: Place, now: _Container, before: _Container) -> Iterator[Effe
         if new:
             yield Effect("update", place, new)
         return
-    yield Effect("replace", place, now.copy())
+    yield Effect("replace", place, now)
 
 
 def replay(effects: Sequence[Effect], root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -334,7 +345,7 @@ def kept_attributes(effects: Sequence[Effect], root: nn.Module) -> list[Callable
         elif effect.place[:1] == ("attribute",):
             _, path, attribute, *inside = effect.place
             container = _reach(getattr(root.get_submodule(str(path)), str(attribute)), inside)
-            undo.append(partial(_change, container, "replace", container.copy()))
+            undo.append(partial(_change, container, "replace", _copy(container)))
     return undo
 
 
@@ -347,21 +358,23 @@ def _run_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 def _reach(value: Any, path: Sequence[str | int]) -> Any:
     for key in path:
-        value = vars(value) if key == ATTRIBUTES else value[key]
+        value = attributes_of_object(value) if key == ATTRIBUTES else value[key]
     return value
 
 
 def _change(container: Any, kind: Kind, value: Any) -> None:
     if isinstance(container, np.ndarray):  # arrays do not travel
         refuse_placeholders([value], "the step")
+    own = _kind(container)
     if kind == "replace":
-        container.clear()
-    if isinstance(container, (list, deque)):
-        container.extend(value)
-    elif isinstance(container, set):
-        container.update(value)
+        own.clear(container)
+    if own in (list, deque):
+        own.extend(container, value)
+    elif own is set:
+        set.update(container, value)
     else:
-        dict.update(container, value)  # a Counter would add
+        for key, item in value.items():
+            own.__setitem__(container, key, item)
 
 
 class _Assignments:

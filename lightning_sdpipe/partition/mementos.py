@@ -11,7 +11,7 @@ import copy
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from functools import _lru_cache_wrapper, lru_cache, partial
 from queue import SimpleQueue
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -22,6 +22,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
+
+from lightning_sdpipe.partition.python_values import attributes_of
 
 _NOT_FOLLOWED = (
     *(type(None), bool, int, float, complex, str, bytes, Tensor, torch.dtype, torch.device),
@@ -80,12 +82,13 @@ class Mementos:
             yield value.__wrapped__
         elif isinstance(value, FunctionType):
             yield from self._remember_function(value)
-        if isinstance(getattr(value, "__dict__", None), dict):
-            self._remember_names(vars(value))
-            yield from vars(value).values()
+        attributes = attributes_of(value)
+        if isinstance(attributes, MutableMapping):
+            self._remember_names(attributes)
+            yield from list(attributes.values())
         yield type(value)
 
-    def _remember_names(self, names: dict[Any, Any], only: Iterable[Any] | None = None) -> None:
+    def _remember_names(self, names: MutableMapping[Any, Any], only: Iterable[Any] | None = None) -> None:
         before = {name: names[name] for name in (names if only is None else only) if name in names}
         kept = {name: self._copied(str(name), value) for name, value in before.items()}
         self._undo.append(partial(_reset, names, kept, only is None))
@@ -156,9 +159,10 @@ def _refill(container: Any, before: list[Any]) -> None:
     container.update(before) if isinstance(container, set) else container.extend(before)
 
 
-def _reset(names: dict[Any, Any], before: dict[Any, Any], all_of_them: bool) -> None:
-    kind = OrderedDict if isinstance(names, OrderedDict) else dict  # outputs of Hugging Face's models refuse changes
-    changed = any(dict.get(names, name, _MISSING) is not value for name, value in before.items())
+def _reset(names: MutableMapping[Any, Any], before: dict[Any, Any], all_of_them: bool) -> None:
+    # outputs of Hugging Face's models refuse changes
+    kind: Any = next((kind for kind in (OrderedDict, dict) if isinstance(names, kind)), type(names))
+    changed = any(kind.get(names, name, _MISSING) is not value for name, value in before.items())
     if changed or (all_of_them and len(names) != len(before)):
         if all_of_them:
             kind.clear(names)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping, Sequence
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -149,7 +149,7 @@ def is_of_the_user(value: Any) -> bool:
     if isinstance(value, types.SimpleNamespace):
         return True
     kind = type(value)
-    if isinstance(value, (Tensor, nn.Module, type, *_CONTAINERS)) or not hasattr(value, "__dict__"):
+    if isinstance(value, (Tensor, nn.Module, type, *_CONTAINERS)) or attributes_of(value) is None:
         return False
     if kind.__module__.partition(".")[0] in sys.stdlib_module_names or isinstance(value, Enum):
         return False
@@ -157,7 +157,53 @@ def is_of_the_user(value: Any) -> bool:
     return not any(part in file for part in _LIBRARIES)
 
 
-def attributes_of_object(value: Any) -> dict[str, Any] | None:
+class _WithSlots(MutableMapping[str, Any]):
+    """The attributes of an object whose class has ``__slots__``; changes reach it, also if it is frozen."""
+
+    def __init__(self, owner: Any, slots: Sequence[str]) -> None:
+        self._owner, self._slots = owner, slots
+        self._others: dict[str, Any] = getattr(owner, "__dict__", {})
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._slots:
+            return self._others[name]
+        try:
+            return object.__getattribute__(self._owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._slots:
+            object.__setattr__(self._owner, name, value)
+        else:
+            self._others[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        unset = object()
+        yield from (name for name in self._slots if self.get(name, unset) is not unset)
+        yield from self._others
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@lru_cache(maxsize=1024)
+def _slots_of(kind: type) -> Sequence[str]:
+    """Return the names of the slots of Python classes, private ones as Python keeps them."""
+    members = (vars(base).items() for base in kind.__mro__ if "__slots__" in vars(base))
+    return [name for each in members for name, m in each if isinstance(m, types.MemberDescriptorType)]
+
+
+def attributes_of(value: Any) -> MutableMapping[str, Any] | None:
+    """Return the attributes of ``value``, through which they can be changed; None if it cannot have any."""
+    slots = _slots_of(type(value))
+    return _WithSlots(value, slots) if slots else getattr(value, "__dict__", None)
+
+
+def attributes_of_object(value: Any) -> MutableMapping[str, Any] | None:
     """Return the attributes of an object of the user's or of a library for data, such as a cache or a graph; None of
     torch's and Python's own, and of what is no such object."""
     kind = type(value)
@@ -165,7 +211,7 @@ def attributes_of_object(value: Any) -> dict[str, Any] | None:
         return None
     if kind.__module__.partition(".")[0] in _NO_DATA and kind is not types.SimpleNamespace:
         return None
-    return getattr(value, "__dict__", None)
+    return attributes_of(value)
 
 
 def tensors_within(value: Any, depth: int = 8) -> Iterator[Tensor]:
@@ -174,10 +220,7 @@ def tensors_within(value: Any, depth: int = 8) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor):
             yield leaf
         elif depth and (attributes := attributes_of_object(leaf)) is not None:
-            yield from tensors_within(attributes, depth - 1)
-        elif depth and dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # with slots
-            fields = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
-            yield from tensors_within(fields, depth - 1)
+            yield from tensors_within(dict(attributes), depth - 1)
 
 
 _NO_DATA = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy", "lightning", "lightning_sdpipe", "torchmetrics"}

@@ -31,7 +31,7 @@ from lightning_sdpipe.lightning_results import is_metric
 from lightning_sdpipe.partition.effects import hear_assignments, listening
 from lightning_sdpipe.partition.mementos import is_users
 from lightning_sdpipe.partition.names import ClassAttributes, Closures, heard_variables
-from lightning_sdpipe.partition.python_values import GENERATORS, is_of_the_user, state_of
+from lightning_sdpipe.partition.python_values import GENERATORS, attributes_of, is_of_the_user, state_of
 
 _CODE = (nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -343,7 +343,9 @@ def _state_within(value: Any, depth: int, left: Iterator[int]) -> Any:
     if isinstance(value, set):
         return len(value), tuple(sorted(repr(item) for item, _ in zip(value, left, strict=False)))
     if is_of_the_user(value):
-        return tuple((name, within(item)) for (name, item), _ in zip(vars(value).items(), left, strict=False))
+        return tuple(
+            (name, within(item)) for (name, item), _ in zip((attributes_of(value) or {}).items(), left, strict=False)
+        )
     return id(value) if depth < _DEPTH else None
 
 

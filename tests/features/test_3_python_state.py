@@ -40,6 +40,8 @@ class Phase(Enum):
 class Annealing:
     """As schedules of a user's own are."""
 
+    __slots__ = ("inner", "value")
+
     def __init__(self) -> None:
         self.value = 0.2
         self.inner = {"steps": [0]}

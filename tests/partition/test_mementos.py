@@ -19,7 +19,7 @@ LEVEL = 0
 
 class Meter:
     shared = 0
-    __slots__ = ("__dict__",)
+    __slots__ = ("__dict__", "array", "recent", "ticks")
 
     def __init__(self) -> None:
         self.array, self.generator, self.ordered = np.zeros(2), np.random.default_rng(0), OrderedDict(a=[1])
@@ -49,7 +49,7 @@ def test_all_that_is_found_is_put_back() -> None:
         meter.array += 1
         meter.ordered["a"].append(2)
         meter.ordered.setdefault("b", [])
-        meter.recent.append(2)
+        meter.recent = deque([*meter.recent, 2])
         drawn = [meter.generator.random(), float(torch.rand((), generator=generator)), next(meter.ticks)]
         return [count(), Meter.shared, *meter.array, *meter.ordered, *meter.recent, *drawn, *seen]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +25,25 @@ class Cache:
         return self.layers[-2] if len(self.layers) > 1 else x
 
 
-@dataclass
+class Output(OrderedDict[str, Any]):
+    """Keeps its entries as attributes too, and refuses to be updated, as the outputs of transformers do."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError
+
+
+@dataclass(slots=True)
 class Context:
     depth: int = 0
     cache: Cache = field(default_factory=Cache)
     names: set[str] = field(default_factory=set)
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=2))
     kinds: Counter[str] = field(default_factory=Counter)
+    output: Output = field(default_factory=Output)
     more: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(scale=1.0))
     loss: Any = 0.0
     made: Any = None
@@ -48,7 +60,9 @@ class Block(nn.Linear):
         x = super().forward(x) + context.cache.update(x) / (context.depth + len(context.names) + sum(context.recent))
         context.loss = context.loss + x.square().mean()
         context.made = context.depth, x.mean()
-        return torch.tanh(x) * context.more.scale / context.kinds["linear"]
+        context.output["sum"] = getattr(context.output, "sum", 0) + x
+        context.output[f"state {context.depth}"] = len(context.output)
+        return torch.tanh(x) * context.more.scale / context.kinds["linear"] + context.output["sum"]
 
 
 class Returning(Block):
@@ -66,6 +80,8 @@ def passing(model: Any, batch: Tensor) -> Tensor:
     context, x = Context(table=np.zeros(2)), batch
     for block in model:
         x = block(x, context)
+    assert list(context.output)[1:] == [f"state {n}" for n in range(1, context.depth + 1)]
+    x = x + getattr(context.output, "sum", 0)
     return x.sum() + context.loss + (0 if context.made is None else context.made[1] * context.made[0])
 
 

@@ -40,6 +40,8 @@ def function(value: float) -> float:
 
 
 class Meter:
+    __slots__ = ("history", "sum")
+
     def __init__(self) -> None:
         self.sum, self.history = 0.0, deque([0.0], maxlen=3)
 

@@ -41,18 +41,36 @@ class Chain(Regression):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Passed:
+    __slots__ = ("calls", "values")
+
+    def __init__(self) -> None:
+        self.calls, self.values = 0, list[Tensor]()
+
+
+class Counting(nn.Module):
+    def forward(self, x: Tensor, passed: Passed) -> Tensor:
+        passed.calls += 1
+        passed.values.append(x)
+        return torch.tanh(passed.values[0]) / passed.calls + x
+
+
 class Shared(Chain):
-    """The weight of the first block is that of a block on the last stage, and its bias that of one on the second; and
-    there is a parameter outside of all blocks."""
+    """The weight of the first block is that of a block on the last stage, and its bias that of one on the second; there
+    is a parameter outside of all blocks, and an object that blocks of two stages change."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.net[1], self.net[3] = Counting(), Counting()
         self.net[4].weight, self.net[2].bias = self.net[0].weight, self.net[0].bias
         self.scale = nn.Parameter(torch.tensor(1.5))
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
-        return nn.functional.mse_loss(self.net(x) * self.scale, y)
+        passed = Passed()
+        for block in self.net:
+            x = block(x, passed) if isinstance(block, Counting) else block(x)
+        return nn.functional.mse_loss(x * self.scale, y)
 
 
 class SharedAdam(Shared):
