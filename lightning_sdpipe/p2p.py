@@ -3,7 +3,12 @@ the peers."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import socket as sockets
+import struct
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +24,7 @@ from lightning_sdpipe.errors import LOST_CONNECTION, WorkerFailedError
 _ASKED = 2**31 - 1  # a tag of no message
 
 
-_waited_for: set[Transfer] = set()
+_waited_for: dict[Transfer | waiting_for, None] = {}
 
 
 @dataclass(eq=False)
@@ -40,14 +45,14 @@ class Transfer:
             WorkerFailedError: the peer closed the connection or the group's timeout passed; the message names the peer.
         """
         with meter.current().waiting(phase):
-            _waited_for.add(self)
+            _waited_for[self] = None
             try:
                 for work in self.works:
                     work.wait()
             except RuntimeError as error:
                 raise self.failed(error) from error
             finally:
-                _waited_for.discard(self)
+                del _waited_for[self]
         self.works.clear()
         if self.receiving:
             for tensor, copy in zip(self.tensors, self.staged, strict=True):
@@ -57,8 +62,10 @@ class Transfer:
 
     def failed(self, error: RuntimeError) -> WorkerFailedError:
         """Return the error of this transfer that ``error`` is, with the name of the peer."""
-        verb = "receiving from" if self.receiving else "sending to"
-        return WorkerFailedError(f"{verb} {self.peer} failed: {str(error).splitlines()[0]}")
+        return WorkerFailedError(f"{self} failed: {str(error).splitlines()[0]}")
+
+    def __str__(self) -> str:
+        return f"{'receiving from' if self.receiving else 'sending to'} {self.peer}"
 
     def lost(self) -> WorkerFailedError | None:
         """Return the error of this transfer if there is no connection to the peer any more; any thread may ask."""
@@ -105,15 +112,22 @@ class waiting_for:
     def __enter__(self) -> None:
         self._waiting = meter.current().waiting()
         self._waiting.__enter__()
+        _waited_for[self] = None
+
+    def __str__(self) -> str:
+        return f"{self._purpose} among ranks {sorted(dist.get_process_group_ranks(self._group))}"
+
+    def lost(self) -> None:
+        """Do nothing: gloo tells all that wait in a collective."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        del _waited_for[self]
         self._waiting.__exit__(kind, error, trace)
         if error is None or isinstance(error, WorkerFailedError):  # whose message says more
             return
         if isinstance(error, RuntimeError):
-            ranks = sorted(dist.get_process_group_ranks(self._group))
             reason = str(error).splitlines()[0]
-            raise WorkerFailedError(f"{self._purpose} among ranks {ranks} failed: {reason}{self._cause}") from error
+            raise WorkerFailedError(f"{self} failed: {reason}{self._cause}") from error
 
 
 def lost_connection(group: Any, rank: int) -> str:
@@ -131,9 +145,38 @@ def lost_connection(group: Any, rank: int) -> str:
     return ""
 
 
-def waited_for() -> set[Transfer]:
-    """Return the transfers that threads of this process wait for at this moment."""
+def waited_for() -> set[Transfer | waiting_for]:
+    """Return what threads of this process wait for at this moment."""
     return set(_waited_for)
+
+
+_TCP_INFO = struct.Struct("=24xI28xI60xQQ")
+"""Of Linux's ``tcp_info``: segments without an acknowledgement, milliseconds since the last one, and bytes that the
+peer has acknowledged, and that have come."""
+
+
+def traffic(without: int, silence: float) -> tuple[int, set[str]] | None:
+    """Return the bytes that this process's TCP connections have moved so far, and the addresses of peers whose machines
+    have acknowledged nothing of what was sent for ``silence`` seconds; connections to the port ``without`` do not
+    count. Return None on systems other than Linux."""
+    moved, silent, libc = 0, set(), ctypes.CDLL(None)
+    info, peer = ctypes.create_string_buffer(_TCP_INFO.size), ctypes.create_string_buffer(28)
+    try:
+        descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        return None
+    for descriptor in descriptors:
+        sizes = [ctypes.byref(ctypes.c_uint32(len(buffer))) for buffer in (info, peer)]
+        if libc.getpeername(descriptor, peer, sizes[1]) or int.from_bytes(peer.raw[2:4]) == without:
+            continue
+        if libc.getsockopt(descriptor, sockets.IPPROTO_TCP, sockets.TCP_INFO, info, sizes[0]) == 0:
+            unanswered, since, acknowledged, received = _TCP_INFO.unpack(info.raw)
+            moved += acknowledged + received
+            if unanswered and since > 1000 * silence:
+                v6 = int.from_bytes(peer.raw[:2], sys.byteorder) == sockets.AF_INET6
+                address = peer.raw[8:24] if v6 else peer.raw[4:8]
+                silent.add(sockets.inet_ntop(sockets.AF_INET6 if v6 else sockets.AF_INET, address))
+    return moved, silent
 
 
 def labelled(what: str, micro_batch: int | None = None) -> AbstractContextManager[object]:

@@ -90,7 +90,9 @@ class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
     last. In ``epoch`` it cannot reach the pipelines ``misses``. It has made ``update`` updates (-1: unknown).
     ``joined`` says whether it believes that it takes part in groups, ``rows`` what it did since the last beat, and
     ``dealt`` how far it is with the batches that it was dealt. ``spans`` are there when the scheduler has asked for
-    them. For ``waits`` seconds it has been in its present wait for another worker (0: in none)."""
+    them. For ``waits`` seconds it has been in its present wait for another worker (0: in none).
+    It ``awaits`` what the first string says if no byte has come or gone for as long as a worker may be silent; the
+    others are addresses that acknowledge nothing."""
 
     holds: tuple[Count, ...]
     epoch: Count
@@ -105,6 +107,7 @@ class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
     dealt: tuple[Segment, Done] | None = None
     spans: Spans | None = None
     waits: Count = 0
+    awaits: tuple[str, ...] = ()
 
 
 class TellSnapshot(MemberRequest, frozen=True, gc=False, tag="snapshot"):

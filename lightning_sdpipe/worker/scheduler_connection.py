@@ -10,9 +10,11 @@ still come.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,14 +60,24 @@ class Watchdog:
         describe: describes a failure, for people.
         give_up: ends this process's wait.
         lost: called once, in another thread, when the connection has ended over which this worker waits for a message.
+        stalled: called in that thread with what this worker waits for, and the addresses that acknowledge nothing, once
+            no byte has come or gone for ``limit()`` seconds; and with nothing, when that is over.
+        port: that of the scheduler, with which bytes are always exchanged.
     """
 
     def __init__(
-        self, describe: Callable[[Failure], str], give_up: Callable[[], None], lost: Callable[[str], None]
+        self,
+        describe: Callable[[Failure], str],
+        give_up: Callable[[], None],
+        lost: Callable[[str], None],
+        stalled: Callable[[tuple[str, ...]], None] = lambda _: None,
+        limit: Callable[[], float] = lambda: math.inf,
+        port: int = 0,
     ) -> None:
         self._describe = describe
         self._give_up = give_up
         self._lost = lost
+        self._stalled, self._limit, self._port = stalled, limit, port
         self._timer: threading.Timer | None = None
         self._noticed = threading.Event()
         self._looking = threading.Thread(target=self._look, name="watchdog", daemon=True)
@@ -88,13 +100,24 @@ class Watchdog:
             self._timer.cancel()
 
     def _look(self) -> None:
-        before: set[p2p.Transfer] = set()
+        before: set[p2p.Transfer | p2p.waiting_for] = set()
+        moved, since, stalled = 0, time.monotonic(), tuple[str, ...]()
         while not self._noticed.wait(_LOOK):
             now = p2p.waited_for()
             for error in (transfer.lost() for transfer in before & now):
                 if error is not None:
                     self._lost(str(error))
                     return
+            limit = self._limit()
+            seen = p2p.traffic(self._port, limit / 2) if before & now else None
+            if seen is None or seen[0] != moved:
+                moved, since = seen[0] if seen else 0, time.monotonic()
+            told: tuple[str, ...] = ()
+            if seen is not None and time.monotonic() - since >= limit:
+                told = " and ".join(sorted(map(str, now))), *sorted(seen[1])
+            if told != stalled:
+                stalled = told
+                self._stalled(told)
             before = now
 
     def _end(self, failure: Failure) -> None:
@@ -209,7 +232,8 @@ class SchedulerConnection:
         self._mesh = mesh
         self._worker = Worker(*mesh.locate(dist.get_rank()))
         self._scheduler, where = (None, standing) if standing else start_scheduler(policy, mesh, bind(), log)
-        self._watchdog = Watchdog(self._describe, give_up, self._lose)
+        port = int(where.address.rpartition(":")[2])
+        self._watchdog = Watchdog(self._describe, give_up, self._lose, self._stalls, lambda: self._line.limit, port)
         self._finishes = True
         self._line = MembershipClient(
             where.address,
@@ -277,6 +301,10 @@ class SchedulerConnection:
     def _lose(self, reason: str) -> None:
         self._line.failed(reason)
         self._watchdog.arm(Failure(self._worker, reason))
+
+    def _stalls(self, awaits: tuple[str, ...]) -> None:
+        with self._line.thread.talking() as talk:
+            talk.awaits = awaits
 
     def _must_end(self, reason: str) -> None:
         self._watchdog.arm(Failure(self._worker, f"it must end: {reason}"))

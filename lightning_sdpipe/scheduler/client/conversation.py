@@ -114,6 +114,8 @@ class Conversation:
         """Seconds after which a transfer that does not move is given up."""
         self.updates = -1
         """Updates that this worker has made, for people."""
+        self.awaits: tuple[str, ...] = ()
+        """What this worker waits for in vain, as a beat says it."""
         self._number, self._member, self._left, self.offered = 0, False, (-1, -1), ""  # offered: the newest transfer
         self._line: e.Line | None = None
         self._now = e.Now(0)
@@ -405,6 +407,6 @@ class Conversation:
         missed_in, misses = self._misses
         enrolled, number = self._enrolment is not None, self.epoch.number
         exchange = self._exchange, self._left, misses if missed_in == number else ()
-        fields = self._now.version, *exchange, self.updates, *self.training.told()
+        fields = self._now.version, *exchange, self.updates, *self.training.told(), self.awaits
         self._unanswered += 1
         return self._make(e.Beat, self.held, number, enrolled, *fields)

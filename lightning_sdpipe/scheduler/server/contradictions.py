@@ -32,6 +32,11 @@ class Extent:
         self.num_pipelines = num_pipelines
         self.depths = tuple(depths)
 
+    @property
+    def num_workers(self) -> int:
+        """Number of the workers of a run whose pipelines do not come and go."""
+        return sum(self.depths) or self.num_stages * self.num_pipelines
+
     def check_mesh(self, request: m.Hello | m.Join) -> None:
         """Raise RefusedEvent if ``request`` comes from a run of another size."""
         theirs = request.mesh

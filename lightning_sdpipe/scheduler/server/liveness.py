@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -20,6 +20,8 @@ from lightning_sdpipe.scheduler.server.outbox import Outbox
 logger = logging.getLogger(__name__)
 
 
+MOST_NAMED = 4
+"""Most workers of a run that stands still whose waits are named."""
 MOST_LOST = 8
 """Most lost workers that are named, the last ones."""
 
@@ -32,8 +34,10 @@ class Liveness:
         self.lines = lines
         self.incarnations: dict[Worker, int] = {}
         """Incarnation of each process that is there."""
-        self.waiting: dict[Worker, int] = {}
-        """Seconds for which each process has waited for others, as its last beat since the last loss said."""
+        self.waiting: dict[Worker, tuple[int, Sequence[str]]] = {}
+        """Seconds for which each process has waited for others, and what it waits for if no byte has come or gone for
+        the limit (:class:`~lightning_sdpipe.scheduler.membership_protocol.Beat`), as its last beat since the last loss
+        said."""
         self._limit = limit
         self._silence = Silence(limit, now, unit)
 
@@ -103,11 +107,22 @@ class Liveness:
             if not self.lines.answers(worker, self.incarnations[worker], self._limit)
         }
 
-    def awaited(self, now: float, about: Mapping[Worker, About]) -> tuple[Worker, int, str] | None:
+    def awaited(self, now: float, about: Mapping[Worker, About], workers: int) -> tuple[Worker, int, str] | None:
         """Return a lost worker that is out of reach, its incarnation and what happened to it, if all others have been
-        in a wait for half of the limit: nothing goes on without it. ``about`` describes the workers."""
+        in a wait for half of the limit: nothing goes on without it. ``about`` describes the ``workers`` of the run. If
+        none is lost, and they all wait for each other while no byte moves, return the first of those that are not
+        answered."""
         others = self.incarnations.keys() - self.lost.keys()
-        if not self.lost or not others or any(self.waiting.get(worker, 0) < self._limit / 2 for worker in others):
+        waits = {worker: self.waiting.get(worker, (0, ())) for worker in sorted(others)}
+        if len(waits) == workers and all(awaits for _, awaits in waits.values()):
+            first, *more = sorted(waits, key=lambda worker: -len(waits[worker][1]))
+            said = [f"worker {w} is {_said(waits[w][1])}" for w in (first, *more[: MOST_NAMED - 1])]
+            reason = (
+                f"all workers wait, and no byte has come or gone between them for {self._limit:.0f} s: "
+                f"{'; '.join(said)}. They reach the scheduler; check the network between their machines"
+            )
+            return first, self.incarnations[first], reason
+        if not self.lost or not others or any(seconds < self._limit / 2 for seconds, _ in waits.values()):
             return None
         if not (lost := self.out_of_reach()):
             return None
@@ -123,6 +138,11 @@ class Liveness:
         """Describe for how long no process was heard of, if that is long."""
         since = self._silence.of_all_since
         return "" if since is None else f"nothing was heard of any worker for {now - since:.0f} s"
+
+
+def _said(awaits: Sequence[str]) -> str:
+    what, *silent = awaits
+    return f"{what}, and nothing that it sent to {' and '.join(silent)} is acknowledged" if silent else what
 
 
 @dataclass

@@ -121,7 +121,8 @@ class MembershipDesk:
                     self._decide(w.FellSilent(worker, incarnation, f"was silent for {seconds:.1f} s"), now)
             if fixed:
                 self._leases.end_if_all_wait_for(self._presence.out_of_reach(), now)
-                if (awaited := self._presence.awaited(now, self._groups.rows.about)) and not core.recovering:
+                workers = self._groups.extent.num_workers
+                if (awaited := self._presence.awaited(now, self._groups.rows.about, workers)) and not core.recovering:
                     self._decide(w.Failed(*awaited), now)
         self._answers.remake(now)
 
@@ -271,7 +272,7 @@ class MembershipDesk:
             case e.Beat(epoch=epoch):
                 self._answers.beats(request, now)
                 self._update = max(self._update, request.update)
-                self._presence.waiting[worker] = request.waits
+                self._presence.waiting[worker] = request.waits, request.awaits
                 if request.misses:
                     self._decide(w.Misses(worker, incarnation, epoch, request.misses), now)
                 say(peer, self.spans.note(request, peer, now))

@@ -84,10 +84,11 @@ class Dialogue:
         dealt: tuple[Segment, Done] | None = None,
         now: float = 0.0,
         waits: int = 0,
+        awaits: tuple[str, ...] = (),
     ) -> list[Addressed]:
         """What it is told, but for that the beat was heard."""
         known = self.service.members.membership.epoch.number
-        beliefs = (), known, True, 0, None, (-1, -1), (), -1, joined, rows, dealt, None, waits
+        beliefs = (), known, True, 0, None, (-1, -1), (), -1, joined, rows, dealt, None, waits, awaits
         replies = self.say(e.Beat, worker, *beliefs, now=now)
         return [(peer, reply) for peer, reply in replies if not isinstance(reply, e.Noted)]
 
@@ -276,6 +277,24 @@ def test_the_run_goes_on_while_any_worker_does_not_wait(waits: tuple[int | None,
                 d.beat(worker, True, now=now, waits=seconds)
         d.tick(now)
     assert d.service.failure is None
+
+
+@pytest.mark.parametrize("waiting", [1, 2, 3])
+def test_the_run_ends_when_all_workers_wait_and_no_byte_moves(waiting: int) -> None:
+    """Those that cannot reach each other are named first, of a run with all of its workers."""
+    d, c = Dialogue(NoSync(), workers=3), Worker(0, 2)
+    said = {A: ("receiving",), B: ("averaging", "10.0.0.9"), c: ("averaging",)}
+    for now in (0.0, 2.0, 4.0):
+        for number, worker in enumerate((B, c, A)):
+            d.join(worker, now=now)
+            d.beat(worker, True, now=now, waits=9, awaits=said[worker] if number < waiting else ())
+        assert bool(d.tick(now)) == (waiting == 3 and now == 2.0)
+    failure = d.service.failure
+    assert (failure is None) == (waiting < 3)
+    if failure is not None:
+        assert failure.worker == B
+        named = f"worker {B} is averaging, and nothing that it sent to 10.0.0.9 is acknowledged; worker {A} is recei"
+        assert f"no byte has come or gone between them for 8 s: {named}" in failure.reason
 
 
 def test_a_scheduler_that_was_held_up_blames_nobody() -> None:
