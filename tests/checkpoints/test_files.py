@@ -242,6 +242,7 @@ def _save(rank: int, path: Path, asynchronous: bool) -> list[str]:
     def save(size: int) -> None:
         parts: dict[str, Tensor] = {f"weight {rank}": torch.ones(size)}
         writer.save({"state_dict": parts, "epoch": size}, path, WholeFiles())
+        assert (writer._pending is not None) == asynchronous
         writer.wait()
 
     save(10)
@@ -302,6 +303,7 @@ def _save_in_a_run(rank: int, path: Path, asynchronous: bool) -> list[str]:
         parts = {"state_dict": {f"weight {rank}": torch.ones(10)}, "optimizer_states": [{"state": {rank: {}}}]}
         try:
             writer.save(parts, path, WholeFiles(), run)
+            assert (writer._pending is not None) == asynchronous
             writer.wait()
         except WorkerFailedError:
             assert (rank, may) == (0, False)

@@ -118,6 +118,7 @@ def _pipedream(directory: Path, in_one_run: bool) -> dict[str, Tensor]:
     strategy = SDPipeStrategy(2, AllReduce(), schedule="pipedream")
     trainer, model = pipelines(directory, strategy, max_epochs=2 if in_one_run else 1), Unfreezing()
     trainer.fit(model, train_loader())
+    assert not trainer.strategy.training.parts.pipeline.flushes  # type: ignore[attr-defined]
     if not in_one_run:
         trainer.fit_loop.max_epochs = 2
         model.requires_grad_(True)

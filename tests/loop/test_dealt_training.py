@@ -97,6 +97,7 @@ class Diary(Callback):
             "rates": self.rates,
             "saved": self.saved,
             "updates": trainer.strategy.training.updates,  # type: ignore[attr-defined]
+            "source": trainer.strategy._batches.description,  # type: ignore[attr-defined]
             "rejoined": getattr(trainer.strategy.training.rendezvous, "rejoined", 0),  # type: ignore[attr-defined]
             "steps": [*self.steps, trainer.global_step],
             "schedule": [(each.last_epoch, each.get_last_lr()) for each in schedules],
@@ -306,6 +307,7 @@ def test_other_pipelines_go_on_in_mid_epoch(tmp_path: Path, how: str) -> None:
     for record in first:
         record["seen"] = record["seen"][: record["saved"][0]]
     rest = fit(tmp_path / "rest", sync, (1.0, 1.0, 2.0, 1.0), 6, ckpt_path=tmp_path / "step=8.ckpt", **options)
+    assert all(("one batch of all" in record["source"]) == (how == "by speed") for record in [*first, *rest])
     once_each([*first, *rest], [0], 12 * BATCH * 2)
     assert sum(len(indices) for record in first for _, indices, *_ in record["seen"]) == 8 * BATCH * 2
     assert agreed(rest) == [["validation", 10, 5], ["epoch", 10]]

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.loop.batch_source import ShardBatchSource
+from lightning_sdpipe.loop.dealt import DealtBatchSource
+from lightning_sdpipe.loop.joint import JointBatchSource
 from lightning_sdpipe.sync import AllReduce, NoSync
 from tests.features.running import on_four_ranks, pipelines
 from tests.loop.numbered import Numbered
@@ -98,6 +101,8 @@ SOURCES: dict[str, dict[str, Any]] = {
     "by speed": {"sync": AllReduce(), "batch_by_speed": True, "num_micro_batches": 2},
 }
 
+SOURCES_OF_BATCHES = {"sharded": ShardBatchSource, "dealt": DealtBatchSource, "by speed": JointBatchSource}
+
 
 def _resume(place: Path, stages: int, source: str, checkpoints: Sequence[Path]) -> list[tuple[Seen, Any]]:
     """Go on from each checkpoint to the end of the second epoch."""
@@ -106,6 +111,7 @@ def _resume(place: Path, stages: int, source: str, checkpoints: Sequence[Path]) 
         module, strategy = Model(), SDPipeStrategy(stages, **SOURCES[source])
         trainer = pipelines(place, strategy, max_epochs=2, val_check_interval=0.5, enable_checkpointing=False)
         _fit(trainer, module, ckpt_path=checkpoint, weights_only=False)
+        assert isinstance(strategy._batches, SOURCES_OF_BATCHES[source])
         outcomes.append((module.seen, module.ended))
     return outcomes
 

@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_sdpipe import AllReduce, Balanced, SDPipeStrategy
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
+from lightning_sdpipe.loop import planning
 from lightning_sdpipe.partition import apart as apart_module
 from lightning_sdpipe.partition.apart import apart
+from lightning_sdpipe.partition.profile import profile
 from tests.features.running import quiet_trainer
 
 
@@ -176,10 +178,13 @@ def test_trying_the_steps_changes_nothing(
 ) -> None:
     if not forks:  # as where an accelerator is open
         monkeypatch.setattr(apart_module, "is_possible", lambda _: False)
+    measured = tmp_path / "measured"
+    monkeypatch.setattr(planning, "profile", lambda *given: measured.touch() or profile(*given))
     ((expected, _),) = fit(tmp_path / "one", "auto", 1, Denoising, NoisyData(), simple=forks)
     ranks = fit(
         tmp_path / "two", strategy(num_micro_batches=1, partition=partition), 2, Denoising, NoisyData(), simple=forks
     )
+    assert measured.exists() == (partition == "balanced")
     firsts = {path.read_text() for path in tmp_path.rglob("first_*")}
     assert len(firsts) == 1
     torch.testing.assert_close(ranks[0][0] | ranks[1][0], expected)

@@ -8,17 +8,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.buckets import flatten
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Ready, Tick, Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.sync.background_averaging import AsynchronousPairs, BackgroundAveraging
+from lightning_sdpipe.sync.outer_averaging import OuterAveraging
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
 from lightning_sdpipe.topology.groups import Replicas, Traffic
@@ -120,6 +124,27 @@ class Places:
         return self._beside
 
 
+def assert_uses(sync: Synchronizer, exchange: Exchange) -> None:
+    """That it moves models by this exchange: others lead to the same models."""
+    found, todo = dict[int, Any](), list[Any]([sync])
+    while todo:
+        each = todo.pop()
+        if isinstance(each, (list, tuple)):
+            todo += each
+        elif isinstance(each, FunctionType):
+            todo += [cell.cell_contents for cell in each.__closure__ or ()]
+        elif type(each).__module__.startswith("lightning_sdpipe.") and not isinstance(each, (Replica, Exchange)):
+            if id(each) not in found:
+                todo += getattr(each, "__dict__", {}).values()
+            found[id(each)] = each
+    parts = list(found.values())
+    assert exchange.is_full or exchange.payload in parts
+    assert (exchange.hierarchy == "hosts") == any(getattr(each, "hosts", None) for each in parts)
+    assert (exchange.overlap == "free") == any(isinstance(each, BackgroundAveraging) for each in parts)
+    if not isinstance(sync, AsynchronousPairs | OuterAveraging):  # which are beside training by themselves
+        assert (exchange.overlap == "step") == any(isinstance(each, Overlapped) for each in parts)
+
+
 class Stage:
     """N replicas, whose process groups serve several trainings, one after the other."""
 
@@ -158,6 +183,7 @@ class Stage:
             client: Any = office.clients[pipeline]
             buckets = flatten([parameter])
             sync = method.build(Replica(client, places, buckets, [], [parameter], limit(), watch, exchange, scale))
+            assert_uses(sync, exchange)
             with torch.enable_grad():
                 return pipeline, train(pipeline, parameter, sync, Rendezvous(sync))
 

@@ -12,6 +12,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange, Overlap
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Payload
 from lightning_sdpipe.sync import ADPSGD, DiLoCo, LocalSGD, SemiDecentralized
+from lightning_sdpipe.sync.background_averaging import AsynchronousPairs
 from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
@@ -29,18 +30,22 @@ def start(pipeline: int) -> Tensor:
 @pytest.mark.parametrize("payload", [Full(), EightBit(block=64)], ids=str)
 @pytest.mark.parametrize("sync", [ADPSGD(asynchronous=True), SemiDecentralized(window=0.005)], ids=str)
 def test_who_rests_and_comes_back_keeps_the_mean(stage: Stage, sync: Any, payload: Payload, overlap: Overlap) -> None:
+    beside = set[bool]()
+
     def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> Tensor:
         rendezvous.join()
         for number in range(8):
             sync.announce(number)
             parameter.data.add_(values(10 * number + pipeline, SIZE))
             sync.synchronise()
+            beside.add(isinstance(sync, AsynchronousPairs) and sync._job is not None)
             rendezvous.rest()
             rendezvous.rejoin()
         rendezvous.pause(position=8)
         return parameter.detach().clone()
 
     ended = stage.run(method_of(sync), Exchange(payload, overlap), start, train)
+    assert (True in beside) == (overlap == "step" and isinstance(sync, ADPSGD))
     exact = start(0) + torch.stack([values(10 * k + p, SIZE) for p in range(N) for k in range(8)]).sum(0) / N
     for parameter in ended:
         torch.testing.assert_close(parameter, exact, rtol=1e-4, atol=1e-4)
