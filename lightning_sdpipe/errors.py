@@ -80,7 +80,7 @@ LEFT = {
     "staleness": "leave it out, or use PHDPSGD(staleness=8), which bounds the age of models",
     "seating": "leave it out, since large groups are split by turns",
     **dict.fromkeys(
-        ("parameter_server", "het_pipe"),
+        ("parameter_server", "het_pipe", "ParameterServer", "HetPipe"),
         "a checkout has it as a method from outside, recipes.baselines.ParameterServer and HetPipe; or use "
         "SemiDecentralized(window=inf), which computes what a synchronous server does",
     ),
@@ -90,7 +90,7 @@ LEFT = {
         "made as many updates",
     ),
     "group": "use SemiDecentralized() or PartialReduce(), whose groups wait for no slow pipeline",
-    "top_k": 'use "one_bit", which sends a bit per value with error feedback',
+    **dict.fromkeys(("top_k", "TopK"), 'use "one_bit", which sends a bit per value with error feedback'),
     "sharded": 'leave it out, since meetings of PHDPSGD move whole models (data="sharded" is another option)',
 }
 """Names that the package once had, and what to do without them."""

@@ -76,6 +76,11 @@ def test_the_package_lists_its_names() -> None:
     assert set(import_module("lightning_sdpipe").__all__) == set(PUBLIC["lightning_sdpipe"])
 
 
+def test_a_name_that_has_left_says_what_to_use() -> None:
+    with pytest.raises(ImportError, match=r"HetPipe has left lightning_sdpipe: .* use SemiDecentralized\(window=inf\)"):
+        from lightning_sdpipe import HetPipe  # noqa: F401
+
+
 def test_configurations_name_what_is_there() -> None:
     """Every ``_target_`` of the package in ``conf/``."""
     lines = [line for path in (ROOT / "conf").rglob("*.yaml") for line in path.read_text().splitlines()]

@@ -87,6 +87,7 @@ class SDPipeWeightAveraging(Callback):
         self._alike: list[Tensor] = []
         self._average: AveragedModel | None = None
         self._steps = 0  # updates that it was asked about
+        self._buffers = set[str]()  # those that were there when the fit began; later ones are not averaged
 
     def __repr__(self) -> str:
         """Description that joining pipelines compare."""
@@ -116,6 +117,7 @@ class SDPipeWeightAveraging(Callback):
                 f"{type(trainer.strategy).__name__} use lightning.pytorch.callbacks.EMAWeightAveraging or "
                 "WeightAveraging, which take the same arguments."
             )
+        self._buffers = {name for name, _ in pl_module.named_buffers()}
         device = self._device or trainer.strategy.root_device
         average = AveragedModel(nn.Module(), device, self._avg_fn, self._multi_avg_fn, self._use_buffers)
         held = self._held(pl_module)
@@ -202,7 +204,8 @@ class SDPipeWeightAveraging(Callback):
         held = nn.Module()
         for number, parameter in enumerate(p for p in module.parameters() if not p.is_meta):
             held.register_parameter(f"parameter{number}", parameter)
-        for number, buffer in enumerate(b for name, b in module.named_buffers() if self._states.holds(name)):
+        averaged = ((name, buffer) for name, buffer in module.named_buffers() if name in self._buffers)
+        for number, buffer in enumerate(buffer for name, buffer in averaged if self._states.holds(name)):
             held.register_buffer(f"buffer{number}", buffer)
         return held
 

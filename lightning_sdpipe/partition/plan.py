@@ -353,6 +353,7 @@ def check(module: nn.Module, names: Sequence[str] | None, cuts: Sequence[Pipelin
     for each in cuts:
         check_partition(each)
     same_memory(module)
+    leaves = sum(next(part.children(), None) is None for part in module.modules())
     refused: ConfigurationError | None = None
     for chain in find_chains(module, names):
         blocks = join_ends(module, chain) if names is None else tuple((path,) for path in chain)
@@ -361,8 +362,9 @@ def check(module: nn.Module, names: Sequence[str] | None, cuts: Sequence[Pipelin
             for each in cuts:
                 with each.named():
                     given = each.partition
+                    opened = leaves if given == "auto" and names is None else 0  # which opens heavy modules
                     spans = cut(
-                        len(blocks),
+                        max(len(blocks), opened),
                         each.num_stages,
                         "uniform" if isinstance(given, (str, Balanced)) else given,
                         ends(blocks),

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -201,7 +201,7 @@ class Weighs(Model):
     [
         (Model(), DataLoader(Endless(), BATCH), "an IterableDataset is read in order"),
         (Model(), DataLoader(Numbered(8), None), "a loader with batch_size=None gives whole batches"),
-        (Model(), [DataLoader(Numbered(8)), DataLoader(Numbered(8))], "there are several train dataloaders"),
+        (Model(), [DataLoader(Numbered(8), 4)] * 2, "there are several train dataloaders"),
         (Weighs(), DataLoader(Numbered(8), 4), "Weighs has a weigh_batch, and here each sample counts alike"),
         (Model(), DataLoader(Numbered(6), 4), "A batch of 2 samples cannot be split into num_micro_batches=4"),
     ],
@@ -210,9 +210,11 @@ class Weighs(Model):
 def test_what_cannot_be_divided_is_refused(tmp_path: Path, module: Any, loader: Any, message: str) -> None:
     strategy = SDPipeStrategy(sync=AllReduce(), num_micro_batches=4, batch_by_speed=True, start_method="fork")
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
-    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, default_root_dir=tmp_path, **quiet)
+    begins = LambdaCallback(on_train_batch_start=lambda *_: (tmp_path / "begun").touch())
+    given: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "strategy": strategy, "callbacks": [begins], **quiet}
     with pytest.raises(Exception, match=message):
-        trainer.fit(module, loader)
+        L.Trainer(default_root_dir=tmp_path, **given).fit(module, loader)
+    assert not (tmp_path / "begun").exists()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import planning
 from lightning_sdpipe.partition.pipeline_cut import PipelineCut
+from lightning_sdpipe.partition.rehearsal import StepCalls
 
 
 def to_plan(partition: Any) -> Any:
@@ -35,6 +36,19 @@ def test_a_loader_that_gives_no_batch_is_one_sentence(monkeypatch: pytest.Monkey
         planning._made(to_plan("balanced"), [])
     (made,) = planning._made(to_plan("auto"), [])
     assert [len(span) for span in made.spans] == [2, 2]
+
+
+def test_work_that_cannot_be_counted_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(*_: Any) -> Any:
+        raise RuntimeError("no formula for an operation")
+
+    monkeypatch.setattr(planning.rehearsal, "count", count)
+    monkeypatch.setattr(planning.rehearsal, "rehearse", lambda *_: None)
+    given = to_plan("auto")
+    (made,) = planning._made(given, [StepCalls("forward", [(torch.ones(1, 2), ())], True)])
+    assert [len(span) for span in made.spans] == [2, 2], "by bytes"
+    (said,) = given.notes
+    assert said.startswith("The work of a step could not be counted (RuntimeError: no formula for an operation), so")
 
 
 def test_memory_is_the_devices_or_a_part_of_the_machines() -> None:

@@ -149,6 +149,14 @@ def test_pipelines_have_one_chain_and_cuts_of_their_own() -> None:
     assert len({each.blocks for each in made}) == 1
 
 
+def test_heavy_modules_that_are_opened_give_more_blocks() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 1, 4))
+    check(model, None, [PipelineCut(4, "auto")])
+    for partition, num_stages in (("uniform", 4), ("auto", 10)):
+        with pytest.raises(ConfigurationError, match=f"num_stages={num_stages} is more than the model's"):
+            check(model, None, [PipelineCut(num_stages, partition)])  # type: ignore[arg-type]
+
+
 def test_a_cut_that_is_none_is_refused_with_its_pipeline() -> None:
     cuts = [PipelineCut(1, pipeline=0), PipelineCut(7, pipeline=1)]
     for refuses in (lambda: check(chain(*[1] * 7), None, cuts), lambda: plans(chain(*[1] * 7), cuts)):
