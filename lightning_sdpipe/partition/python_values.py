@@ -199,7 +199,8 @@ def _slots_of(kind: type) -> Sequence[str]:
 
 def attributes_of(value: Any) -> MutableMapping[str, Any] | None:
     """Return the attributes of ``value``, through which they can be changed; None if it cannot have any."""
-    slots = _slots_of(type(value))
+    kind: type = type(value)
+    slots = _slots_of(kind)
     return _WithSlots(value, slots) if slots else getattr(value, "__dict__", None)
 
 
