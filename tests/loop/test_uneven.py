@@ -18,14 +18,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_sdpipe import ADPSGD, AllReduce, SDPipeStrategy, SemiDecentralized
-from tests.features.running import quiet_trainer
+from tests.features.running import Regression, quiet_trainer, samples
 from tests.features.table import refused, supported
 from tests.loop.numbered import records_of
 from tests.patience import limit
-from tests.strategy.test_strategy import Regression, data
 
 PIPELINES = 2
-X, Y = data(64).tensors
+X, Y = samples(64).tensors
 
 
 def pipeline_of(trainer: L.Trainer) -> int:
@@ -120,7 +119,7 @@ def fit(
     )
     if stream is not None:
         stream.trainer = trainer
-    validation = None if isinstance(loader, L.LightningDataModule) else DataLoader(data(20), 5)
+    validation = None if isinstance(loader, L.LightningDataModule) else DataLoader(samples(20), 5)
     trainer.fit(module or Regression(), loader or DataLoader(stream, 4), validation)
     return records_of(directory, 2 * PIPELINES)
 
@@ -137,10 +136,10 @@ def same_for_all(records: list[dict[str, Any]], trained: list[int]) -> list[Any]
 
 class Module(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(data(41), 4, drop_last=True, shuffle=True)  # 5 batches of each shard of 21
+        return DataLoader(samples(41), 4, drop_last=True, shuffle=True)  # 5 batches of each shard of 21
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(data(20), 5)
+        return DataLoader(samples(20), 5)
 
 
 @supported("Data", "`DataLoader`, `LightningDataModule`, `drop_last`", "with Lightning's own sampler: equal shards")
@@ -159,7 +158,7 @@ def test_a_data_module_that_drops_the_last_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [Stream, pytest.param(SizedStream, marks=pytest.mark.slow), "sampler"])
 def test_validation_within_the_epoch_and_uneven_shards(tmp_path: Path, kind: Any) -> None:
     stream = Stream((5, 7)) if kind == "sampler" else kind((5, 7))
-    loader = DataLoader(data(64), 4, sampler=Own(stream)) if kind == "sampler" else None
+    loader = DataLoader(samples(64), 4, sampler=Own(stream)) if kind == "sampler" else None
     records = fit(tmp_path, loader, stream, val_check_interval=2, use_distributed_sampler=kind != "sampler")
     one_epoch = [["validation", 2], ["validation", 4], ["validation", 6], ["epoch", 7]]
     expected = one_epoch + [[name, step + 7] for name, step in one_epoch]
@@ -254,7 +253,7 @@ class SmallSteps(Regression):
 @pytest.mark.distributed
 def test_the_clock_ends_training_on_all_workers_at_the_same_batch(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=0.5), save_top_k=-1)
-    loader = DataLoader(data(4000), 2)
+    loader = DataLoader(samples(4000), 2)
     options = {"callbacks": [checkpoint], "max_time": {"seconds": 2.0}, "max_epochs": -1, "limit_val_batches": 0}
     records = fit(tmp_path, loader, module=SmallSteps(), **options)
     steps = records[0]["steps"]
@@ -269,7 +268,7 @@ def test_validation_by_the_clock(tmp_path: Path) -> None:
     pytest.importorskip("lightning", minversion="2.6")
     records = fit(
         tmp_path,
-        DataLoader(data(4000), 2),
+        DataLoader(samples(4000), 2),
         module=SmallSteps(),
         val_check_interval={"seconds": 0.2},
         max_time={"seconds": 1.5},
@@ -290,7 +289,7 @@ class Stopping(Regression):
 @supported("Data", "`trainer.should_stop` on any rank", "at the next validation, checkpoint or end of an epoch")
 @pytest.mark.distributed
 def test_one_rank_that_asks_to_stop_stops_all_where_they_meet_next(tmp_path: Path) -> None:
-    records = fit(tmp_path, DataLoader(data(64), 4), module=Stopping(), val_check_interval=6)
+    records = fit(tmp_path, DataLoader(samples(64), 4), module=Stopping(), val_check_interval=6)
     assert same_for_all(records, [6, 6]) == [["validation", 6], ["epoch", 6]]
 
 
@@ -316,7 +315,7 @@ class Gathering(Regression):
 @pytest.mark.distributed
 def test_users_may_communicate_between_pipelines(tmp_path: Path) -> None:
     """Where they do, batches are not dealt."""
-    loader, strategy = DataLoader(data(40), 4), sdpipe(data="auto")
+    loader, strategy = DataLoader(samples(40), 4), sdpipe(data="auto")
     same_for_all(fit(tmp_path, loader, module=Gathering(), strategy=strategy, max_epochs=1), [5, 5])
 
 
@@ -360,4 +359,4 @@ class Fetching(Regression):
 @pytest.mark.distributed
 def test_a_step_that_fetches_its_own_batches_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="takes a dataloader_iter"):
-        fit(tmp_path, DataLoader(data(64), 4), module=Fetching())
+        fit(tmp_path, DataLoader(samples(64), 4), module=Fetching())

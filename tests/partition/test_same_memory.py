@@ -15,7 +15,8 @@ from lightning_sdpipe.exchange.buckets import flatten
 from lightning_sdpipe.partition.materialise import Initialisation, materialise
 from lightning_sdpipe.partition.ownership import assign_owners, keep_only
 from lightning_sdpipe.partition.same_memory import held_together, same_memory
-from tests.strategy.test_strategy import Regression, fit
+from tests.features.running import Regression
+from tests.strategy.test_strategy import fit
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,8 @@ from lightning_sdpipe import AllReduce, SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.data import stand_in
 from lightning_sdpipe.pipeline.digest import LENGTH, LIMIT, BatchDigest
-from tests.strategy.test_strategy import Regression, data, fit
+from tests.features.running import Regression, samples
+from tests.strategy.test_strategy import fit
 
 
 def batch() -> dict[str, Any]:
@@ -134,7 +135,7 @@ class LaterOn(Dataset[Any]):
         return 16
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        x, y = (part[None] for part in data(16)[index])
+        x, y = (part[None] for part in samples(16)[index])
         self.asked += 1  # by the rehearsal as well
         if self.asked <= 24 or self.module.global_rank == 0:
             return x, y

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from lightning_sdpipe import AllReduce, ConfigurationError, SDPipeStrategy
-from tests.strategy.test_strategy import Regression, data, fit
+from tests.features.running import Regression, samples
+from tests.strategy.test_strategy import fit
 
 LEARNING_RATE = 0.1
 
@@ -18,8 +19,8 @@ LEARNING_RATE = 0.1
 def emulate(num_stages: int, owners: dict[str, int], batch_size: int, epochs: int) -> dict[str, Tensor]:
     """Mini-batch k of an epoch runs on stage j with the weights that have seen the mini-batches before k − d, for
     d = M − 1 − j, forward and backward alike; its gradient goes to the newest weights."""
-    model, samples = Regression(), data(48)
-    sampler = DistributedSampler(samples, num_replicas=1, rank=0)
+    model, trained = Regression(), samples(48)
+    sampler = DistributedSampler(trained, num_replicas=1, rank=0)
     versions = {name: [p.detach().clone()] for name, p in model.named_parameters()}
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
@@ -29,7 +30,7 @@ def emulate(num_stages: int, owners: dict[str, int], batch_size: int, epochs: in
             for name, p in model.named_parameters():
                 late = num_stages - 1 - owners[name]
                 p.data = versions[name][start + max(0, k - late)].clone()
-            x, y = samples[order[k * batch_size : (k + 1) * batch_size]]
+            x, y = trained[order[k * batch_size : (k + 1) * batch_size]]
             model.zero_grad()
             torch.nn.functional.mse_loss(model.net(x), y).backward()
             for name, p in model.named_parameters():
@@ -57,7 +58,7 @@ def test_the_weights_are_those_of_the_emulation(tmp_path: Path, num_stages: int,
 def test_two_asynchronous_pipelines_train(tmp_path: Path) -> None:
     strategy = SDPipeStrategy(2, schedule="pipedream", start_method="fork")
     trainer, _ = fit(tmp_path, strategy, 4, 4, max_epochs=6, val_check_interval=3)
-    x, y = data(20)[:]
+    x, y = samples(20)[:]
     untrained = torch.nn.functional.mse_loss(Regression().net(x), y)
     assert trainer.callback_metrics["val_loss"] < untrained / 4
 

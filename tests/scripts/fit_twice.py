@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import SDPipeStrategy
-from tests.features.running import quiet_trainer
-from tests.strategy.test_strategy import Regression, data
+from tests.features.running import Regression, quiet_trainer, samples
 
 
 def main(directory: str) -> None:
@@ -26,10 +25,10 @@ def main(directory: str) -> None:
         enable_checkpointing=False,
     )
     model = Regression()
-    train, val = DataLoader(data(48), 4), DataLoader(data(20), 5)
+    train, val = DataLoader(samples(48), 4), DataLoader(samples(20), 5)
     trainer.fit(model, train, val)
     fitted = trainer.callback_metrics["val_loss"].item()
-    x, y = data(20).tensors
+    x, y = samples(20).tensors
     alone = nn.functional.mse_loss(model.net(x), y).item()  # on every rank
     torch.save(model.state_dict(), f"{directory}/{trainer.global_rank}.pt")
     trainer.save_checkpoint(f"{directory}/after.ckpt")

@@ -9,8 +9,7 @@ import lightning as L
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import SDPipeStrategy
-from tests.features.running import quiet_trainer
-from tests.strategy.test_strategy import Regression, data
+from tests.features.running import Regression, quiet_trainer, samples
 
 
 def main(nodes: int, devices: int) -> dict[str, Any]:
@@ -29,7 +28,7 @@ def main(nodes: int, devices: int) -> dict[str, Any]:
         max_epochs=1,
         enable_checkpointing=False,
     )
-    trainer.fit(Regression(), DataLoader(data(32), 4))
+    trainer.fit(Regression(), DataLoader(samples(32), 4))
     assert strategy._launcher is not None
     return {
         "rank": trainer.global_rank,

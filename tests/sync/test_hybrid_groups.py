@@ -28,8 +28,9 @@ from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
+from tests.features.running import Regression
 from tests.patience import limit
-from tests.strategy.test_strategy import Regression, fit
+from tests.strategy.test_strategy import fit
 from tests.sync.hybrid_emulation import Emulation, Job
 from tests.sync.test_methods import EqualReplicas
 from tests.workers import run_workers

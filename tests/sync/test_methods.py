@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_sdpipe import ADPSGD, AllReduce, ConfigurationError, LocalSGD, NoSync, SDPipeStrategy
+from lightning_sdpipe import ADPSGD, AllReduce, ConfigurationError, LocalSGD, SDPipeStrategy
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.sync import PartialReduce, SemiDecentralized
 from lightning_sdpipe.sync.capabilities import Combination, check
 from lightning_sdpipe.sync.methods import deals, method_of
-from tests.strategy.test_strategy import Regression, data, fit
+from tests.features.running import Regression, samples
+from tests.strategy.test_strategy import fit
 
 ROWS = ((5, 3), (2, 4))  # mini-batches of the two pipelines in each epoch, where they differ
 
@@ -64,10 +65,6 @@ class Gentle(Regression):
 @pytest.mark.parametrize(
     ("sync", "sizes"),
     [
-        *(  # which tests/golden trains, too
-            pytest.param(sync, (size, size), marks=pytest.mark.slow)
-            for sync, size in ((NoSync(), 1.0), (LocalSGD(every=3), 4 / 3), (ADPSGD(), 2.0))
-        ),
         (PartialReduce(group_size=2, decay=0.5), (2.0, 2.0)),
         (ADPSGD(asynchronous=True), (1.01, 2.0)),  # alone when the other has ended its epoch
     ],
@@ -77,7 +74,7 @@ def test_a_method_learns_and_ends_each_epoch_with_equal_replicas(
     tmp_path: Path, sync: Any, sizes: tuple[float, float]
 ) -> None:
     loss = nn.functional.mse_loss
-    x, y = data(48).tensors
+    x, y = samples(48).tensors
     before = loss(Regression().net(x), y).item()
     model, metrics = train(tmp_path, sync, Gentle())
     assert loss(model.net(x), y).item() < 0.9 * before
@@ -87,7 +84,7 @@ def test_a_method_learns_and_ends_each_epoch_with_equal_replicas(
 
 @pytest.mark.distributed
 def test_partial_reduce_learns_with_several_stages_per_worker(tmp_path: Path) -> None:
-    x, y = data(48).tensors
+    x, y = samples(48).tensors
     before = nn.functional.mse_loss(Regression().net(x), y).item()
     strategy = SDPipeStrategy(2, sync=PartialReduce(2, 0.5), schedule="interleaved_1f1b", start_method="fork")
     _, model = fit(tmp_path, strategy, 6, 4, Gentle(), callbacks=[EqualReplicas()])
@@ -95,10 +92,9 @@ def test_partial_reduce_learns_with_several_stages_per_worker(tmp_path: Path) ->
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_all_reduce_accumulates_as_one_process_does(tmp_path: Path, schedule: str) -> None:
+def test_all_reduce_accumulates_as_one_process_does(tmp_path: Path) -> None:
     _, expected = fit(tmp_path / "one", "auto", 1, 8, accumulate_grad_batches=2)
-    model, metrics = train(tmp_path / "four", AllReduce(), schedule=schedule, accumulate_grad_batches=2)
+    model, metrics = train(tmp_path / "four", AllReduce(), schedule="zero_bubble", accumulate_grad_batches=2)
     assert_close(model, expected)
     assert metrics["groups"] == 6  # only when an update follows
 
@@ -136,7 +132,7 @@ class OwnRows(IterableDataset[tuple[Tensor, Tensor]]):
         self._epochs = iter(ROWS)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        x, y = (tensor[24 * self._pipeline :] for tensor in data(48).tensors)
+        x, y = (tensor[24 * self._pipeline :] for tensor in samples(48).tensors)
         yield from zip(x[: 4 * next(self._epochs)[self._pipeline]], y, strict=False)
 
 

@@ -26,12 +26,13 @@ from lightning_sdpipe import (
 from lightning_sdpipe.loop.optimizers import refuse_unfit_momentum
 from lightning_sdpipe.optim import FrozenVariance
 from lightning_sdpipe.topology.groups import HOST_VARIABLE
-from tests.strategy.test_strategy import Regression, data, fit
+from tests.features.running import Regression, samples
+from tests.strategy.test_strategy import fit
 from tests.sync.test_methods import EqualReplicas, Gentle, Uneven, train
 
 
 def loss(model: nn.Module) -> float:
-    x, y = data(48).tensors
+    x, y = samples(48).tensors
     return nn.functional.mse_loss(model.net(x), y).item()  # type: ignore[operator]
 
 
@@ -39,11 +40,16 @@ def loss(model: nn.Module) -> float:
 @pytest.mark.parametrize(
     ("sync", "exchange", "options"),
     [
-        (SemiDecentralized(), Exchange(EightBit(block=8), "step"), {}),
+        pytest.param(SemiDecentralized(), Exchange(EightBit(block=8), "step"), {}, marks=pytest.mark.slow),
         (ADPSGD(asynchronous=True), Exchange(EightBit(block=8), "step"), {"schedule": "pipedream"}),
         (LocalSGD(every=1), Exchange(Half(), "free", interval=0.01), {}),
         (DiLoCo(every=3, fragments=2, delay=1, mix=0.5), Exchange(OneBit(block=8)), {}),
-        (Decentralized("ring"), Exchange(EightBit(block=8, rounding="stochastic"), "step"), {}),
+        pytest.param(
+            Decentralized("ring"),
+            Exchange(EightBit(block=8, rounding="stochastic"), "step"),
+            {},
+            marks=pytest.mark.slow,
+        ),
         (AllReduce(), Exchange(EightBit(block=8), hierarchy="hosts"), {"accumulate_grad_batches": 2}),
     ],
     ids=str,

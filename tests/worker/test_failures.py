@@ -22,14 +22,14 @@ from torch import Tensor
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys
-from tests.features.running import as_torchrun
+from tests.features.running import Regression, as_torchrun
 from tests.features.table import refused, supported
 from tests.namespaces import Machine, switched
 from tests.own_session import Script, module, script
 from tests.patience import until
 from tests.scheduler.live_scheduler import serving
 from tests.scripts import endings, run_case
-from tests.strategy.test_strategy import Regression, fit
+from tests.strategy.test_strategy import fit
 from tests.workers import free_port
 
 

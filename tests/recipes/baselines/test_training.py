@@ -22,9 +22,10 @@ from lightning_sdpipe.topology.mesh import Mesh
 from recipes import baselines
 from recipes.baselines import HetPipe, ParameterServer
 from recipes.baselines.admission import AdmissionRule
+from tests.features.running import Regression, samples
 from tests.patience import limit
 from tests.sync import test_asynchronous_pairs as pairs
-from tests.sync.test_methods import Gentle, Regression, Uneven, assert_close, data, train
+from tests.sync.test_methods import Gentle, Uneven, assert_close, train
 from tests.test_public_names import PUBLIC
 from tests.workers import run_workers
 
@@ -36,7 +37,7 @@ from tests.workers import run_workers
 def test_a_method_from_outside_learns_and_ends_each_epoch_with_equal_replicas(
     tmp_path: Path, sync: Any, largest: float
 ) -> None:
-    x, y = data(48).tensors
+    x, y = samples(48).tensors
     before = nn.functional.mse_loss(Regression().net(x), y).item()
     model, metrics = train(tmp_path, sync, Gentle())
     assert nn.functional.mse_loss(model.net(x), y).item() < 0.9 * before

@@ -20,11 +20,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy, openmp
 from recipes.harness import namespaces
+from tests.features.running import Regression
 from tests.features.table import supported
 from tests.namespaces import hosts
 from tests.own_session import script
 from tests.scripts import launched
-from tests.strategy.test_strategy import Regression, fit
+from tests.strategy.test_strategy import fit
 from tests.workers import free_port, run_workers
 
 
