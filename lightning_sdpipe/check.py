@@ -7,8 +7,6 @@ torch shows it, as Python's numbers in a global variable do.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_sdpipe.errors import ConfigurationError, carried_out
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import factory
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.message import Layout, Message
@@ -37,13 +35,10 @@ Step = Callable[[], Any]
 Made = tuple[nn.Module, Sequence[Step]]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the comparison; the exit status is 1 where they differ, and 2 when the model cannot be cut as asked."""
-    options = factory.parser("check", "Compares the loss and every gradient of a cut model with the whole one's.")
-    return carried_out(partial(_check, options.parse_args(arguments)), "sdpipe check")
-
-
-def _check(given: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
+    """Print the comparison; the exit status is 1 where they differ."""
+    parser = factory.parser("check", "Compares the loss and every gradient of a cut model with the whole one's.")
+    given = parser.parse_args(arguments)
     built, batch = factory.build(given.factory)
     if batch is None:
         raise ConfigurationError(f"{given.factory} returned no batch. Let it return (module, batch).")
@@ -240,7 +235,3 @@ def _backward(forward: _Forward) -> Any:
             if back:
                 torch.autograd.backward([t for t, _ in back], [gradient for _, gradient in back])
     return tree_map_only(Tensor, Tensor.detach, outcome)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

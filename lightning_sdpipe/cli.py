@@ -47,7 +47,8 @@ _OWN_OPTIONS = {
     "report": ("seeing.report", "write one file about a run that is over"),
     "serve": ("seeing.serve", "show a run in a browser, and to Prometheus"),
 }
-"""Commands that parse their own options: the module of each, and its help."""
+"""Commands that parse their own options: the module of each, whose ``main`` takes the arguments and returns the exit
+status or raises, and its help."""
 _IN_ASCII = {"×": "x", "→": "->", "−": "-", "–": "-", "…": "...", "µ": "u", "ρ": "rho", "≤": "<=", "≥": ">=", "━": "="}
 
 
@@ -58,9 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "" not in sys.path:  # a console script does not look for modules in the working directory
         sys.path.append("")
     if given and given[0] in _OWN_OPTIONS:
-        return int(import_module(f"lightning_sdpipe.{_OWN_OPTIONS[given[0]][0]}").main(given[1:]))
+        module = f"lightning_sdpipe.{_OWN_OPTIONS[given[0]][0]}"
+        return carried_out(lambda: import_module(module).main(given[1:]), f"sdpipe {given[0]}")
     options = _parser().parse_args(given)
-    return carried_out(lambda: options.run(options))
+    return carried_out(lambda: options.run(options), "sdpipe")
 
 
 def _say_it_in_ascii() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import sys
 from collections.abc import Callable, Iterable
@@ -53,13 +54,15 @@ LOST_CONNECTION = "gloo/transport"
 """Part of the message of gloo's exceptions about a lost connection: the name of its source file."""
 
 
-def carried_out(command: Callable[[], int | None], name: str = "sdpipe") -> int:
-    """Return the exit status of ``command``; 2, with a message after its ``name``, if it cannot be carried out."""
+def carried_out(command: Callable[[], int | None], name: str) -> int:
+    """Return the exit status of ``command``; 2, with a message after its ``name``, if it cannot be carried out, 1 if
+    another worker failed, and 130 if it is interrupted."""
     try:
         return command() or 0
-    except (ConfigurationError, SchedulerError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
+    except (ConfigurationError, SchedulerError, WorkerFailedError) as error:
+        with contextlib.suppress(OSError):  # of a full disk, for example
+            print(f"{name}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, WorkerFailedError) else 2
     except KeyboardInterrupt:
         return 130
 

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from lightning_sdpipe import cli
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 
 LOG = str(Path(__file__).parent / "seeing" / "golden" / "straggler.jsonl")
 SAYING = {
@@ -49,6 +51,29 @@ def test_it_is_printed_where_there_is_no_unicode(command: str, monkeypatch: pyte
     printed = terminal.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
     assert len(printed) > 100
     assert printed.count("?") <= printed.count("?\n"), "each character that is missing has others in its place"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (ConfigurationError("no"), 2, "sdpipe {}: no\n"),
+        (SchedulerError("gone"), 2, "sdpipe {}: gone\n"),
+        (WorkerFailedError("rank 1"), 1, "sdpipe {}: rank 1\n"),
+    ],
+)
+@pytest.mark.parametrize("command", cli._OWN_OPTIONS)
+def test_all_commands_end_alike(
+    command: str,
+    error: BaseException,
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "import_module", lambda _: Mock(main=Mock(side_effect=error)))
+    assert cli.main([command]) == status
+    assert capsys.readouterr().err == said.format(command)
 
 
 def test_a_simulation_ends_at_the_first_interrupt() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.utils.data import TensorDataset
 
-from lightning_sdpipe import demo
+from lightning_sdpipe import cli, demo
 from tests.own_session import script
 
 
@@ -20,7 +20,7 @@ def with_few_digits(directory: Path) -> None:
     sys.modules["recipes"] = None  # type: ignore[assignment]  # importing them would fail, as next to a wheel
     digits = demo._digits()
     demo._digits = lambda: tuple(TensorDataset(*data[:96]) for data in digits)  # type: ignore[assignment,return-value]
-    sys.exit(demo.main(["--epochs", "1"]))
+    sys.exit(cli.main(["demo", "--epochs", "1"]))
 
 
 def check(printed: str, directory: Path) -> None:
@@ -52,5 +52,5 @@ def test_what_is_refused(
         return None if name == "sklearn" else name
 
     monkeypatch.setattr(demo, "find_spec", finds)
-    assert demo.main(arguments) == 2
+    assert cli.main(["demo", *arguments]) == 2
     assert said in capsys.readouterr().err

@@ -42,7 +42,7 @@ PUBLIC = {
     "lightning_sdpipe.heterogeneity": ("Delays", "EmulatedBlock", "Heterogeneity", "Slowed", "Static", "Trace"),
     "lightning_sdpipe.heterogeneity.delays": ("Delays",),
     "lightning_sdpipe.heterogeneity.slowdowns": ("Slowed", "Static", "Trace"),
-    "lightning_sdpipe.simulate": ("Pipelines", "Run", "Schedule", "Slowness", "Work", "jittered", "simulate"),
+    "lightning_sdpipe.simulate": ("Pipelines", "Run", "Schedule", "Work", "jittered", "simulate"),
     "lightning_sdpipe.configuration": ("check",),
     "lightning_sdpipe.sweep": ("SweepTable",),
     "lightning_sdpipe.pipeline.data": ("stand_in",),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_sdpipe.errors import ConfigurationError, carried_out
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import factory
 from lightning_sdpipe.partition.chain import Block, described
 from lightning_sdpipe.partition.costs import Costs
@@ -68,12 +68,11 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.ljust(w) if i == 1 else cell.rjust(w) for i, (cell, w) in enumerate(cells)).rstrip()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; the exit status is 2 when the model cannot be cut as asked."""
+def main(arguments: Sequence[str]) -> None:
+    """Print the table."""
     parser = factory.parser("partition", "Shows the chain of blocks of a model, and where it would be cut into stages.")
     parser.add_argument("--each-block", action="store_true", help="a row for every block, not for every stage")
-    options = parser.parse_args(arguments)
-    return carried_out(lambda: print(_report(options)), "sdpipe partition")
+    print(_report(parser.parse_args(arguments)))
 
 
 def _report(options: argparse.Namespace) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError, carried_out
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
 from lightning_sdpipe.scheduler.log.status import Status
@@ -27,11 +27,18 @@ worker that it examines, of which up to twice as many are kept."""
 Look = Callable[[], tuple[Recording, Status | None]]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 2 when it cannot be carried out; with ``--once`` it tells the state of the
-    run."""
+def main(arguments: Sequence[str]) -> int:
+    """Show the run; with ``--once`` the exit status tells its state."""
     options = _parser().parse_args(arguments)
-    return carried_out(lambda: _show(_look(options), options))
+    look = _look(options)
+    if options.watch is not None:
+        _watch(look, options.watch)
+        return HEALTHY
+    recording, status = look()
+    found = findings(recording)
+    plain = to_plain(recording, status, found)
+    print(json.dumps(plain, allow_nan=False) if options.json else text(plain, status))
+    return exit_status(found) if options.once else HEALTHY
 
 
 def add_key_file(parser: argparse.ArgumentParser) -> None:
@@ -72,17 +79,6 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="refresh (needs rich)")
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for an answer")
     return parser
-
-
-def _show(look: Look, options: argparse.Namespace) -> int:
-    if options.watch is not None:
-        _watch(look, options.watch)
-        return HEALTHY
-    recording, status = look()
-    found = findings(recording)
-    plain = to_plain(recording, status, found)
-    print(json.dumps(plain, allow_nan=False) if options.json else text(plain, status))
-    return exit_status(found) if options.once else HEALTHY
 
 
 def _look(options: argparse.Namespace) -> Look:

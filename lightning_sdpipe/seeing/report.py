@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_sdpipe.errors import ConfigurationError, carried_out
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Lost, Worker
 from lightning_sdpipe.scheduler.log.event_log import Record, read_log
 from lightning_sdpipe.seeing.html import Chart, page, speed
-from lightning_sdpipe.seeing.page import HEALTHY, to_plain
+from lightning_sdpipe.seeing.page import to_plain
 from lightning_sdpipe.seeing.recording import Recording, of_record
 from lightning_sdpipe.simulate.run import lags
 
@@ -21,19 +21,14 @@ MOST_LAGS = 10_000_000
 """Largest number of comparisons of models for lags: more take many seconds."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 2 when it cannot be carried out."""
+def main(arguments: Sequence[str]) -> None:
+    """Write the report."""
     parser = argparse.ArgumentParser(prog="sdpipe report", description="Writes one file about a run that is over.")
     parser.add_argument("log", type=Path, help="of its scheduler: log_dir= or sdpipe scheduler --log keeps it")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: %(default)s")
     options = parser.parse_args(arguments)
-
-    def written() -> int:
-        write(options.log, options.output)
-        print(f"Report: {options.output}")
-        return HEALTHY
-
-    return carried_out(written)
+    write(options.log, options.output)
+    print(f"Report: {options.output}")
 
 
 def missing() -> bool:

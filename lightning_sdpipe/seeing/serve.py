@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ipaddress
 import socket
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_sdpipe.errors import ConfigurationError, carried_out
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.scheduler.credentials import is_loopback
 from lightning_sdpipe.seeing.command import add_scheduler, scheduler_of
 from lightning_sdpipe.seeing.following import Follower
 
@@ -18,10 +18,35 @@ PORT = 8420
 _SHORTEST_TOKEN = 16
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 2 when it cannot be carried out."""
+def main(arguments: Sequence[str]) -> None:
+    """Serve the page until interrupted."""
     options = _parser().parse_args(arguments)
-    return carried_out(lambda: _serve(options))
+    token = None if options.token_file is None else _token(options.token_file)
+    if token is None and not is_loopback(f"tcp://{options.host}:0"):
+        raise ConfigurationError(
+            f"--host {options.host} can be reached by other machines; give --token-file too, or leave it at 127.0.0.1"
+        )
+    if missing := [name for name in ("aiohttp", "jinja2", "prometheus_client") if find_spec(name) is None]:
+        raise ConfigurationError(
+            f"sdpipe serve needs {' and '.join(missing)}; install the extra: pip install 'lightning-sdpipe[serve]'"
+        )
+    from lightning_sdpipe.seeing import web
+
+    address, keys = scheduler_of(options.address, options.key_file)
+    follower = Follower(address, keys)
+    follower.poll(options.timeout)  # an unreachable scheduler is reported at once
+    names = {"localhost", "127.0.0.1", "::1", options.host, socket.gethostname(), *options.allow_host}
+    hosts = frozenset(name.lower() for name in names)
+
+    def opened(at: str) -> None:
+        print(f"{at} shows the run at {address}; /status.json, /metrics and /healthz are for machines", flush=True)
+
+    try:
+        asyncio.run(web.serve(web.View(follower, options.timeout), options.host, options.port, hosts, token, opened))
+    except OSError as error:
+        raise ConfigurationError(
+            f"nothing can listen at {options.host}, port {options.port} ({error.strerror}); give another --port"
+        ) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,36 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _serve(options: argparse.Namespace) -> int:
-    token = None if options.token_file is None else _token(options.token_file)
-    if token is None and not _is_loopback(options.host):
-        raise ConfigurationError(
-            f"--host {options.host} can be reached by other machines; give --token-file too, or leave it at 127.0.0.1"
-        )
-    if missing := [name for name in ("aiohttp", "jinja2", "prometheus_client") if find_spec(name) is None]:
-        raise ConfigurationError(
-            f"sdpipe serve needs {' and '.join(missing)}; install the extra: pip install 'lightning-sdpipe[serve]'"
-        )
-    from lightning_sdpipe.seeing import web
-
-    address, keys = scheduler_of(options.address, options.key_file)
-    follower = Follower(address, keys)
-    follower.poll(options.timeout)  # an unreachable scheduler is reported at once
-    names = {"localhost", "127.0.0.1", "::1", options.host, socket.gethostname(), *options.allow_host}
-    hosts = frozenset(name.lower() for name in names)
-
-    def opened(at: str) -> None:
-        print(f"{at} shows the run at {address}; /status.json, /metrics and /healthz are for machines", flush=True)
-
-    try:
-        asyncio.run(web.serve(web.View(follower, options.timeout), options.host, options.port, hosts, token, opened))
-    except OSError as error:
-        raise ConfigurationError(
-            f"nothing can listen at {options.host}, port {options.port} ({error.strerror}); give another --port"
-        ) from error
-    return 0
-
-
 def _token(path: Path) -> str:
     try:
         if path.stat().st_mode & 0o077:
@@ -91,10 +86,3 @@ def _token(path: Path) -> str:
             f"openssl rand -hex 16 > {path}"
         )
     return token
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError, carried_out
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.scheduler import protocol as m
@@ -34,10 +34,36 @@ _BEFORE_ITS_END = 0.001
 """Microseconds by which an arrow begins or ends within its span."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 2 when it cannot be carried out."""
+def main(arguments: Sequence[str]) -> None:
+    """Write the trace."""
     options = _parser().parse_args(arguments)
-    return carried_out(lambda: _trace(options))
+    check_integer("--updates", options.updates, 1, "updates")
+    if options.updates > MOST_UPDATES:
+        raise ConfigurationError(f"--updates {options.updates} is not allowed; give at most {MOST_UPDATES}")
+    address, keys = scheduler_of(options.address, options.key_file)
+    question = m.AskSpans(options.updates)
+    reply = ask(question, m.SpansReply, address, credentials=keys, timeout=options.timeout)
+    chunks = [msgspec.msgpack.decode(data, type=SpanChunk) for data in reply.chunks]
+    for workers, what in (
+        (reply.missing, "did not answer in time"),
+        (reply.left_out, "had more to tell than one answer holds: ask for fewer --updates"),
+    ):
+        if workers:
+            named = ", ".join(map(str, workers))
+            print(f"sdpipe trace: not in the trace, since they {what}: workers {named}", file=sys.stderr)
+    trace = to_trace(chunks, dict(reply.workers))
+    updates = trace["otherData"]["updates"]
+    if not updates:
+        raise SchedulerError(f"no worker of the run at {address} has made an update yet that could be shown")
+    try:
+        options.output.write_text(json.dumps(trace, allow_nan=False))
+    except OSError as error:
+        raise ConfigurationError(f"{options.output} cannot be written: {error.strerror}") from error
+    errors = trace["otherData"]["clock_error_us"].values()
+    print(
+        f"{options.output}: {updates} updates of {len(errors)} workers, whose clocks are known to {max(errors):.0f} µs"
+        "; open it in ui.perfetto.dev or chrome://tracing"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,38 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="default: %(default)s")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds to wait for an answer")
     return parser
-
-
-def _trace(options: argparse.Namespace) -> int:
-    check_integer("--updates", options.updates, 1, "updates")
-    if options.updates > MOST_UPDATES:
-        raise ConfigurationError(f"--updates {options.updates} is not allowed; give at most {MOST_UPDATES}")
-    address, keys = scheduler_of(options.address, options.key_file)
-    question = m.AskSpans(options.updates)
-    reply = ask(question, m.SpansReply, address, credentials=keys, timeout=options.timeout)
-    chunks = [msgspec.msgpack.decode(data, type=SpanChunk) for data in reply.chunks]
-    for workers, what in (
-        (reply.missing, "did not answer in time"),
-        (reply.left_out, "had more to tell than one answer holds: ask for fewer --updates"),
-    ):
-        if workers:
-            print(
-                f"sdpipe: not in the trace, since they {what}: workers {', '.join(map(str, workers))}", file=sys.stderr
-            )
-    trace = to_trace(chunks, dict(reply.workers))
-    updates = trace["otherData"]["updates"]
-    if not updates:
-        raise SchedulerError(f"no worker of the run at {address} has made an update yet that could be shown")
-    try:
-        options.output.write_text(json.dumps(trace, allow_nan=False))
-    except OSError as error:
-        raise ConfigurationError(f"{options.output} cannot be written: {error.strerror}") from error
-    errors = trace["otherData"]["clock_error_us"].values()
-    print(
-        f"{options.output}: {updates} updates of {len(errors)} workers, whose clocks are known to {max(errors):.0f} µs"
-        "; open it in ui.perfetto.dev or chrome://tracing"
-    )
-    return 0
 
 
 def to_trace(chunks: Sequence[SpanChunk], about: dict[Worker, About]) -> dict[str, Any]:

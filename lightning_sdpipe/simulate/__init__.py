@@ -6,10 +6,9 @@ torch, tensors or sockets.
 
 from lightning_sdpipe.simulate.pipelines import Pipelines as Pipelines
 from lightning_sdpipe.simulate.pipelines import Schedule as Schedule
-from lightning_sdpipe.simulate.pipelines import Slowness as Slowness
 from lightning_sdpipe.simulate.pipelines import Work as Work
 from lightning_sdpipe.simulate.run import Run as Run
 from lightning_sdpipe.simulate.run import jittered as jittered
 from lightning_sdpipe.simulate.run import simulate as simulate
 
-__all__ = ["Pipelines", "Run", "Schedule", "Slowness", "Work", "jittered", "simulate"]
+__all__ = ["Pipelines", "Run", "Schedule", "Work", "jittered", "simulate"]

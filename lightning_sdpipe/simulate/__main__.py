@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 
-from lightning_sdpipe.errors import ConfigurationError, carried_out
-from lightning_sdpipe.heterogeneity import Static, Trace, condition
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.heterogeneity import Heterogeneity, Static, Trace, condition
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.decisions import BrokenRule
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.simulate.pipelines import Slowness, Work
+from lightning_sdpipe.simulate.pipelines import Work
 from lightning_sdpipe.simulate.run import Run, jittered, simulate
 from lightning_sdpipe.topology.mesh import depths_of, shape_of, speeds_of
 
@@ -23,13 +22,9 @@ NOMINAL_ITERATION_SECONDS = 0.1
 """Length of a mini-batch that the delays of conditions A and B are meant for: our choice, the paper has none."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the outcome; the exit status is 2 when it cannot be simulated, 1 when the policy gets stuck."""
+def main(arguments: Sequence[str]) -> int:
+    """Print the outcome; the exit status is 1 when the policy gets stuck."""
     options = _parser().parse_args(arguments)
-    return carried_out(lambda: _simulate(options), "sdpipe simulate")
-
-
-def _simulate(options: argparse.Namespace) -> int:
     config = registry.from_text(options.policy, options.set)
     given, listed = options.num_pipelines, len(options.num_stages) > 1
     num_stages, num_pipelines, depths = shape_of(options.num_stages, 4 if given is None and not listed else given)
@@ -101,7 +96,7 @@ def _seconds(options: argparse.Namespace, depths: Sequence[int]) -> Callable[[Wo
     return lambda worker, iteration: of_deepest(worker, iteration) * max(depths) / sum(speeds[worker.pipeline])
 
 
-def _slowness(options: argparse.Namespace, devices: int) -> Slowness | None:
+def _slowness(options: argparse.Namespace, devices: int) -> Heterogeneity | None:
     """Return what slows the devices down.
 
     Raises:
@@ -173,7 +168,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--seed", type=int, default=0, help="of everything that is drawn")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,9 +16,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, get_args
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.heterogeneity.injector import Heterogeneity
 from lightning_sdpipe.heterogeneity.tracks import Track
 from lightning_sdpipe.policies.announcing import share_before
 from lightning_sdpipe.policies.decisions import BrokenRule, Decision, Group, check_group
@@ -28,16 +29,6 @@ from lightning_sdpipe.topology.mesh import Mesh
 
 FORWARD_SHARE = 1 / 3
 """Share of a forward in the time of a mini-batch: a backward takes about twice as long as its forward."""
-
-
-class Slowness(Protocol):
-    """Interface of :mod:`lightning_sdpipe.heterogeneity` for the simulation."""
-
-    def delay(self, stage: int, pipeline: int, iteration: int, during: Literal["forward", "backward"]) -> float:
-        """Return the seconds for which the worker sleeps before this pass of this iteration."""
-
-    def track(self, rank: int) -> Track | None:
-        """Return the speed of this rank's device over time; None for full speed."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,7 @@ class Work:
     seconds: float | Callable[[Worker, int], float] = 1.0
     schedule: Schedule = "1f1b"
     num_micro_batches: int | None = None
-    heterogeneity: Slowness | None = None
+    heterogeneity: Heterogeneity | None = None
     exchange: Callable[[Group], float] = lambda group: 0.0
     announce: When | None = None
     depths: Sequence[int] = ()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_sdpipe.errors import ConfigurationError, carried_out
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import check_integer
@@ -24,46 +24,9 @@ from lightning_sdpipe.supervision.supervisor import Supervisor
 _ANSWER = 2.0  # seconds in which the scheduler answers for its status
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status of the run, or 2 when it cannot be started as it was asked for."""
+def main(arguments: Sequence[str]) -> int:
+    """Run the script's pipelines; return the exit status of the run."""
     options = _parser().parse_args(arguments)
-    return carried_out(lambda: _run(options), "sdpipe run")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sdpipe run",
-        usage="sdpipe run --pipelines N [--stages M] [options] [-m] SCRIPT [ARGUMENT …]",
-        description="Trains on this machine with N pipelines of M processes each, which start again when they die.",
-    )
-    add = parser.add_argument
-    add("--pipelines", type=int, required=True, metavar="N", help="pipelines, each a job of its own")
-    add("--stages", type=int, default=1, metavar="M", help="processes of each pipeline (%(default)s)")
-    add("--restarts", type=int, default=10, metavar="K", help="of each pipeline, until it is given up (%(default)s)")
-    add("--min-pipelines", type=int, default=1, metavar="P", help="fewer than these do not train (%(default)s)")
-    add(
-        "--gather",
-        type=float,
-        default=60.0,
-        help="seconds until it begins without those that have not come (%(default)s)",
-    )
-    add("--hold-limit", type=float, default=1800.0, help="seconds of waiting for --min-pipelines at most (%(default)s)")
-    add("--resume", action="store_true", help="go on from the newest checkpoint if all pipelines are lost at once")
-    add(
-        "--worker-timeout", type=float, default=30.0, help="seconds until a silent process counts as lost (%(default)s)"
-    )
-    add("--policy", help="of the scheduler; that of the script's sync= by default")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
-    bind = "where the scheduler listens (%(default)s); beyond loopback pipelines may come from other machines"
-    add("--bind", default="tcp://127.0.0.1:*", help=bind)
-    add("--logs", type=Path, help="a directory to be made for logs, keys and the scheduler's journal")
-    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
-    add("script", metavar="SCRIPT", help="yours; it makes a Trainer with SDPipeStrategy, and fits")
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the script")
-    return parser
-
-
-def _run(options: argparse.Namespace) -> int:
     settings = _check(options)
     terminal = Terminal()  # before anything is opened that could take the place of a closed output
     logs = _make_directory(options.logs)
@@ -104,6 +67,39 @@ def _run(options: argparse.Namespace) -> int:
         return Supervisor(settings, command, environment, scheduler, look, logs, terminal).run()
     finally:
         terminal.close()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sdpipe run",
+        usage="sdpipe run --pipelines N [--stages M] [options] [-m] SCRIPT [ARGUMENT …]",
+        description="Trains on this machine with N pipelines of M processes each, which start again when they die.",
+    )
+    add = parser.add_argument
+    add("--pipelines", type=int, required=True, metavar="N", help="pipelines, each a job of its own")
+    add("--stages", type=int, default=1, metavar="M", help="processes of each pipeline (%(default)s)")
+    add("--restarts", type=int, default=10, metavar="K", help="of each pipeline, until it is given up (%(default)s)")
+    add("--min-pipelines", type=int, default=1, metavar="P", help="fewer than these do not train (%(default)s)")
+    add(
+        "--gather",
+        type=float,
+        default=60.0,
+        help="seconds until it begins without those that have not come (%(default)s)",
+    )
+    add("--hold-limit", type=float, default=1800.0, help="seconds of waiting for --min-pipelines at most (%(default)s)")
+    add("--resume", action="store_true", help="go on from the newest checkpoint if all pipelines are lost at once")
+    add(
+        "--worker-timeout", type=float, default=30.0, help="seconds until a silent process counts as lost (%(default)s)"
+    )
+    add("--policy", help="of the scheduler; that of the script's sync= by default")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
+    bind = "where the scheduler listens (%(default)s); beyond loopback pipelines may come from other machines"
+    add("--bind", default="tcp://127.0.0.1:*", help=bind)
+    add("--logs", type=Path, help="a directory to be made for logs, keys and the scheduler's journal")
+    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
+    add("script", metavar="SCRIPT", help="yours; it makes a Trainer with SDPipeStrategy, and fits")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the script")
+    return parser
 
 
 def _check(options: argparse.Namespace) -> Settings:

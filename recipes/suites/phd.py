@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from lightning_sdpipe.heterogeneity import Trace, condition
+from lightning_sdpipe.heterogeneity import Heterogeneity, Trace, condition
 from lightning_sdpipe.policies import Progress
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.events import Worker
@@ -21,7 +21,7 @@ from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.simulate import Run, Slowness, Work, jittered, simulate
+from lightning_sdpipe.simulate import Run, Work, jittered, simulate
 from recipes.suites.figures import curve_points, plot, require_matplotlib
 from recipes.suites.grid import Goal, Ratios, Row, chosen, ratio, ratios, values
 from recipes.suites.virtual import Network, Point, by_time
@@ -193,7 +193,7 @@ def costs_of_bounds(
         seed: of the delays and the draws.
     """
     rows: list[Row] = []
-    conditions: dict[str, Slowness] = {"b": condition("B", "resnet", seed=seed), "trace": Trace(seed=seed)}
+    conditions: dict[str, Heterogeneity] = {"b": condition("B", "resnet", seed=seed), "trace": Trace(seed=seed)}
     for num_stages, (name, slow) in product(stages, conditions.items()):
         seconds = jittered(SECONDS * num_stages / (2 * num_stages - 1), 0.05, seed)
         work, free = Work(num_stages, pipelines, iterations, seconds, heterogeneity=slow), 0.0

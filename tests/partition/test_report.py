@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sdpipe.check import main as check
+from lightning_sdpipe.cli import main
 from lightning_sdpipe.partition import ownership
-from lightning_sdpipe.partition.__main__ import main, table
+from lightning_sdpipe.partition.__main__ import table
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.partition.profile import BlockProfile
 
@@ -51,11 +51,11 @@ def looking() -> tuple[nn.Module, Tensor]:
 
 @pytest.mark.parametrize("partition", ["auto", "uniform"])
 def test_a_step_may_look_at_the_trainer(partition: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"{__name__}:looking", "--partition", partition]) == 0
+    assert main(["partition", f"{__name__}:looking", "--partition", partition]) == 0
     printed = capsys.readouterr()
     assert len(rows(printed.out)) == 2
     assert not printed.err
-    assert check([f"{__name__}:looking", "--partition", "1,2"]) == 0
+    assert main(["check", f"{__name__}:looking", "--partition", "1,2"]) == 0
     assert "2 stages compute the same as the whole model" in capsys.readouterr().out
 
 
@@ -75,12 +75,12 @@ def sharing() -> tuple[nn.Module, Tensor]:
 
 
 def test_all_that_a_stage_holds_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"{__name__}:sharing"]) == 0
+    assert main(["partition", f"{__name__}:sharing"]) == 0
     printed = capsys.readouterr().out
     assert [row[2] for row in rows(printed)[:2]] == [str(32 + 72), str(72 + 9)]
     assert "saves no memory" not in printed
     with mock.patch.object(ownership, "_SAVES_NOTHING", 0.7):
-        assert main([f"{__name__}:sharing"]) == 0
+        assert main(["partition", f"{__name__}:sharing"]) == 0
     assert "every stage holds at least 72% of the parameters" in (printed := capsys.readouterr().out)
     assert "most of it in ['shared']" in printed
 
@@ -110,18 +110,19 @@ def test_each_block_can_have_a_row() -> None:
 
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"{__name__}:with_batch", "--stages", "2", "--partition", "1,2"]) == 0
+    assert main(["partition", f"{__name__}:with_batch", "--stages", "2", "--partition", "1,2"]) == 0
     first, second = rows(capsys.readouterr().out)
     assert first[1:3] == ["net.0", "16"]
     assert second[1:3] == ["net.1 … net.2 (2)", "5"]
     assert float(first[3]) > 0
-    assert main([f"{__name__}:with_batch", "--stages", "3", "--partition", "balanced", "--speeds", "1,1,2"]) == 0
+    cuts = ["--stages", "3", "--partition", "balanced", "--speeds", "1,1,2"]
+    assert main(["partition", f"{__name__}:with_batch", *cuts]) == 0
     assert len(rows(capsys.readouterr().out)) == 3
 
 
 def test_each_pipeline_may_have_its_own_cut(capsys: pytest.CaptureFixture[str]) -> None:
     cuts = ["--stages", "1,2,2,2", "--partition", "3/1,2/2,1/1,2"]
-    assert main([f"{__name__}:with_batch", *cuts]) == 0
+    assert main(["partition", f"{__name__}:with_batch", *cuts]) == 0
     text = capsys.readouterr().out
     parts = text.split("\n\n")
     assert [part.splitlines()[0] for part in parts[:3]] == ["Pipeline 0: ", "Pipelines 1, 3: ", "Pipeline 2: "]
@@ -131,7 +132,7 @@ def test_each_pipeline_may_have_its_own_cut(capsys: pytest.CaptureFixture[str]) 
     ]
     assert parts[3] == "Replicas: 3 sections, each with a worker in every pipeline.\n"
     balanced = ["--stages", "1,2", "--partition", "balanced", "--speeds", "1/1,0.1"]
-    assert main([f"{__name__}:with_batch", *balanced]) == 0
+    assert main(["partition", f"{__name__}:with_batch", *balanced]) == 0
     assert "net.0 … net.1 (2)" in capsys.readouterr().out
 
 
@@ -149,5 +150,5 @@ def test_each_pipeline_may_have_its_own_cut(capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_what_cannot_be_done_is_said(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
+    assert main(["partition", *arguments]) == 2
     assert message in capsys.readouterr().err

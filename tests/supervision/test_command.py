@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_sdpipe.supervision.command import main
+from lightning_sdpipe.cli import main
 from tests.patience import until
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ RUN = [sys.executable, "-m", "lightning_sdpipe.cli", "run"]
 def test_what_is_refused_before_anything_starts(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 2
+    assert main(["run", *arguments]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -48,7 +48,7 @@ def test_a_pipeline_does_not_start_pipelines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SDPIPE_PIPELINE", "0")
-    assert main(["--pipelines", "2", __file__]) == 2
+    assert main(["run", "--pipelines", "2", __file__]) == 2
     assert "already a pipeline" in capsys.readouterr().err
 
 
