@@ -8,8 +8,7 @@ shard, then those that others leave of theirs. Equal speeds give each pipeline i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -24,9 +23,6 @@ from lightning_sdpipe.partition.sample import last_batch_size
 from lightning_sdpipe.pipeline.micro_batches import Portion, part_sizes
 from lightning_sdpipe.random_streams import beginning_again, mix
 
-Counts = Callable[[int], Sequence[int]]
-"""Function that gives the number of micro-batches of a round that each pipeline trains."""
-
 
 def divide(counts: Sequence[int], parts: int) -> list[list[tuple[int, int]]]:
     """Return the micro-batches that each pipeline trains, as (home shard, number), in order.
@@ -40,92 +36,15 @@ def divide(counts: Sequence[int], parts: int) -> list[list[tuple[int, int]]]:
     return [own + [next(left) for _ in range(count - len(own))] for own, count in zip(kept, counts, strict=True)]
 
 
-class JointBatches:
-    """This pipeline's portions of the batches of ``loader``.
-
-    Args:
-        loader: a loader with a DistributedSampler of this pipeline, for which
-            :func:`~lightning_sdpipe.data.shards.why_sharded` returns None. It is left unchanged.
-        num_pipelines: N.
-        pipeline: number of this pipeline.
-        parts: P, micro-batches of a shard's batch.
-    """
-
-    def __init__(self, loader: DataLoader[Any], num_pipelines: int, pipeline: int, parts: int) -> None:
-        part_sizes(last_batch_size(loader, 1) or parts, parts)  # refuses a small one, before training
-        self._given: deque[Portion] = deque()
-        self._sampler = _PortionSampler(Shards(loader), num_pipelines, pipeline, parts, self._given)
-        self._iterator: Iterator[Any] | None = None
-        self._loader = drawing_copy(loader, self._sampler)
-        self.ahead = loader.num_workers * (loader.prefetch_factor or 0)
-        """Number of rounds before a batch is taken at which its contents are settled."""
-
-    def begin(self, epoch: int, start: int, counts: Counts, seed: int) -> None:
-        """Begin with round ``start``; ``seed`` is the run's, equal on all workers."""
-        self._iterator = None
-        self._given.clear()
-        self._sampler.begin(epoch, start, counts, seed)
-
-    def take(self) -> tuple[Any, Portion]:
-        """Return the batch of the next round, and its portion.
-
-        Raises:
-            ConfigurationError: the loader gives fewer batches than its sampler.
-        """
-        with beginning_again(), meter.phase(meter.DATA), naming_the_limit:
-            if self._iterator is None:
-                self._iterator = iter(self._loader)
-            data = next(self._iterator, _NOTHING)
-        if data is _NOTHING:
-            raise _fewer(self._loader)
-        return data, self._given.popleft()
-
-
 _NOTHING = object()
-
-
-class _PortionSampler:
-    """A sampler that gives the indices of this pipeline's portion of one round after the other."""
-
-    def __init__(self, shards: Shards, num_pipelines: int, pipeline: int, parts: int, given: deque[Portion]) -> None:
-        self._shards, self._num_pipelines, self._pipeline = shards, num_pipelines, pipeline
-        self._parts, self._given = parts, given
-        self._epoch: int | None = None
-
-    def begin(self, epoch: int, start: int, counts: Counts, seed: int) -> None:
-        if epoch != self._epoch:
-            self._shards.begin(mix(seed, epoch))
-        self._epoch, self._round, self._counts, self._seed = epoch, start, counts, seed
-
-    def __len__(self) -> int:
-        return len(self._shards)
-
-    def __iter__(self) -> _PortionSampler:
-        return self
-
-    def __next__(self) -> list[Drawn]:
-        number = self._round
-        if number == len(self):
-            raise StopIteration
-        self._round += 1
-        mine = divide(self._counts(number), self._parts)[self._pipeline]
-        portion, drawn = _portion(
-            self._shards,
-            [(home, number, part) for home, part in mine],
-            self._num_pipelines,
-            self._parts,
-            (self._seed, self._epoch or 0),
-        )
-        samples = sum(len(self._shards.batch(home, number)) for home in range(self._num_pipelines))
-        self._given.append(replace(portion, samples=samples / self._num_pipelines))
-        return drawn
 
 
 class PlacedBatches:
     """Batches of ``loader`` that are put together from micro-batches at given places.
 
     Args:
-        loader: as for :class:`JointBatches`.
+        loader: a loader with a DistributedSampler, for which :func:`~lightning_sdpipe.data.shards.why_sharded` returns
+            None. It is left unchanged.
         num_pipelines: N.
         parts: P, micro-batches of a shard's batch.
     """
@@ -139,6 +58,8 @@ class PlacedBatches:
         self._given: deque[tuple[Sequence[Place], Portion]] = deque()
         self._iterator: Iterator[Any] | None = None
         self._loader = drawing_copy(loader, self)
+        self.ahead = loader.num_workers * (loader.prefetch_factor or 0)
+        """Number of batches before one is taken at which its contents are settled."""
 
     def begin(self, epoch: int, seed: int) -> None:
         """Begin a part of ``epoch``; ``seed`` is the run's, equal on all workers."""
@@ -163,38 +84,29 @@ class PlacedBatches:
                 self._iterator = iter(self._loader)
             data = next(self._iterator, _NOTHING)
         if data is _NOTHING:
-            raise _fewer(self._loader)
+            raise ConfigurationError(
+                f"{type(self._loader).__name__} gave fewer batches than its sampler. With batch_by_speed=True each "
+                "must belong to one batch of indices; leave it out otherwise."
+            )
         return data, self._given.popleft()[1]
+
+    def samples(self, number: int) -> float:
+        """Return the samples of round ``number`` for each pipeline, on average."""
+        return sum(len(self._shards.batch(home, number)) for home in range(self._num_pipelines)) / self._num_pipelines
 
     def __len__(self) -> int:
         return len(self._shards)
 
     def __iter__(self) -> Iterator[list[Drawn]]:
         for places in self._turns:
-            portion, drawn = _portion(
-                self._shards, places, self._num_pipelines, self._parts, (self._seed, self._epoch or 0)
-            )
-            self._given.append((places, portion))
+            of_portion, sizes, drawn = [], [], []
+            for home, number, part in places:
+                batch = self._shards.batch(home, number)
+                all_sizes = part_sizes(len(batch), self._parts)
+                start, place = sum(all_sizes[:part]), (number * self._num_pipelines + home, part)
+                indices = batch[start : start + all_sizes[part]]
+                drawn.append(Drawn(mix(self._seed, self._epoch or 0, *place), indices))
+                of_portion.append(place)
+                sizes.append(all_sizes[part])
+            self._given.append((places, Portion(tuple(of_portion), tuple(sizes), sum(sizes))))
             yield drawn
-
-
-def _portion(
-    shards: Shards, places: Sequence[Place], num_pipelines: int, parts: int, seeds: tuple[int, int]
-) -> tuple[Portion, list[Drawn]]:
-    """Return the portion of the micro-batches at ``places``, which is the whole of it, and their indices."""
-    of_portion, sizes, drawn = [], [], []
-    for home, number, part in places:
-        batch = shards.batch(home, number)
-        all_sizes = part_sizes(len(batch), parts)
-        start, place = sum(all_sizes[:part]), (number * num_pipelines + home, part)
-        drawn.append(Drawn(mix(*seeds, *place), batch[start : start + all_sizes[part]]))
-        of_portion.append(place)
-        sizes.append(all_sizes[part])
-    return Portion(tuple(of_portion), tuple(sizes), sum(sizes)), drawn
-
-
-def _fewer(loader: Any) -> ConfigurationError:
-    return ConfigurationError(
-        f"{type(loader).__name__} gave fewer batches than its sampler. With batch_by_speed=True each must belong to "
-        "one batch of indices; leave it out otherwise."
-    )

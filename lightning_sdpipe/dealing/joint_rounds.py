@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_sdpipe.dealing.proportional import proportional_shares
+from lightning_sdpipe.dealing.proportional import shares_by_speed
 
 Place = tuple[int, int, int]
 """A micro-batch of an epoch: home shard, number of the batch in it, and part of that."""
@@ -194,12 +194,7 @@ class JointRounds:
         return {i: [place for _ in range(given[i]) for place in next(left)] for i in given if given[i]}
 
     def _shares(self, chunks: int, seconds: Mapping[int, float]) -> dict[int, int]:
-        """Return the chunks of each pipeline: one at least, if there are enough, lest a slow one be slow for ever."""
-        least = int(chunks >= len(seconds))
-        begun = self._bubble + least * self._unit
-        of_chunk = {i: (begun * each, self._unit * each) for i, each in seconds.items()}
-        more = proportional_shares(chunks - least * len(seconds), of_chunk)
-        return {i: least + more[i] for i in seconds}
+        return shares_by_speed(chunks, {i: (self._bubble * each, self._unit * each) for i, each in seconds.items()})
 
     def _longest(self, division: Mapping[int, float], seconds: Mapping[int, float]) -> float:
         """Return the time of a round that is divided by ``division`` among pipelines that take ``seconds``."""

@@ -7,8 +7,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
-from lightning_sdpipe.errors import ConfigurationError
-
 Key = TypeVar("Key", int, tuple[bool, int])
 
 
@@ -42,6 +40,20 @@ def proportional_shares(pieces: int, workers: Mapping[Key, tuple[float, float]])
         given[i] += 1
         heapq.heapreplace(queue, (at + workers[i][1], i))
     return given
+
+
+def shares_by_speed(pieces: int, workers: Mapping[int, tuple[float, float]]) -> dict[int, int]:
+    """Divide ``pieces`` so that the last worker is done as soon as possible, with one for each at least, if there are
+    enough, lest a slow one be slow for ever.
+
+    Args:
+        pieces: number of pieces.
+        workers: for each, the seconds for which it is idle, and those that it takes for a piece, above 0.
+    """
+    least = int(pieces >= len(workers))
+    begun = {worker: (idle + least * seconds, seconds) for worker, (idle, seconds) in workers.items()}
+    more = proportional_shares(pieces - least * len(workers), begun)
+    return {worker: least + more[worker] for worker in workers}
 
 
 def divide(pieces: Sequence[int], seconds: Mapping[int, float]) -> dict[int, list[int]]:
@@ -84,32 +96,3 @@ def divide_again(
     """
     done = {piece for worker in seconds for piece in held.get(worker, ())}
     return divide([piece for piece in range(number) if piece not in done], seconds)
-
-
-def micro_batches_by_speed(
-    seconds: Sequence[float], total: int, least: int = 1, bubbles: Sequence[float] = ()
-) -> list[int]:
-    """Return micro-batches k_i of each pipeline with Σ k_i = ``total``, such that the slowest is done as soon as
-    possible.
-
-    Args:
-        seconds: seconds that each pipeline takes for a micro-batch.
-        total: micro-batches of all pipelines: N times the number that each has when speeds are equal.
-        least: micro-batches that a pipeline's schedule needs.
-        bubbles: idle time of each pipeline in each mini-batch, in micro-batches; M − 1 with a flush. None by default.
-
-    Raises:
-        ConfigurationError: there are fewer than all need, or seconds are not above 0.
-    """
-    if total < least * len(seconds):
-        raise ConfigurationError(
-            f"{total} micro-batches cannot be divided among {len(seconds)} pipelines that need {least} each; give "
-            f"num_micro_batches={least} or more"
-        )
-    if not all(math.isfinite(s) and s > 0 for s in seconds):
-        raise ConfigurationError(f"seconds={list(seconds)} is not allowed; give finite numbers above 0")
-    idle = bubbles or [0.0] * len(seconds)
-    more = proportional_shares(
-        total - least * len(seconds), {i: ((least + idle[i]) * s, s) for i, s in enumerate(seconds)}
-    )
-    return [least + more[i] for i in range(len(seconds))]

@@ -9,15 +9,17 @@ the round on that no worker has asked its loader for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_sdpipe.data.joint import JointBatches
+from lightning_sdpipe.data.joint import PlacedBatches, divide
 from lightning_sdpipe.data.shards import why_sharded
-from lightning_sdpipe.dealing.proportional import micro_batches_by_speed
+from lightning_sdpipe.dealing.joint_rounds import Place
+from lightning_sdpipe.dealing.proportional import shares_by_speed
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.lightning_internals import DataFetcher, as_combined, profiled
@@ -93,7 +95,7 @@ class JointBatchSource:
         if reason is not None:
             raise refuse_to_divide(reason)
         self._loader, self._split, self._at = loader, split, None
-        self._batches = JointBatches(loader, self._groups.mesh.num_pipelines, self._pipeline, self._parts)
+        self._batches = PlacedBatches(loader, self._groups.mesh.num_pipelines, self._parts)
         self._ahead = int(self._largest([float(self._batches.ahead)])[0])
 
     def change(self) -> None:
@@ -143,10 +145,12 @@ class JointBatchSource:
         epoch, number = here
         if here != self._at:
             self._plan = [(number, self.counts)]
-            self._batches.begin(epoch, number, self._counts, self._seed())
+            self._batches.begin(epoch, self._seed())
         if self._rounds == self._look_at:
             self._look(number + self._ahead)
-        data, self.portion = self._batches.take()
+        ahead = map(self._places, range(number + 1, len(self._batches)))
+        data, portion = self._batches.take(self._places(number), ahead)
+        self.portion = replace(portion, samples=self._batches.samples(number))
         self._at = epoch, number + 1
         self._rounds += 1
         self._trained += len(self.portion.sizes)
@@ -154,6 +158,10 @@ class JointBatchSource:
 
     def _counts(self, number: int) -> Sequence[int]:
         return next(counts for start, counts in reversed(self._plan) if start <= number)
+
+    def _places(self, number: int) -> list[Place]:
+        """Return the micro-batches of round ``number`` that this pipeline trains."""
+        return [(home, number, part) for home, part in divide(self._counts(number), self._parts)[self._pipeline]]
 
     def _look(self, number: int) -> None:
         """Compare the speeds of all workers. A new division holds from round ``number`` on."""
@@ -192,8 +200,9 @@ class JointBatchSource:
 def divided(seconds: Sequence[float], parts: int, unit: int, bubbles: Sequence[int]) -> list[int]:
     """Return the micro-batches of each pipeline, by the ``seconds`` that each takes for one: ``parts`` on average.
     ``bubbles`` are the micro-batches' times for which each is idle in a round."""
-    total, idle = parts * len(seconds) // unit, [bubble / unit for bubble in bubbles]
-    return [unit * count for count in micro_batches_by_speed([unit * s for s in seconds], total, 1, idle)]
+    workers = {i: (bubble * each, unit * each) for i, (each, bubble) in enumerate(zip(seconds, bubbles, strict=True))}
+    given = shares_by_speed(parts * len(seconds) // unit, workers)
+    return [unit * given[i] for i in workers]
 
 
 def _longest(counts: Sequence[int], seconds: Sequence[float], bubbles: Sequence[int]) -> float:

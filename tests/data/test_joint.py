@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_sdpipe.data.joint import JointBatches, PlacedBatches, divide
+from lightning_sdpipe.data.joint import PlacedBatches, divide
 from lightning_sdpipe.dealing.joint_rounds import Place
 from lightning_sdpipe.loop.joint import divided
 
@@ -62,14 +62,18 @@ def test_what_is_loaded_does_not_depend_on_who_loads_it(workers: int) -> None:
         for pipeline in range(2):
             sampler: Any = DistributedSampler(Drawing(), 2, pipeline, drop_last=True)
             loader = DataLoader(Drawing(), 4, sampler=sampler, num_workers=workers)
-            batches = JointBatches(loader, 2, pipeline, 2)
+            batches = PlacedBatches(loader, 2, 2)
             assert batches.ahead == 2 * workers
-            batches.begin(3, start, lambda number: counts[number], 7)
-            for _ in range(start, 3):
-                data, portion = batches.take()
+            batches.begin(3, 7)
+
+            def mine(number: int, pipeline: int = pipeline) -> list[Place]:
+                return [(home, number, part) for home, part in divide(counts[number], 2)[pipeline]]
+
+            for number in range(start, 3):
+                data, portion = batches.take(mine(number), map(mine, range(number + 1, len(batches))))
                 for place, samples in zip(portion.places, data.split(portion.sizes), strict=True):
                     found[place] = samples.tolist()
-                assert portion.share == pytest.approx(len(data) / portion.samples)
+            assert [batches.samples(number) for number in range(3)] == [4, 4, 3]
         return found
 
     equal = loaded({0: [2, 2], 1: [2, 2], 2: [2, 2]})

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.dealing.proportional import divide, divide_again, micro_batches_by_speed, proportional_shares
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.dealing.proportional import divide, divide_again, proportional_shares, shares_by_speed
 
 SPEEDS = st.lists(st.tuples(st.floats(0, 50), st.floats(0.01, 10)), min_size=1, max_size=6)
 
@@ -43,31 +40,19 @@ def test_millions_of_pieces_are_divided_at_once() -> None:
     assert proportional_shares(5, {}) == {}
 
 
-def test_micro_batches_follow_the_speed_and_their_sum_is_constant() -> None:
-    assert micro_batches_by_speed([1.0, 1.0, 1.0, 1.0], 28) == [7, 7, 7, 7]
-    assert micro_batches_by_speed([1.0, 1.0, 1.0, 2.0], 28) == [8, 8, 8, 4]
-    assert micro_batches_by_speed([1.0, 1.0, 2.0, 4.0], 32, least=4) == [12, 11, 5, 4]
-    assert micro_batches_by_speed([1.0, 1.0, 1.0, 100.0], 8, least=2) == [2, 2, 2, 2]
+def test_everybody_gets_a_piece_if_there_are_enough() -> None:
+    assert shares_by_speed(28, dict.fromkeys(range(4), (0.0, 1.0))) == {0: 7, 1: 7, 2: 7, 3: 7}
+    assert shares_by_speed(28, {0: (0, 1.0), 1: (0, 1.0), 2: (0, 1.0), 3: (0, 2.0)}) == {0: 8, 1: 8, 2: 8, 3: 4}
+    assert shares_by_speed(16, {0: (1, 1.0), 1: (3, 3.0)}) == {0: 13, 1: 3}, "what idles first gets less"
+    assert shares_by_speed(4, {0: (0, 1.0), 1: (0, 1.0), 2: (0, 100.0)}) == {0: 2, 1: 1, 2: 1}
+    assert shares_by_speed(2, {0: (0, 1.0), 1: (0, 1.0), 2: (0, 100.0)}) == {0: 1, 1: 1, 2: 0}
 
 
-@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.integers(1, 4), st.integers(0, 40))
-def test_everybody_has_what_its_schedule_needs(seconds: list[float], least: int, more: int) -> None:
-    total = least * len(seconds) + more
-    parts = micro_batches_by_speed(seconds, total, least)
-    assert sum(parts) == total
-    assert min(parts) >= least
-
-
-@pytest.mark.parametrize(
-    ("seconds", "total", "message"),
-    [
-        ([1.0, 1.0], 7, "7 micro-batches cannot be divided among 2 pipelines that need 4 each"),
-        ([1.0, 0.0], 8, "seconds=[1.0, 0.0] is not allowed"),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(seconds: list[float], total: int, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(message)):
-        micro_batches_by_speed(seconds, total, 4)
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.integers(0, 40))
+def test_all_pieces_are_given(seconds: list[float], more: int) -> None:
+    given = shares_by_speed(len(seconds) + more, {i: (0.0, each) for i, each in enumerate(seconds)})
+    assert sum(given.values()) == len(seconds) + more
+    assert min(given.values()) >= 1
 
 
 def test_pieces_are_divided_by_speed_and_every_worker_gets_one() -> None:
