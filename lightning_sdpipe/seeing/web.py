@@ -52,8 +52,8 @@ _HEADERS = {
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-@dataclass
-class Seen:
+@dataclass(eq=False)
+class Seen(Collector):
     """A run as it was when its scheduler was asked, or as it was before that, for the reason ``silence``. Each form is
     made once for all requests."""
 
@@ -89,8 +89,45 @@ class Seen:
 
     @cached_property
     def metrics(self) -> bytes:
-        """Metrics for Prometheus."""
-        return exposition(self.totals, None if self.told is None else self.told[1], self.found, not self.silence)
+        """Metrics for Prometheus, as text. A run whose scheduler does not answer is ``blind``."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics."""
+        where = ["stage", "pipeline"]
+        updates = CounterMetricFamily("sdpipe_updates", "Updates that workers have told of.", labels=where)
+        phases = CounterMetricFamily(
+            "sdpipe_phase_seconds", "Seconds of training threads in each phase.", labels=[*where, "phase"]
+        )
+        many = len(self.totals) > MOST_WORKERS
+        sums: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0] * (1 + len(PHASES)))
+        for worker, totals in sorted(self.totals.items()):
+            key = str(worker.stage), ALL if many else str(worker.pipeline)
+            sums[key] = [a + b for a, b in zip(sums[key], totals, strict=True)]
+        for key, (count, *spent) in sums.items():
+            updates.add_metric(key, count)
+            for name, us in zip(PHASES, spent, strict=True):
+                phases.add_metric([*key, name], us / 1e6)
+        yield updates
+        yield phases
+        groups = CounterMetricFamily("sdpipe_groups", "Groups that went out, by why.", labels=["stage", "reason"])
+        for number, stage in enumerate(() if self.told is None else self.told[1].stages):
+            for reason, count in sorted(stage.reasons.items()):
+                groups.add_metric([str(number), reason], count)
+        yield groups
+        cost = GaugeMetricFamily(
+            "sdpipe_finding_cost",
+            "Share of all workers' time that others stood still for what was found; NaN where it cannot be told.",
+            labels=["kind", "who"],
+        )
+        for finding in self.found:
+            who = " ".join(f"{worker.stage}.{worker.pipeline}" for worker in finding.workers)
+            cost.add_metric([finding.kind, who], math.nan if finding.cost is None else finding.cost.stood)
+        yield cost
+        blind = bool(self.silence) or any(finding.severity == "blind" for finding in self.found)
+        yield GaugeMetricFamily("sdpipe_blind", "1 if too little is known to call the run healthy.", value=blind)
 
 
 class View:
@@ -114,57 +151,6 @@ class View:
             silence = str(error)
         totals = {worker: [*sums] for worker, sums in self._follower.totals.items()}
         self.seen = Seen(self._follower.address, told, totals, silence)
-
-
-def exposition(
-    totals: Mapping[Worker, list[int]], status: Status | None, found: Collection[Finding], answers: bool
-) -> bytes:
-    """Return the text for Prometheus. A run whose scheduler does not answer is ``blind``."""
-    registry = CollectorRegistry()
-    registry.register(_Run(totals, status, found, answers))
-    return generate_latest(registry)
-
-
-@dataclass(frozen=True, eq=False)
-class _Run(Collector):
-    totals: Mapping[Worker, list[int]]
-    status: Status | None
-    found: Collection[Finding]
-    answers: bool
-
-    def collect(self) -> Iterator[Metric]:
-        where = ["stage", "pipeline"]
-        updates = CounterMetricFamily("sdpipe_updates", "Updates that workers have told of.", labels=where)
-        phases = CounterMetricFamily(
-            "sdpipe_phase_seconds", "Seconds of training threads in each phase.", labels=[*where, "phase"]
-        )
-        many = len(self.totals) > MOST_WORKERS
-        sums: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0] * (1 + len(PHASES)))
-        for worker, totals in sorted(self.totals.items()):
-            key = str(worker.stage), ALL if many else str(worker.pipeline)
-            sums[key] = [a + b for a, b in zip(sums[key], totals, strict=True)]
-        for key, (count, *spent) in sums.items():
-            updates.add_metric(key, count)
-            for name, us in zip(PHASES, spent, strict=True):
-                phases.add_metric([*key, name], us / 1e6)
-        yield updates
-        yield phases
-        groups = CounterMetricFamily("sdpipe_groups", "Groups that went out, by why.", labels=["stage", "reason"])
-        for number, stage in enumerate(self.status.stages if self.status is not None else ()):
-            for reason, count in sorted(stage.reasons.items()):
-                groups.add_metric([str(number), reason], count)
-        yield groups
-        cost = GaugeMetricFamily(
-            "sdpipe_finding_cost",
-            "Share of all workers' time that others stood still for what was found; NaN where it cannot be told.",
-            labels=["kind", "who"],
-        )
-        for finding in self.found:
-            who = " ".join(f"{worker.stage}.{worker.pipeline}" for worker in finding.workers)
-            cost.add_metric([finding.kind, who], math.nan if finding.cost is None else finding.cost.stood)
-        yield cost
-        blind = not self.answers or any(finding.severity == "blind" for finding in self.found)
-        yield GaugeMetricFamily("sdpipe_blind", "1 if too little is known to call the run healthy.", value=blind)
 
 
 def application(view: View, hosts: Collection[str], token: str | None) -> web.Application:

@@ -286,7 +286,7 @@ def test_of_many_connections_the_oldest_are_cut(status: Any) -> None:
 def test_many_workers_are_added_up_by_stage() -> None:
     us = [500_000 if phase == "forward" else 0 for phase in PHASES]
     totals = {Worker(j, i): [3, *us] for j in range(2) for i in range(200)}
-    found = Samples(web.exposition(totals, None, [], True).decode())
+    found = Samples(web.Seen("", None, totals, "").metrics.decode())
     assert found("updates_total", stage="1", pipeline="all") == 600
     assert found("phase_seconds_total", stage="1", pipeline="all", phase="forward") == 100
     assert len(found.all) == 2 * (1 + len(PHASES)) + 1
@@ -296,8 +296,9 @@ def test_findings_have_a_cost_or_none(status: Any) -> None:
     """What others stood still, in the gauge."""
     found = Samples(seen(status).seen.metrics.decode())
     assert found("finding_cost", kind="compute_straggler", who="0.1") == pytest.approx(0.15)
-    unknown = web.exposition({}, status, [Finding("blind", "blind", (), 0.0, "too little")], True)
-    assert math.isnan(Samples(unknown.decode())("finding_cost", kind="blind", who=""))
+    unknown = web.Seen("", None, {}, "")
+    unknown.found = [Finding("blind", "blind", (), 0.0, "too little")]
+    assert math.isnan(Samples(unknown.metrics.decode())("finding_cost", kind="blind", who=""))
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
