@@ -65,9 +65,6 @@ class Learning:
 
 def run(
     *,
-    methods: Mapping[str, Any],
-    heterogeneity: Mapping[str, Any],
-    workloads: Mapping[str, Any],
     experiments: Mapping[str, Mapping[str, Any]],
     only: Sequence[str],
     compared: Sequence[str],
@@ -81,13 +78,11 @@ def run(
     one_process: bool,
     output: str | None,
     seed: int,
+    **known: Mapping[str, Any],
 ) -> tuple[list[Row], Ratios]:
     """Run the experiments that ``only`` names.
 
     Args:
-        methods: specifications for Hydra, by name.
-        heterogeneity: likewise.
-        workloads: the ``model`` and ``data`` of each, likewise.
         experiments: by the name of their workload, as :func:`learning` takes them.
         only: names of experiments.
         compared: names of methods.
@@ -101,17 +96,15 @@ def run(
         one_process: replicas are trained in turn, along decisions in virtual time.
         output: finished rows are kept beside this file, and figures are drawn there; None for neither.
         seed: of the first repeat.
+        known: ``methods``, ``heterogeneity``, and the ``model`` and ``data`` of ``workloads``: specifications for
+            Hydra, by name.
     """
     require_matplotlib(output)
     quiet()
     grid = Grid(output)
-    known = {"methods": methods, "heterogeneity": heterogeneity, "workloads": workloads}
-    for kind, asked, there in (
-        ("experiments", only, experiments),
-        ("methods", compared, methods),
-        ("heterogeneity", conditions, heterogeneity),
-    ):
-        refuse_unknown(f"among suite.{kind}", asked, there)  # before anything is measured
+    there = {**known, "experiments": experiments}
+    for kind, asked in (("experiments", only), ("methods", compared), ("heterogeneity", conditions)):
+        refuse_unknown(f"among suite.{kind}", asked, there[kind])  # before anything is measured
     cases = []
     for name in only:
         factor = scale

@@ -48,20 +48,18 @@ GOALS["bound/1x4/static"] = Goal(
 
 def run(
     *,
-    methods: Mapping[str, Any],
-    heterogeneity: Mapping[str, Any],
     grid: Mapping[str, Mapping[str, Any]],
     only: Sequence[str],
     seed: int,
+    **known: Mapping[str, Any],
 ) -> tuple[list[Row], Ratios]:
     """Run the parts of the grid that ``only`` names.
 
     Args:
-        methods: specifications for Hydra, by name.
-        heterogeneity: likewise.
         grid: by name, what :func:`plan` takes.
         only: names of parts.
         seed: of the first repeat; the following ones count up from it.
+        known: ``methods`` and ``heterogeneity``: specifications for Hydra, by name.
 
     Returns:
         One row per training; and the ratios with goals.
@@ -71,7 +69,6 @@ def run(
     """
     refuse_unknown("a part of suite=epochs", only, grid)
     quiet()
-    known = {"methods": methods, "heterogeneity": heterogeneity}
     cases = [case for panel in only for case in plan(grid[panel], known, seed)]
     rows = Grid().run(cases, measure, "epoch_s")
     return rows, ratios(rows, GOALS, ("micro_batches", "repeat"))

@@ -74,8 +74,6 @@ BACKUP_SHARE = 4
 
 def run(
     *,
-    methods: Mapping[str, Any],
-    heterogeneity: Mapping[str, Any],
     virtual: Mapping[str, Any],
     sweep: Mapping[str, Any],
     production: Mapping[str, Any],
@@ -85,12 +83,11 @@ def run(
     only: Sequence[str],
     output: str | None,
     seed: int,
+    **known: Mapping[str, Any],
 ) -> tuple[list[Row], Ratios]:
     """Run the parts that ``only`` names.
 
     Args:
-        methods: specifications for Hydra, by name.
-        heterogeneity: likewise.
         virtual: arguments of :func:`learning`, for the paper's Figure 7.
         sweep: likewise, with methods that differ in P, for Figure 8.
         production: likewise, for Figure 9.
@@ -100,9 +97,9 @@ def run(
         only: names of parts.
         output: finished rows are kept beside this file, and figures are drawn there; None for neither.
         seed: of the first repeat; the following ones count up from it.
+        known: ``methods`` and ``heterogeneity``: specifications for Hydra, by name.
     """
     require_matplotlib(output)
-    known = {"methods": methods, "heterogeneity": heterogeneity}
     parts: Mapping[str, Callable[[], list[Row]]] = {
         "virtual": lambda: learning(known, **virtual, seed=seed, part="virtual"),
         "sweep": lambda: learning(known, **sweep, seed=seed, part="sweep"),

@@ -71,9 +71,6 @@ def case(
 
 def run(
     *,
-    methods: Mapping[str, Any],
-    heterogeneity: Mapping[str, Any],
-    workloads: Mapping[str, Any],
     fleets: Mapping[str, Mapping[str, Any]],
     measured: Sequence[str],
     model: Mapping[str, Any],
@@ -85,13 +82,11 @@ def run(
     repeats: int,
     output: str | None,
     seed: int,
+    **known: Mapping[str, Any],
 ) -> tuple[list[Row], Ratios]:
     """Run the parts that ``only`` names.
 
     Args:
-        methods: specifications for Hydra, by name.
-        heterogeneity: likewise.
-        workloads: the ``model`` and ``data`` of each, likewise.
         fleets: by name, as :func:`~recipes.suites.fleets.network` takes them.
         measured: names of fleets.
         model: fields of a :class:`~recipes.suites.trainings.Training` on one device of speed 1.
@@ -103,15 +98,16 @@ def run(
         repeats: with seeds that count up.
         output: finished rows are kept beside this file; None for nowhere.
         seed: of the first repeat.
+        known: ``methods``, ``heterogeneity``, and the ``model`` and ``data`` of ``workloads``: specifications for
+            Hydra, by name.
 
     Raises:
         ConfigurationError: a part, a fleet or a condition that there is not.
     """
     refuse_unknown("a part of suite=ragged", only, PARTS)
-    refuse_unknown("among suite.heterogeneity", conditions, heterogeneity)
+    refuse_unknown("among suite.heterogeneity", conditions, known["heterogeneity"])
     refuse_unknown("among suite.fleets", measured, fleets)
     quiet()
-    known = {"methods": methods, "heterogeneity": heterogeneity, "workloads": workloads}
     grid, rows = Grid(output), list[Row]()
     alone = Training(method=named(known, "methods", ALONE), num_stages=1, num_pipelines=1, seed=seed, **model)
     assert alone.num_blocks is not None

@@ -45,26 +45,23 @@ SHARES = ("compute", "delays", "group_wait", "averaging", "pipeline_wait")
 
 def run(
     *,
-    methods: Mapping[str, Any],
-    heterogeneity: Mapping[str, Any],
-    workloads: Mapping[str, Any],
     grid: Mapping[str, Mapping[str, Any]],
     only: Sequence[str],
     scale: float | None,
     output: str | None,
     seed: int,
+    **known: Mapping[str, Any],
 ) -> tuple[list[Row], Ratios]:
     """Run the parts of the grid that ``only`` names.
 
     Args:
-        methods: specifications for Hydra, by name.
-        heterogeneity: likewise.
-        workloads: the ``model`` and ``data`` of each real workload, likewise.
         grid: by name, what :func:`plan` takes.
         only: names of parts.
         scale: of emulated times, and of all delays; None to measure it.
         output: finished rows are kept beside this file, and figures are drawn there; None for neither.
         seed: of the first repeat; the following ones count up from it.
+        known: ``methods``, ``heterogeneity``, and the ``model`` and ``data`` of real ``workloads``: specifications for
+            Hydra, by name.
 
     Returns:
         One row per training; and the ratios with goals.
@@ -72,9 +69,8 @@ def run(
     require_matplotlib(output)
     quiet()
     measured = Grid(output)
-    specifications = {"methods": methods, "heterogeneity": heterogeneity, "workloads": workloads}
     refuse_unknown("among suite.grid", only, grid)
-    planned = [list(plan(panel, grid[panel], specifications, seed)) for panel in only]  # all, before any is measured
+    planned = [list(plan(panel, grid[panel], known, seed)) for panel in only]  # all, before any is measured
     rows: list[Row] = []
     for cases in planned:
         factor = calibrated_scale(cases[0].asked, measured) if scale is None else scale

@@ -13,7 +13,7 @@ import hydra
 from lightning_sdpipe.sync import AllReduce
 from recipes.suites.elastic import Work, World, said
 from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
-from recipes.suites.trainings import Named, Training, train
+from recipes.suites.trainings import Named, Training, quiet, train
 
 LONGEST = 300.0
 GOALS = {"elastic": 0.98, "allreduce": 0.97}
@@ -38,6 +38,7 @@ def measure(
         repeats: of each kind.
         methods: specifications for Hydra, by the name of their ratio.
     """
+    quiet()
     rows: list[Row] = []
     goals = {}
     for name, method in methods.items():
