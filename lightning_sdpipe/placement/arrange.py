@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from lightning_sdpipe.placement.cost import Stages, Weights, evaluate
 from lightning_sdpipe.placement.matching import bottleneck, shortest_path
 from lightning_sdpipe.placement.network import Matrix
 
-ROUNDING = 1e-9
 PACES = 8
 """How often the largest period is lowered."""
 
 
-def arrange(
-    groups: Sequence[Sequence[int]], weights: Weights, limit: float = math.inf, last: int | None = None
-) -> Iterator[Stages | None]:
-    """Arrange the groups of a placement anew. They keep their members; where stages are not all alike, they keep their
-    places too.
+def arrange(groups: Sequence[Sequence[int]], weights: Weights) -> Iterator[Stages]:
+    """Yield ever better arrangements of the groups of a placement. They keep their members; where stages are not all
+    alike, they keep their places too.
 
     Without periods (``"dtfm"``) and with even stages the outcome is DT-FM's equations 3 and 4, exactly, up to
     :data:`~lightning_sdpipe.placement.matching.EXACT_PATH` stages. With periods, the largest is then lowered as long as
@@ -28,16 +25,10 @@ def arrange(
     Args:
         groups: the groups of M stages.
         weights: the weights of M stages.
-        limit: largest period of the links that may be used at first.
-        last: a device whose group has to be the last stage; by default any group may be.
-
-    Yields:
-        arrangements, and None in between, so that a caller that is short of time can stop.
     """
-    costs: Sequence[Matrix] = weights.step
-    if limit == math.inf:  # the slowest of all cuts counts for both, but which is unknown; all periods are lowered then
-        costs = [_sum(step, period) for step, period in zip(weights.step, weights.period, strict=True)]
-    found = yield from _linked(groups, costs, weights, limit * (1 + ROUNDING), last)
+    # the slowest of all cuts counts for its period, but which is unknown, so all periods are lowered at first
+    costs = [_sum(step, period) for step, period in zip(weights.step, weights.period, strict=True)]
+    found = _linked(groups, costs, weights, math.inf)
     least = math.inf
     for _ in range(PACES):
         if found is None:
@@ -50,12 +41,10 @@ def arrange(
         if least < math.inf:
             pace = math.nextafter(pace, 0.0)
         least = total
-        found = yield from _linked(found, weights.step, weights, pace, last)
+        found = _linked(found, weights.step, weights, pace)
 
 
-def _linked(
-    groups: Sequence[Sequence[int]], costs: Sequence[Matrix], weights: Weights, limit: float, last: int | None
-) -> Generator[None, None, Stages | None]:
+def _linked(groups: Sequence[Sequence[int]], costs: Sequence[Matrix], weights: Weights, limit: float) -> Stages | None:
     """Return the arrangement with the least sum over cuts of the largest cost, among links of a period up to
     ``limit``; None if there is none."""
     size = len(groups)
@@ -68,19 +57,15 @@ def _linked(
             if least == math.inf:
                 return None
             stages.append([group[position] for position in follower])
-            yield None
         return stages
     lengths = [[math.inf] * size for _ in range(size)]
     for a in range(size):
         for b in range(a):
             lengths[a][b], _ = bottleneck(_between(groups[a], groups[b], costs[0], weights.period[0], limit))
             lengths[b][a] = lengths[a][b]
-        yield None
-    end = next((number for number, group in enumerate(groups) if last in group), None)
-    length, order = shortest_path(lengths, end)
+    length, order = shortest_path(lengths)
     if length == math.inf:
         return None
-    yield None
     stages = [list(groups[order[0]])]
     for following in order[1:]:
         group = groups[following]

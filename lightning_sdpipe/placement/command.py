@@ -8,19 +8,18 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
-from lightning_sdpipe.errors import ConfigurationError, carried_out
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.cost import CostModel
-from lightning_sdpipe.placement.model import StageTraffic
+from lightning_sdpipe.placement.model import Block, even_stages
 from lightning_sdpipe.placement.network import Network, read_network
 from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, place, place_freely
 from lightning_sdpipe.placement.report import draw_picture, given, rates, report
 from lightning_sdpipe.placement.search import MOVES
+from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.topology.mesh import depths_of
 from lightning_sdpipe.topology.placement_file import write_placement
 
@@ -28,13 +27,9 @@ GAIN = 1.03
 """Least gain over the best rectangle for which unlike depths are proposed; the same holds for leaving devices out."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; the exit status is 2 when nothing can be placed as asked."""
+def main(arguments: Sequence[str]) -> None:
+    """Print the report, and write what is asked for."""
     options = _parser().parse_args(arguments)
-    return carried_out(lambda: _place(options), "sdpipe place")
-
-
-def _place(options: argparse.Namespace) -> None:
     _check(options)
     network = read_network(options.network)
     placed, instead = _placed(network, options)
@@ -46,10 +41,7 @@ def _place(options: argparse.Namespace) -> None:
         draw_picture(placed, options.picture)
         print(f"{options.picture}: the mesh and its slowest links")
     elif options.picture is not None:
-        print(
-            f"{options.picture}: not drawn, since a picture has a column for each stage, and these pipelines are no "
-            "replicas there"
-        )
+        print(f"{options.picture}: not drawn, since its columns are stages, and unlike pipelines are no replicas there")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=math.inf, help="cut the search short (default: no limit)")
     add("--seed", type=int, default=0)
     add("--output", type=Path, metavar="FILE", help="writes the placement, for SDPipeStrategy")
-    add("--picture", type=Path, metavar="FILE", help="draws it; PNG or SVG (needs matplotlib)")
+    add("--picture", type=Path, metavar="FILE", help="draws it, as SVG")
     return parser
 
 
@@ -95,7 +87,7 @@ def _placed(network: Network, options: argparse.Namespace) -> tuple[PlacementRes
     if options.stages is not None:
         (alone, *others) = options.stages
         asked = _asked(network, options, options.stages if others else alone)
-        return place(network, asked, None if others else _traffic(options, alone)), []
+        return place(network, asked, None if others else _stages(options, alone)), []
     if network.model is None or options.stage_bytes is not None:
         raise ConfigurationError("Without a measured model, --stages has to say how many stages there are.")
     tried, refusals = place_freely(network, _asked(network, options, 1))
@@ -139,35 +131,28 @@ def _asked(network: Network, options: argparse.Namespace, stages: int | tuple[in
     )
 
 
-def _traffic(options: argparse.Namespace, stages: int) -> StageTraffic | None:
+def _stages(options: argparse.Namespace, stages: int) -> tuple[Block, ...] | None:
     given = (options.stage_bytes is not None, options.cut_bytes is not None)
     if any(given) and not all(given) and stages > 1:
         raise ConfigurationError(
             "--stage-bytes and --cut-bytes go together: what a stage averages, and what a cut carries."
         )
-    return StageTraffic.even(stages, options.stage_bytes or 0.0, options.cut_bytes or 0.0) if any(given) else None
+    amounts = options.stage_bytes or 0.0, options.cut_bytes or 0.0
+    if not all(0 <= amount < math.inf for amount in amounts):
+        raise ConfigurationError(f"--stage-bytes and --cut-bytes must be finite and at least 0; given {amounts}.")
+    return even_stages(stages, *amounts) if any(given) else None
 
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse options whose errors would only be noticed after the search, or not at all."""
     if not options.seconds > 0:
         raise ConfigurationError(f"--seconds {options.seconds} must be a number above 0.")
-    if options.moves < 0:
-        raise ConfigurationError(f"--moves {options.moves} must be 0 or more.")
-    if options.micro_batches is not None and options.micro_batches < 1:
-        raise ConfigurationError(f"--micro-batches {options.micro_batches} must be 1 or more.")
+    check_integer("--moves", options.moves, 0, "moves")
+    check_integer("--micro-batches", options.micro_batches, 1, "of a mini-batch", optional=True)
     if not 0 <= options.optimizer_state < math.inf:
         raise ConfigurationError(f"--optimizer-state {options.optimizer_state} must be a number of at least 0.")
     for file in (options.output, options.picture):
         if file is not None and not os.access(file.parent, os.W_OK):
             raise ConfigurationError(f"{file} cannot be written: {file.parent.absolute()} is no such directory.")
-    if options.picture is None:
-        return
-    if options.picture.suffix not in (".png", ".svg"):
-        raise ConfigurationError(f"--picture {options.picture} must end in .png or .svg.")
-    if find_spec("matplotlib") is None:
-        raise ConfigurationError("--picture needs matplotlib; install it: pip install 'lightning-sdpipe[recipes]'")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    if options.picture is not None and options.picture.suffix != ".svg":
+        raise ConfigurationError(f"--picture {options.picture} must end in .svg.")

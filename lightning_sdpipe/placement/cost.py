@@ -18,11 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, cast, get_args
+
+import numpy as np
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.placement.model import StageTraffic
+from lightning_sdpipe.placement.model import Block
 from lightning_sdpipe.placement.network import Matrix, Network
 
 CostModel = Literal["dtfm", "pipelined", "pipedream"]
@@ -103,7 +106,7 @@ class Cost:
 def weights(
     network: Network,
     num_pipelines: int,
-    traffic: StageTraffic,
+    stages: Sequence[Block],
     model: CostModel = "pipelined",
     num_micro_batches: int = 1,
 ) -> Weights:
@@ -112,7 +115,7 @@ def weights(
     Args:
         network: a network of at least M × N devices.
         num_pipelines: N.
-        traffic: the traffic of the M stages.
+        stages: what the M stages send, each as a block.
         model: see the module's docstring.
         num_micro_batches: m; used by ``"pipelined"`` only.
 
@@ -120,30 +123,22 @@ def weights(
         ConfigurationError: the model is unknown, or there is no micro-batch.
     """
     rule = shares(model, num_micro_batches)
-    links = _Links(network)
-    exchange = tuple(links(amount / num_pipelines, True) for amount in traffic.stage_bytes)
-    step = tuple(links(rule.step * amount, rule.step > 0) for amount in traffic.cut_bytes)
-    period = tuple(links(rule.period * amount, False) for amount in traffic.cut_bytes)
+    latency, bandwidth = np.array(network.latency()), np.array(network.bandwidth())
+
+    @cache
+    def links(amount: float, late: bool) -> Matrix:
+        """Return seconds to send an amount of bytes over each link and get as many back, with or without latency."""
+        linked = bandwidth > 0.0
+        delays = np.where(linked, latency, math.inf) if late else 0.0
+        seconds = np.where(linked, 2.0 * (delays + amount / np.where(linked, bandwidth, 1.0)), math.inf)
+        np.fill_diagonal(seconds, 0.0)
+        return cast("Matrix", seconds.tolist())
+
+    cuts = [((stage.activation_bytes or 0) + stage.gradient_bytes) / 2 for stage in stages[:-1]]
+    exchange = tuple(links(stage.parameter_bytes / num_pipelines, True) for stage in stages)
+    step = tuple(links(rule.step * amount, rule.step > 0) for amount in cuts)
+    period = tuple(links(rule.period * amount, False) for amount in cuts)
     return Weights(exchange, step, period, rule.together)
-
-
-class _Links:
-    """Seconds to send an amount of bytes over each link and get as many back, with or without latency."""
-
-    def __init__(self, network: Network) -> None:
-        self._latency, self._bandwidth = network.latency(), network.bandwidth()
-        self._made: dict[tuple[float, bool], Matrix] = {}
-
-    def __call__(self, amount: float, late: bool) -> Matrix:
-        if (amount, late) not in self._made:
-            self._made[amount, late] = [
-                [
-                    0.0 if a == b else 2.0 * ((alpha if late else 0.0) + amount / beta) if beta else math.inf
-                    for b, (alpha, beta) in enumerate(zip(alphas, betas, strict=True))
-                ]
-                for a, (alphas, betas) in enumerate(zip(self._latency, self._bandwidth, strict=True))
-            ]
-        return self._made[amount, late]
 
 
 def evaluate(stages: Sequence[Sequence[int]], weights: Weights) -> Cost:

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import msgspec
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.topology.tcp_store import open_store
@@ -48,15 +47,14 @@ class JobStore:
         Raises:
             ConfigurationError: the environment describes no job, or the first rank cannot be reached.
         """
-        if "RANK" not in os.environ:
-            _as_slurm_says()
+        address, port, rank, size, local_rank = _place()
         try:
-            store, rank, size = _meet(timedelta(seconds=patience))
-        except (ValueError, RuntimeError, OSError) as error:
+            store = open_store(address, port, rank, size, False, timedelta(seconds=patience))
+        except (RuntimeError, OSError) as error:
             raise ConfigurationError(
                 f"The workers cannot meet: {str(error).splitlines()[0]}. {HOW_TO_START}"
             ) from error
-        return cls(store, rank, size, int(os.environ.get("LOCAL_RANK", "0")), patience)
+        return cls(store, rank, size, local_rank, patience)
 
     def share(self, name: str, value: T, kind: type[T]) -> list[T]:
         """Share ``value`` under this name; return the values of all ranks when all have shared.
@@ -107,26 +105,15 @@ class _Entry(msgspec.Struct):
     error: str = ""
 
 
-def _meet(timeout: timedelta) -> tuple[Store, int, int]:
-    """Return the store, this process's rank in it, and the number of ranks."""
+def _place() -> tuple[str, int, int, int, int]:
+    """Return the address and the port of the store, this process's rank, the number of ranks, and the local rank."""
     here = os.environ
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= here.keys():
-        rank, size = int(here["RANK"]), int(here["WORLD_SIZE"])
-        return open_store(here["MASTER_ADDR"], int(here["MASTER_PORT"]), rank, size, False, timeout), rank, size
-    store, rank, size = next(rendezvous("env://", timeout=timeout))  # says what is missing
-    return store, rank, size
-
-
-def _as_slurm_says() -> None:
-    if "SLURM_NTASKS" not in os.environ:
+        rank, size, local_rank = int(here["RANK"]), int(here["WORLD_SIZE"]), int(here.get("LOCAL_RANK", "0"))
+        return here["MASTER_ADDR"], int(here["MASTER_PORT"]), rank, size, local_rank
+    if "SLURM_NTASKS" not in here:
         raise ConfigurationError(HOW_TO_START)
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment  # takes long to import
 
     job = SLURMEnvironment(auto_requeue=False)
-    os.environ |= {
-        "RANK": str(job.global_rank()),
-        "WORLD_SIZE": str(job.world_size()),
-        "LOCAL_RANK": str(job.local_rank()),
-        "MASTER_ADDR": job.main_address,
-        "MASTER_PORT": str(job.main_port),
-    }
+    return job.main_address, job.main_port, job.global_rank(), job.world_size(), job.local_rank()

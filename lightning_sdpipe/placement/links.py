@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -104,26 +105,18 @@ def sampled(one: Sequence[int], other: Sequence[int], num_devices: int) -> list[
     return pairs if num_devices <= MOST_DEVICES else pairs[:SAMPLE]
 
 
-def together(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Return rounds of the contended measurement: as many disjoint pairs of two hosts as possible, at the same
-    time."""
+def together(hosts: Sequence[str], failed: Collection[Pair] = ()) -> list[list[Pair]]:
+    """Return rounds of the contended measurement: as many disjoint pairs of two hosts as possible, at the same time,
+    without those that have ``failed`` to connect."""
     members = by_host(hosts)
     rounds = []
     for meeting in circle(len(members)):
         crossing = [list(zip(members[a], members[b], strict=False)) for a, b in meeting]
-        rounds.append([pair for pairs in crossing if len(pairs) > 1 for pair in pairs])
+        rounds.append([pair for pairs in crossing if len(pairs) > 1 for pair in pairs if pair not in failed])
     return [pairs for pairs in rounds if pairs]
 
 
-class Wire(Protocol):
-    """Two ends that send tensors to each other and wait for them."""
-
-    def send(self, tensor: Tensor) -> None: ...
-
-    def receive(self, tensor: Tensor) -> None: ...
-
-
-class GlooWire:
+class Wire:
     """A connection of this process to one other, over gloo.
 
     Args:
@@ -237,13 +230,11 @@ def combine(devices: Sequence[Device], links: Sequence[Link], busy: Sequence[Lin
     latency: list[list[float | None]] = [[0.0 if a == b else None for b in range(count)] for a in range(count)]
     bandwidth: list[list[float | None]] = [[None] * count for _ in range(count)]
     failed = {link.ranks for link in links if link.error}
-    between: dict[tuple[str, str], list[Link]] = {}
-    for link in links:
-        if link.ranks not in failed:
-            a, b = link.ranks
-            latency[a][b] = latency[b][a] = link.latency
-            bandwidth[a][b], bandwidth[b][a] = link.outward, link.inward
-            between.setdefault(_hosts(devices, a, b), []).append(link)
+    between = _by_hosts(devices, [link for link in links if link.ranks not in failed])
+    for link in itertools.chain(*between.values()):
+        a, b = link.ranks
+        latency[a][b] = latency[b][a] = link.latency
+        bandwidth[a][b], bandwidth[b][a] = link.outward, link.inward
     for a in range(count):
         for b in range(a + 1, count):
             known = between.get(_hosts(devices, a, b))
@@ -258,11 +249,8 @@ def combine(devices: Sequence[Device], links: Sequence[Link], busy: Sequence[Lin
 
 def _shared(devices: Sequence[Device], links: Sequence[Link], busy: Sequence[Link]) -> tuple[Shared, ...]:
     alone = {link.ranks: link.outward for link in links if not link.error}
-    kept: dict[tuple[str, str], list[float]] = {}
-    for link in busy:
-        if link.ranks in alone and not link.error:
-            kept.setdefault(_hosts(devices, *link.ranks), []).append(link.outward / alone[link.ranks])
-    shares = {hosts: median(parts) for hosts, parts in kept.items()}
+    kept = _by_hosts(devices, [link for link in busy if link.ranks in alone and not link.error])
+    shares = {hosts: median(link.outward / alone[link.ranks] for link in found) for hosts, found in kept.items()}
     return tuple(Shared(hosts, share) for hosts, share in sorted(shares.items()) if share < SHARING)
 
 
@@ -271,20 +259,22 @@ def _hosts(devices: Sequence[Device], a: int, b: int) -> tuple[str, str]:
     return one, other
 
 
+def _by_hosts(devices: Sequence[Device], links: Sequence[Link]) -> dict[tuple[str, str], list[Link]]:
+    between: dict[tuple[str, str], list[Link]] = {}
+    for link in links:
+        between.setdefault(_hosts(devices, *link.ranks), []).append(link)
+    return between
+
+
 def summary(network: Network, links: Sequence[Link], file: Path) -> str:
     """Return a row for every two hosts, one for each host, and the hosts that could not connect."""
     devices = network.devices
     lines = [f"{file}: {len(devices)} devices on {len({device.host for device in devices})} hosts"]
-    between: dict[tuple[str, str], list[Link]] = {}
-    for link in links:
-        if not link.error:
-            between.setdefault(_hosts(devices, *link.ranks), []).append(link)
-    for (one, other), found in sorted(between.items()):
-        slowest = min(rate for link in found for rate in (link.outward, link.inward))
-        fastest = max(rate for link in found for rate in (link.outward, link.inward))
+    for (one, other), found in sorted(_by_hosts(devices, [link for link in links if not link.error]).items()):
+        rates = [rate for link in found for rate in (link.outward, link.inward)]
         where = f"within {one}" if one == other else f"{one} – {other}"
         delay = shown_seconds(median(link.latency for link in found))
-        lines.append(f"  {where}: {delay}, {shown(slowest)}/s to {shown(fastest)}/s")
+        lines.append(f"  {where}: {delay}, {shown(min(rates))}/s to {shown(max(rates))}/s")
     for shared in network.shared:
         lines.append(
             f"  {shared.hosts[0]} – {shared.hosts[1]} share a network card: with all links busy, each has "

@@ -80,7 +80,7 @@ def _augment(start: int, admitted: Sequence[int], row_of: list[int]) -> bool:
     return False
 
 
-def shortest_path(costs: Matrix, last: int | None = None) -> tuple[float, list[int]]:
+def shortest_path(costs: Matrix) -> tuple[float, list[int]]:
     """Find the order of all nodes with the smallest sum of costs between neighbours, and that sum.
 
     The result is exact up to :data:`EXACT_PATH` nodes; beyond that it is the path of nearest neighbours, improved by
@@ -88,20 +88,16 @@ def shortest_path(costs: Matrix, last: int | None = None) -> tuple[float, list[i
 
     Args:
         costs: n × n, symmetric.
-        last: the node that has to be the last one; any by default. Beyond :data:`EXACT_PATH` nodes it is moved there at
-            the end.
     """
     size = len(costs)
     if size <= EXACT_PATH:
-        return _held_karp(costs, last)
+        return _held_karp(costs)
     starts = range(0, size, max(1, size * size // 64))  # fewer, as each takes longer
     orders = [_improved(_nearest_neighbours(costs, start), costs) for start in starts]
-    if last is not None:
-        orders = [[*(node for node in order if node != last), last] for order in orders]
     return min((_length(order, costs), order) for order in orders)
 
 
-def _held_karp(costs: Matrix, end: int | None) -> tuple[float, list[int]]:
+def _held_karp(costs: Matrix) -> tuple[float, list[int]]:
     size = len(costs)
     everything = (1 << size) - 1
     lengths = [[math.inf] * size for _ in range(1 << size)]  # of the shortest path over a set that ends with a node
@@ -120,7 +116,7 @@ def _held_karp(costs: Matrix, end: int | None) -> tuple[float, list[int]]:
                 if length + row[following] < lengths[longer][following]:
                     lengths[longer][following] = length + row[following]
                     before[longer][following] = last
-    last = min(range(size), key=lengths[everything].__getitem__) if end is None else end
+    last = min(range(size), key=lengths[everything].__getitem__)
     shortest, order, nodes = lengths[everything][last], [], everything
     while last >= 0:
         order.append(last)
@@ -148,16 +144,7 @@ def _improved(order: list[int], costs: Matrix) -> list[int]:
         improving = False
         for start in range(len(order)):
             for end in range(start + 2, len(order) + 1):
-                if _gain_of_reversing(order, start, end, costs) > LEAST_GAIN:
-                    order[start:end] = order[start:end][::-1]
-                    improving = True
+                other = [*order[:start], *order[start:end][::-1], *order[end:]]
+                if _length(other, costs) < _length(order, costs) - LEAST_GAIN:
+                    order, improving = other, True
     return order
-
-
-def _gain_of_reversing(order: Sequence[int], start: int, end: int, costs: Matrix) -> float:
-    gain = 0.0
-    if start > 0:
-        gain += costs[order[start - 1]][order[start]] - costs[order[start - 1]][order[end - 1]]
-    if end < len(order):
-        gain += costs[order[end - 1]][order[end]] - costs[order[start]][order[end]]
-    return gain

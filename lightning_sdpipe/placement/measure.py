@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.speed import matrix_product, sample
 from lightning_sdpipe.partition import rehearsal
 from lightning_sdpipe.partition.factory import build
@@ -35,17 +35,7 @@ from lightning_sdpipe.partition.plan import Profile, plan, with_crossing
 from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.placement.job_store import JobStore
-from lightning_sdpipe.placement.links import (
-    GlooWire,
-    Link,
-    Pair,
-    bandwidth,
-    combine,
-    latency,
-    schedule,
-    summary,
-    together,
-)
+from lightning_sdpipe.placement.links import Link, Pair, Wire, bandwidth, combine, latency, schedule, summary, together
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network, write_network
 from lightning_sdpipe.topology.groups import device_name, this_host
@@ -115,25 +105,17 @@ def _memory(device: torch.device, local_size: int) -> int | None:
     return available[0] // local_size if available else None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and write the file on rank 0. The exit status is 2 if this worker failed, and 1 if another one did."""
+def main(arguments: Sequence[str]) -> None:
+    """Measure, and write the file on rank 0."""
     options = _parser().parse_args(arguments)
-    try:
-        meeting = JobStore.join(options.patience)
-        _check_writable(meeting, options.file)
-        network, links = measure(meeting, options.model, options.blocks, options.pair_timeout)
-        if meeting.rank == 0:
-            write_network(options.file, network)
-        meeting.leave()
-    except ConfigurationError as error:
-        print(f"sdpipe measure: {error}", file=sys.stderr)
-        return 2
-    except WorkerFailedError as error:
-        print(f"sdpipe measure: {error}", file=sys.stderr)
-        return 1
+    meeting = JobStore.join(options.patience)
+    _check_writable(meeting, options.file)
+    network, links = measure(meeting, options.model, options.blocks, options.pair_timeout)
+    if meeting.rank == 0:
+        write_network(options.file, network)
+    meeting.leave()
     if meeting.rank == 0:
         print(summary(network, links, options.file), flush=True)
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -194,20 +176,9 @@ def measure(
         Device(worker.host, worker.index, speed, worker.memory_bytes)
         for worker, speed in zip(found, speeds, strict=True)
     )
-    rounds = schedule(hosts)
-    shows = meeting.rank == 0 and sys.stderr.isatty()
-    links: list[Link] = []
-    for number, pairs in enumerate(rounds):
-        own = next((_measured(meeting, pair, pair_timeout) for pair in pairs if meeting.rank in pair), None)
-        links += [link for link in meeting.share(f"round {number}", own, MAYBE) if link is not None]
-        if shows:
-            print(f"\rround {number + 1} of {len(rounds)}", end="", file=sys.stderr, flush=True)
-    busy: list[Link] = []
-    for number, pairs in enumerate(together(hosts)):
-        own = next((_contended(meeting, pair, pair_timeout, links) for pair in pairs if meeting.rank in pair), None)
-        busy += [link for link in meeting.share(f"contended round {number}", own, MAYBE) if link is not None]
-    if shows:
-        print("\r", end="", file=sys.stderr)
+    links = _measured(meeting, schedule(hosts), pair_timeout, "round")
+    failed = {link.ranks for link in links if link.error}
+    busy = _measured(meeting, together(hosts, failed), pair_timeout, "contended round")
     return combine(devices, links, busy, measured), links
 
 
@@ -229,31 +200,30 @@ def _refuse_twins(names: Sequence[str]) -> None:
         )
 
 
-def _measured(meeting: JobStore, pair: Pair, timeout: float) -> Link | None:
-    """Return the link that this rank found, if it leads the pair or could not connect."""
+def _measured(meeting: JobStore, rounds: Sequence[Sequence[Pair]], timeout: float, name: str) -> list[Link]:
+    """Return the links of the pairs, as those that lead and those that could not connect found them."""
+    links: list[Link] = []
+    for number, pairs in enumerate(rounds):
+        own = next((_link(meeting, pair, timeout, name) for pair in pairs if meeting.rank in pair), None)
+        links += [link for link in meeting.share(f"{name} {number}", own, MAYBE) if link is not None]
+        if meeting.rank == 0 and sys.stderr.isatty():
+            print(f"\r{name} {number + 1} of {len(rounds)}", end="\r", file=sys.stderr, flush=True)
+    return links
+
+
+def _link(meeting: JobStore, pair: Pair, timeout: float, name: str) -> Link | None:
+    """Return the link that this rank found, if it leads the pair or could not connect. In rounds that are contended
+    only one direction is measured."""
     leads = meeting.rank == pair[0]
     try:
-        wire = _wire(meeting, f"pair {pair}", leads, timeout)
-        found = Link(pair, latency(wire, leads), bandwidth(wire, leads, True), bandwidth(wire, leads, False))
+        wire = Wire(meeting.store, f"{name}, pair {pair}", leads, timedelta(seconds=timeout))
+        if name == "round":
+            found = Link(pair, latency(wire, leads), bandwidth(wire, leads, True), bandwidth(wire, leads, False))
+        else:
+            found = Link(pair, outward=bandwidth(wire, leads, True))
     except RuntimeError as error:
         return Link(pair, error=str(error).splitlines()[0])
     return found if leads else None
-
-
-def _contended(meeting: JobStore, pair: Pair, timeout: float, links: Sequence[Link]) -> Link | None:
-    if any(link.ranks == pair and link.error for link in links):
-        return None
-    leads = meeting.rank == pair[0]
-    try:
-        wire = _wire(meeting, f"contended pair {pair}", leads, timeout)
-        found = Link(pair, outward=bandwidth(wire, leads, True))
-    except RuntimeError as error:
-        return Link(pair, error=str(error).splitlines()[0])
-    return found if leads else None
-
-
-def _wire(meeting: JobStore, name: str, leads: bool, timeout: float) -> GlooWire:
-    return GlooWire(meeting.store, name, leads, timedelta(seconds=timeout))
 
 
 def measured_blocks(model: str, names: Sequence[str] | None, device: torch.device) -> tuple[str, list[Block]]:
@@ -299,7 +269,3 @@ def measured_blocks(model: str, names: Sequence[str] | None, device: torch.devic
         )
         for block in with_crossing(profiles[-1], blocks, rehearsals[-1])
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -35,47 +34,28 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(block for block in self.blocks for _ in range(block.count))
 
 
-@dataclass(frozen=True)
-class StageTraffic:
-    """The traffic of M stages, for a mini-batch of one pipeline.
+def even_stages(num_stages: int, stage_bytes: float, cut_bytes: float) -> tuple[Block, ...]:
+    """Return stages that are all alike, each as a block.
 
     Args:
-        stage_bytes: M numbers of bytes: the parameters that the replicas of each stage average (DT-FM's c_dp).
-        cut_bytes: M − 1 numbers of bytes: the activations over each cut (c_pp, of the whole mini-batch). As much comes
-            back.
-
-    Raises:
-        ConfigurationError: the numbers are not M and M − 1, or one is below 0.
+        num_stages: M.
+        stage_bytes: bytes of parameters that the replicas of each stage average (DT-FM's c_dp).
+        cut_bytes: bytes of activations over each cut (c_pp, of a whole mini-batch of one pipeline). As much comes back.
     """
-
-    stage_bytes: tuple[float, ...]
-    cut_bytes: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.cut_bytes) != len(self.stage_bytes) - 1:
-            raise ConfigurationError(
-                f"{len(self.stage_bytes)} stages have {len(self.stage_bytes) - 1} cuts between them."
-            )
-        if not all(0 <= amount < float("inf") for amount in (*self.stage_bytes, *self.cut_bytes)):
-            raise ConfigurationError(f"Bytes must be finite and at least 0; given {self}.")
-
-    @classmethod
-    def even(cls, num_stages: int, stage_bytes: float, cut_bytes: float) -> StageTraffic:
-        """Make equal traffic for every stage and cut."""
-        return cls((stage_bytes,) * num_stages, (cut_bytes,) * (num_stages - 1))
+    return (Block(0.0, round(stage_bytes), round(cut_bytes), round(cut_bytes)),) * num_stages
 
 
-def traffic_of(chain: Sequence[Block], spans: Sequence[range]) -> StageTraffic:
-    """Return the traffic of the stages when stage j runs the blocks of ``spans[j]``.
+def stages_of(chain: Sequence[Block], spans: Sequence[range]) -> list[Block]:
+    """Return each stage as a block, when stage j runs the blocks of ``spans[j]``.
 
     Raises:
         ConfigurationError: a cut is after a block whose output cannot travel.
     """
-    cuts = []
-    for span in spans[:-1]:
-        last = chain[span[-1]]
-        if last.activation_bytes is None:
+    stages = []
+    for span in spans:
+        blocks = chain[span.start : span.stop]
+        if span is not spans[-1] and blocks[-1].activation_bytes is None:
             raise ConfigurationError(f"The output of block {span[-1]} cannot travel, so no stage may end with it.")
-        cuts.append((last.activation_bytes + last.gradient_bytes) / 2)
-    stages = [float(sum(chain[block].parameter_bytes for block in span)) for span in spans]
-    return StageTraffic(tuple(stages), tuple(cuts))
+        seconds, held = sum(block.seconds for block in blocks), sum(block.parameter_bytes for block in blocks)
+        stages.append(Block(seconds, held, blocks[-1].activation_bytes, blocks[-1].gradient_bytes))
+    return stages

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -24,6 +23,8 @@ FORMAT = "sdpipe-network/1"
 SITES = "sdpipe-sites/1"
 
 Matrix: TypeAlias = list[list[float]]
+Links: TypeAlias = Sequence[Sequence[float | None]]
+Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Device(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
@@ -35,8 +36,8 @@ class Device(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True
 
     host: str
     index: int  # among the devices of its host
-    speed: float
-    memory_bytes: int | None = None
+    speed: Positive
+    memory_bytes: Annotated[int, msgspec.Meta(gt=0)] | None = None
 
     def __str__(self) -> str:
         return f"{self.host}:{self.index}"
@@ -46,11 +47,12 @@ class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Two hosts whose links share network cards: with all of them busy, each has ``share`` of its bandwidth alone."""
 
     hosts: tuple[str, str]
-    share: float
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
-@dataclass(frozen=True)
-class Network:
+class Network(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="format", tag=FORMAT
+):
     """Devices, and the link from each to each.
 
     Args:
@@ -65,27 +67,20 @@ class Network:
         ConfigurationError: a matrix is not n × n, an entry is impossible, or devices cannot be distinguished.
     """
 
-    devices: tuple[Device, ...]
-    latency_seconds: Sequence[Sequence[float | None]]
-    bandwidth_bytes_per_second: Sequence[Sequence[float | None]]
+    devices: Annotated[tuple[Device, ...], msgspec.Meta(min_length=1)]
+    latency_seconds: Links
+    bandwidth_bytes_per_second: Links
     source: str = ""
     model: Model | None = None
     shared: tuple[Shared, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.devices:
-            raise ConfigurationError("A network needs at least one device.")
         twice = [name for name, count in Counter(map(str, self.devices)).items() if count > 1]
         if twice:
             raise ConfigurationError(
                 f"The device {twice[0]} appears {Counter(map(str, self.devices))[twice[0]]} times. Each host needs a "
                 "name of its own (set SDPIPE_HOST where two machines share one), and each of its devices an index."
             )
-        for device in self.devices:
-            if not (math.isfinite(device.speed) and device.speed > 0):
-                raise ConfigurationError(f"The speed of {device} is {device.speed}; it must be a number above 0.")
-            if device.memory_bytes is not None and device.memory_bytes <= 0:
-                raise ConfigurationError(f"The memory of {device} is {device.memory_bytes} bytes; it must be above 0.")
         names = [str(device) for device in self.devices]
         _check("latency_seconds", self.latency_seconds, names, least="at least 0")
         _check("bandwidth_bytes_per_second", self.bandwidth_bytes_per_second, names, least="above 0")
@@ -96,11 +91,6 @@ class Network:
                         f"The link from {names[a]} to {names[b]} has latency {latency} and bandwidth {rate}. Give "
                         "both, or null for both if no connection can be made."
                     )
-        for shared in self.shared:
-            if not 0 < shared.share <= 1:
-                raise ConfigurationError(
-                    f"The share of {' and '.join(shared.hosts)} is {shared.share}; it lies in (0, 1]."
-                )
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -157,32 +147,33 @@ def _symmetric(rows: Sequence[Sequence[float | None]], absent: float) -> Matrix:
 
 class _Site(msgspec.Struct, forbid_unknown_fields=True):
     name: str
-    devices: int
-    speed: float = 1.0
-    memory_bytes: int | None = None
+    devices: Annotated[int, msgspec.Meta(ge=1)]
+    speed: Positive = 1.0
+    memory_bytes: Annotated[int, msgspec.Meta(gt=0)] | None = None
 
 
-class _Sites(msgspec.Struct, forbid_unknown_fields=True):
-    format: str
+class _Sites(msgspec.Struct, forbid_unknown_fields=True, tag_field="format", tag=SITES):
     source: str
     sites: list[_Site]
-    latency_seconds: list[list[float | None]]
-    bandwidth_bytes_per_second: list[list[float | None]]
+    latency_seconds: Links
+    bandwidth_bytes_per_second: Links
     model: Model | None = None
 
-
-class _File(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    format: str
-    source: str
-    devices: list[Device]
-    latency_seconds: list[list[float | None]]
-    bandwidth_bytes_per_second: list[list[float | None]]
-    shared: tuple[Shared, ...] = ()
-    model: Model | None = None
-
-
-class _Header(msgspec.Struct):
-    format: str
+    def expanded(self) -> Network:
+        """Return the network with a row for each device."""
+        names = [site.name for site in self.sites]
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise ConfigurationError(f"The site {twice[0]} appears {names.count(twice[0])} times. Names must differ.")
+        _check("latency_seconds", self.latency_seconds, names, least="at least 0")
+        _check("bandwidth_bytes_per_second", self.bandwidth_bytes_per_second, names, least="above 0")
+        home = [number for number, site in enumerate(self.sites) for _ in range(site.devices)]
+        latency, bandwidth = (
+            [[rows[a][b] for b in home] for a in home]
+            for rows in (self.latency_seconds, self.bandwidth_bytes_per_second)
+        )
+        devices = [Device(s.name, i, s.speed, s.memory_bytes) for s in self.sites for i in range(s.devices)]
+        return Network(tuple(devices), latency, bandwidth, self.source, self.model)
 
 
 def read_network(path: Path) -> Network:
@@ -192,64 +183,20 @@ def read_network(path: Path) -> Network:
         ConfigurationError: the file cannot be read, is of another version, or holds no network.
     """
     try:
-        data = path.read_bytes()
-        found = msgspec.json.decode(data, type=_Header).format
-        if found == SITES:
-            return _expand(msgspec.json.decode(data, type=_Sites))
-        if found == FORMAT:
-            file = msgspec.json.decode(data, type=_File)
-            return Network(
-                tuple(file.devices),
-                file.latency_seconds,
-                file.bandwidth_bytes_per_second,
-                file.source,
-                file.model,
-                file.shared,
-            )
+        found = msgspec.json.decode(path.read_bytes(), type=Network | _Sites)
+        return found if isinstance(found, Network) else found.expanded()
     except OSError as error:
         raise ConfigurationError(f"The network {path} cannot be read: {error.strerror}.") from error
-    except msgspec.DecodeError as error:
-        raise ConfigurationError(
-            f"{path} is not a network: {error}. Every device needs a host, an index and a speed; docs/placement.md "
-            "shows the format."
-        ) from error
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{path}: {error}") from error
-    raise ConfigurationError(f"{path} has format={found!r}; this version reads {FORMAT!r} and {SITES!r}.")
+    except (msgspec.DecodeError, ConfigurationError) as error:
+        own = next((each for each in (error, error.__cause__) if isinstance(each, ConfigurationError)), None)
+        reason = own or (
+            f"this is not a network: {error}. Every device needs a host, an index and a speed, and the format is "
+            f"{FORMAT} or {SITES}; docs/placement.md shows both."
+        )
+        raise ConfigurationError(f"{path}: {reason}") from error
 
 
 def write_network(path: Path, network: Network) -> None:
     """Write ``sdpipe-network/1``, a device or a row of a matrix per line."""
-    file = msgspec.to_builtins(
-        _File(
-            FORMAT,
-            network.source,
-            list(network.devices),
-            [list(row) for row in network.latency_seconds],
-            [list(row) for row in network.bandwidth_bytes_per_second],
-            network.shared,
-            network.model,
-        )
-    )
-    path.write_text(one_row_per_line(file), encoding="utf-8")
-
-
-def _expand(file: _Sites) -> Network:
-    names = [site.name for site in file.sites]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise ConfigurationError(f"The site {twice[0]} appears {names.count(twice[0])} times. Names must differ.")
-    if any(site.devices < 1 for site in file.sites):
-        raise ConfigurationError("Every site needs at least one device.")
-    _check("latency_seconds", file.latency_seconds, names, least="at least 0")
-    _check("bandwidth_bytes_per_second", file.bandwidth_bytes_per_second, names, least="above 0")
-    home = [number for number, site in enumerate(file.sites) for _ in range(site.devices)]
-    devices = tuple(
-        Device(site.name, index, site.speed, site.memory_bytes) for site in file.sites for index in range(site.devices)
-    )
-
-    def expanded(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-        return [[rows[a][b] for b in home] for a in home]
-
-    latency, bandwidth = expanded(file.latency_seconds), expanded(file.bandwidth_bytes_per_second)
-    return Network(devices, latency, bandwidth, file.source, file.model)
+    plain = {"format": FORMAT, "source": network.source} | msgspec.to_builtins(network)
+    path.write_text(one_row_per_line(plain), encoding="utf-8")

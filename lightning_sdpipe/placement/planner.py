@@ -15,19 +15,18 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.placement.arrange import arrange
 from lightning_sdpipe.placement.cost import Cost, CostModel, Weights, evaluate, weights
-from lightning_sdpipe.placement.model import Block, StageTraffic, traffic_of
+from lightning_sdpipe.placement.model import Block, stages_of
 from lightning_sdpipe.placement.network import Network
 from lightning_sdpipe.placement.rate import Job, Layout, Shape, Spans, Sync, Times, times
-from lightning_sdpipe.placement.search import MOVES, Found, default_rows, search
-from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.pairing import uniform
+from lightning_sdpipe.placement.search import MOVES, Found, Search
+from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.simulate.pipelines import Work
-from lightning_sdpipe.simulate.run import simulate
-from lightning_sdpipe.topology.placement_file import FORMAT, Placement
+from lightning_sdpipe.simulate.run import jittered, simulate
+from lightning_sdpipe.topology.mesh import Mesh, rows_of
+from lightning_sdpipe.topology.placement_file import Placement
 
 ITERATIONS, WARM_UP = 240, 40
 """Iterations of each pipeline, and the number of first ones that do not count: until P rounds have passed, nothing is
@@ -38,20 +37,23 @@ JITTER = 0.05
 
 
 @dataclass(frozen=True)
-class SimulatedStage:
-    """The simulated run of one stage.
+class Drawn:
+    """Groups that a policy forms of the pipelines.
 
     Args:
         groups: the pipelines of each group, in the order of averaging.
-        rate: mini-batches per second of all pipelines.
-        efficiency: the rate over that of pipelines that never wait for each other and never average (η).
         seconds: seconds of averaging in a group, the mean over its members.
+        efficiency: the rate over that of pipelines that never wait for each other and never average (η).
     """
 
     groups: tuple[tuple[int, ...], ...]
-    rate: float
-    efficiency: float
     seconds: float
+    efficiency: float
+
+    @property
+    def members(self) -> float:
+        """Mean number of members of a group."""
+        return sum(map(len, self.groups)) / len(self.groups)
 
 
 def simulate_groups(
@@ -59,8 +61,7 @@ def simulate_groups(
     times: Sequence[float],
     averaging: Callable[[Sequence[int]], float],
     micro_batches: int = 1,
-    seed: int = 0,
-) -> SimulatedStage:
+) -> Drawn:
     """Simulate how the policy forms groups in one stage.
 
     Args:
@@ -68,30 +69,21 @@ def simulate_groups(
         times: seconds for a mini-batch of each pipeline; above 0.
         averaging: seconds that a group of these pipelines takes to average.
         micro_batches: micro-batches of a mini-batch; with the last backward a pipeline is ready.
-        seed: seed of the jitter.
     """
-
-    def seconds(worker: Worker, iteration: int) -> float:
-        return times[worker.pipeline] * (1 + JITTER * (2 * uniform(seed, worker.pipeline, iteration) - 1))
-
+    share = jittered(1.0, JITTER)
     work = Work(
         1,
         len(times),
         ITERATIONS,
-        seconds,
+        lambda worker, iteration: times[worker.pipeline] * share(worker, iteration),
         num_micro_batches=micro_batches,
         exchange=lambda group: averaging([worker.pipeline for worker in group.members]),
     )
-    run = simulate(policy, work)
+    run, alone = simulate(policy, work), simulate(NoSync(), replace(work, exchange=lambda group: 0.0))
     groups = [tuple(worker.pipeline for worker in group.members) for _, group in run.groups]
     groups = groups[len(groups) * WARM_UP // ITERATIONS :]
-    rate = sum(run.rates(WARM_UP))
-    alone = sum(
-        (ITERATIONS - WARM_UP) / sum(seconds(Worker(0, pipeline), number) for number in range(WARM_UP, ITERATIONS))
-        for pipeline in range(len(times))
-    )
-    spent = sum(len(group) * averaging(group) for group in groups)
-    return SimulatedStage(tuple(groups), rate, rate / alone, spent / sum(map(len, groups)))
+    spent = sum(len(group) * averaging(group) for group in groups) / sum(map(len, groups))
+    return Drawn(tuple(groups), spent, sum(run.rates(WARM_UP)) / sum(alone.rates(WARM_UP)))
 
 
 RULED = 4
@@ -126,11 +118,20 @@ class PlacementTask:
 
 
 @dataclass(frozen=True)
+class Communication:
+    """The costs of communication alone, where all pipelines average together: of each link, of a placement, and of the
+    default order at the uniform cut."""
+
+    weights: Weights
+    cost: Cost
+    default: Cost
+
+
+@dataclass(frozen=True)
 class PlacementResult:
     """The result of a placement. ``seconds`` are for a mini-batch of every pipeline, computing included, and
     ``default_seconds`` those of the default order at the uniform cut; infinite if that is not possible. ``price`` is
-    what rank 0's rule adds. ``weights`` and the costs of communication alone, where all pipelines average together, are
-    None where pipelines have unlike cuts."""
+    what rank 0's rule adds. ``communication`` is None where pipelines have unlike cuts."""
 
     job: Job
     layout: Layout
@@ -141,10 +142,8 @@ class PlacementResult:
     default_seconds: float
     price: float
     free_hosts: list[str]
-    weights: Weights | None
-    cost: Cost | None
-    default_cost: Cost | None
-    drawn: SimulatedStage | None
+    communication: Communication | None
+    drawn: Drawn | None
 
     @property
     def network(self) -> Network:
@@ -193,49 +192,37 @@ class PlacementResult:
             "num_micro_batches": self.micro_batches,
             "mini_batches_per_second": self.rate,
         }
-        if self.cost is not None and self.default_cost is not None:
-            cost |= {"data_seconds": self.cost.data, "pipeline_seconds": self.cost.pipeline}
-            cost["default_order_seconds"] = self.default_cost.total
+        if (links := self.communication) is not None:
+            cost |= {"data_seconds": links.cost.data, "pipeline_seconds": links.cost.pipeline}
+            cost["default_order_seconds"] = links.default.total
         names = tuple(tuple(str(self.network.devices[device]) for device in row) for row in self.layout.rows)
         blocks = tuple(map(tuple, self.blocks)) if self.network.model is not None else None
-        return Placement(FORMAT, source, cost, reversible(self.job, self.layout), blocks, names)
+        return Placement(source, cost, reversible(self.job, self.layout), blocks, names)
 
 
-def place(network: Network, asked: PlacementTask, traffic: StageTraffic | None = None) -> PlacementResult:
+def place(network: Network, asked: PlacementTask, stages: tuple[Block, ...] | None = None) -> PlacementResult:
     """Search for the fastest placement of ``asked.num_stages`` stages on all devices of ``network``.
 
     Args:
         network: a network that was measured, or written by hand.
         asked: the task.
-        traffic: the traffic of the stages, if the network has no model, or instead of it.
+        stages: the stages, each as a block, if the network has no model, or instead of it.
 
     Raises:
-        ConfigurationError: the devices do not form such pipelines, the traffic of the stages is unknown, the model
+        ConfigurationError: the devices do not form such pipelines, what stages send is unknown, the model
             cannot be cut or fits nowhere, or every placement needs a link that does not exist.
     """
-    count = len(network)
     if isinstance(asked.num_stages, int):
-        if asked.num_stages < 1 or count % asked.num_stages:
-            allowed = [m for m in range(1, count + 1) if count % m == 0]
-            raise ConfigurationError(
-                f"{count} devices cannot form pipelines of {asked.num_stages} stages: the number of stages must divide "
-                f"the number of devices. Use one of {allowed}."
-            )
-        depths = [asked.num_stages] * (count // asked.num_stages)
+        mesh = Mesh.build(len(network), asked.num_stages)
     else:
-        depths = [*asked.num_stages]
-        if sum(depths) != count:
-            raise ConfigurationError(
-                f"--stages {','.join(map(str, depths))} are {sum(depths)} workers, and the network has {count} "
-                "devices. Change one of them: each stage of each pipeline is a device."
-            )
+        mesh = Mesh.of_depths(len(network), asked.num_stages, False, "the network's devices are")
         if asked.cost == "pipedream":
             raise ConfigurationError(
                 "--cost pipedream is for a schedule that needs pipelines of one depth and cut. Give one number of "
                 "--stages, or another cost."
             )
-    job = job_of(network, asked, traffic)
-    return _placed(job, asked, depths, unlike=not isinstance(asked.num_stages, int))
+    job = job_of(network, asked, stages)
+    return _placed(job, asked, mesh.depths, unlike=not isinstance(asked.num_stages, int))
 
 
 def place_freely(network: Network, asked: PlacementTask) -> tuple[list[PlacementResult], list[str]]:
@@ -275,22 +262,18 @@ def place_freely(network: Network, asked: PlacementTask) -> tuple[list[Placement
     return found, refusals
 
 
-def job_of(network: Network, asked: PlacementTask, traffic: StageTraffic | None) -> Job:
+def job_of(network: Network, asked: PlacementTask, stages: tuple[Block, ...] | None) -> Job:
     """Return the job of a task on all devices of ``network``.
 
     Raises:
-        ConfigurationError: the traffic of the stages is unknown.
+        ConfigurationError: what stages send is unknown.
     """
-    if traffic is not None:
-        cuts = (*traffic.cut_bytes, 0.0)
-        chain = tuple(Block(0.0, round(a), round(b), round(b)) for a, b in zip(traffic.stage_bytes, cuts, strict=True))
-    elif network.model is None:
+    chain = stages or (() if network.model is None else network.model.chain)
+    if not chain:
         raise ConfigurationError(
             "Nothing says what the stages send: the network was measured without a model. Measure with `--model "
             "IMPORT.PATH:NAME`, or give one number of --stages with `--stage-bytes` and `--cut-bytes`."
         )
-    else:
-        chain = network.model.chain
     return Job(network, chain, asked.num_micro_batches, asked.cost, asked.sync, asked.optimizer_state)
 
 
@@ -302,10 +285,8 @@ def _placed(
     free: bool = False,
     starts: Sequence[Layout] = (),
 ) -> PlacementResult:
-    def searched(job: Job, moves: int, starts: Sequence[Layout]) -> Found:
-        return search(job, depths, starts, moves, asked.seed, asked.seconds, unlike=unlike, free=free)
-
-    found = ruled = searched(job, asked.moves, starts)
+    search = Search(job, depths, asked.moves, asked.seed, asked.seconds, unlike, free)
+    found = ruled = search.run(starts)
     first = asked.first
     if first is None:
         used = {device for row in found.layout.rows for device in row}
@@ -313,7 +294,7 @@ def _placed(
     if all(row[-1] != first for row in found.layout.rows):
         following = sorted(ending_with(first, job, found.layout), key=lambda layout: _order(times_of(job, layout)))
         try:
-            ruled = searched(replace(job, last=first), asked.moves // RULED, following[:1])
+            ruled = replace(search, job=replace(job, last=first), moves=asked.moves // RULED).run(following[:1])
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"Rank 0 must run a last stage, which {job.network.devices[first]} cannot in any way that was tried. "
@@ -331,18 +312,19 @@ def _result(job: Job, layout: Layout, first: int, found: Found, seconds: float) 
     ends = [job.network.devices[row[-1]] for row in free]
     if reversible(job, found.layout):
         ends += [job.network.devices[row[0]] for row in free]
-    default = Layout(tuple(map(tuple, default_rows(depths))), tuple(uniform_cut(len(chain), depth) for depth in depths))
+    default = Layout(rows_of(depths), tuple(uniform_cut(len(chain), depth) for depth in depths))
     possible = all(chain[span[-1]].activation_bytes is not None for spans in default.cuts for span in spans[:-1])
     slow = times_of(job, default) if possible else None
     default_seconds = math.inf if slow is None or slow.misfits[0] else float(slow.seconds[0]) * len(depths)
-    costs, cost, default_cost = None, None, None
+    communication = None
     if layout.alike:
-        m, size = job.number(depths), len(depths)
-        costs = weights(job.network, size, traffic_of(chain, layout.cuts[0]), job.cost, m)
-        cost = default_cost = evaluate(layout.stages, costs)
-        if possible:
-            at_uniform = weights(job.network, size, traffic_of(chain, default.cuts[0]), job.cost, m)
-            default_cost = evaluate(default.stages, at_uniform)
+
+        def costs(of: Layout) -> Weights:
+            return weights(job.network, len(depths), stages_of(chain, of.cuts[0]), job.cost, job.number(depths))
+
+        cost = evaluate(layout.stages, costs(layout))
+        default_cost = evaluate(default.stages, costs(default)) if possible else cost
+        communication = Communication(costs(layout), cost, default_cost)
     own, drawn = times_of(job, layout), None
     if job.computes and job.sync == "groups" and layout.alike and len(layout.rows) > 1:
         drawn = _drawn(job, layout, own)
@@ -356,9 +338,7 @@ def _result(job: Job, layout: Layout, first: int, found: Found, seconds: float) 
         default_seconds,
         max(0.0, seconds - found.seconds) * len(depths),
         sorted({device.host for device in ends if device.index == 0}),
-        costs,
-        cost,
-        default_cost,
+        communication,
         drawn,
     )
 
@@ -386,8 +366,7 @@ def uniform_cut(num_blocks: int, num_stages: int) -> Spans:
 
 
 def ending_with(device: int, job: Job, layout: Layout) -> Iterator[Layout]:
-    """Yield layouts near ``layout`` in which ``device`` runs a last stage: swapped with one that does, reversed, or in
-    the best order that ends with its stage."""
+    """Yield layouts near ``layout`` in which ``device`` runs a last stage: reversed, or swapped with one that does."""
     backward = tuple(row[::-1] for row in layout.rows)
     for rows in (layout.rows, backward) if reversible(job, layout) else (layout.rows,):
         if any(row[-1] == device for row in rows):
@@ -395,16 +374,9 @@ def ending_with(device: int, job: Job, layout: Layout) -> Iterator[Layout]:
         for end in [row[-1] for row in rows]:
             swap = {device: end, end: device}
             yield Layout(tuple(tuple(swap.get(each, each) for each in row) for row in rows), layout.cuts)
-    if reversible(job, layout):
-        costs = weights(
-            job.network, len(layout.rows), traffic_of(job.chain, layout.cuts[0]), job.cost, job.number(layout.depths)
-        )
-        for stages in arrange(layout.stages, costs, last=device):
-            if stages is not None:
-                yield Layout(tuple(zip(*stages, strict=True)), layout.cuts)
 
 
-def _drawn(job: Job, layout: Layout, own: Times) -> SimulatedStage:
+def _drawn(job: Job, layout: Layout, own: Times) -> Drawn:
     """Return the groups that SDPipe's policy would form of pipelines with one cut."""
     late, slow, _ = job.links
     held = [sum(job.chain[block].parameter_bytes for block in span) for span in layout.cuts[0]]

@@ -1,47 +1,33 @@
-"""Report of a placement for people: as text, and as a picture of the mesh, with a box for each device, coloured by
-host, and the speed of its links."""
+"""Report of a placement for people: as text, and as a picture of the mesh in SVG, with a box for each device, coloured
+by host, and the speed of its links."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from lightning_sdpipe.placement.cost import Stages, Weights, group_cost
-from lightning_sdpipe.placement.planner import PlacementResult
+from lightning_sdpipe.placement.planner import Communication, PlacementResult
 
-PALETTE = ("#8ecae6", "#ffd166", "#95d5b2", "#f4a6b7", "#cdb4db", "#ffb997", "#a3b1ff", "#d4e09b", "#b8c0c8", "#e6ccb2")
+WIDTH, HEIGHT = 150, 44
+"""Distances of stages and of pipelines in the picture; a device's box takes part of them."""
+
+LEFT, TOP = 90, 150
+"""Place of the first device."""
+
 SLOW = "#c1121f"
-QUICK_TO_SLOW = ("#a9b2bc", "#f4a261", SLOW)
-WIDTH, HEIGHT = 0.62, 0.56
-"""Size of a device's box; stages are 1 apart, and so are pipelines."""
-LONGEST_NAME = 12
-"""Longest name of a device in its box; for longer names only the index is written, and the colour says which host it
-is."""
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The slowest link between stage ``stage`` and the next: from ``above`` to ``below``, in pipeline ``pipeline``."""
-
-    stage: int
-    pipeline: int
-    above: int
-    below: int
-
-
-def slowest_links(stages: Stages, weights: Weights) -> list[Cut]:
-    """Return the slowest link of each cut; the first of equally slow ones."""
-    found = []
-    for stage, (above, below) in enumerate(pairwise(stages)):
-        step, period = weights.step[stage], weights.period[stage]
-        pairs = list(enumerate(zip(above, below, strict=True)))
-        pipeline, (a, b) = max(pairs, key=lambda pair: step[pair[1][0]][pair[1][1]] + period[pair[1][0]][pair[1][1]])
-        found.append(Cut(stage, pipeline, a, b))
-    return found
+def slowest_links(stages: Stages, weights: Weights) -> list[tuple[float, int, int, int]]:
+    """Return the slowest link of each cut: its seconds, the stage above it, and the devices above and below it; the
+    first of equally slow ones."""
+    return [
+        max(((_link(weights, stage, a, b), stage, a, b) for a, b in zip(*pair, strict=True)), key=lambda link: link[0])
+        for stage, pair in enumerate(pairwise(stages))
+    ]
 
 
 def slowest_stage(stages: Stages, weights: Weights) -> tuple[int, int]:
@@ -119,9 +105,8 @@ def _table(placed: PlacementResult, names: Sequence[str]) -> list[str]:
 
 def _costs(placed: PlacementResult, names: Sequence[str]) -> list[str]:
     lines = []
-    cost, default, costs = placed.cost, placed.default_cost, placed.weights
-    if cost is not None and default is not None and costs is not None:
-        stages = placed.layout.stages
+    if (links := placed.communication) is not None:
+        stages, cost, default, costs = placed.layout.stages, links.cost, links.default, links.weights
         gain = f" (default order: {shown_seconds(default.total)}, {_times(default.total, cost.total)})"
         lines.append(f"Communication  {shown_seconds(cost.total)} for a mini-batch of every pipeline{gain}")
         if placed.num_pipelines > 1:
@@ -129,10 +114,10 @@ def _costs(placed: PlacementResult, names: Sequence[str]) -> list[str]:
             data = shown_seconds(cost.data)
             lines.append(f"  data         {data}: stage {stage} takes longest to average, {names[device]} most of all")
         if len(stages) > 1:
-            worst = max(slowest_links(stages, costs), key=lambda cut: _link(cut, costs))
+            _, stage, above, below = max(slowest_links(stages, costs), key=lambda link: link[0])
             lines.append(
-                f"  pipeline     {shown_seconds(cost.pipeline)}: the slowest link is {names[worst.above]} – "
-                f"{names[worst.below]}, stage {worst.stage} to {worst.stage + 1}"
+                f"  pipeline     {shown_seconds(cost.pipeline)}: the slowest link is {names[above]} – {names[below]}, "
+                f"stage {stage} to {stage + 1}"
             )
     if placed.job.computes:
         gain = f"default order and uniform cut: {shown_seconds(placed.default_seconds)}, "
@@ -142,11 +127,9 @@ def _costs(placed: PlacementResult, names: Sequence[str]) -> list[str]:
         lines.append(f"A mini-batch   {shown_seconds(placed.seconds)} with computing ({gain})")
         lines.append(f"Together       {placed.rate:.3g} mini-batches/s")
     if placed.drawn is not None:
-        sizes = [len(group) for group in placed.drawn.groups]
         lines.append(
-            f"SDPipe's groups have {sum(sizes) / len(sizes):.1f} members and take "
-            f"{shown_seconds(placed.drawn.seconds)}; pipelines run at {placed.drawn.efficiency:.2f} of the speed that "
-            "they would have alone"
+            f"SDPipe's groups have {placed.drawn.members:.1f} members and take {shown_seconds(placed.drawn.seconds)}; "
+            f"pipelines run at {placed.drawn.efficiency:.2f} of the speed that they would have alone"
         )
     return lines
 
@@ -160,8 +143,8 @@ def _rank_zero(placed: PlacementResult, names: Sequence[str]) -> str:
     return text + f"which costs {shown_seconds(placed.price)}" + (remedy if placed.free_hosts else "")
 
 
-def _link(cut: Cut, weights: Weights) -> float:
-    return weights.step[cut.stage][cut.above][cut.below] + weights.period[cut.stage][cut.above][cut.below]
+def _link(weights: Weights, stage: int, above: int, below: int) -> float:
+    return weights.step[stage][above][below] + weights.period[stage][above][below]
 
 
 def shown_seconds(seconds: float) -> str:
@@ -176,105 +159,70 @@ def _times(default: float, placed: float) -> str:
 
 
 def draw_picture(placed: PlacementResult, path: Path) -> None:
-    """Write the picture of pipelines that have one cut to ``path``; its ending decides the format.
+    """Write the picture of pipelines that have one cut to ``path``, as SVG.
 
     Every row is a pipeline, in which activations travel to the right and gradients back; every column is a stage, whose
-    devices average. Links between stages are coloured by what they cost, and the slowest of every cut is named.
+    devices average. Links between stages are the redder the more they cost, and the slowest of every cut is named.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
-
-    stages, pipelines = len(placed.layout.stages), placed.num_pipelines
-    size = (max(6.5, 1.5 * stages + 1.5), 0.55 * pipelines + 3.1)
-    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-    axes.set_xlim(-0.95, stages - 0.5)
-    axes.set_ylim(pipelines - 0.3, -1.25)
-    axes.axis("off")
-    colours = _colours(placed)
-    _links(figure, axes, placed)
-    _devices(axes, placed, colours)
-    _stages(axes, placed)
-    figure.suptitle(_title(placed), fontsize=10, wrap=True)
-    if len(colours) <= len(PALETTE):
-        handles = [Patch(facecolor=colour, edgecolor="black", label=host) for host, colour in colours.items()]
-        figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, title="host", fontsize=9)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    links = placed.communication
+    assert links is not None
+    width = LEFT + WIDTH * max(4, len(placed.layout.stages))
+    height = TOP + HEIGHT * (placed.num_pipelines + 1)
+    size = f'width="{width}" height="{height}" font-family="sans-serif" font-size="12" text-anchor="middle"'
+    shapes = (*_title(links), *_links(placed, links.weights), *_devices(placed), *_stages(placed, links.weights))
+    picture = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', '<rect width="100%" height="100%" fill="white"/>']
+    path.write_text("\n".join([*picture, *shapes, "</svg>\n"]), encoding="utf-8")
 
 
-def _title(placed: PlacementResult) -> str:
-    cost, default = placed.cost, placed.default_cost
-    assert cost is not None
-    assert default is not None
+def _text(x: float, y: float, text: str, more: str = "") -> str:
+    return f'<text x="{x:g}" y="{y:g}"{more}>{escape(text)}</text>'
+
+
+def _title(links: Communication) -> Iterator[str]:
+    cost, default = links.cost, links.default
     gain = f" (default order: {shown_seconds(default.total)})" if default.total != cost.total else ""
-    return (
-        f"{shown_seconds(cost.total)} of communication for a mini-batch of every pipeline{gain}:\n"
-        f"{shown_seconds(cost.data)} to average the replicas of a stage (columns),\n"
-        f"{shown_seconds(cost.pipeline)} to pass activations and gradients on (rows)"
+    lines = (
+        f"{shown_seconds(cost.total)} of communication for a mini-batch of every pipeline{gain}:",
+        f"{shown_seconds(cost.data)} to average the replicas of a stage (columns),",
+        f"{shown_seconds(cost.pipeline)} to pass activations and gradients on (rows)",
     )
+    yield from (_text(10, 20 + 18 * number, line, ' text-anchor="start"') for number, line in enumerate(lines))
 
 
-def _colours(placed: PlacementResult) -> dict[str, str]:
-    hosts = dict.fromkeys(device.host for device in placed.network.devices)
-    return {host: PALETTE[number % len(PALETTE)] for number, host in enumerate(hosts)}
-
-
-def _links(figure: Any, axes: Any, placed: PlacementResult) -> None:
-    from matplotlib import cm
-    from matplotlib.colors import LinearSegmentedColormap, Normalize
-
-    weights = placed.weights
-    assert weights is not None
+def _links(placed: PlacementResult, weights: Weights) -> Iterator[str]:
     costs = {
-        (y, stage): _link(Cut(stage, y, a, b), weights)
-        for y, row in enumerate(placed.layout.rows)
-        for stage, (a, b) in enumerate(pairwise(row))
+        (row, stage): _link(weights, stage, a, b)
+        for row, devices in enumerate(placed.layout.rows)
+        for stage, (a, b) in enumerate(pairwise(devices))
     }
-    if not costs:
-        return
-    colours = LinearSegmentedColormap.from_list("links", QUICK_TO_SLOW)
-    scale: Any = cm.ScalarMappable(Normalize(0.0, max(costs.values()) or 1.0), colours)
-    for (y, stage), cost in costs.items():
-        axes.annotate(
-            "",
-            xy=(stage + 1 - WIDTH / 2, y),
-            xytext=(stage + WIDTH / 2, y),
-            arrowprops={"arrowstyle": "<|-|>", "color": scale.to_rgba(cost), "lw": 2.4, "shrinkA": 0, "shrinkB": 0},
+    for (row, stage), cost in costs.items():
+        x, y, share = LEFT + WIDTH * stage, TOP + HEIGHT * row, cost / (max(costs.values()) or 1.0)
+        yield (
+            f'<line x1="{x + 50}" x2="{x + WIDTH - 50}" y1="{y}" y2="{y}" stroke-width="3" '
+            f'stroke="hsl(0 {80 * share:.0f}% {70 - 30 * share:.0f}%)"><title>{shown_seconds(cost)}</title></line>'
         )
-    for cut in slowest_links(placed.layout.stages, weights):
-        seconds = _link(cut, weights)
-        axes.text(cut.stage + 0.5, -0.62, shown_seconds(seconds), ha="center", va="center", fontsize=8)
-    bar = figure.colorbar(scale, ax=axes, shrink=0.7, pad=0.02)
-    bar.set_label("seconds to pass a mini-batch over a link,\nand its gradients back", fontsize=8)
-    bar.ax.tick_params(labelsize=8)
+    for seconds, stage, _, _ in slowest_links(placed.layout.stages, weights):
+        yield _text(LEFT + WIDTH * (stage + 0.5), TOP - 30, shown_seconds(seconds))
 
 
-def _devices(axes: Any, placed: PlacementResult, colours: dict[str, str]) -> None:
-    from matplotlib.patches import FancyBboxPatch
-
-    for y, row in enumerate(placed.layout.rows):
-        axes.text(-0.42, y, f"pipeline {y}", ha="right", va="center", fontsize=9)
-        for x, number in enumerate(row):
-            device = placed.network.devices[number]
-            corner, style = (x - WIDTH / 2, y - HEIGHT / 2), "round,pad=0,rounding_size=0.08"
-            axes.add_patch(FancyBboxPatch(corner, WIDTH, HEIGHT, style, facecolor=colours[device.host], linewidth=0.8))
-            name = str(device) if len(str(device)) <= LONGEST_NAME else f":{device.index}"
-            axes.text(x, y, name, ha="center", va="center", fontsize=7.5)
+def _devices(placed: PlacementResult) -> Iterator[str]:
+    hosts = list(dict.fromkeys(device.host for device in placed.network.devices))
+    for row, devices in enumerate(placed.layout.rows):
+        y = TOP + HEIGHT * row
+        yield _text(LEFT - 56, y + 4, f"pipeline {row}", ' text-anchor="end" font-size="10"')
+        for stage, device in enumerate(placed.network.devices[number] for number in devices):
+            x, hue = LEFT + WIDTH * stage, 360 * hosts.index(device.host) // len(hosts)
+            box = f'<rect x="{x - 50}" y="{y - 15}" width="100" height="30" rx="5" fill="hsl({hue} 60% 80%)"/>'
+            yield box + _text(x, y + 4, str(device), ' textLength="94"' if len(str(device)) > 14 else "")
 
 
-def _stages(axes: Any, placed: PlacementResult) -> None:
-    assert placed.weights is not None
+def _stages(placed: PlacementResult, weights: Weights) -> Iterator[str]:
     stages = placed.layout.stages
-    spent = [group_cost(group, exchange) for group, exchange in zip(stages, placed.weights.exchange, strict=True)]
+    spent = [group_cost(group, exchange) for group, exchange in zip(stages, weights.exchange, strict=True)]
     for stage, seconds in enumerate(spent):
-        count = None if placed.network.model is None else placed.blocks[0][stage]
-        blocks = "" if count is None else f"\n{count} block{'s' if count > 1 else ''}"
-        axes.text(stage, -1.2, f"stage {stage}{blocks}", ha="center", va="top", fontsize=9.5, fontweight="bold")
+        count, x = placed.blocks[0][stage], LEFT + WIDTH * stage
+        blocks = "" if placed.network.model is None else f", {count} block{'s' * (count > 1)}"
+        yield _text(x, TOP - 50, f"stage {stage}{blocks}", ' font-weight="bold"')
         if placed.num_pipelines > 1:
             colour = SLOW if seconds == max(spent) > 1.01 * min(spent) else "black"
-            axes.text(stage, -0.62, shown_seconds(seconds), ha="center", va="center", fontsize=8, color=colour)
-    if placed.num_pipelines > 1 or len(stages) > 1:
-        axes.text(-0.42, -0.62, "average / pass on", ha="right", va="center", fontsize=7.5, style="italic")
+            yield _text(x, TOP - 30, shown_seconds(seconds), f' fill="{colour}"')

@@ -25,9 +25,10 @@ import numpy as np
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.balance import balance
 from lightning_sdpipe.placement.arrange import arrange
-from lightning_sdpipe.placement.cost import Weights, shares, weights
-from lightning_sdpipe.placement.model import traffic_of
+from lightning_sdpipe.placement.cost import shares, weights
+from lightning_sdpipe.placement.model import stages_of
 from lightning_sdpipe.placement.rate import Array, Job, Layout, Shape, Spans, Times, times
+from lightning_sdpipe.topology.mesh import rows_of
 
 MOVES = 300_000
 """Moves of a search: some 10 s for 64 devices."""
@@ -84,64 +85,50 @@ class Found:
     improvements: list[tuple[int, float, float]]
 
 
-def search(
-    job: Job,
-    depths: Sequence[int],
-    starts: Sequence[Layout] = (),
-    moves: int = MOVES,
-    seed: int = 0,
-    seconds: float = math.inf,
-    *,
-    unlike: bool = False,
-    free: bool = False,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Found:
-    """Search for the fastest layout.
+@dataclass
+class Search:
+    """A search for the fastest layout.
 
     Args:
         job: the model, the devices and the schedule.
         depths: number of stages of each pipeline, at first.
-        starts: layouts to begin with, besides others.
         moves: number of moves after which the search is done.
         seed: seed of all randomness.
         seconds: limit of time, which cuts the search short.
         unlike: whether pipelines may have cuts of their own.
-        free: whether depths may change.
+        free: whether depths may change, and cuts with them.
         clock: monotonic seconds.
-
-    Raises:
-        ConfigurationError: no layout that was tried fits into the devices, or all need a link that does not exist.
     """
-    return _Search(job, depths, unlike or free, free, moves, random.Random(seed), seconds, clock).run(starts)
 
+    job: Job
+    depths: Sequence[int]
+    moves: int = MOVES
+    seed: int = 0
+    seconds: float = math.inf
+    unlike: bool = False
+    free: bool = False
+    clock: Callable[[], float] = time.perf_counter
 
-class _Search:
-    def __init__(
-        self,
-        job: Job,
-        depths: Sequence[int],
-        unlike: bool,
-        free: bool,
-        moves: int,
-        rng: random.Random,
-        seconds: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self.job, self.depths, self.unlike, self.free, self.rng = job, list(depths), unlike, free, rng
-        self.moves, self.made = moves, 0
-        self._clock, self._began = clock, clock()
-        self._until = self._began + seconds
+    def __post_init__(self) -> None:
+        job, self.unlike = self.job, self.unlike or self.free
+        self.made, self.rng, self._began = 0, random.Random(self.seed), self.clock()
         self.best: Found | None = None
         self.among, self.between = _distances(job, len(self.depths), job.number(self.depths))
-        self.near = self._near()
+        order = self.between.argsort(axis=1, kind="stable").tolist()
+        self.near = [[other for other in row if other != number] for number, row in enumerate(order)]
+        """The other devices from near to far, for each device."""
         self._cuts: dict[tuple[int, ...], Spans | None] = {}
         self._kinds = _kinds(job)
-        self._costs: dict[Spans, Weights] = {}
         self._refusal: ConfigurationError | None = None
 
     # ------------------------------------------------------------------ rounds
 
-    def run(self, starts: Sequence[Layout]) -> Found:
+    def run(self, starts: Sequence[Layout] = ()) -> Found:
+        """Search from these layouts, and from others.
+
+        Raises:
+            ConfigurationError: no layout that was tried fits into the devices, or all need a link that does not exist.
+        """
         first = [*starts, *self._starts()]
         for layout in first:
             self.offer(layout)
@@ -165,7 +152,7 @@ class _Search:
 
     @property
     def is_late(self) -> bool:
-        return self.made < self.moves and self._clock() >= self._until
+        return self.made < self.moves and self.clock() >= self._began + self.seconds
 
     def offer(self, layout: Layout) -> Times:
         """Keep ``layout`` if it fits and is the fastest so far."""
@@ -184,24 +171,17 @@ class _Search:
         if self.best is None:
             self.best = Found(layout, seconds, 0, False, [])
         self.best.layout, self.best.seconds = layout, seconds
-        self.best.improvements.append((self.made, seconds, self._clock() - self._began))
+        self.best.improvements.append((self.made, seconds, self.clock() - self._began))
 
     def _arrange(self, layout: Layout) -> None:
         """Try the best order of the stages of ``layout``, and the best device after each, by the cost of links."""
         if not layout.alike:
             return
-        stages = layout.stages
-        for found in arrange(stages, self._weights(layout)):
-            if found is not None and not self.is_late:
-                self.offer(Layout(tuple(zip(*found, strict=True)), layout.cuts))
-
-    def _weights(self, layout: Layout) -> Weights:
-        """Return the costs of links for the stages of ``layout``; missing ones cost much."""
-        job, key = self.job, layout.cuts[0]
-        if key not in self._costs:
-            number = job.number(layout.depths)
-            self._costs[key] = weights(job.network, len(layout.rows), traffic_of(job.chain, key), job.cost, number)
-        return self._costs[key]
+        job, sends = self.job, stages_of(self.job.chain, layout.cuts[0])
+        costs = weights(job.network, len(layout.rows), sends, job.cost, job.number(layout.depths))
+        for stages in arrange(layout.stages, costs):
+            if not self.is_late:
+                self.offer(Layout(tuple(zip(*stages, strict=True)), layout.cuts))
 
     # ------------------------------------------------------------------ starts
 
@@ -210,7 +190,7 @@ class _Search:
         job, count, depths = self.job, len(self.job.network), self.depths
         speed = sorted(range(count), key=lambda device: -job.speeds[device])
         memory = sorted(range(count), key=lambda device: (-job.memories[device], -job.speeds[device]))
-        orders = [default_rows(depths), self._rows_of(speed), self._columns_of(speed)]
+        orders: list[Sequence[Sequence[int]]] = [rows_of(depths), self._rows_of(speed), self._columns_of(speed)]
         orders += [self._near_rows(length, True) for length in range(2, max(depths) // 2 + 1)]
         orders += [self._near_rows(max(depths), tight) for tight in (True, False)]
         orders += [self._near_columns(tight) for tight in (True, False)]
@@ -283,11 +263,6 @@ class _Search:
             order += part
         return order
 
-    def _near(self) -> list[list[int]]:
-        """Return the other devices from near to far, for each device."""
-        order = self.between.argsort(axis=1, kind="stable").tolist()
-        return [[other for other in row if other != number] for number, row in enumerate(order)]
-
     # -------------------------------------------------------------------- cuts
 
     def cut(self, rows: Sequence[Sequence[int]]) -> Layout | None:
@@ -355,7 +330,7 @@ _Changed: TypeAlias = tuple[Shape, Array, list[list[int]]]
 class _Walk:
     """A layout during annealing."""
 
-    def __init__(self, search: _Search, layout: Layout) -> None:
+    def __init__(self, search: Search, layout: Layout) -> None:
         self._search, self._job, self._rng = search, search.job, search.rng
         self._shape = Shape(search.job, layout.cuts)
         self._devices = _flat(layout)
@@ -503,16 +478,6 @@ class _Walk:
         return [before[stage == number] for number in range(int(stage.max(initial=-1)) + 1)]
 
 
-def default_rows(depths: Sequence[int]) -> list[list[int]]:
-    """Return the devices of each pipeline where device i is rank i: consecutive ranks form a pipeline, its last stage
-    first."""
-    rows, first = [], 0
-    for depth in depths:
-        rows.append(list(range(first + depth - 1, first - 1, -1)))
-        first += depth
-    return rows
-
-
 def _distances(job: Job, num_pipelines: int, micro_batches: int) -> tuple[Array, Array]:
     """Return the seconds of typical messages between any two devices: among replicas, and between stages."""
     late, slow, _ = job.links
@@ -531,12 +496,10 @@ def _kinds(job: Job) -> list[int]:
     leaders: list[int] = []
     found = []
     for device, (speed, memory) in enumerate(zip(job.speeds, job.memories, strict=True)):
-        for number, leader in enumerate(leaders):
-            ratio = speed / job.speeds[leader]
-            if memory == job.memories[leader] and 1 / ALIKE <= ratio <= ALIKE:
-                found.append(number)
-                break
-        else:
-            found.append(len(leaders))
-            leaders.append(device)
+        ratios = {
+            number: speed / job.speeds[other] for number, other in enumerate(leaders) if memory == job.memories[other]
+        }
+        same = [number for number, ratio in ratios.items() if 1 / ALIKE <= ratio <= ALIKE]
+        found.append(same[0] if same else len(leaders))
+        leaders += [] if same else [device]
     return found

@@ -43,9 +43,9 @@ class Mesh:
             allowed = [m for m in range(1, world_size + 1) if world_size % m == 0]
             raise ConfigurationError(
                 f"{world_size} workers cannot form pipelines of num_stages={num_stages} stages: num_stages must "
-                f"divide the number of workers. Use num_stages from {allowed}, or change devices × num_nodes."
+                f"divide the number of workers. Use num_stages from {allowed}, or change the number of workers."
             )
-        return cls(_rows([num_stages] * (world_size // num_stages)))
+        return cls(rows_of([num_stages] * (world_size // num_stages)))
 
     @classmethod
     def of_depths(
@@ -58,7 +58,7 @@ class Mesh:
                 f"num_stages={list(depths)} are {sum(depths)} workers, and {counted} {world_size}. "
                 "Change one of them: each stage of each pipeline is a worker."
             )
-        return cls(_rows(depths), alike)
+        return cls(rows_of(depths), alike)
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -158,7 +158,8 @@ def shape_of(stages: Sequence[int], num_pipelines: int | None) -> tuple[int, int
     return max(stages), len(stages), tuple(stages)
 
 
-def _rows(depths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def rows_of(depths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of pipelines of these depths, by stage: consecutive ranks form one, its last stage first."""
     ends = accumulate(depths)
     return tuple(tuple(range(end - 1, end - depth - 1, -1)) for end, depth in zip(ends, depths, strict=True))
 

@@ -16,12 +16,12 @@ import msgspec
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.topology.mesh import Mesh
 
-FORMAT, FORMER = "sdpipe-placement/2", "sdpipe-placement/1"
+FORMAT = "sdpipe-placement/2"
 
 REMEDY = "Run `sdpipe measure` and `sdpipe place` again, or leave placement out."
 
 
-class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag=FORMAT):
     """A placement: which device runs which stage of which pipeline.
 
     ``pipelines[i][j]`` is the device of stage j of pipeline i, as ``host:index``. ``reversible``: all stages are alike,
@@ -29,7 +29,6 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     None if that was not considered. ``cost`` and ``source`` are for people.
     """
 
-    format: str
     source: str
     cost: dict[str, float | int | str]
     reversible: bool
@@ -84,38 +83,11 @@ def read_placement(path: str | Path) -> Placement:
         ConfigurationError: the file cannot be read, is of another version, or holds no placement.
     """
     try:
-        data = Path(path).read_bytes()
-        found = msgspec.json.decode(data, type=_Header).format
-        if found == FORMAT:
-            return msgspec.json.decode(data, type=Placement)
-        if found == FORMER:
-            return msgspec.json.decode(data, type=_Former).converted()
+        return msgspec.json.decode(Path(path).read_bytes(), type=Placement)
     except OSError as error:
         raise ConfigurationError(f"The placement {path} cannot be read: {error.strerror}.") from error
     except msgspec.DecodeError as error:
-        raise ConfigurationError(f"{path} is not a placement: {error}. {REMEDY}") from error
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{path}: {error}") from error
-    raise ConfigurationError(f"{path} has format={found!r}; this version reads {FORMAT!r} and {FORMER!r}. {REMEDY}")
-
-
-class _Header(msgspec.Struct):
-    format: str
-
-
-class _Former(msgspec.Struct, forbid_unknown_fields=True):
-    """A placement of the former format, in which all pipelines have the same blocks."""
-
-    format: str
-    source: str
-    cost: dict[str, float | int | str]
-    reversible: bool
-    blocks: tuple[int, ...] | None
-    pipelines: tuple[tuple[str, ...], ...]
-
-    def converted(self) -> Placement:
-        blocks = None if self.blocks is None else (self.blocks,) * len(self.pipelines)
-        return Placement(FORMAT, self.source, self.cost, self.reversible, blocks, self.pipelines)
+        raise ConfigurationError(f"{path} is not a placement of format {FORMAT}: {error}. {REMEDY}") from error
 
 
 def write_placement(path: Path, placement: Placement) -> None:

@@ -1,4 +1,5 @@
-"""Methods that papers compare with, written as anybody's own: through the public interface of methods and policies.
+"""Methods that papers compare with, written as anybody's own: through the public interface of methods and policies. And
+the networks of DT-FM's evaluation.
 
 Importing this package imports no torch, so that a scheduler and simulations can take its policies.
 """

@@ -105,7 +105,7 @@ def _scored(labels: Labels, weights: Weights) -> tuple[Stages, float]:
     groups: Stages = [[] for _ in range(weights.num_stages)]
     for device, group in enumerate(labels):
         groups[group].append(device)
-    found = [stages for stages in arrange(groups, weights) if stages is not None]
+    found = arrange(groups, weights)
     return min(((stages, evaluate(stages, weights).total) for stages in found), key=lambda pair: pair[1])
 
 

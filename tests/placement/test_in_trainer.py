@@ -15,7 +15,7 @@ from lightning_sdpipe import AllReduce, ConfigurationError, SDPipeStrategy
 from lightning_sdpipe.heterogeneity import Static
 from lightning_sdpipe.topology.groups import device_name, this_host
 from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
+from lightning_sdpipe.topology.placement_file import Placement, write_placement
 from tests.features.running import Regression, assert_same, on_four_ranks, pipelines, train_loader, weights
 
 ACROSS = ((1, 2), (3, 0))
@@ -40,7 +40,7 @@ def placed(directory: Path, rows: tuple[tuple[int, ...], ...], blocks: tuple[int
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "placement.json"
     names = tuple(tuple(device_name(index) for index in row) for row in rows)
-    write_placement(path, Placement(FORMAT, "a test", {}, False, blocks and (blocks,) * len(names), names))
+    write_placement(path, Placement("a test", {}, False, blocks and (blocks,) * len(names), names))
     return path
 
 

@@ -21,7 +21,6 @@ from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.placement import links
 from lightning_sdpipe.placement import measure as command
 from lightning_sdpipe.placement.job_store import JobStore
-from lightning_sdpipe.placement.links import Link
 from lightning_sdpipe.placement.network import Network, read_network
 from recipes.harness import namespaces
 from tests.namespaces import hosts
@@ -153,11 +152,6 @@ def test_who_does_not_come_is_named() -> None:
 def test_two_machines_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"The host of a:0 appears twice: ranks \[0, 2\].*SDPIPE_HOST"):
         command._refuse_twins(["a:0", "a:1", "a:0"])
-
-
-def test_a_pair_that_failed_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone: Any = object()
-    assert command._contended(alone, (0, 1), 1.0, [Link((0, 1), error="refused")]) is None
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])

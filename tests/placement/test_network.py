@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.placement import cases
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network, read_network, write_network
+from recipes.baselines import dtfm_cases as cases
 from tests.placement.sites import network_of_sites
 
 DEVICES = (Device("a", 0, 1.0), Device("a", 1, 1.0), Device("b", 0, 0.5, 8 * 2**30))
@@ -81,10 +81,10 @@ def test_sites_are_written_once() -> None:
         ({"bandwidth_bytes_per_second": [[0, 1e6], [None, 0]]}, "Give both, or null for both"),
         ({"devices": [{"host": "a", "index": 0}]}, "missing required field `speed`.*Every device needs a host"),
         ({"devices": [{"host": "a", "index": 0, "speed": 1.0}] * 2}, "The device a:0 appears 2 times.*SDPIPE_HOST"),
-        ({"devices": []}, "at least one device"),
+        ({"devices": []}, "of length >= 1"),
         (
             {"devices": [{"host": "a", "index": 0, "speed": 0}, {"host": "b", "index": 0, "speed": 1}]},
-            "The speed of a:0 is 0.0; it must be a number above 0",
+            r"> 0.0 - at `\$.devices\[0\].speed`",
         ),
         (
             {
@@ -93,9 +93,9 @@ def test_sites_are_written_once() -> None:
                     {"host": "b", "index": 0, "speed": 1},
                 ]
             },
-            "The memory of a:0 is 0 bytes",
+            r">= 1 - at `\$.devices\[0\].memory_bytes`",
         ),
-        ({"format": "sdpipe-network/2"}, "format='sdpipe-network/2'; this version reads 'sdpipe-network/1'"),
+        ({"format": "sdpipe-network/2"}, "'sdpipe-network/2'.*the format is sdpipe-network/1 or"),
         ({"extra": 1}, "unknown field `extra`"),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_bad_file_gets_one_message(tmp_path: Path, changes: dict[str, Any], me
     assert "network.json" in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is not a network"), ('{"format": NaN}', "is not a network")])
+@pytest.mark.parametrize(("text", "message"), [("{", "not a network"), ('{"format": NaN}', "not a network")])
 def test_what_is_no_json_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "network.json").write_text(text)
     with pytest.raises(ConfigurationError, match=message):

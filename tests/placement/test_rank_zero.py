@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_sdpipe.placement import cases
-from lightning_sdpipe.placement.model import StageTraffic
+from lightning_sdpipe.placement.model import even_stages
 from lightning_sdpipe.placement.planner import PlacementTask, place
+from recipes.baselines import dtfm_cases as cases
 from tests.placement.sites import network_of_sites
 
 ASKED = PlacementTask(8, "dtfm", 1, "all_reduce", moves=500)
@@ -18,7 +18,7 @@ ASKED = PlacementTask(8, "dtfm", 1, "all_reduce", moves=500)
 def test_it_costs_nothing_in_the_cases(number: int) -> None:
     """Devices of a site can take each other's place."""
     for device in (0, 40):
-        placed = place(cases.case(number), replace(ASKED, first=device), cases.traffic())
+        placed = place(cases.case(number), replace(ASKED, first=device), cases.stages())
         assert placed.layout.rows[0][-1] == placed.first == device
         assert placed.price == pytest.approx(0.0, abs=1e-9)
 
@@ -28,9 +28,9 @@ def test_its_price_is_that_of_the_nearest_placement() -> None:
     rows = [[0.0, 1.0, 1.0], [1.0, 0.0, 5.0], [1.0, 5.0, 0.0]]
     network = network_of_sites([("b", 1), ("a", 1), ("c", 1)], rows, [[1e6] * 3] * 3)
     asked = replace(ASKED, num_stages=3)
-    placed = place(network, asked, StageTraffic.even(3, 0.0, 0.0))
+    placed = place(network, asked, even_stages(3, 0.0, 0.0))
     assert placed.first == 0
     assert (placed.layout.rows[0][-1], placed.seconds, placed.price) == (0, pytest.approx(12.0), pytest.approx(8.0))
     assert placed.free_hosts == ["a", "c"]
-    free = place(network, replace(asked, first=1), StageTraffic.even(3, 0.0, 0.0))
+    free = place(network, replace(asked, first=1), even_stages(3, 0.0, 0.0))
     assert (free.layout.rows, free.seconds, free.price) == (((2, 0, 1),), pytest.approx(4.0), 0.0)

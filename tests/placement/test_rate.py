@@ -7,12 +7,12 @@ import random
 import numpy as np
 import pytest
 
-from lightning_sdpipe.placement import cases
 from lightning_sdpipe.placement.cost import CostModel, evaluate, weights
-from lightning_sdpipe.placement.model import Block, StageTraffic
+from lightning_sdpipe.placement.model import Block, even_stages
 from lightning_sdpipe.placement.network import Device, Network
 from lightning_sdpipe.placement.planner import PlacementTask, job_of, times_of
 from lightning_sdpipe.placement.rate import Job, Layout, Shape, times
+from recipes.baselines import dtfm_cases as cases
 from tests.placement.sites import network_of_sites
 
 
@@ -24,7 +24,7 @@ def a_network(speeds: list[float], rate: float = 1e9) -> Network:
 
 @pytest.mark.parametrize("model", ["dtfm", "pipelined", "pipedream"])
 def test_links_alone_cost_what_dtfm_says(model: CostModel) -> None:
-    rng, traffic = random.Random(0), StageTraffic.even(8, cases.STAGE_BYTES, 4e8)
+    rng, traffic = random.Random(0), even_stages(8, cases.STAGE_BYTES, 4e8)
     job = job_of(cases.case(4), PlacementTask(8, model, 16, "all_reduce"), traffic)
     costs = weights(cases.case(4), 8, traffic, model, 16)
     for _ in range(5):
@@ -92,7 +92,7 @@ def test_what_does_not_fit_and_links_that_are_missing_are_counted() -> None:
 
 
 def test_power_means_approach_the_maxima_from_below() -> None:
-    job = job_of(cases.case(5), PlacementTask(8, "pipelined", 8, "all_reduce"), cases.traffic())
+    job = job_of(cases.case(5), PlacementTask(8, "pipelined", 8, "all_reduce"), cases.stages())
     rows = tuple(tuple(range(first, first + 8)) for first in range(0, 64, 8))
     shape = Shape(job, (tuple(range(j, j + 1) for j in range(8)),) * 8)
     order = np.array([[device for row in rows for device in row]])

@@ -10,13 +10,14 @@ from itertools import combinations, count, permutations
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.placement import cases
 from lightning_sdpipe.placement.cost import CostModel, evaluate, weights
-from lightning_sdpipe.placement.model import Block, StageTraffic
+from lightning_sdpipe.placement.model import Block, even_stages
 from lightning_sdpipe.placement.network import Device, Network
 from lightning_sdpipe.placement.planner import PlacementTask, job_of, times_of
 from lightning_sdpipe.placement.rate import Job, Layout, Spans, Sync
-from lightning_sdpipe.placement.search import Found, default_rows, search
+from lightning_sdpipe.placement.search import Found, Search
+from lightning_sdpipe.topology.mesh import rows_of
+from recipes.baselines import dtfm_cases as cases
 from tests.placement.sites import network_of_sites
 
 OPTIMA = {1: 3.439799, 2: 31.634160, 3: 16.086840, 4: 34.802041, 5: 49.218380}
@@ -67,24 +68,25 @@ def brute_force(job: Job, num_stages: int) -> float:
 @pytest.mark.parametrize("number", OPTIMA)
 def test_the_optima_of_the_cases_are_found(number: int) -> None:
     network = shuffled(cases.case(number))
-    found = search(job_of(network, PlacementTask(8, "dtfm", 1, "all_reduce"), cases.traffic()), [8] * 8, moves=500)
-    costs = weights(network, 8, cases.traffic(), "dtfm")
+    job = job_of(network, PlacementTask(8, "dtfm", 1, "all_reduce"), cases.stages())
+    found = Search(job, [8] * 8, moves=500).run()
+    costs = weights(network, 8, cases.stages(), "dtfm")
     assert evaluate(found.layout.stages, costs).total == pytest.approx(OPTIMA[number], abs=1e-6)
     assert 8 * found.seconds == pytest.approx(OPTIMA[number], abs=1e-5)
 
 
 def test_pipelining_is_made_use_of() -> None:
     """1.59 times cheaper than DT-FM's optimum, at 61 micro-batches."""
-    job = job_of(shuffled(cases.case(5)), PlacementTask(8, "pipelined", 61, "all_reduce"), cases.traffic())
-    assert 8 * search(job, [8] * 8, moves=500).seconds == pytest.approx(16.95, abs=5e-3)
+    job = job_of(shuffled(cases.case(5)), PlacementTask(8, "pipelined", 61, "all_reduce"), cases.stages())
+    assert 8 * Search(job, [8] * 8, moves=500).run().seconds == pytest.approx(16.95, abs=5e-3)
 
 
 @pytest.mark.parametrize("model", ["dtfm", "pipelined", "pipedream"])
 @pytest.mark.parametrize(("stages", "pipelines"), [(1, 6), (2, 3), (3, 2), (6, 1)])
 def test_no_placement_of_a_small_network_costs_less(stages: int, pipelines: int, model: CostModel) -> None:
     network = random_network(random.Random(stages), [1.0] * 6)
-    job = job_of(network, PlacementTask(stages, model, 4, "all_reduce"), StageTraffic.even(stages, 1e7, 1e6))
-    found = search(job, [stages] * pipelines, moves=8000)
+    job = job_of(network, PlacementTask(stages, model, 4, "all_reduce"), even_stages(stages, 1e7, 1e6))
+    found = Search(job, [stages] * pipelines, moves=8000).run()
     assert found.complete
     assert found.seconds == pytest.approx(brute_force(job, stages))
 
@@ -106,7 +108,7 @@ def test_no_placement_and_no_cut_are_faster(num_stages: int, sync: Sync, model: 
         Block(rng.uniform(0.05, 0.2), 10**5, None if number == 4 else 10**5 * number, 10**5) for number in range(6)
     )
     job = Job(network, chain, 4, model, sync)
-    found = search(job, [num_stages] * (6 // num_stages), moves=12000)
+    found = Search(job, [num_stages] * (6 // num_stages), moves=12000).run()
     assert found.seconds == pytest.approx(brute_force(job, num_stages), rel=1e-6)
 
 
@@ -120,35 +122,36 @@ def test_what_is_placed_fits(seed: int) -> None:
     expected = brute_force(job, 3)
     if expected == math.inf:
         with pytest.raises(ConfigurationError, match="The model does not fit"):
-            search(job, [3, 3], moves=8000)
+            Search(job, [3, 3], moves=8000).run()
     else:
-        assert search(job, [3, 3], moves=12000).seconds == pytest.approx(expected, rel=1e-6)
+        assert Search(job, [3, 3], moves=12000).run().seconds == pytest.approx(expected, rel=1e-6)
 
 
 def test_all_reduce_wants_equal_speeds_within_a_stage() -> None:
     """Two devices are half as fast. As one stage, with two of six blocks, they do no harm."""
     network = Network(tuple(Device("a", i, s) for i, s in enumerate((1.0, 0.5) * 2)), [[0.0] * 4] * 4, [[1e12] * 4] * 4)
-    found = search(Job(network, (Block(0.1, 1000, 1000, 1000),) * 6, 4, sync="all_reduce"), [2, 2], moves=4000)
+    found = Search(Job(network, (Block(0.1, 1000, 1000, 1000),) * 6, 4, sync="all_reduce"), [2, 2], moves=4000).run()
     assert sorted(map(len, found.layout.cuts[0])) == [2, 4]
     assert sorted(map(sorted, found.layout.stages)) == [[0, 2], [1, 3]]
 
 
 def test_the_same_seed_finds_the_same_and_moves_end_the_search() -> None:
-    job = job_of(random_network(random.Random(0), [1.0] * 24), PlacementTask(6), StageTraffic.even(6, 1e7, 1e6))
+    job = job_of(random_network(random.Random(0), [1.0] * 24), PlacementTask(6), even_stages(6, 1e7, 1e6))
     slow = count(step=1e9)
-    one, other = (search(job, [6] * 4, moves=3000, seed=7, clock=clock) for clock in (lambda: 0.0, lambda: next(slow)))
+    clocks = (lambda: 0.0, lambda: next(slow))
+    one, other = (Search(job, [6] * 4, moves=3000, seed=7, clock=clock).run() for clock in clocks)
     assert one.complete
     assert other.complete
     assert one.layout == other.layout
     assert 3000 <= one.moves < 3000 + 16
-    default = times_of(job, Layout(tuple(map(tuple, default_rows([6] * 4))), one.layout.cuts))
+    default = times_of(job, Layout(rows_of([6] * 4), one.layout.cuts))
     assert one.seconds < float(default.seconds[0])
 
 
 def test_a_search_that_is_out_of_time_says_so_and_has_a_placement() -> None:
-    job = job_of(random_network(random.Random(0), [1.0] * 24), PlacementTask(6), StageTraffic.even(6, 1e7, 1e6))
+    job = job_of(random_network(random.Random(0), [1.0] * 24), PlacementTask(6), even_stages(6, 1e7, 1e6))
     ticks = count()
-    found = search(job, [6] * 4, seconds=100.0, clock=lambda: float(next(ticks)))
+    found = Search(job, [6] * 4, seconds=100.0, clock=lambda: float(next(ticks))).run()
     assert isinstance(found, Found)
     assert not found.complete
     assert found.moves < 100 * 256
@@ -161,8 +164,8 @@ def test_missing_links_are_avoided() -> None:
     rates = [list(row) for row in apart.bandwidth_bytes_per_second]
     bridge[0][2] = bridge[2][0] = 0.1
     rates[0][2] = rates[2][0] = 1e6
-    traffic = StageTraffic.even(4, 1e6, 1e6)
-    found = search(job_of(Network(apart.devices, bridge, rates), PlacementTask(4), traffic), [4], moves=2000)
+    traffic = even_stages(4, 1e6, 1e6)
+    found = Search(job_of(Network(apart.devices, bridge, rates), PlacementTask(4), traffic), [4], moves=2000).run()
     assert found.layout.rows in (((1, 0, 2, 3),), ((3, 2, 0, 1),))
     with pytest.raises(ConfigurationError, match="needs a link that does not exist"):
-        search(job_of(apart, PlacementTask(4), traffic), [4], moves=2000)
+        Search(job_of(apart, PlacementTask(4), traffic), [4], moves=2000).run()

@@ -13,7 +13,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.network import Network
 from lightning_sdpipe.placement.planner import PlacementTask, job_of, place, place_freely, times_of
 from lightning_sdpipe.placement.rate import Job, Layout, Sync
-from lightning_sdpipe.placement.search import search
+from lightning_sdpipe.placement.search import Search
 from tests.placement.fleets import FLEETS, MICRO_BATCHES, Devices, fleet
 from tests.placement.test_search import every_cut
 
@@ -99,11 +99,11 @@ def test_no_split_of_five_devices_is_faster(seed: int, sync: Sync) -> None:
     job = job_of(random_fleet(seed, 5), replace(ASKED, sync=sync), None)
     expected = brute_force(job)
     if expected:
-        found = search(job, [5], free=True, moves=20_000)
+        found = Search(job, [5], free=True, moves=20_000).run()
         assert 1 / found.seconds == pytest.approx(expected, rel=0.01)
     else:
         with pytest.raises(ConfigurationError):
-            search(job, [5], free=True, moves=2_000)
+            Search(job, [5], free=True, moves=2_000).run()
 
 
 def test_depths_may_be_given() -> None:
@@ -126,5 +126,5 @@ def test_a_device_that_is_left_out_is_not_rank_zero_unless_it_is_asked_for() -> 
     network = fleet([Devices("small", 1, 0.5, 2), Devices("large", 1, 1.0, 30)], 1.0e9, blocks=1)
     placed = place_freely(network, ASKED)[0][-1]
     assert (placed.left_out, placed.first) == ([0], 1)
-    with pytest.raises(ConfigurationError, match="are 3 workers, and the network has 2 devices"):
+    with pytest.raises(ConfigurationError, match="are 3 workers, and the network's devices are 2"):
         place(network, replace(ASKED, num_stages=(1, 2)))

@@ -17,7 +17,7 @@ from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.configuration import check
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.sync import PHDPSGD
-from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
+from lightning_sdpipe.topology.placement_file import Placement, write_placement
 from recipes.command_line import check_jobs
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -74,7 +74,7 @@ def _with(option: str, directory: Path) -> list[str]:
         return []
     rows = tuple((f"a:{2 * i + 1}", f"a:{2 * i}") for i in range(4))  # of the eight devices above
     path = directory / "placement.json"
-    write_placement(path, Placement(FORMAT, "a test", {}, True, ((3, 3),) * 4, rows))
+    write_placement(path, Placement("a test", {}, True, ((3, 3),) * 4, rows))
     return ["placement=file", f"placement.path={path}"]
 
 

@@ -20,7 +20,7 @@ from lightning_sdpipe import (
     LocalSGD,
     SDPipeStrategy,
 )
-from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
+from lightning_sdpipe.topology.placement_file import Placement, write_placement
 from lightning_sdpipe.worker.launching.environment import environment_for
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.run import TrainingRun
@@ -131,7 +131,7 @@ def test_a_cut_for_each_pipeline_needs_the_number_of_stages_of_each() -> None:
 
 def test_a_placement_may_have_the_cut_of_each_pipeline(tmp_path: Path) -> None:
     rows = (("a:1",), ("a:0", "b:0"), ("b:2", "b:1"))
-    write_placement(tmp_path / "p", Placement(FORMAT, "a test", {}, False, ((26,), (13, 13), (15, 11)), rows))
+    write_placement(tmp_path / "p", Placement("a test", {}, False, ((26,), (13, 13), (15, 11)), rows))
     placed: dict[str, Any] = {"placement": tmp_path / "p", "partition": "placed"}
     assert [cut.partition for cut in unlike(**placed).all_cuts] == [[26], [13, 13], [15, 11]]
     with pytest.raises(ConfigurationError, match="as in num_stages=\\[1, 2\\]"):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from lightning_sdpipe import PHDPSGD, AllReduce, EightBit, Exchange, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.loop.joint import JointBatchSource
 from lightning_sdpipe.topology.groups import device_name
-from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
+from lightning_sdpipe.topology.placement_file import Placement, write_placement
 from tests.policies.by_script import Scripted
 
 DEPTHS, CUTS = [1, 2, 3], [[6], [4, 2], [1, 3, 2]]
@@ -200,7 +200,7 @@ def a_placement(directory: Path) -> Path:
     """For the devices of this machine; each process writes its own file."""
     path = directory / f"{os.getpid()}.json"
     rows = tuple(tuple(map(device_name, row)) for row in PLACED)
-    write_placement(path, Placement(FORMAT, "a test", {}, False, ((2, 2, 2), (5, 1), (6,)), rows))
+    write_placement(path, Placement("a test", {}, False, ((2, 2, 2), (5, 1), (6,)), rows))
     return path
 
 

@@ -12,11 +12,11 @@ import random
 import time
 from collections.abc import Sequence
 
-from lightning_sdpipe.placement import cases
 from lightning_sdpipe.placement.cost import CostModel, evaluate, weights
 from lightning_sdpipe.placement.network import Network
 from lightning_sdpipe.placement.planner import PlacementTask, job_of
-from lightning_sdpipe.placement.search import Found, search
+from lightning_sdpipe.placement.search import Found, Search
+from recipes.baselines import dtfm_cases as cases
 from recipes.baselines.genetic_placement import genetic
 from recipes.suites.grid import Ratios, Row, ratio
 
@@ -77,9 +77,9 @@ def _ours(
     name: str, network: Network, moves: int, seed: int, rows: list[Row], model: CostModel = "dtfm"
 ) -> tuple[Found, float]:
     """Return what our search finds, and its cost."""
-    traffic, started = cases.traffic(), time.process_time()
+    traffic, started = cases.stages(), time.process_time()
     job = job_of(network, PlacementTask(8, model, cases.MICRO_BATCHES, "all_reduce"), traffic)
-    found = search(job, [8] * PIPELINES, moves=moves, seed=seed, clock=time.process_time)
+    found = Search(job, [8] * PIPELINES, moves=moves, seed=seed, clock=time.process_time).run()
     spent, (_, _, at) = time.process_time() - started, found.improvements[-1]
     costs = weights(network, PIPELINES, traffic, model, cases.MICRO_BATCHES)
     cost = evaluate(found.layout.stages, costs).total
@@ -88,7 +88,7 @@ def _ours(
 
 
 def _genetic(name: str, network: Network, seconds: float, seed: int, rows: list[Row]) -> float:
-    costs = weights(network, PIPELINES, cases.traffic(), "dtfm")
+    costs = weights(network, PIPELINES, cases.stages(), "dtfm")
     progress = genetic(costs, len(network), seed, seconds, clock=time.process_time)
     rows.append(_row(name, "genetic", seed, seconds, progress.cost, progress.improvements[-1][0]) | {"moves": None})
     return progress.cost
@@ -96,7 +96,7 @@ def _genetic(name: str, network: Network, seconds: float, seed: int, rows: list[
 
 def _pipelined(moves: int, seed: int, rows: list[Row]) -> float:
     network = shuffled(cases.case(5), seed)
-    overlapping = weights(network, PIPELINES, cases.traffic(), "pipelined", cases.MICRO_BATCHES)
+    overlapping = weights(network, PIPELINES, cases.stages(), "pipelined", cases.MICRO_BATCHES)
     theirs, _ = _ours("case 5", network, moves, seed, rows)
     _, ours = _ours("case 5, pipelined", network, moves, seed, rows, "pipelined")
     return evaluate(theirs.layout.stages, overlapping).total / ours

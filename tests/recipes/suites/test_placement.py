@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.placement.cost import Weights, evaluate, weights
-from lightning_sdpipe.placement.model import StageTraffic
+from lightning_sdpipe.placement.model import even_stages
 from recipes.baselines import genetic_placement as dtfm
 from recipes.harness.emulated_links import Card
 from tests.placement.test_search import random_network
@@ -25,7 +25,7 @@ def ticks() -> Callable[[], float]:
 
 
 def even(size: int, seed: int = 0, num_stages: int = 3) -> Weights:
-    traffic = StageTraffic.even(num_stages, 1e6, 1e6)
+    traffic = even_stages(num_stages, 1e6, 1e6)
     return weights(random_network(random.Random(seed), [1.0] * size), size // num_stages, traffic, "dtfm")
 
 

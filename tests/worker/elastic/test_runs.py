@@ -22,7 +22,7 @@ from lightning_sdpipe import EightBit, Exchange
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.sync import PHDPSGD, LocalSGD, SemiDecentralized
-from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
+from lightning_sdpipe.topology.placement_file import Placement, write_placement
 from lightning_sdpipe.worker.elastic import run as elastic_worker
 from lightning_sdpipe.worker.elastic.barriers import Barriers
 from recipes.harness import namespaces
@@ -94,7 +94,7 @@ def fit_on_host(directory: Path, placement: Path, host: str) -> None:
 
 def test_stages_are_ordered_by_the_placement_and_of_a_newcomer_it_does_not_know_as_by_default(tmp_path: Path) -> None:
     path = tmp_path / "placement.json"
-    write_placement(path, Placement(FORMAT, "a test", {}, False, None, (("near:1", "near:2", "near:0"),)))
+    write_placement(path, Placement("a test", {}, False, None, (("near:1", "near:2", "near:0"),)))
     with elastic_run(tmp_path, 3, 2) as run:
         for pipeline, host in enumerate(("near", "far")):
             run.start(pipeline, partial(fit_on_host, tmp_path, path, host))

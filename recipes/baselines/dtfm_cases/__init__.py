@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.placement.model import StageTraffic
+from lightning_sdpipe.placement.model import Block, even_stages
 from lightning_sdpipe.placement.network import Network, read_network
 
 Version = Literal["code", "paper"]
@@ -46,6 +46,6 @@ def named(name: str) -> Network:
     return read_network(path)
 
 
-def traffic() -> StageTraffic:
-    """Return what stages of three layers send in the published code, whose pipelines have eight of them."""
-    return StageTraffic.even(8, STAGE_BYTES, CUT_BYTES)
+def stages() -> tuple[Block, ...]:
+    """Return the stages of three layers each in the published code, whose pipelines have eight of them."""
+    return even_stages(8, STAGE_BYTES, CUT_BYTES)
