@@ -4,7 +4,6 @@ cut."""
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,7 +113,3 @@ def _report(options: argparse.Namespace) -> str:
     owned = [assign_owners(module, plan.chain, plan.module_spans, readers=plan.readers) for plan in chosen]
     sections = sections_of([plan.spans for plan in chosen], owned)
     return "\n".join([*tables, f"Replicas: {len(sections.owners)} sections, each with a worker in every pipeline."])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
