@@ -351,18 +351,13 @@ class DrawingCollate:
             set_states(before)
 
 
-class WorkerStart:
-    """A loader's ``worker_init_fn``, which sees the user's own dataset."""
-
-    def __init__(self, init: Callable[[int], None] | None) -> None:
-        self._init = init
-
-    def __call__(self, worker: int) -> None:
-        info = get_worker_info()
-        assert info is not None  # this runs in a worker
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
-        if self._init is not None:
-            self._init(worker)
+def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
+    """Call the user's ``worker_init_fn``, if any, which sees the user's own dataset."""
+    info = get_worker_info()
+    assert info is not None  # this runs in a worker
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
+    if init is not None:
+        init(worker)
 
 
 def drawing_copy(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
@@ -371,7 +366,7 @@ def drawing_copy(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
     changes = {
         "sampler" if loader.batch_sampler is None else "batch_sampler": batches,
         "dataset": DrawingDataset(loader.dataset),
-        "worker_init_fn": WorkerStart(loader.worker_init_fn) if loader.num_workers else None,
+        "worker_init_fn": partial(_start_worker, loader.worker_init_fn) if loader.num_workers else None,
         "generator": None,  # a sampler may share it, and how often a loader begins anew depends on time
         "_iterator": None,
     }

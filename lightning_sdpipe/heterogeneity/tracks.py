@@ -70,8 +70,7 @@ class Track:
         )
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
-    format: str
+class _File(msgspec.Struct, forbid_unknown_fields=True, tag_field="format", tag=FORMAT):
     source: str
     interval_seconds: float
     tracks: list[tuple[float, ...]]
@@ -88,9 +87,9 @@ def read_tracks(path: Path) -> list[Track]:
     except OSError as error:
         raise ConfigurationError(f"The trace {path} cannot be read: {error.strerror}.") from error
     except msgspec.DecodeError as error:
-        raise ConfigurationError(f"{path} is not a trace: {error}. docs/heterogeneity.md shows the format.") from error
-    if file.format != FORMAT:
-        raise ConfigurationError(f"{path} has format={file.format!r}; this version reads {FORMAT!r}.")
+        raise ConfigurationError(
+            f"{path} is not a trace of format {FORMAT}: {error}. docs/heterogeneity.md shows it."
+        ) from error
     return [Track(file.interval_seconds, speeds) for speeds in file.tracks]
 
 

@@ -157,7 +157,6 @@ class ProcessGroups:
     stage: dist.ProcessGroup
     _opened: Opened = field(default_factory=list, compare=False, repr=False)
     _side_channels: list[dist.ProcessGroup] = field(default_factory=list)
-    _second: list[dist.ProcessGroup] = field(default_factory=list)
     _lanes: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     _parts: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
