@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,9 +21,10 @@ from torch import Tensor
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys
+from recipes.harness import namespaces
 from tests.features.running import Regression, as_torchrun
 from tests.features.table import refused, supported
-from tests.namespaces import Machine, switched
+from tests.namespaces import hosts
 from tests.own_session import Script, module, script
 from tests.patience import until
 from tests.scheduler.live_scheduler import serving
@@ -146,12 +146,15 @@ def test_a_worker_that_is_stopped_ends_those_that_wait_for_it(tmp_path: Path, mo
     assert re.search(r"averaging gradients among ranks \[0, 1\] failed", printed), printed
 
 
-def in_machine(machine: Machine, rank: int, port: int, address: str) -> None:
-    machine.enter()
-    with mock.patch.dict(
-        os.environ, SDPIPE_SCHEDULER=address, SDPIPE_KEY_FILE=str(own_keys()[1]), GLOO_SOCKET_IFNAME=machine.interface
-    ):
-        as_torchrun(rank, port, 2, partial(run_case.main, MASTER_ADDR="10.233.1.1"), ("parted",))
+def on_host(name: str, rank: int, address: str) -> None:
+    namespaces.enter(name)
+    own = {
+        "SDPIPE_SCHEDULER": address,
+        "SDPIPE_KEY_FILE": str(own_keys()[1]),
+        "GLOO_SOCKET_IFNAME": namespaces.INTERFACE,
+    }
+    with mock.patch.dict(os.environ, own):
+        as_torchrun(rank, 29400, 2, partial(run_case.main, MASTER_ADDR=namespaces.address(0)), ("parted",))
 
 
 @supported(
@@ -162,26 +165,24 @@ def in_machine(machine: Machine, rank: int, port: int, address: str) -> None:
 @pytest.mark.distributed
 def test_two_workers_that_reach_the_scheduler_but_not_each_other_are_named(tmp_path: Path) -> None:
     options = {"keys": read_scheduler_keys(own_keys()[0]), "worker_timeout": 3.0}
-    with switched(3) as switch, ExitStack() as stack:
-        *machines, center = switch.machines
-        bind = f"tcp://{center.address}:*"
-        with ThreadPoolExecutor(1, initializer=center.enter) as pool:
-            standing = pool.submit(stack.enter_context, serving(NoSync(), 1, 2, bind=bind, **options)).result()
+    with hosts(3) as (*names, center), ExitStack() as stack:
+        with namespaces.inside(center):
+            bind = f"tcp://{namespaces.address(2)}:*"
+            standing = stack.enter_context(serving(NoSync(), 1, 2, bind=bind, **options))
         runs = []
-        for rank, machine in enumerate(machines):
+        for rank, name in enumerate(names):
             (tmp_path / str(rank)).mkdir()
-            arguments = machine, rank, 29400, standing.address
-            runs.append(stack.enter_context(script(tmp_path / str(rank), in_machine, *arguments)))
+            runs.append(stack.enter_context(script(tmp_path / str(rank), on_host, name, rank, standing.address)))
         until(lambda: "it trains" in runs[1].printed() or not runs[1].process.is_alive(), runs[1].printed)
-        for machine in machines:
-            switch.part(machine)
+        for number in range(2):
+            namespaces.part(number)
         for run in runs:
             assert run.wait() == 1
             said = re.search(r"no byte has come or gone between them for 3 s: worker (.*)\n", run.printed())
             assert said, run.printed()
             for pipeline in range(2):
                 assert re.search(rf"\(stage 0, pipeline {pipeline}\) is [^;]* among ranks \[0, 1\]", said[1])
-            assert re.search(r"nothing that it sent to 10.233.1.[12] is acknowledged", said[1])
+            assert re.search(r"nothing that it sent to 10.232.1.[12] is acknowledged", said[1])
 
 
 WHAT_RUNS = [
