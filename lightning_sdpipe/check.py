@@ -48,7 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     module, _ = make()
     rehearse = partial(factory.rehearse, module, batches=parts)
     count = partial(factory.count, module, parts[0])
-    found = factory.by_cut(plans(module, factory.cuts(given), given.blocks, None, rehearse, count))
+    cuts = factory.cuts(given)
+    found = factory.by_cut(plans(module, cuts, given.blocks, None, rehearse, count, attempt=factory.tried))
     compared = [(of, *compare(make, cut)) for of, cut in found]
     splitting = compare_split(partial(_make, given.factory), batch, micro_batches)
     print(*(f"{of}{report}" for of, _, report in compared), splitting, sep="\n")

@@ -120,6 +120,13 @@ def set_parallel_devices(strategy: Any, devices: Sequence[torch.device] | None) 
     strategy._parallel_devices = devices
 
 
+def compute_on_cpu(trainer: Any) -> None:
+    """Make ``trainer`` compute on the CPU, in a process that cannot use its accelerator."""
+    set_parallel_devices(trainer.strategy, [torch.device("cpu")] * len(trainer.strategy.parallel_devices))
+    if hasattr(trainer.precision_plugin, "device"):  # that of autocast
+        trainer.precision_plugin.device = "cpu"
+
+
 def set_launcher(strategy: Any, launcher: Launcher) -> None:
     """Set ``strategy.launcher``."""
     strategy._launcher = launcher

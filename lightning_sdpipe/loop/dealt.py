@@ -8,13 +8,16 @@ at the numbers of an equal split. A pipeline that was dealt nothing is absent fo
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.utils.data import Dataset
 
 from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.data.dealt import DealtBatch, DealtBatches
@@ -41,7 +44,7 @@ from lightning_sdpipe.loop.batch_source import (
 )
 from lightning_sdpipe.loop.equal_split import EqualSplit, next_sync_point, save_at_sync_points
 from lightning_sdpipe.loop.loop import ClockChecks
-from lightning_sdpipe.partition.mementos import Mementos
+from lightning_sdpipe.partition.python_values import tensors_within
 from lightning_sdpipe.partition.sample import sample_batch
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -332,12 +335,16 @@ class DealtBatchSource:
 
 
 def batch_to_show(loader: Any) -> Any:
-    """Return what hooks see of a turn without a batch. The data set goes on as if it had not been asked."""
-    before = Mementos(loader.dataset, loader.collate_fn)
-    try:
-        return sample_batch(loader)
-    finally:
-        before.restore()
+    """Return what hooks see of a turn without a batch. The data set goes on as if it had not been asked: a copy of it,
+    over the same tensors, is asked instead, if it can be copied."""
+    shown, nested = copy.copy(loader), [loader.dataset]
+    while isinstance(inner := getattr(nested[-1], "dataset", None), Dataset):  # that of a Subset
+        nested.append(inner)
+    kept = {id(tensor): tensor for tensor in tensors_within([getattr(each, "__dict__", {}) for each in nested])}
+    with suppress(Exception):  # objects say in their own ways that they cannot be copied
+        dataset, collate = copy.deepcopy((loader.dataset, loader.collate_fn), kept)
+        vars(shown).update(dataset=dataset, collate_fn=collate)
+    return sample_batch(shown)
 
 
 def announcement(required: bool, module: LightningModule, callbacks: Iterable[Callback]) -> str:

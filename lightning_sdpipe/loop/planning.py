@@ -3,14 +3,18 @@ ranks."""
 
 from __future__ import annotations
 
+import copy
 import math
+import operator
 import os
+import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -24,7 +28,7 @@ from torch import nn
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
-from lightning_sdpipe.lightning_internals import Method, current, data_source
+from lightning_sdpipe.lightning_internals import Method, compute_on_cpu, current, data_source
 from lightning_sdpipe.loop.user_hooks import CollectiveGuard
 from lightning_sdpipe.partition import apart, plan, rehearsal
 from lightning_sdpipe.partition.chain import Block
@@ -52,7 +56,6 @@ class Planning:
         guard: the guard of this worker, which is told when a step is rehearsed.
         timeout: seconds that the other ranks wait for the plan.
         memory: bytes of the device of each stage.
-        keeps_loaders: whether this process goes on, so that its data loaders must be copied to take a batch from them.
         notes: messages for the user, filled meanwhile.
     """
 
@@ -64,7 +67,6 @@ class Planning:
     guard: CollectiveGuard
     timeout: float
     memory: float = math.inf
-    keeps_loaders: bool = True
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -122,85 +124,222 @@ class _Sent(msgspec.Struct):
     sizes: list[int]
 
 
-class _Answer(msgspec.Struct):
-    """Outcome of trying the user's code."""
+_Calls = Sequence[tuple[Any, tuple[int, ...]]]
 
-    plans: list[bytes]
-    notes: list[str]
-    communicates: bool
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a child, which computes on the CPU, leaves to its parent.
+
+    Args:
+        blocks: the blocks to measure; none if all is to be done there, since a step does not run in the child.
+        error: what was raised there.
+        steps: the calls of each step by its name, and its micro-batch of one sample.
+    """
+
+    blocks: tuple[Block, ...]
+    error: str
+    steps: Mapping[str, tuple[_Calls, Any]]
+
+
+class _WantedError(Exception):
+    """A child needs its parent; see :class:`_Wanted`."""
+
+    def __init__(self, blocks: tuple[Block, ...], error: str = "") -> None:
+        super().__init__(blocks, error)
+        self.blocks, self.error = blocks, error
+
+
+_CPU = torch.device("cpu")
+_Profiles = dict[tuple[Block, ...], plan.Profile]
+_T = TypeVar("_T")
 
 
 def _plans(planning: Planning) -> list[plan.Plan]:
-    """Make the plans in a child process where that is possible: changes by the user's code would else stay on rank 0
-    alone."""
-    if not planning.several_stages and not any(is_measured(cut.partition) for cut in planning.cuts):
-        return plan.plans(planning.trainer.lightning_module, planning.cuts, planning.names)
-    data = None
-    if apart.is_possible(planning.device):
-        try:
-            data = apart.apart(partial(_try, replace(planning, keeps_loaders=False)), planning.timeout / 2)
-        except apart.NoAnswerError as error:
-            planning.notes.append(f"The steps are rehearsed in this process, since in a child of it {error}.")
-    if data is None:
-        data = _try_here(planning)
-    answer = msgspec.json.decode(data, type=_Answer)
-    for note in answer.notes:
-        rank_zero_info(note)
-    planning.guard.communicates = answer.communicates
-    return [plan.decode(made) for made in answer.plans]
-
-
-def _try_here(planning: Planning) -> bytes:
-    trainer: Any = planning.trainer
-    loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
-    sources = [data_source(loop).instance for loop in (*loops, trainer.predict_loop)]
-    with rehearsal.without_a_trace(trainer.lightning_module, *sources) as lost:
-        if lost:
-            planning.notes.append(
-                f"The steps are tried before training, and {lost} cannot be put back then. Where a step uses them, "
-                "other stages see other values than rank 0's: draw from generators, or keep what can be copied."
-            )
-        return _try(planning)
-
-
-def _try(planning: Planning) -> bytes:
-    steps = _steps(planning) if planning.several_stages else []
-    try:
-        made = _made(planning, steps)
-    except ConfigurationError as error:
-        error.__notes__ = planning.notes
-        raise
-    answer = _Answer([plan.encode(each) for each in made], planning.notes, planning.guard.communicates)
-    return msgspec.json.encode(answer)
-
-
-def _made(planning: Planning, steps: Sequence[StepCalls]) -> list[plan.Plan]:
+    """Make the plans in a child process, which computes on the CPU: changes by the user's code would else stay on rank
+    0 alone. What needs an accelerator is done here, on a copy of the module."""
     module = planning.trainer.lightning_module
-    cuts = planning.cuts
-    if planning.trainer.state.fn != TrainerFn.FITTING:  # there is no training data to measure with
-        cuts = [replace(cut, partition="parameters") if is_measured(cut.partition) else cut for cut in cuts]
+    if not planning.several_stages and not any(is_measured(cut.partition) for cut in planning.cuts):
+        return plan.plans(module, planning.cuts, planning.names)
+    if planning.device.type != "cpu" and not _is_on_meta(module):
+        move(module, _CPU)
+    profiles: _Profiles = {}
+    end = time.monotonic() + planning.timeout / 2
+    try:
+        while isinstance(found := _in_a_child(planning, end, partial(_try, planning, profiles, end)), _Wanted):
+            if not found.blocks:
+                found = _try_a_copy(planning, found)
+                break
+            (calls, _) = found.steps["training_step"]
+            profiles[found.blocks] = _measure(planning, _copied(planning), found.blocks, *_moved(planning, calls)[0])
+    except apart.NoAnswerError as error:
+        found = _untried(planning, error)
+    for note in planning.notes:
+        rank_zero_info(note)
+    return found
+
+
+def _in_a_child(planning: Planning, end: float, work: Callable[[], _T]) -> _T:
+    """Return what ``work`` returns in a child of this process, which ends by then; what it notes is noted here, and
+    nothing else that it changes."""
+
+    def noted() -> tuple[_T, list[str], bool]:
+        try:
+            found = work()
+        except ConfigurationError as error:
+            error.__notes__ = planning.notes
+            raise
+        return found, planning.notes, planning.guard.communicates
+
+    left = max(end - time.monotonic(), 1.0)
+    found, planning.notes[:], planning.guard.communicates = apart.in_a_child(noted, left)
+    return found
+
+
+def _try(planning: Planning, profiles: _Profiles, end: float) -> list[plan.Plan] | _Wanted:
+    """Make the plans in this process, which is a child; or say what only its parent can do. Costs are counted in
+    children of it, and each chain is tried in one: every one of them finds the module as the run will."""
+    module = planning.trainer.lightning_module
+    if planning.device.type != "cpu":
+        compute_on_cpu(planning.trainer)
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # the machine's other ranks wait
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.set_stance("force_eager")
+    if _has_opened_an_accelerator():  # whose threads autograd would start, and they end a child
+        engine: Any = torch.autograd  # both of its grad and backward look it up there
+        engine._engine_run_backward = _refuse_to_differentiate
+    for parameter in module.parameters():
+        parameter.grad = None
+    steps = _steps(planning) if planning.several_stages else []
+
+    def calls() -> _Calls:
+        return next((step.calls for step in steps if step.trains), None) or _calls_to_measure(planning)
+
+    def measure(blocks: Sequence[Block]) -> plan.Profile:
+        if tuple(blocks) not in profiles:
+            first = calls()[0]
+            if not _is_on_meta(module) and (planning.device.type != "cpu" or not _differentiates()):
+                raise _WantedError(tuple(blocks))
+            profiles[tuple(blocks)] = _measure(planning, module, blocks, *first)
+        return profiles[tuple(blocks)]
+
+    def counted(step: StepCalls) -> Costs:
+        modules = [*module.modules()]
+
+        def packed() -> Costs:
+            found = rehearsal.count(module, step, rates_of(planning.device), _CPU)
+            return found.renamed({each: number for number, each in enumerate(modules)})
+
+        return _in_a_child(planning, end, packed).renamed(dict(enumerate(modules)))
+
+    def failed(error: Exception) -> None:
+        if planning.device.type != "cpu" or not _differentiates():
+            raise _WantedError((), f"{type(error).__name__}: {error}") from error
+
+    trial = _Trial(lambda: module, _CPU, measure, counted, failed, partial(_in_a_child, planning, end))
+    try:
+        return _made(planning, steps, trial)
+    except _WantedError as wanted:
+        known = {step.name: (step.calls, step.single) for step in steps}
+        found = _Wanted(wanted.blocks, wanted.error, known or {"training_step": (calls(), None)})
+    try:
+        pickle.dumps(found)
+    except Exception as error:  # objects say in their own ways that they cannot be pickled
+        return _untried(planning, error)
+    return found
+
+
+def _has_opened_an_accelerator() -> bool:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return False
+    is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
+    return is_initialized is None or bool(is_initialized())
+
+
+def _refuse_to_differentiate(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError("a child of a process that has opened an accelerator cannot run autograd's backward")
+
+
+def _differentiates() -> bool:
+    """Return whether this process, which is a child, can run a backward."""
+    try:
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError:  # also where the parent has started autograd's threads for an accelerator
+        return False
+    return True
+
+
+def _try_a_copy(planning: Planning, wanted: _Wanted) -> list[plan.Plan]:
+    """Make the plans in this process, on its device, by copies of the module."""
+    planning.notes.append(
+        f"A step does not run in a child process on the CPU ({wanted.error}), so copies of the model run on "
+        f"{planning.device} before training: what a step keeps in Python is not checked, and what it changes outside "
+        "of the model stays changed."
+    )
+    module = planning.trainer.lightning_module
+    steps = []
+    for name, (calls, single) in wanted.steps.items():
+        one = single if single is None else module.transfer_batch_to_device(single, planning.device, 0)
+        steps.append(_step(planning, name, _moved(planning, calls), one))
 
     @cache
     def measure(blocks: Sequence[Block]) -> plan.Profile:
-        calls = next((step.calls for step in steps if step.trains), None)
-        try:
-            calls = calls or _calls(planning, "training_step", planning.trainer.fit_loop)
-        except ConfigurationError:
-            raise
-        except Exception as error:
-            raise ConfigurationError(
-                f'partition="balanced" measures the blocks with a batch, and none could be had before training '
-                f'({type(error).__name__}: {error}). Use "auto" or numbers of blocks.'
-            ) from error
-        return _measure(planning, blocks, *calls[0])
+        first = next(step.calls[0] for step in steps if step.trains)
+        return _measure(planning, _copied(planning), blocks, *first)
+
+    def counted(step: StepCalls) -> Costs:
+        copied = _copied(planning)
+        found = rehearsal.count(copied, step, rates_of(planning.device), planning.device)
+        return found.renamed(dict(zip(copied.modules(), module.modules(), strict=False)))
+
+    trial = _Trial(partial(_copied, planning), planning.device, measure, counted, lambda _: None, operator.call)
+    return _made(planning, steps, trial)
+
+
+def _untried(planning: Planning, reason: Exception) -> list[plan.Plan]:
+    """Make the plans without the user's steps."""
+    _not_rehearsed(planning, "no child process can try the steps", reason)
+
+    def measure(_: object) -> plan.Profile:
+        raise ConfigurationError(
+            f'partition="balanced" measures the blocks in a child process, and {reason}. Use "auto" or numbers of '
+            "blocks."
+        )
+
+    module = planning.trainer.lightning_module
+    return plan.plans(module, _cuts(planning), planning.names, measure, memory=planning.memory)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """How the steps are tried.
+
+    Args:
+        module: returns what runs them.
+        device: that on which it is.
+        measure: as for :func:`~lightning_sdpipe.partition.plan.plans`.
+        count: returns the costs of a step.
+        failed: is told that a step does not run.
+        attempt: as for :func:`~lightning_sdpipe.partition.plan.plans`.
+    """
+
+    module: Callable[[], nn.Module]
+    device: torch.device
+    measure: Callable[[Sequence[Block]], plan.Profile]
+    count: Callable[[StepCalls], Costs]
+    failed: Callable[[Exception], None]
+    attempt: Callable[[Callable[[], list[plan.Plan]]], list[plan.Plan]]
+
+
+def _made(planning: Planning, steps: Sequence[StepCalls], trial: _Trial) -> list[plan.Plan]:
+    module = planning.trainer.lightning_module
 
     def count() -> Costs | None:
         if not steps:
             return None
-        move(module, planning.device)
-        step = next((step for step in steps if step.trains), steps[0])
         try:
-            return rehearsal.count(module, step, rates_of(planning.device), planning.device)
+            return trial.count(next((step for step in steps if step.trains), steps[0]))
         except Exception as error:  # what is not allowed in a step is refused when the real one runs
             planning.notes.append(
                 f"The work of a step could not be counted ({type(error).__name__}: {error}), so bytes decide the cut."
@@ -210,47 +349,74 @@ def _made(planning: Planning, steps: Sequence[StepCalls]) -> list[plan.Plan]:
     def rehearse(chain: Sequence[str]) -> RehearsalResult | None:
         if not steps:
             return None
-        move(module, planning.device)
         try:
-            found = rehearsal.rehearse(module, chain, steps, planning.device)
+            tried = trial.module()
+            found = rehearsal.rehearse(tried, chain, steps, trial.device)
             for step in (step for step in steps if step.single is not None):
-                _try_one_sample(module, step)
+                _try_one_sample(tried, step, trial.device)
             return found
         except Exception as error:  # what is not allowed in a step is refused when the real one runs
             _refuse_one_sample(module, error)
+            trial.failed(error)
             _not_rehearsed(planning, "a step could not be run before training", error)
             return None
 
-    made = plan.plans(module, cuts, planning.names, measure, rehearse, count, planning.memory)
+    made = plan.plans(
+        module, _cuts(planning), planning.names, trial.measure, rehearse, count, planning.memory, trial.attempt
+    )
     planning.notes.extend(dict.fromkeys(each.note for each in made if each.note))
     return made
+
+
+def _cuts(planning: Planning) -> Sequence[PipelineCut]:
+    """Return the cuts, by parameters where there are no training data to measure with."""
+    if planning.trainer.state.fn == TrainerFn.FITTING:
+        return planning.cuts
+    return [replace(cut, partition="parameters") if is_measured(cut.partition) else cut for cut in planning.cuts]
+
+
+def _is_on_meta(module: nn.Module) -> bool:
+    """Return whether the model was built to be larger than one worker."""
+    return any(p.is_meta for p in module.parameters())
+
+
+def _copied(planning: Planning) -> nn.Module:
+    """Return a copy of the module on the device, with the same Trainer."""
+    copied = copy.deepcopy(planning.trainer.lightning_module)
+    copied.trainer = planning.trainer
+    move(copied, planning.device)
+    return copied
+
+
+def _moved(planning: Planning, calls: _Calls) -> _Calls:
+    """Return the calls with their micro-batches on the device."""
+    move_batch = planning.trainer.lightning_module.transfer_batch_to_device
+    return [(move_batch(batch, planning.device, 0), arguments) for batch, arguments in calls]
 
 
 def _steps(planning: Planning) -> list[StepCalls]:
     """Return the steps that the run will make, as far as they can be rehearsed; tell the user why if they cannot."""
     trainer: Any = planning.trainer
-    module, precision = trainer.lightning_module, trainer.precision_plugin
-    if any(p.is_meta for p in module.parameters()):
-        return []  # the model was built to be larger than one worker
+    if _is_on_meta(trainer.lightning_module):
+        return []
     loops = {
         TrainerFn.FITTING: [
-            ("training_step", trainer.fit_loop, precision.train_step_context),
-            ("validation_step", trainer.fit_loop.epoch_loop.val_loop, precision.val_step_context),
+            ("training_step", trainer.fit_loop),
+            ("validation_step", trainer.fit_loop.epoch_loop.val_loop),
         ],
-        TrainerFn.VALIDATING: [("validation_step", trainer.validate_loop, precision.val_step_context)],
-        TrainerFn.TESTING: [("test_step", trainer.test_loop, precision.test_step_context)],
-        TrainerFn.PREDICTING: [("predict_step", trainer.predict_loop, precision.predict_step_context)],
+        TrainerFn.VALIDATING: [("validation_step", trainer.validate_loop)],
+        TrainerFn.TESTING: [("test_step", trainer.test_loop)],
+        TrainerFn.PREDICTING: [("predict_step", trainer.predict_loop)],
     }
     try:
-        found = [
-            StepCalls(
+        return [
+            _step(
+                planning,
                 name,
                 calls,
-                name == "training_step",
-                partial(_within, planning, name, context),
                 _single(planning, calls[0][0], data_source(loop).dataloader()) if name == "training_step" else None,
             )
-            for name, loop, context in loops[trainer.state.fn]
+            for name, loop in loops[trainer.state.fn]
             if (calls := _calls(planning, name, loop))
         ]
     except ConfigurationError:
@@ -258,7 +424,10 @@ def _steps(planning: Planning) -> list[StepCalls]:
     except Exception as error:
         _not_rehearsed(planning, "a batch to rehearse with could not be had", error)
         return []
-    return found
+
+
+def _step(planning: Planning, name: str, calls: _Calls, single: Any) -> StepCalls:
+    return StepCalls(name, calls, name == "training_step", partial(_within, planning, name), single)
 
 
 def _single(planning: Planning, part: Any, loader: Any) -> Any:
@@ -285,9 +454,9 @@ def _single(planning: Planning, part: Any, loader: Any) -> Any:
         return split(part, sys.maxsize)[0].batch if normalises and is_single else None
 
 
-def _try_one_sample(module: nn.Module, step: StepCalls) -> None:
+def _try_one_sample(module: nn.Module, step: StepCalls, device: torch.device) -> None:
     try:
-        with rehearsal.without_a_trace(module), step.context(), torch.no_grad():
+        with rehearsal.unheard(module, step.trains, device), step.context(), torch.no_grad():
             getattr(module, step.name)(step.single, *step.calls[0][1])
     except Exception as error:  # any other one is raised where it happens
         _refuse_one_sample(module, error)
@@ -304,9 +473,18 @@ def _refuse_one_sample(module: nn.Module, error: Exception) -> None:
         ) from error
 
 
+_PRECISION = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
+
+
 @contextmanager
-def _within(planning: Planning, name: str, precision: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+def _within(planning: Planning, name: str) -> Iterator[None]:
     strategy: Any = planning.trainer.strategy
+    precision = getattr(planning.trainer.precision_plugin, _PRECISION[name])
     with planning.guard.rehearsal(name), precision():
         strategy.optimizers, strategy.lr_scheduler_configs = rehearsal.stand_in_optimizers()
         try:
@@ -315,7 +493,7 @@ def _within(planning: Planning, name: str, precision: Callable[[], AbstractConte
             strategy.optimizers, strategy.lr_scheduler_configs = [], []
 
 
-def _calls(planning: Planning, name: str, loop: Any) -> list[tuple[Any, tuple[int, ...]]]:
+def _calls(planning: Planning, name: str, loop: Any) -> _Calls:
     """Return two micro-batches of each data loader of the loop; none if there are no data for it."""
     module, trains = planning.trainer.lightning_module, name == "training_step"
     source = data_source(loop)
@@ -324,7 +502,7 @@ def _calls(planning: Planning, name: str, loop: Any) -> list[tuple[Any, tuple[in
     loaders = source.dataloader()
     several = not trains and isinstance(loaders, Sequence)
     batches = [
-        _parts(planning, _as_the_step_gets_it(planning, sample_batch(each, planning.keeps_loaders)), trains)
+        _parts(planning, _as_the_step_gets_it(planning, sample_batch(each, keep=False)), trains)
         for each in (loaders if several else [loaders])
         if each is not None
     ]
@@ -339,7 +517,7 @@ def _calls(planning: Planning, name: str, loop: Any) -> list[tuple[Any, tuple[in
 def _as_the_step_gets_it(planning: Planning, batch: Any) -> Any:
     module, trainer = planning.trainer.lightning_module, planning.trainer
     batch = current(module, Method.BEFORE_TRANSFER)(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
-    return trainer.strategy.batch_to_device(batch, planning.device)
+    return trainer.strategy.batch_to_device(batch, _CPU)
 
 
 def _parts(planning: Planning, batch: Any, trains: bool) -> Sequence[Any]:
@@ -360,14 +538,26 @@ def _not_rehearsed(planning: Planning, what: str, error: Exception) -> None:
     )
 
 
-def _measure(planning: Planning, blocks: Sequence[Block], batch: Any, arguments: Sequence[int]) -> plan.Profile:
+def _calls_to_measure(planning: Planning) -> _Calls:
+    try:
+        return _calls(planning, "training_step", planning.trainer.fit_loop)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f'partition="balanced" measures the blocks with a batch, and none could be had before training '
+            f'({type(error).__name__}: {error}). Use "auto" or numbers of blocks.'
+        ) from error
+
+
+def _measure(
+    planning: Planning, module: nn.Module, blocks: Sequence[Block], batch: Any, arguments: Sequence[int]
+) -> plan.Profile:
     trainer: Any = planning.trainer
-    module = trainer.lightning_module
-    if all(not p.is_meta for p in module.parameters()):  # else the profile says what is wrong
-        move(module, planning.device)
+    training_step: Any = module.training_step
 
     def step() -> Any:
         with trainer.precision_plugin.train_step_context():
-            return module.training_step(batch, *arguments)
+            return training_step(batch, *arguments)
 
     return profile(module, blocks, step, planning.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import fcntl
 import gc
@@ -18,28 +19,25 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeVar
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sdpipe import openmp
 from lightning_sdpipe.errors import ConfigurationError
 
+_T = TypeVar("_T")
 _STDERR = 2
+_PR_SET_PDEATHSIG = 1
 _TOLD_AFTER = 10.0  # seconds
 _STUCK_AFTER = 30.0  # seconds without work in which all threads wait for locks
 _LOOKS_EVERY = 1.0  # seconds
 _FUTEX = {"x86_64": "202", "aarch64": "98"}  # numbers of the system call with which threads wait for a lock
+_in_a_child = False  # whose parent tells what is waited for
 
 
 class NoAnswerError(RuntimeError):
-    """The child died, or took too long; the message says which."""
-
-
-def is_possible(device: torch.device) -> bool:
-    """Return whether computations on ``device`` can be tried in a child: a fork must have neither an open accelerator
-    nor, as on macOS, system libraries that do not survive it."""
-    return sys.platform == "linux" and device.type == "cpu" and not _has_opened_an_accelerator()
+    """There is no child, or it died, or took too long; the message says which."""
 
 
 def apart(work: Callable[[], bytes], seconds: float) -> bytes:
@@ -47,18 +45,22 @@ def apart(work: Callable[[], bytes], seconds: float) -> bytes:
     that are open for reading are opened anew there, each at its position; pipes, sockets and what is only written to
     are shared.
 
-    The child has this thread only, and torch computes there with as many threads as here. A lock that another thread
-    holds at this moment stays locked in the child: if all of its threads wait for locks and do nothing else for 30 s,
-    it is given up. After 10 s the log says what is waited for.
+    The child has this thread only, and torch computes there with as many threads as here, on the CPU: an accelerator
+    that is open here cannot be used there. A lock that another thread holds at this moment stays locked in the child:
+    if all of its threads wait for locks and do nothing else for 30 s, it is given up. After 10 s the log says what is
+    waited for. A child ends with its parent.
 
     Args:
         work: the function to call. It prints as usual; changes that it makes do not remain.
         seconds: limit of time.
 
     Raises:
-        NoAnswerError: the child died, took longer than that, or waited for a lock for ever.
+        NoAnswerError: this system is not Linux, or the child died, took longer than that, or waited for a lock for
+            ever.
         Exception: the exception that ``work`` raised.
     """
+    if sys.platform != "linux":  # as on macOS, system libraries do not survive a fork
+        raise NoAnswerError(f"there is none on {sys.platform}")
     receive, send = multiprocessing.Pipe(duplex=False)
     _flush()  # else the child would print it, too
     openmp.end_threads()
@@ -87,6 +89,11 @@ def apart(work: Callable[[], bytes], seconds: float) -> bytes:
     return answer  # type: ignore[no-any-return]
 
 
+def in_a_child(work: Callable[[], _T], seconds: float) -> _T:
+    """Return what ``work`` returns, which can be pickled, as :func:`apart` does."""
+    return pickle.loads(apart(lambda: pickle.dumps(work()), seconds))  # type: ignore[no-any-return]
+
+
 def _wait(child: int, answer: Connection, seconds: float) -> None:
     """Wait for the child's answer.
 
@@ -94,7 +101,7 @@ def _wait(child: int, answer: Connection, seconds: float) -> None:
         NoAnswerError: it does not come.
     """
     began = worked = time.monotonic()
-    done, told = (0, 0), False
+    done, told = (0, 0), _in_a_child
     while not answer.poll(min(_LOOKS_EVERY, max(began + seconds - time.monotonic(), 0.0))):
         now = time.monotonic()
         if now >= began + seconds:
@@ -118,13 +125,16 @@ def _wait(child: int, answer: Connection, seconds: float) -> None:
 
 
 def _work_of(process: int) -> tuple[int, int]:
-    """Return the ticks of processor time that a process has used, and the bytes that it has read."""
+    """Return the ticks of processor time that a process and its children have used, and the bytes that they have
+    read."""
     try:
         used = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         read = Path(f"/proc/{process}/io").read_text().split()[1]  # from files, pipes and sockets alike
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     except OSError:
         return 0, 0  # it is about to end
-    return int(used[11]) + int(used[12]), int(read)
+    theirs = [_work_of(int(child)) for child in children]
+    return int(used[11]) + int(used[12]) + sum(t for t, _ in theirs), int(read) + sum(r for _, r in theirs)
 
 
 def _waits_for_locks(process: int) -> bool:
@@ -162,12 +172,13 @@ def _reopen_files() -> None:
 
 def _answer(work: Callable[[], bytes], send: Connection, seconds: float) -> None:
     """Run the child; it leaves without running what is registered for the end of the parent."""
-    status = 1
+    global _in_a_child
+    status, _in_a_child = 1, True
     try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it as well, and ends this process
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # The alarm ends the child also if the parent is gone. The parent's thread for that (faulthandler's) is not
-        # here.
+        # The parent's thread for that (faulthandler's) is not here.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         faulthandler.register(signal.SIGALRM, file=_STDERR, chain=True)
         signal.setitimer(signal.ITIMER_REAL, seconds + 1)
@@ -199,11 +210,3 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-
-
-def _has_opened_an_accelerator() -> bool:
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return False
-    is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
-    return is_initialized is None or bool(is_initialized())

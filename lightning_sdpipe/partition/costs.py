@@ -7,7 +7,7 @@ a gradient, where it is a product of matrices or a convolution, and else as much
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,11 @@ class Costs:
 
     stretches: list[tuple[tuple[nn.Module, ...], float]] = field(default_factory=list)
     calls: list[nn.Module] = field(default_factory=list)
+
+    def renamed(self, names: Mapping[Any, Any]) -> Costs:
+        """Return the same costs with what ``names`` has for each module; others are left out."""
+        stretches = [(tuple(names[m] for m in modules if m in names), cost) for modules, cost in self.stretches]
+        return Costs(stretches, [names[m] for m in self.calls if m in names])
 
     def order(self, modules: Sequence[nn.Module]) -> list[int]:
         """Return the numbers of ``modules`` in the order of their calls; those that are called again come again."""

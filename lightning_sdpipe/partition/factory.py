@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import rehearsal
+from lightning_sdpipe.partition.apart import in_a_child
 from lightning_sdpipe.partition.costs import Costs, rates_of
 from lightning_sdpipe.partition.pipeline_cut import Balanced, PipelineCut, cuts_of, in_flight, refuse_lists
 from lightning_sdpipe.partition.plan import Plan
@@ -23,6 +24,7 @@ from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.topology.mesh import depths_of, speeds_of
 
 _CPU = torch.device("cpu")
+_PATIENCE = 86400.0  # seconds that a child may take
 
 
 def parser(command: str, description: str) -> argparse.ArgumentParser:
@@ -143,6 +145,11 @@ def _give_trainer(module: LightningModule) -> None:
     module.trainer = trainer
 
 
+def tried(work: Callable[[], list[Plan]]) -> list[Plan]:
+    """Return what ``work`` returns in a child of this process, where all that it changes remains."""
+    return in_a_child(work, _PATIENCE)
+
+
 def rehearse(module: nn.Module, chain: Sequence[str], batches: Sequence[Any]) -> RehearsalResult:
     """Rehearse ``training_step`` on two batches, or on one twice.
 
@@ -158,7 +165,13 @@ def count(module: nn.Module, batch: Any) -> Costs:
     Raises:
         Exception: the exception that the step raised.
     """
-    return rehearsal.count(module, _training_step([batch]), rates_of(_CPU), _CPU)
+    modules = [*module.modules()]
+
+    def counted() -> Costs:
+        found = rehearsal.count(module, _training_step([batch]), rates_of(_CPU), _CPU)
+        return found.renamed({each: number for number, each in enumerate(modules)})
+
+    return in_a_child(counted, _PATIENCE).renamed(dict(enumerate(modules)))
 
 
 def _training_step(batches: Sequence[Any]) -> StepCalls:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_sdpipe.partition.mementos import is_users
+from lightning_sdpipe.partition.python_values import is_users
 
 _GLOBALS = {"LOAD_GLOBAL": False, "LOAD_NAME": False, "STORE_GLOBAL": True}
 _OF_CLOSURES = {"LOAD_DEREF": False, "LOAD_CLASSDEREF": False, "STORE_DEREF": True}

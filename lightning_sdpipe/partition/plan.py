@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -80,9 +81,11 @@ def plan(
     rehearse: Callable[[Sequence[str]], RehearsalResult | None] = lambda _: None,
     in_flight: InFlight | None = None,
     count: Callable[[], Costs | None] = lambda: None,
+    attempt: Callable[[Callable[[], list[Plan]]], list[Plan]] = operator.call,
 ) -> Plan:
     """Make a single plan as :func:`plans` does, for a cut of these values."""
-    (made,) = plans(module, [PipelineCut(num_stages, partition, in_flight)], names, measure, rehearse, count)
+    of = PipelineCut(num_stages, partition, in_flight)
+    (made,) = plans(module, [of], names, measure, rehearse, count, attempt=attempt)
     return made
 
 
@@ -94,6 +97,7 @@ def plans(
     rehearse: Callable[[Sequence[str]], RehearsalResult | None] = lambda _: None,
     count: Callable[[], Costs | None] = lambda: None,
     memory: float = math.inf,
+    attempt: Callable[[Callable[[], list[Plan]]], list[Plan]] = operator.call,
 ) -> list[Plan]:
     """Find the chain of ``module`` and make a plan for each of ``cuts``.
 
@@ -115,11 +119,12 @@ def plans(
             only.
         memory: bytes of a device. Stages of ``"auto"`` whose weights, gradients and optimizer states need more are
             avoided, if they can be.
+        attempt: calls the function that it is given, which tries one chain, and returns what that returns. In a process
+            of its own, what the steps keep is as before them for the next chain.
 
     Raises:
         ConfigurationError: the chain cannot be cut so.
     """
-    num_stages = max(cut.num_stages for cut in cuts)
     for each in cuts:
         check_partition(each)
     automatic = [each.num_stages for each in cuts if each.partition == "auto" and each.num_stages > 1]
@@ -128,19 +133,35 @@ def plans(
     refused: ConfigurationError | None = None
     for found in find_chains(module, names) if costs is None else _fastest_first(module, names, automatic, costs, even):
         try:
-            for each in cuts:
-                _check_weights(module, found, each)
-            if num_stages > 1:
-                refuse_compiled(module, found)
-            chain, rehearsed = _rehearsed(found, num_stages, rehearse, names) if num_stages > 1 else (found, None)
+            return attempt(partial(_of_chain, module, found, cuts, names, measure, rehearse, automatic, even))
         except ConfigurationError as error:
             refused = refused or error
-            continue
-        for blocks in _blocks(module, chain, names, rehearsed is not None, automatic, even):
-            try:
-                return [_cut(module, blocks, each, measure, rehearsed, even) for each in cuts]
-            except ConfigurationError as error:
-                refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def _of_chain(
+    module: nn.Module,
+    found: Sequence[str],
+    cuts: Sequence[PipelineCut],
+    names: Sequence[str] | None,
+    measure: Callable[[Sequence[Block]], Profile] | None,
+    rehearse: Callable[[Sequence[str]], RehearsalResult | None],
+    automatic: Sequence[int],
+    even: _Even,
+) -> list[Plan]:
+    num_stages = max(cut.num_stages for cut in cuts)
+    for each in cuts:
+        _check_weights(module, found, each)
+    if num_stages > 1:
+        refuse_compiled(module, found)
+    chain, rehearsed = _rehearsed(found, num_stages, rehearse, names) if num_stages > 1 else (found, None)
+    refused: ConfigurationError | None = None
+    for blocks in _blocks(module, chain, names, rehearsed is not None, automatic, even):
+        try:
+            return [_cut(module, blocks, each, measure, rehearsed, even) for each in cuts]
+        except ConfigurationError as error:
+            refused = refused or error
     assert refused is not None
     raise refused
 

@@ -19,7 +19,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.chain import Block
 from lightning_sdpipe.partition.effects import Original, intercept
 from lightning_sdpipe.partition.message import Opaque, take_apart
-from lightning_sdpipe.partition.rehearsal import without_a_trace
+from lightning_sdpipe.partition.rehearsal import unheard
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ def profile(
     """Measure each block while ``step`` runs forward and backward; take medians over ``repeats`` runs after a first
     one.
 
-    The runs leave no trace: see :func:`~lightning_sdpipe.partition.rehearsal.without_a_trace`; parameters, which a step
-    may change in place, get their values back from a copy on the CPU. With activation checkpointing the recomputation
-    is part of the backward, as it is in training.
+    What the step changes stays changed, as with a rehearsal; gradients do not stay. With activation checkpointing the
+    recomputation is part of the backward, as it is in training.
 
     Args:
         module: the whole module, on ``device``.
@@ -76,10 +75,11 @@ def profile(
             torch.accelerator.synchronize(device)
         return clock()
 
-    with without_a_trace(module), _parameters_kept(module):
+    with unheard(module, True, device):
         with recording_saved(module, blocks) as saved:
             _measure(module, blocks, step, now)
         runs = [_measure(module, blocks, step, now) for _ in range(repeats)]
+    module.zero_grad()
     return tuple(
         BlockProfile(
             median(block.forward_seconds for block in of_block),
@@ -91,17 +91,6 @@ def profile(
         )
         for block, kept, of_block in zip(blocks, saved, zip(*runs, strict=True), strict=True)
     )
-
-
-@contextmanager
-def _parameters_kept(module: nn.Module) -> Iterator[None]:
-    before = [(p, p.detach().to("cpu", copy=True)) for p in module.parameters()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in before:
-                parameter.copy_(value)
 
 
 @dataclass

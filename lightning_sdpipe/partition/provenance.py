@@ -127,7 +127,6 @@ class ProvenanceTracer(TorchDispatchMode):
         self._watches = [EffectRecorder(path, module.get_submodule(path), self._enter_hooks) for path in chain]
         self._touches = Touches(module, chain)
         self.keeps = False  # whether a step has left tensors of its own in attributes
-        self._before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             self._begin(tensor, "weight", name)
         for kept in (value for m in self._names for value in vars(m).values() if isinstance(value, Tensor)):
@@ -147,7 +146,7 @@ class ProvenanceTracer(TorchDispatchMode):
             hooks = nn.modules.module
             undo.callback(hooks.register_module_forward_pre_hook(self._enter_module).remove)
             undo.callback(hooks.register_module_forward_hook(self._leave_module, always_call=True).remove)
-            undo.enter_context(_logging_to(self._module, self._log))
+            undo.enter_context(logging_to(self._module, self._log))
             # else another block's cast of a shared weight would be taken for that block's work
             undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)
@@ -162,12 +161,6 @@ class ProvenanceTracer(TorchDispatchMode):
         self.keeps = self.keeps or any(storage.write.step == self._step for storage in self._kept())
         trace = self.traces[-1]
         trace.changed = frozenset(key for key, v in trace.leaves.items() if v.storage.write is not v.write)
-
-    def restore(self) -> None:
-        """Undo the writes of the steps to tensors that were there before."""
-        for storage, before in self._before:
-            storage.copy_(before)
-        self._before.clear()
 
     def blocks_of_weights(self) -> dict[str, set[int]]:
         """Return the blocks that hold each parameter and buffer, by its first name; none for those outside of all
@@ -192,8 +185,6 @@ class ProvenanceTracer(TorchDispatchMode):
         given: dict[int | None, set[tuple[Place, Gradient]]] = {}
         for tensor in inputs:
             given.setdefault(_address(tensor), set()).add((_place(tensor), _gradient(tensor)))
-            if _address(tensor) in written:
-                self._save(tensor)
         outcome = func(*args, **kwargs)
         self.weights_read.update(v.write.name for v in reads if v.write.origin == "weight")
         self._note_reads(reads, func)
@@ -259,11 +250,6 @@ class ProvenanceTracer(TorchDispatchMode):
 
     def _forget(self, address: int, _: object) -> None:
         del self._storages[address], self._references[address]
-
-    def _save(self, tensor: Tensor) -> None:
-        storage: Any = _values_of(tensor).untyped_storage()
-        if self._storages[storage._cdata].write.origin != "operation":
-            self._before.append((storage, storage.clone()))
 
     @property
     def _step(self) -> int:
@@ -378,7 +364,8 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 
 @contextmanager
-def _logging_to(module: nn.Module, log: Callable[..., None]) -> Iterator[None]:
+def logging_to(module: nn.Module, log: Callable[..., None]) -> Iterator[None]:
+    """Call ``log`` for ``self.log`` of ``module`` within the context."""
     before = vars(module).get("log")
     vars(module)["log"] = log
     try:

@@ -157,6 +157,16 @@ def is_of_the_user(value: Any) -> bool:
     return not any(part in file for part in _LIBRARIES)
 
 
+@lru_cache(maxsize=4096)
+def is_users(module: str | None) -> bool:
+    """Return whether code in ``module`` is the user's own; installed packages are not."""
+    root = (module or "builtins").partition(".")[0]
+    if root != "__main__" and (root in sys.stdlib_module_names or root == "lightning_sdpipe"):
+        return False
+    file = getattr(sys.modules.get(str(module)), "__file__", None) or ""
+    return "-packages" not in file
+
+
 class _WithSlots(MutableMapping[str, Any]):
     """The attributes of an object whose class has ``__slots__``; changes reach it, also if it is frozen."""
 

@@ -1,4 +1,8 @@
-"""Rehearsals: runs of a user's steps before training, to see what they do, without leaving a trace."""
+"""Rehearsals: runs of a user's steps before training, to see what they do.
+
+What the steps change stays changed. So they run in a process that ends afterwards
+(:mod:`~lightning_sdpipe.partition.apart`), or on a copy of the module.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_sdpipe.lightning_internals import trainer_of
 from lightning_sdpipe.partition import costs
 from lightning_sdpipe.partition.costs import Costs, Rates
-from lightning_sdpipe.partition.mementos import Mementos
-from lightning_sdpipe.partition.provenance import ProvenanceTracer
+from lightning_sdpipe.partition.provenance import ProvenanceTracer, logging_to
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.partition.sample import copied
 from lightning_sdpipe.random_streams import RandomStreams
@@ -43,8 +46,7 @@ class StepCalls:
 def rehearse(
     module: nn.Module, chain: Sequence[str], steps: Sequence[StepCalls], device: torch.device
 ) -> RehearsalResult:
-    """Run the forwards of ``steps`` with labelled tensors. ``module`` is whole and on ``device``; it is left
-    unchanged.
+    """Run the forwards of ``steps`` with labelled tensors. ``module`` is whole and on ``device``.
 
     Raises:
         Exception: a step raised it, or the step communicates with other processes, which do not rehearse.
@@ -53,26 +55,21 @@ def rehearse(
     traces = {}
     weights: dict[str, set[int]] = {}
     for step in steps:
-        with without_a_trace(module), torch.set_grad_enabled(step.trains):
-            if not step.trains:
-                module.eval()
+        with unheard(module, step.trains, device):
             labels = ProvenanceTracer(module, chain)
             weights = labels.blocks_of_weights()
-            try:
-                for run in range(max(_AT_MOST, len(step.calls))):
-                    batch, arguments = step.calls[run % len(step.calls)]
-                    batch = copied(batch)
-                    streams.begin(run)
-                    with step.context():
-                        labels.run(partial(getattr(module, step.name), batch, *arguments), batch)
-                    orders = {tuple(trace.order) for trace in labels.traces}
-                    used = set().union(*orders) | _used_by_weight(module, weights, labels.weights_read)
-                    # one more run where a step leaves tensors: only later runs see when that happens
-                    settled = len(orders) == 1 and len(used) == len(chain)
-                    if run + 1 >= len(step.calls) + labels.keeps and settled:
-                        break
-            finally:
-                labels.restore()
+            for run in range(max(_AT_MOST, len(step.calls))):
+                batch, arguments = step.calls[run % len(step.calls)]
+                batch = copied(batch)
+                streams.begin(run)
+                with step.context():
+                    labels.run(partial(getattr(module, step.name), batch, *arguments), batch)
+                orders = {tuple(trace.order) for trace in labels.traces}
+                used = set().union(*orders) | _used_by_weight(module, weights, labels.weights_read)
+                # one more run where a step leaves tensors: only later runs see when that happens
+                settled = len(orders) == 1 and len(used) == len(chain)
+                if run + 1 >= len(step.calls) + labels.keeps and settled:
+                    break
         traces[step.name] = labels.traces
     return RehearsalResult(chain, traces, weights)
 
@@ -92,9 +89,7 @@ def count(module: nn.Module, step: StepCalls, rates: Rates, device: torch.device
     """
     batch, arguments = step.calls[0]
     batch = copied(batch)
-    with without_a_trace(module), torch.set_grad_enabled(step.trains), step.context():
-        if not step.trains:
-            module.eval()
+    with unheard(module, step.trains, device), step.context():
         RandomStreams(device).begin(0)
         return costs.count(partial(getattr(module, step.name), batch, *arguments), rates)
 
@@ -109,41 +104,26 @@ def _used_by_weight(module: nn.Module, weights: Mapping[str, set[int]], read: se
 
 
 @contextmanager
-def without_a_trace(module: nn.Module, *others: Any) -> Iterator[list[str]]:
-    """Undo the changes of a step within this context: gradients, buffers (BatchNorm's statistics), the random states
-    of torch, NumPy and Python, and what :class:`~lightning_sdpipe.partition.mementos.Mementos` finds from ``module``
-    and ``others``: attributes, containers, generators, globals. ``self.log`` and the loggers do nothing meanwhile.
-
-    Yields:
-        The names of what cannot be put back.
-    """
-    gradients = [(p, p.grad) for p in module.parameters()]
-    buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta]
-    mementos = Mementos(module, *others)
-    for parameter, _ in gradients:
-        parameter.grad = None
-    if hasattr(module, "log"):
-        vars(module)["log"] = lambda *_, **__: None
+def unheard(module: nn.Module, trains: bool, device: torch.device) -> Iterator[None]:
+    """Let a step of ``module`` run within this context, with gradients and in training mode as it is now if it
+    ``trains``. ``self.log`` and the loggers do nothing meanwhile; what is drawn, and the modes, are as before
+    afterwards."""
+    modes = [(each, each.training) for each in module.modules()]
+    trainer = trainer_of(module)
+    loggers = [] if trainer is None else trainer.loggers
+    if not trains:
+        module.eval()
+    if trainer is not None:
+        trainer.loggers = [DummyLogger() for _ in loggers]
     try:
-        with isolate_rng(), _without_loggers(trainer_of(module)):
-            yield mementos.lost
+        with (
+            isolate_rng(include_cuda=device.type == "cuda"),
+            logging_to(module, lambda *_, **__: None),
+            torch.set_grad_enabled(trains),
+        ):
+            yield
     finally:
-        mementos.restore()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-
-
-@contextmanager
-def _without_loggers(trainer: Any) -> Iterator[None]:
-    if trainer is None:
-        yield
-        return
-    loggers = trainer.loggers
-    trainer.loggers = [DummyLogger() for _ in loggers]
-    try:
-        yield
-    finally:
-        trainer.loggers = loggers
+        if trainer is not None:
+            trainer.loggers = loggers
+        for each, training in modes:
+            each.training = training

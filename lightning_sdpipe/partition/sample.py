@@ -54,7 +54,7 @@ def sample_batch(dataloaders: Any, keep: bool = True) -> Any:
     """
     if isinstance(dataloaders, CombinedLoader):
         dataloaders = dataloaders.flattened[0] if goes_one_by_one(dataloaders) else dataloaders.iterables
-    with isolate_rng():
+    with isolate_rng(include_cuda=False):
         return tree_map(partial(_first, copied=copy.deepcopy if keep else lambda value, _=None: value), dataloaders)
 
 

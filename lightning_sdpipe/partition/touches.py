@@ -29,9 +29,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE, trainer_of
 from lightning_sdpipe.lightning_results import is_metric
 from lightning_sdpipe.partition.effects import hear_assignments, listening
-from lightning_sdpipe.partition.mementos import is_users
 from lightning_sdpipe.partition.names import ClassAttributes, Closures, heard_variables
-from lightning_sdpipe.partition.python_values import GENERATORS, attributes_of, is_of_the_user, state_of
+from lightning_sdpipe.partition.python_values import GENERATORS, attributes_of, is_of_the_user, is_users, state_of
 
 _CODE = (nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")

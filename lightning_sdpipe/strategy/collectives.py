@@ -95,7 +95,7 @@ class Collectives(DDPStrategy):
             environment,
             backend,
             timeout=lightning_internals.collective_timeout(self),
-            device_id=None if self.root_device.type == "cpu" else self.root_device,
+            device_id=None,  # NCCL connects when it is first used
             store=PrefixStore("sdpipe", open_store(*place, one_machine, self.options.run_timeout)),
         )
 

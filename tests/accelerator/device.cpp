@@ -12,6 +12,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/library.h>
+#include <unistd.h>
 
 #include "device.h"
 
@@ -30,8 +31,11 @@ namespace {
 
 thread_local DeviceIndex current = 0;
 
+const pid_t opened_by = getpid();
+
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
+    TORCH_CHECK(getpid() == opened_by, "Cannot use the fake accelerator in a forked process, as CUDA cannot");
     void* memory = c10::alloc_cpu(n ? n : 1);
     return {memory, memory, &c10::free_cpu, Device(kFake, current)};
   }

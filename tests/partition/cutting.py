@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.check import Made, compute
 from lightning_sdpipe.partition import rehearsal
+from lightning_sdpipe.partition.factory import tried
 from lightning_sdpipe.partition.plan import Plan, plan
 from lightning_sdpipe.partition.rehearsal import StepCalls
 
@@ -34,7 +35,7 @@ def planned(module: Stepping, batches: Sequence[Any], num_stages: int, blocks: S
     module.set_up(module.model)
     steps = [StepCalls("training_step", [(batch, ()) for batch in batches[:2]], True)]
     rehearse = partial(rehearsal.rehearse, module, steps=steps, device=torch.device("cpu"))
-    return plan(module, num_stages, names=blocks, rehearse=rehearse)
+    return plan(module, num_stages, names=blocks, rehearse=rehearse, attempt=tried)
 
 
 def assert_equal_when_cut(

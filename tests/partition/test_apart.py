@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_sdpipe import openmp
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.apart import NoAnswerError, apart, is_possible
+from lightning_sdpipe.partition.apart import NoAnswerError, apart
 
 CHANGED: list[int] = []
 
@@ -168,8 +168,3 @@ def test_it_computes_after_threads_have_computed_here(two_threads: None) -> None
 
     assert compute() == 2
     assert apart(lambda: bytes([compute()]), 20) == b"\2"
-
-
-def test_what_computes_on_an_accelerator_is_not_forked() -> None:
-    assert is_possible(torch.device("cpu"))
-    assert not is_possible(torch.device("cuda"))

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_sdpipe import AllReduce, Balanced, SDPipeStrategy
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 from lightning_sdpipe.loop import planning
-from lightning_sdpipe.partition import apart as apart_module
 from lightning_sdpipe.partition.apart import apart
 from lightning_sdpipe.partition.profile import profile
 from tests.features.running import quiet_trainer
@@ -124,7 +123,7 @@ class Denoising(L.LightningModule):
 
     calls = 0
 
-    def __init__(self, directory: Path, simple: bool) -> None:
+    def __init__(self, directory: Path) -> None:
         super().__init__()
         global TICKS
         TICKS, Denoising.calls = itertools.count(), 0
@@ -134,7 +133,7 @@ class Denoising(L.LightningModule):
         self.net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
         self.draws = torch.Generator().manual_seed(1), np.random.default_rng(1), random.Random(1)
         self.cycle, self.count, self.array = itertools.cycle([0.1, 0.2, 0.3]), Count(), np.zeros(2)
-        self.queues: list[Any] = [queue.Queue(), queue.SimpleQueue() if simple else queue.Queue()]
+        self.queues: list[Any] = [queue.Queue(), queue.SimpleQueue()]
         for each in self.queues:
             each.put(0.5)
 
@@ -172,18 +171,12 @@ class Denoising(L.LightningModule):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("partition", "forks"), [("uniform", True), ("balanced", True), ("balanced", False)])
-def test_trying_the_steps_changes_nothing(
-    partition: Any, forks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not forks:  # as where an accelerator is open
-        monkeypatch.setattr(apart_module, "is_possible", lambda _: False)
+@pytest.mark.parametrize("partition", ["uniform", "balanced"])
+def test_trying_the_steps_changes_nothing(partition: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = tmp_path / "measured"
     monkeypatch.setattr(planning, "profile", lambda *given: measured.touch() or profile(*given))
-    ((expected, _),) = fit(tmp_path / "one", "auto", 1, Denoising, NoisyData(), simple=forks)
-    ranks = fit(
-        tmp_path / "two", strategy(num_micro_batches=1, partition=partition), 2, Denoising, NoisyData(), simple=forks
-    )
+    ((expected, _),) = fit(tmp_path / "one", "auto", 1, Denoising, NoisyData())
+    ranks = fit(tmp_path / "two", strategy(num_micro_batches=1, partition=partition), 2, Denoising, NoisyData())
     assert measured.exists() == (partition == "balanced")
     firsts = {path.read_text() for path in tmp_path.rglob("first_*")}
     assert len(firsts) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.plan import decode, encode, plan
 from lightning_sdpipe.partition.rehearsal import StepCalls, rehearse
 from lightning_sdpipe.worker.assembly import refuse_counting
@@ -252,13 +250,6 @@ def in_every_block(model: Any, x: Tensor) -> Tensor:
     return squared(model(x))
 
 
-@pytest.fixture
-def kept_globals() -> Iterator[None]:
-    mementos = Mementos(Model, global_number, global_list, other_class, function_attribute)
-    yield
-    mementos.restore()
-
-
 @pytest.mark.parametrize(
     ("loss_of", "what"),
     [
@@ -293,7 +284,7 @@ def kept_globals() -> Iterator[None]:
     ],
 )
 @pytest.mark.parametrize("num_stages", [2, 4])
-def test_what_a_stage_would_miss_is_refused(kept_globals: None, loss_of: Any, what: str, num_stages: int) -> None:
+def test_what_a_stage_would_miss_is_refused(loss_of: Any, what: str, num_stages: int) -> None:
     with pytest.raises(ConfigurationError, match=f"training_step changes {what} after the end of a stage that reads"):
         planned(Stepping(Model(), loss_of), batches(2), num_stages)
 

@@ -30,12 +30,17 @@ from tests.workers import free_port, run_workers
 NEW_DEVICES = True
 
 
+STEPPED = "SDPIPE_TEST_STEPPED"  # a variable of the environment, which a step in a child process leaves as it is
+
+
 class Net(L.LightningModule):
     """Blocks that draw, with buffers; a parameter outside of them, which all stages hold; a list of the user's with
-    parameters; a metric; and a tensor that is made where the module says that it is."""
+    parameters; a metric; and a tensor that is made where the module says that it is. Steps run on the device
+    ``only_on`` alone, if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, only_on: str = "", tried_here: bool = False) -> None:
         super().__init__()
+        self.only_on, self.tried_here = only_on, tried_here
         torch.manual_seed(3)
         self.net = nn.Sequential(
             *(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)), nn.BatchNorm1d(8)
@@ -47,6 +52,9 @@ class Net(L.LightningModule):
 
     def error(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
+        os.environ[STEPPED] = "here"
+        if self.only_on not in ("", x.device.type):
+            raise RuntimeError(f"this is a kernel for {self.only_on}")
         noise = 0.01 * torch.randn(8, device=self.device)
         out = self.net(x * self.scale + noise)
         self.dtype_of_net = out.dtype
@@ -59,6 +67,9 @@ class Net(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
+
+    def on_fit_start(self) -> None:
+        assert (STEPPED in os.environ) == (self.tried_here and self.global_rank == 0)
 
     def on_train_start(self) -> None:
         assert self.kept[0] is self.scale, "which every stage holds"
@@ -79,11 +90,17 @@ class Run:
     strategy: dict[str, Any]
     resumes: bool = False
     bf16: bool = False
+    only_there: bool = False  # steps do not run on the CPU
     within: float = 1e-5
 
 
 def train(
-    device: str, directory: Path, strategy: dict[str, Any], resume: Path | None = None, bf16: bool = False
+    device: str,
+    directory: Path,
+    strategy: dict[str, Any],
+    resume: Path | None = None,
+    bf16: bool = False,
+    only_there: bool = False,
 ) -> dict[str, Any]:
     """What this rank has after two epochs, or one more after ``resume``."""
     if device == "shared":  # Lightning counts devices, and these are one
@@ -101,7 +118,11 @@ def train(
         plugins=[plugin] if bf16 else None,
         strategy=SDPipeStrategy(**strategy),
     )
-    module = Net()
+    accelerated = device != "cpu"
+    # a process that has used an accelerator has no child that runs a backward
+    tried_here = (accelerated and only_there) or strategy.get("partition") == "balanced"
+    module = Net(accelerator.NAME if accelerated and only_there else "", tried_here)
+    os.environ.pop(STEPPED, None)
     trainer.fit(module, DataLoader(data, 8), DataLoader(data, 8), ckpt_path=resume, weights_only=False)
     if resume is None:
         trainer.save_checkpoint(directory / "saved.ckpt")
@@ -123,7 +144,7 @@ def _on_both(device: str, runs: Sequence[Run], path: Path) -> None:
         found = {}
         for kind in (device, "cpu"):
             directory = path / f"{number}-{kind}"
-            found[kind] = train(kind, directory, run.strategy, bf16=run.bf16)
+            found[kind] = train(kind, directory, run.strategy, None, run.bf16, run.only_there)
             if run.resumes:
                 found[kind]["resumed"] = train(kind, directory, run.strategy, resume=directory / "saved.ckpt")
         torch.testing.assert_close(
@@ -150,7 +171,8 @@ def exchanging(payload: Payload) -> Run:
 
 SHARED = [  # one device, over gloo: tensors go through the memory of the host
     Run({"num_stages": 2}, resumes=True),
-    Run({"num_stages": 2, "num_micro_batches": 1, "schedule": "pipedream"}),
+    Run({"num_stages": 2, "num_micro_batches": 1, "schedule": "pipedream"}, only_there=True),
+    Run({"num_stages": 2, "partition": "balanced"}),
     Run({"num_stages": 1, "sync": AllReduce()}, bf16=True, within=0.05),
     *(exchanging(payload) for payload in (Half(), EightBit(), OneBit())),
     Run({"num_stages": 1, "sync": LocalSGD(every=2), "exchange": Exchange(overlap="step")}),
