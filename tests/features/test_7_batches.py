@@ -31,10 +31,6 @@ from tests.features.table import refused, supported
 pytestmark = pytest.mark.distributed
 
 
-def _first_samples(size: int) -> list[tuple[Tensor, Tensor]]:
-    return [samples()[index] for index in range(size)]
-
-
 class Lists(Regression):
     """Pictures of several sizes, their boxes, names and a packed sequence: one of each for a sample."""
 

@@ -119,7 +119,13 @@ def _resume(place: Path, stages: int, source: str, checkpoints: Sequence[Path]) 
 @pytest.mark.filterwarnings("error:.*dataloader is not resumable")
 @pytest.mark.parametrize(
     ("count", "stages", "source"),
-    [(1, 1, "sharded"), (2, 1, "sharded"), (3, 1, "sharded"), (3, 1, "dealt"), (4, 1, "dealt"), (4, 2, "by speed")],
+    [
+        *((1, 1, "sharded"), (3, 1, "dealt"), (4, 2, "by speed")),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in ((2, 1, "sharded"), (3, 1, "sharded"), (4, 1, "dealt"))
+        ),
+    ],
 )
 def test_table(tmp_path: Path, saved: Any, count: int, stages: int, source: str) -> None:
     checkpoints = [saved[distributed][0] / place for distributed, place in ROWS]

@@ -155,11 +155,11 @@ def test_a_data_module_that_drops_the_last_batch(tmp_path: Path) -> None:
     "also with `val_check_interval`; all ranks count the same batches",
 )
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", [Stream, pytest.param(SizedStream, marks=pytest.mark.slow), "sampler"])
+@pytest.mark.parametrize("kind", [Stream, *(pytest.param(each, marks=pytest.mark.slow) for each in (SizedStream, Own))])
 def test_validation_within_the_epoch_and_uneven_shards(tmp_path: Path, kind: Any) -> None:
-    stream = Stream((5, 7)) if kind == "sampler" else kind((5, 7))
-    loader = DataLoader(samples(64), 4, sampler=Own(stream)) if kind == "sampler" else None
-    records = fit(tmp_path, loader, stream, val_check_interval=2, use_distributed_sampler=kind != "sampler")
+    stream = (Stream if kind is Own else kind)((5, 7))
+    loader = DataLoader(samples(64), 4, sampler=Own(stream)) if kind is Own else None
+    records = fit(tmp_path, loader, stream, val_check_interval=2, use_distributed_sampler=kind is not Own)
     one_epoch = [["validation", 2], ["validation", 4], ["validation", 6], ["epoch", 7]]
     expected = one_epoch + [[name, step + 7] for name, step in one_epoch]
     assert same_for_all(records, [10, 14]) == expected
@@ -182,9 +182,11 @@ def test_gradients_of_uneven_shards_are_averaged(tmp_path: Path, schedule: str) 
 @pytest.mark.parametrize(
     ("batches", "sync"),
     [
-        *itertools.product([(1, 4)], [None, AllReduce(), ADPSGD(asynchronous=True)]),
-        ((6, 1), None),  # the leader's is the long one
-        *(pytest.param((6, 1), sync, marks=pytest.mark.slow) for sync in (AllReduce(), ADPSGD(asynchronous=True))),
+        *(((1, 4), None), ((6, 1), None)),  # the leader's is the long one
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in itertools.product([(1, 4), (6, 1)], [AllReduce(), ADPSGD(asynchronous=True)])
+        ),
     ],
     ids=repr,
 )
@@ -343,7 +345,7 @@ class Unfreezing(Regression):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "sync", [None, AllReduce(), pytest.param(ADPSGD(asynchronous=True), marks=pytest.mark.slow)], ids=repr
+    "sync", [AllReduce(), *(pytest.param(sync, marks=pytest.mark.slow) for sync in (None, ADPSGD(asynchronous=True)))]
 )
 def test_layers_are_unfrozen_by_all_pipelines_also_by_one_without_data(tmp_path: Path, sync: Any) -> None:
     records = fit(tmp_path, stream=Stream((3, 7)), module=Unfreezing(), strategy=sdpipe(sync), val_check_interval=5)

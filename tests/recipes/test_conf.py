@@ -79,7 +79,7 @@ def _with(option: str, directory: Path) -> list[str]:
 
 
 CHOSEN = {group: GROUPS[group] for group in ("heterogeneity", "sync", "schedule", "partition", "size")}
-STEP = 1 if settings.default.max_examples >= 10_000 else 3  # --hypothesis-profile=long
+STEP = 1 if settings.default.max_examples >= 10_000 else len(GROUPS["experiment"])  # --hypothesis-profile=long
 
 
 @pytest.mark.parametrize("experiment", GROUPS["experiment"])

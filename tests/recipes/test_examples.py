@@ -23,17 +23,11 @@ from tests.workers import free_port, run_workers
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "recipes/examples"
-FILES = [path for path in EXAMPLES.rglob("*.*") if path.suffix in (".py", ".yaml")]
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft, of the extra examples")
 needs_jsonargparse = pytest.mark.skipif(find_spec("jsonargparse") is None, reason="needs jsonargparse: extra examples")
 needs_jupyter = pytest.mark.skipif(
     find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="needs nbclient and ipykernel: extra dev"
 )
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(EXAMPLES)))
-def test_it_can_be_read_at_a_glance(file: Path) -> None:
-    assert len(file.read_text().splitlines()) <= 60
 
 
 @pytest.mark.distributed

@@ -128,17 +128,6 @@ def compare(directory: Path, stages: int, groups: list[list[int]], **options: An
     return emulation
 
 
-class BytesSent(L.Callback):
-    """Those of rank 0, for who has started it."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.is_global_zero:
-            self.file.write_text(str(trainer.strategy.statistics.bytes_sent))  # type: ignore[attr-defined]
-
-
 SLOW = Delays(0.4, 0.03)
 
 
