@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import ast
 import inspect
-import io
 import math
 import re
 import sys
 import tempfile
 import threading
-import tokenize
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -246,22 +244,21 @@ def calls_of_a_step() -> int:
 
 
 def code_lines(*paths: Path) -> int:
-    """Lines with tokens that are neither comments nor docstrings."""
-    empty = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    """Lines with more than comments and docstrings."""
     count = 0
     for path in paths:
-        text = path.read_text()
-        docstrings = {
-            line
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        }
-        lines: set[int] = set()
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type not in empty:
-                lines.update(range(token.start[0], token.end[0] + 1))
-        count += len(lines - docstrings)
+        text, docstrings = path.read_text(), set[int]()
+        code = {number for number, line in enumerate(text.splitlines(), 1) if line.strip()[:1] not in ("", "#")}
+        for node in ast.walk(ast.parse(text)):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            elif isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno != node.lineno:
+                code.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))  # those of a string
+        count += len(code - docstrings)
     return count
 
 
