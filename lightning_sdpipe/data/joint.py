@@ -50,7 +50,7 @@ class PlacedBatches:
     """
 
     def __init__(self, loader: DataLoader[Any], num_pipelines: int, parts: int) -> None:
-        part_sizes(last_batch_size(loader, 1) or parts, parts)
+        part_sizes(last_batch_size(loader, 1) or parts, parts)  # refuses a small one, before training
         self._shards, self._num_pipelines, self._parts = Shards(loader), num_pipelines, parts
         self._epoch: int | None = None
         self._seed = 0

@@ -15,7 +15,7 @@ from lightning_sdpipe.placement.planner import Communication, PlacementResult
 WIDTH, HEIGHT = 150, 44
 """Distances of stages and of pipelines in the picture; a device's box takes part of them."""
 
-LEFT, TOP = 90, 150
+LEFT, TOP = 130, 140
 """Place of the first device."""
 
 SLOW = "#c1121f"
@@ -167,7 +167,7 @@ def draw_picture(placed: PlacementResult, path: Path) -> None:
     links = placed.communication
     assert links is not None
     width = LEFT + WIDTH * max(4, len(placed.layout.stages))
-    height = TOP + HEIGHT * (placed.num_pipelines + 1)
+    height = TOP + HEIGHT * placed.num_pipelines
     size = f'width="{width}" height="{height}" font-family="sans-serif" font-size="12" text-anchor="middle"'
     shapes = (*_title(links), *_links(placed, links.weights), *_devices(placed), *_stages(placed, links.weights))
     picture = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', '<rect width="100%" height="100%" fill="white"/>']
@@ -209,7 +209,7 @@ def _devices(placed: PlacementResult) -> Iterator[str]:
     hosts = list(dict.fromkeys(device.host for device in placed.network.devices))
     for row, devices in enumerate(placed.layout.rows):
         y = TOP + HEIGHT * row
-        yield _text(LEFT - 56, y + 4, f"pipeline {row}", ' text-anchor="end" font-size="10"')
+        yield _text(LEFT - 58, y + 4, f"pipeline {row}", ' text-anchor="end" font-size="10"')
         for stage, device in enumerate(placed.network.devices[number] for number in devices):
             x, hue = LEFT + WIDTH * stage, 360 * hosts.index(device.host) // len(hosts)
             box = f'<rect x="{x - 50}" y="{y - 15}" width="100" height="30" rx="5" fill="hsl({hue} 60% 80%)"/>'

@@ -98,11 +98,6 @@ class Recording:
     reasons: dict[int, str] = field(default_factory=dict)
     """Reasons of groups, by their sequence, as far as known."""
 
-    @property
-    def num_pipelines(self) -> int:
-        """Number of pipelines that have reported updates."""
-        return len({worker.pipeline for worker in self.series})
-
     def replicas(self, worker: Worker) -> list[Worker]:
         """Return other workers of the same stage that have reported updates, in pipelines of as many stages."""
         depths = self._depths()
