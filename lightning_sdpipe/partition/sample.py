@@ -9,17 +9,20 @@ from typing import Any
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_sdpipe.lightning_internals import goes_one_by_one
+from lightning_sdpipe.partition.python_values import has_values, tensors_within
 
 
 def copied(batch: Any) -> Any:
     """Return a copy of ``batch``, for one more run of a step that may change it in place; or ``batch`` itself, if it
-    cannot be copied."""
+    cannot be copied. The memory of a tensor is copied only when one of the two is written to."""
+    tensors = (t for t in tensors_within(batch) if type(t) is Tensor and has_values(t) and not t.requires_grad)
     try:
-        return copy.deepcopy(batch)
+        return copy.deepcopy(batch, {id(tensor): tensor._lazy_clone() for tensor in tensors})
     except Exception:  # objects say in their own ways that they cannot be copied
         return batch
 

@@ -241,6 +241,8 @@ def _refuse(directory: Path, module: L.LightningModule, error: str, **options: A
     strategy = SDPipeStrategy(2, AllReduce(), **options)
     with pytest.raises((ConfigurationError, WorkerFailedError), match=re.escape(error)):
         pipelines(directory, strategy).fit(module, train_loader())
+    if schedule := options.get("schedule"):
+        assert strategy.training.parts.pipeline.flushes == (schedule != "pipedream")
     assert on_pipelines()
 
 

@@ -1,11 +1,12 @@
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from lightning_sdpipe.partition.sample import last_batch_size, sample_batch
+from lightning_sdpipe.partition.sample import copied, last_batch_size, sample_batch
 
 DATA = TensorDataset(torch.arange(10.0))
 
@@ -38,6 +39,19 @@ def test_the_size_of_the_last_batch_of_a_shard_or_a_stream() -> None:
     assert last_batch_size(DataLoader(Stream(), 2), 1) is None
     assert last_batch_size(DataLoader(DATA, batch_sampler=BatchSampler(range(3), 2, False)), 1) == 1
     assert last_batch_size(DataLoader(DATA, 2, sampler=iter(range(3))), 1) is None  # type: ignore[arg-type]
+
+
+def test_a_copy_takes_memory_once_one_of_the_two_is_written_to() -> None:
+    batch = {"x": torch.ones(4, 2), "more": SimpleNamespace(parts=torch.zeros(6).split(3))}
+    for changed, other in ((0, 1), (1, 0)):
+        both = batch, copied(batch)
+        assert torch._C._is_cow_tensor(both[1]["x"])
+        first, second = (each["more"].parts[0] for each in both)
+        both[changed]["x"].add_(1)
+        both[changed]["more"].parts[0].add_(1)
+        assert float((both[changed]["x"] - both[other]["x"]).mean()) == 1
+        assert float((first - second).abs().mean()) == 1
+        assert not both[other]["more"].parts[1].any()
 
 
 class Stream(IterableDataset[float]):
