@@ -19,7 +19,7 @@ from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler.client.membership_client import Receive, Start
 from lightning_sdpipe.worker.elastic.barriers import Barriers
 from lightning_sdpipe.worker.elastic.joining import begin_together, join
-from tests.worker.elastic.test_barriers import Place
+from tests.worker.elastic.test_barriers import Epochs, Place
 
 EPOCH = Epoch(3, (Member(1, 7),), "tested")
 
@@ -164,7 +164,7 @@ class Stages:
             self.outcomes[stage, pipeline] = said, weights.tolist(), steps.tolist()
 
 
-class OneWorker:
+class OneWorker(Epochs):
     """What it has instead of a scheduler and of process groups."""
 
     def __init__(self, stages: Stages, stage: int, pipeline: int) -> None:
@@ -173,21 +173,6 @@ class OneWorker:
 
     def meet(self, key: str, value: bytes = b"") -> Met:
         return self.stages.meet(self.stage, self.pipeline, next(self.number), key, value)
-
-    def use(self, group: Group | None) -> None:
-        pass
-
-    def give_up(self, group: Group) -> None:
-        pass
-
-    def wait_for_newest(self) -> None:
-        pass
-
-    def moved(self) -> None:
-        pass
-
-    def mean(self, group: Group) -> OneWorker:
-        return self
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
         return Copying(self, tensors, group)
