@@ -15,7 +15,7 @@ Loading of batches has separate streams: a :class:`Stream` goes on where it ende
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,8 @@ _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the generat
 _seed_python: Any = random.Random.__base__.seed  # type: ignore[union-attr]
 
 _START = 0x9E3779B97F4A7C15
+WITHIN, AFTER = 1, 2
+"""Ends of the key of a block's own stream, and of the stream that follows it."""
 
 
 def mix(*numbers: int, state: int = _START) -> int:
@@ -78,31 +80,33 @@ class RandomStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._torch = [torch.default_generator]
+        self.current: Callable[[], int] = torch.default_generator.initial_seed
+        """Returns the seed of the stream that is drawn from."""
         if device.type != "cpu":
             self._torch.append(generator_of(device))
 
     def begin(self, *key: int, state: int = _START) -> None:
         """Begin the stream of ``key``, from which user code draws from now on; ``state`` is that of :func:`mixed` for
-        the numbers before these."""
-        _seed(self._torch, mixed(*key, state=state) >> 2)
+        the numbers before these.
 
-    def enter(self, block: int, seed: int) -> None:
-        """Begin the stream of a block: ``seed`` is the value of :attr:`current` before it, as for :meth:`leave`."""
-        _seed(self._torch, mixed(seed, block, 1) >> 2)
-
-    def leave(self, block: int, seed: int) -> None:
-        """End the stream of a block that has run, here or on another stage."""
-        _seed(self._torch, mixed(seed, block, 2) >> 2)
-
-    @property
-    def current(self) -> int:
-        """Seed of the stream that is drawn from."""
-        return torch.default_generator.initial_seed()
+        The stream of a block is that of (the seed before it, the block, :data:`WITHIN`), and it ends with that of
+        (the same seed, the block, :data:`AFTER`), whether the block has run here or on another stage.
+        """
+        for number in key:  # as mixed() and _seed(), in line: a step begins some 16 streams
+            state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
+            state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+            state ^= state >> 31
+        seed = state >> 2
+        for generator in self._torch:
+            generator.manual_seed(seed)
+        _seed_python(_python, seed)
+        _python.gauss_next = None
+        np.random.seed(seed & 0xFFFFFFFF)
 
     def drawn_from(self) -> bool:
         """Return whether anything has been drawn since the stream began. Then another stream must begin."""
         found = self._fingerprint()
-        _seed(self._torch, self.current)
+        _seed(self._torch, self.current())
         return found != self._fingerprint()
 
     def _fingerprint(self) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_sdpipe import SDPipeStrategy, p2p
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.exchange.payloads import EightBit, Half, OneBit, Payload
-from lightning_sdpipe.random_streams import RandomStreams, generator_of
+from lightning_sdpipe.random_streams import AFTER, WITHIN, RandomStreams, generator_of
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
 from recipes.classification import ResNet
@@ -150,14 +150,14 @@ def draw(rank: int, kind: str) -> None:
 
     streams.begin(1, 2)
     first = drawn()
-    seed = streams.current
-    streams.enter(3, seed)
+    seed = streams.current()
+    streams.begin(seed, 3, WITHIN)
     inside = drawn()
-    streams.leave(3, seed)
+    streams.begin(seed, 3, AFTER)
     after = drawn()
     streams.begin(1, 2)
     assert torch.equal(drawn(), first)
-    streams.leave(3, streams.current)
+    streams.begin(streams.current(), 3, AFTER)
     assert torch.equal(drawn(), after), "whoever does not run the block goes on with the same draws"
     assert not torch.equal(first, inside)
     groups = ProcessGroups.open(Mesh.build(1, 1), limit())

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import torch
 
-from lightning_sdpipe.random_streams import RandomStreams, Stream, mix
+from lightning_sdpipe.random_streams import AFTER, WITHIN, RandomStreams, Stream, mix
 
 
 def drawn() -> tuple[float, float, float]:
@@ -23,12 +23,12 @@ def test_what_a_block_draws_does_not_matter_to_what_follows() -> None:
     def step(draws_in_block: int, runs: bool = True) -> list[tuple[float, float, float]]:
         streams.begin(7, 3)
         before = drawn()
-        seed = streams.current
+        seed = streams.current()
         within = []
         if runs:
-            streams.enter(5, seed)
+            streams.begin(seed, 5, WITHIN)
             within = [drawn() for _ in range(draws_in_block)]
-        streams.leave(5, seed)
+        streams.begin(seed, 5, AFTER)
         return [before, drawn(), *within]
 
     assert step(1)[:2] == step(4)[:2] == step(0, runs=False)
@@ -40,12 +40,12 @@ def test_restoring_the_state_of_torch_brings_back_the_stream() -> None:
     """Activation checkpointing restores no more than that before it recomputes."""
     streams = RandomStreams(torch.device("cpu"))
     streams.begin(1)
-    state, seed = torch.get_rng_state(), streams.current
-    streams.enter(2, seed)
+    state, seed = torch.get_rng_state(), streams.current()
+    streams.begin(seed, 2, WITHIN)
     first = drawn()
-    streams.leave(2, seed)
+    streams.begin(seed, 2, AFTER)
     torch.set_rng_state(state)
-    streams.enter(2, streams.current)
+    streams.begin(streams.current(), 2, WITHIN)
     assert drawn() == first
 
 

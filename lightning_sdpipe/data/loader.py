@@ -40,7 +40,7 @@ from torch.utils.data import (
 
 from lightning_sdpipe import meter
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.random_streams import RandomStreams, Stream, mix, seed_generators, set_states, states
+from lightning_sdpipe.random_streams import AFTER, RandomStreams, Stream, mix, seed_generators, set_states, states
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _STREAMS = RandomStreams(torch.device("cpu"))
@@ -178,12 +178,12 @@ class PipelineLoader:
             batches = iter(self._source)
         nothing = nullcontext()
         while True:
-            before = _STREAMS.current
+            before = _STREAMS.current()
             try:  # as _seeding_what_follows, without the cost of a generator for each batch
                 with nothing if self._plain else stream.drawn(), meter.phase(meter.DATA), naming_the_limit:
                     batch = next(batches, _END)
             finally:
-                _STREAMS.leave(_FETCHING, before)
+                _STREAMS.begin(before, _FETCHING, AFTER)
             if batch is _END:
                 if self._source is not self._loader:
                     self._share_attributes()
@@ -273,11 +273,11 @@ def _draws_at_once(batches: Any) -> bool:
 @contextmanager
 def _seeding_what_follows() -> Iterator[None]:
     """Isolate random draws within the context from later ones."""
-    before = _STREAMS.current
+    before = _STREAMS.current()
     try:
         yield
     finally:
-        _STREAMS.leave(_FETCHING, before)
+        _STREAMS.begin(before, _FETCHING, AFTER)
 
 
 class Drawn(NamedTuple):

@@ -33,7 +33,7 @@ from lightning_sdpipe.partition.effects import (
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.placeholder import refuse_placeholders
 from lightning_sdpipe.partition.travel import NOTHING_MORE, Receiving, Sending, Travel
-from lightning_sdpipe.random_streams import RandomStreams
+from lightning_sdpipe.random_streams import AFTER, WITHIN, RandomStreams
 
 
 @dataclass
@@ -132,7 +132,7 @@ class CutModel:
         return outcome
 
     def _call(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        seed = self.streams.current
+        seed = self.streams.current()
         run = self._run
         if run is None or run.in_block:  # outside a step, or recomputed by activation checkpointing during backward
             output = self._recompute(index, seed, original, args, kwargs)
@@ -147,7 +147,7 @@ class CutModel:
             output = self._run_own(run, index, seed, original, args, kwargs)
         else:
             self._end(run, index)
-        self.streams.leave(self._streams_of[index], seed)
+        self.streams.begin(seed, self._streams_of[index], AFTER)
         return output
 
     def _recompute(
@@ -159,7 +159,7 @@ class CutModel:
                 f"validation_step, test_step and predict_step. Call the model once, within one of these. {_SAMPLE} If "
                 "torch.utils.checkpoint recomputes this block, make all that it recomputes one block (blocks=[...])."
             )
-        self.streams.enter(self._streams_of[index], seed)
+        self.streams.begin(seed, self._streams_of[index], WITHIN)
         return original(*args, **kwargs)
 
     def _stand_in(self, run: _Run, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,7 +183,7 @@ class CutModel:
                 given = [value for value in (*args, *kwargs.values()) if not isinstance(value, (list, dict))]
                 refuse_placeholders(given, f"block {self._chain[index]!r}")
         run.next_block, run.in_block = index + 1, True
-        self.streams.enter(self._streams_of[index], seed)
+        self.streams.begin(seed, self._streams_of[index], WITHIN)
         try:
             if run.sending is None:
                 return original(*args, **kwargs)
