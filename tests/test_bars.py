@@ -53,7 +53,7 @@ WAY = 40
 """Modules of the package in which code runs between two mini-batches of SemiDecentralized under 1F1B, on two pipelines
 of two stages. The aim is 30; the number is only ever made smaller."""
 
-CALLS = 256
+CALLS = 160
 """Python functions that a step of one pipeline of one stage calls beyond a step of Lightning's DDP, which calls about
 1,850; the number is only ever made smaller."""
 

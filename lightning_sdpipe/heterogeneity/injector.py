@@ -6,6 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from lightning_sdpipe import meter
@@ -56,7 +57,8 @@ class DelayInjector:
         self.stage = stage
         self.pipeline = pipeline
         self._track = heterogeneity.track(rank)
-        self._never = heterogeneity == Delays()
+        self.injects = heterogeneity != Delays()
+        """False if the worker is never slowed. Unless it is measured, :meth:`computing` is then the meter's span."""
         self._settle = settle
         self._sleep = sleep
         self._clock = clock
@@ -68,7 +70,8 @@ class DelayInjector:
         self._iteration = 0
         self._by_iteration: defaultdict[int, float] = defaultdict(float)
         self.computed_seconds = 0.0
-        """Seconds inside of :meth:`computing`, without what was injected there."""
+        """Seconds inside of :meth:`computing` while the worker may be slowed or is measured, without what was injected
+        there; the meter has those of others."""
 
     def before_forward(self, iteration: int) -> None:
         """Inject the delay before the forward of each mini-batch."""
@@ -86,10 +89,12 @@ class DelayInjector:
 
     def computing(
         self, share: float = 1.0, tell: Callable[[], None] | None = None, phase: int = meter.BACKWARD
-    ) -> Computing:
+    ) -> AbstractContextManager[None]:
         """Return a context for all of the worker's own arithmetic, and nothing that waits for others. ``tell`` is
         called when ``share`` of it is over on a device that is made slow, at the end on others; not after an error.
         ``phase``: see :mod:`~lightning_sdpipe.meter`."""
+        if tell is None and not self.injects and not self.measures:
+            return meter.phase(phase)
         return Computing(self, share, tell, phase)
 
     @property
@@ -120,7 +125,7 @@ class DelayInjector:
         self.computed_seconds += work
 
     def _inject(self, iteration: int, during: Pass) -> None:
-        if not self._never:
+        if self.injects:
             self._record(iteration, self.heterogeneity.delay(self.stage, self.pipeline, iteration, during))
 
     def _record(self, iteration: int, seconds: float) -> None:
@@ -133,11 +138,11 @@ class DelayInjector:
 class Computing:
     """A context that :meth:`DelayInjector.computing` returns."""
 
-    __slots__ = ("_injector", "_meter", "_phase", "_share", "_start", "_tell", "_waited")
+    __slots__ = ("_injector", "_share", "_span", "_start", "_tell", "_waited")
 
     def __init__(self, injector: DelayInjector, share: float, tell: Callable[[], None] | None, phase: int) -> None:
         self._injector, self._share, self._tell = injector, share, tell
-        self._meter, self._phase = meter.current(), phase
+        self._span = meter.phase(phase)
 
     def __enter__(self) -> None:
         injector = self._injector
@@ -145,7 +150,7 @@ class Computing:
         if injector._start is None:
             injector._start = self._start
         self._waited = injector._core_wait() if injector._track is not None else 0.0
-        self._meter.change().append(self._phase)
+        self._span.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         injector = self._injector
@@ -153,6 +158,6 @@ class Computing:
             if kind is None and injector._settle is not None and (injector.measures or injector.slows):
                 injector._settle()
         finally:
-            self._meter.change().pop()
+            self._span.__exit__()
         if kind is None:
             injector._computed(self._start, self._waited, self._share, self._tell)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -186,32 +187,40 @@ class FlushPipeline:
         log = StepLog()
 
         before = set_aside(self._parameters)
-        self._delays.before_forward(iteration)
+        delays, spans = self._delays, meter.current().spans
+        plain = not (delays.injects or delays.measures)
+        if delays.injects:
+            delays.before_forward(iteration)
         keys = [step.key(micro_batch) for micro_batch in micro_batches] if self._is_cut else []
         backwards = len(self._stages) * len(micro_batches)
         left = iter(range(backwards, 0, -1))
-        waits_for_owners = self._shared.train
-        ready = ready or ReadySignal()
+        waits_for_owners = self._shared.exist and self._shared.train
         run, share = self._order_of(len(micro_batches))
-        ready.begin(share, self._parameters)
+        if ready is not None:
+            ready.begin(share, self._parameters)
 
         def before_backward() -> None:
             number = next(left)
-            if number == backwards:
-                self._delays.before_backward(iteration)
+            if number == backwards and delays.injects:
+                delays.before_backward(iteration)
             if number == 1:
                 self._before_last_backward(ready, waits_for_owners)
 
-        computing = partial(ready.computing, self._delays)
+        computing: Callable[[], AbstractContextManager[None]] = delays.computing
+        if ready is not None:
+            computing = partial(ready.computing, delays)
+        elif plain:
+            computing = partial(next, repeat(spans[meter.BACKWARD]))  # which calls no Python
         last_backward = self._reporting(exchange if not accumulated else None)
         for number, (runner, stage) in enumerate(zip(self._runners, self._stages, strict=True)):
             parts = _copied(micro_batches) if number else micro_batches  # each stage's step may change its batch
-            forward = partial(_forward, runner, self._delays, parts, step, log, self._loss)
+            forward = partial(_forward, runner, None if plain else delays, spans, parts, step, log, self._loss)
             stage.begin(len(micro_batches), keys, forward, before_backward, computing, last_backward)
         run()
         if waits_for_owners:
             self._shared.sum_gradients()
-            ready.passed("backward")
+            if ready is not None:
+                ready.passed("backward")
         log.replay(self._runners[0].module.log)
         gradients = set_aside(self._parameters)
         put_back(self._parameters, before)
@@ -239,7 +248,8 @@ class FlushPipeline:
 
     def _refuse_hooks(self) -> None:
         """Raise ConfigurationError for hooks on gradients that would not see what they see in one process."""
-        self._shared.refuse_hooks()
+        if self._shared.exist:
+            self._shared.refuse_hooks()
         if self._splits_backwards:
             why = "computes gradients of parameters apart from the backward that would call it"
             refuse_hooks(self._parameters, "zero_bubble", why)
@@ -251,18 +261,19 @@ class FlushPipeline:
                 "(accumulate_grad_batches=1)."
             )
 
-    def _before_last_backward(self, ready: ReadySignal, waits_for_owners: bool) -> None:
+    def _before_last_backward(self, ready: ReadySignal | None, waits_for_owners: bool) -> None:
         self._loss.exchange()
         if not waits_for_owners:  # else the sum over the owners waits for them after it
             for runner in self._runners:
                 runner.link.make_room()
-            ready.last_backward()
+            if ready is not None:
+                ready.last_backward()
 
     def _reporting(self, exchange: GradientExchange | None) -> AbstractContextManager[object]:
         """Return a context for a stage's last backward, which completes the gradients that no other stage adds to."""
         if exchange is None or not exchange.early or len(self._stages) > 1:
             return NOTHING
-        shared = {id(p) for p in self._shared.parameters}
+        shared = {id(p) for p in self._shared.parameters} if self._shared.exist else set()
         private = [number for number in exchange.early if id(self._parameters[number]) not in shared]
         return reported_to(exchange, self._parameters, private)
 
@@ -274,7 +285,8 @@ def _copied(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 def _forward(
     runner: StageRunner,
-    delays: DelayInjector,
+    delays: DelayInjector | None,
+    spans: Sequence[meter.Span],
     micro_batches: Sequence[MicroBatch],
     step: Step,
     log: StepLog,
@@ -282,7 +294,7 @@ def _forward(
     index: int,
     received: Message | None,
 ) -> Message | Tensor:
-    with delays.computing(phase=meter.FORWARD):
+    with spans[meter.FORWARD] if delays is None else delays.computing(phase=meter.FORWARD):
         outcome = runner.train(micro_batches[index], index, step, received, log)
     if isinstance(outcome, Tensor):
         loss.add(outcome)

@@ -14,6 +14,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from lightning_sdpipe import meter
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 
 LastWait = Literal["backward", "vote", "norm", "step"]
@@ -27,15 +28,11 @@ class ReadySignal:
     Args:
         last: the last point that waits for another stage.
         fire: announces that this worker is ready.
-        heard: whether it is heard at all, so that it matters when within the last backward it fires.
     """
 
-    def __init__(
-        self, last: LastWait = "backward", fire: Callable[[], None] = lambda: None, heard: bool = True
-    ) -> None:
+    def __init__(self, last: LastWait = "backward", fire: Callable[[], None] = lambda: None) -> None:
         self._last = last
         self._fire = fire
-        self._heard = heard
         self._expected = False
         self._share = 0.0
         self._parameter: Tensor | None = None
@@ -65,7 +62,6 @@ class ReadySignal:
                 number of gradients; 0 if it counts as passed before it begins.
             parameters: parameters whose gradients are computed, from the first layer to the last.
         """
-        share = share if self._heard else 0.0
         self._share, self._in_last_backward = share, False
         self._parameter = parameters[int(len(parameters) * (1.0 - share))] if share and parameters else None
 
@@ -77,22 +73,30 @@ class ReadySignal:
 
     def computing(self, delays: DelayInjector) -> AbstractContextManager[None]:
         """Return the context to hold around every backward; ``delays`` make this worker slow, if it was asked to."""
-        if not (self._expected and self._in_last_backward and self._last == "backward"):
-            return delays.computing()
-        computing = delays.computing(self._share, self._pass_backward)
-        if self._parameter is None or not self._parameter.requires_grad or delays.slows:
-            return computing
-        return self._hearing(self._parameter, computing)
+        last = self._expected and self._in_last_backward and self._last == "backward"
+        parameter = self._parameter
+        if not (delays.injects or delays.measures):
+            computing: AbstractContextManager[None] = meter.phase(meter.BACKWARD)
+        elif last:
+            computing = delays.computing(self._share, self._pass_backward)
+            parameter = None if delays.slows else parameter
+        else:
+            computing = delays.computing()
+        return self._hearing(parameter, computing) if last else computing
 
     @contextmanager
-    def _hearing(self, parameter: Tensor, computing: AbstractContextManager[None]) -> Iterator[None]:
-        """Pass when the gradient of ``parameter`` is there."""
-        hook = parameter.register_hook(self._pass_backward)  # type: ignore[no-untyped-call]
+    def _hearing(self, parameter: Tensor | None, computing: AbstractContextManager[None]) -> Iterator[None]:
+        """Pass when the gradient of ``parameter`` is there, and at the latest when all are."""
+        hook = None
+        if parameter is not None and parameter.requires_grad:
+            hook = parameter.register_hook(self._pass_backward)  # type: ignore[no-untyped-call]
         try:
             with computing:
                 yield
         finally:
-            hook.remove()
+            if hook is not None:
+                hook.remove()
+        self._pass_backward()
 
     def _pass_backward(self, *_: Tensor) -> None:
         self.passed("backward")

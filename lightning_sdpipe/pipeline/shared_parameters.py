@@ -55,6 +55,8 @@ class SharedParameters:
         self._groups = groups
         self._stage = stage
         self._summed = by_stage.shared_parameters(module)
+        self.exist = bool(self._summed)
+        """False if no parameter is on several stages."""
         self._copies: list[_Copies] = []
         for row, ownership in zip(mesh.ranks, ownerships, strict=True):
             shared = ownership.shared_parameters(module)

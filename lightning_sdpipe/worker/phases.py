@@ -70,21 +70,16 @@ TRANSITIONS: Mapping[Phase, Mapping[Event, Phase]] = {
 }
 
 
-def following(phase: Phase, event: Event) -> Phase:
-    """Return the phase that follows.
+_WITHIN_AN_UPDATE = (Phase.UPDATING, Phase.DRAINING, Phase.FINISHING)
 
-    Raises:
-        ConfigurationError: the user's code has caused an event that may not happen in this phase.
-    """
-    follows = TRANSITIONS[phase].get(event)
-    if follows is not None:
-        return follows
+
+def _refusal(phase: Phase, event: Event) -> ConfigurationError:
     if event in (Event.DRAIN, Event.LEAVE):
-        raise ConfigurationError(
+        return ConfigurationError(
             "Something communicates with the other pipelines within an optimizer step, while older mini-batches are "
             "still in this one. Do it in on_train_batch_end."
         )
-    raise ConfigurationError(
+    return ConfigurationError(
         f"A worker that {phase.value} cannot {event.value}. Let the Trainer fetch the batches and step the optimizer."
     )
 
@@ -94,31 +89,38 @@ class Phases:
     :meth:`within` returns, it ends the innermost one."""
 
     def __init__(self) -> None:
-        self._begun = [Phase.STEPPING]
-
-    @property
-    def now(self) -> Phase:
-        """The innermost phase."""
-        return self._begun[-1]
-
-    def among(self, *phases: Phase) -> bool:
-        """Return whether the worker is in one of ``phases``, innermost or not."""
-        for begun in self._begun:  # noqa: SIM110  # asked often, and quicker than any() of a generator
-            if begun in phases:
-                return True
-        return False
+        self.now = self.lasting = Phase.STEPPING
+        """The innermost phase, and the one that lasts."""
+        self.updating = False
+        """True if the worker is in an update, innermost or not."""
+        self._before: list[tuple[Phase, bool]] = []
 
     def go(self, event: Event) -> None:
-        """Note that ``event`` happens, after which one of the lasting phases begins."""
-        self._begun[-1] = following(self._begun[-1], event)
+        """Note that ``event`` happens, after which one of the lasting phases begins.
+
+        Raises:
+            ConfigurationError: the user's code has caused an event that may not happen in this phase.
+        """
+        follows = TRANSITIONS[self.now].get(event)
+        if follows is None:
+            raise _refusal(self.now, event)
+        self.now = self.lasting = follows
 
     def within(self, event: Event) -> Self:
-        """Begin the phase that follows ``event``; to be used as ``with phases.within(event):``, for the block."""
-        self._begun.append(following(self._begun[-1], event))
+        """Begin the phase that follows ``event``; to be used as ``with phases.within(event):``, for the block.
+
+        Raises:
+            ConfigurationError: as :meth:`go`.
+        """
+        follows = TRANSITIONS[self.now].get(event)
+        if follows is None:
+            raise _refusal(self.now, event)
+        self._before.append((self.now, self.updating))
+        self.now, self.updating = follows, self.updating or follows in _WITHIN_AN_UPDATE
         return self
 
     def __enter__(self) -> None:
         """Enter the block of the phase that has begun."""
 
     def __exit__(self, *_: object) -> None:
-        self._begun.pop()
+        self.now, self.updating = self._before.pop()

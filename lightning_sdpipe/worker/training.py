@@ -88,7 +88,9 @@ class Training:
         self.waited_before = self.meter.seconds(*meter.FOR_NEIGHBOURS)
         self._is_cut = self.groups.mesh.num_stages > 1
         last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
-        self.ready = ReadySignal(last, self.announce, type(self.sync).announce is not Synchronizer.announce)
+        self.ready = ReadySignal(last, self.announce)
+        # what nothing hears is said after the step, and no backward is watched for it
+        self._heard = self.ready if type(self.sync).announce is not Synchronizer.announce else None
         self._scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         self._look_before_sharing: Callable[[], None] = (lambda: None) if self.watch is None else self.watch.check
         self.backwards = Backwards(self.sync, self.meter, self.first_failure)
@@ -101,7 +103,7 @@ class Training:
     @property
     def updating(self) -> bool:
         """True during an optimizer step, which the next backward is for."""
-        return self._phases.among(Phase.UPDATING, Phase.DRAINING, Phase.FINISHING)
+        return self._phases.updating
 
     @property
     def together(self) -> bool:
@@ -140,7 +142,7 @@ class Training:
     def step(self, batch: Any, arguments: tuple[Any, ...], source: BatchSource) -> Tensor:
         """Run the user's training step: return a loss whose ``backward`` puts the gradients in place."""
         share = 1 / self.trainer.accumulate_grad_batches if self.parts.pipeline.flushes else 1.0
-        if self._phases.among(Phase.ABSENT):  # hooks then see the loss of the batch before
+        if self._phases.lasting is Phase.ABSENT:  # hooks then see the loss of the batch before
             self.draws.between_steps(Point.STEP_ENDED)
             loss = self._last_loss.to(self._device, copy=True).requires_grad_()
             if self._gives_nothing and self.updating:  # with the gradients of others
@@ -155,11 +157,11 @@ class Training:
             scale = loss_scale(precision, self._device) if self._scales else None
             more = closes, freezing.generation, source.portion, self.trainer.optimizers if self._is_cut else ()
             step = Step("training_step", arguments, context, stream, scale, share, *more)
-            exchange = self.sync.gradients if self.updating else None
+            exchange = self.sync.gradients if self._phases.updating else None
             if self.sync.by_samples and (exchange is not None or self.sync.gradients is None):
                 self.sync.weigh(weight_of(batch, self.trainer.lightning_module))
             accumulated = self._accumulated and not source.zeroes_gradients
-            loss = self.parts.pipeline.train(batch, step, self.mini_batches, exchange, accumulated, self.ready)
+            loss = self.parts.pipeline.train(batch, step, self.mini_batches, exchange, accumulated, self._heard)
             if self.state is not None:
                 self.state.hand_on_late()
         self.draws.between_steps(Point.STEP_ENDED)
@@ -361,17 +363,24 @@ class Training:
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, alone: bool = False, **kwargs: Any
     ) -> Any:
         """Step with the gradients that ``closure`` puts in place, and synchronise the outcome unless ``alone``."""
-        if not alone:
-            self.ready.expect()
+        if not alone and self._heard is not None:
+            self._heard.expect()
         try:
             with self.meter.spans[meter.OPTIMIZER]:
                 output = self.trainer.precision_plugin.optimizer_step(
-                    optimizer, model=model or self.trainer.lightning_module, closure=_once(closure, optimizer), **kwargs
+                    optimizer,
+                    model=model or self.trainer.lightning_module,
+                    closure=_once(closure, optimizer, self.meter.spans[meter.OTHER]),
+                    **kwargs,
                 )
             self.draws.end_update(optimizer)
-            self.ready.passed("step")
+            if self._heard is not None:
+                self._heard.passed("step")
+            elif not alone and self.together:  # the user's step has communicated
+                self.rendezvous.join()
         finally:
-            self.ready.drop()
+            if self._heard is not None:
+                self._heard.drop()
         self._share(alone)
         return output
 
@@ -395,7 +404,7 @@ class Training:
             return
 
         def backward() -> Tensor:
-            loss = pipeline.drain(self.sync.gradients, self.ready)
+            loss = pipeline.drain(self.sync.gradients, self._heard)
             strategy.optimizers[0].zero_grad()
             return strategy.backward(loss / self.trainer.accumulate_grad_batches, strategy.optimizers[0])
 
@@ -425,7 +434,7 @@ _STEPPED_ALONE = (
 )
 
 
-def _once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+def _once(closure: Callable[[], Any], optimizer: Optimizer, other: meter.Span) -> Callable[[], Any]:
     """Wrap ``closure`` for one step of ``optimizer``; a second call raises ConfigurationError, as the closure runs the
     whole pipeline, and tells the other pipelines that an update follows."""
     called = False
@@ -438,7 +447,7 @@ def _once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]
                 "once only. Use an optimizer that needs one gradient for a step, such as AdamW."
             )
         called = True
-        with meter.phase(meter.OTHER):  # the closure's time is not the optimizer's
+        with other:  # the closure's time is not the optimizer's
             return closure()
 
     return run
