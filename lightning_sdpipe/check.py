@@ -19,11 +19,10 @@ from torch.utils._pytree import tree_map_only
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import factory
 from lightning_sdpipe.partition.cut_step import CutModel
-from lightning_sdpipe.partition.message import Layout, Message
+from lightning_sdpipe.partition.message import NOTHING_MORE, Layout, Message, Travel
 from lightning_sdpipe.partition.ownership import assign_owners, keep_only
 from lightning_sdpipe.partition.plan import Plan, plans
 from lightning_sdpipe.partition.sample import copied
-from lightning_sdpipe.partition.travel import NOTHING_MORE, Travel
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split
 
 TOLERANCE = 1e-4

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_sdpipe import SDPipeStrategy
-from lightning_sdpipe.worker.phases import Phase
+from lightning_sdpipe.worker.training import Phase
 from recipes.suites.figures import plot
 from recipes.suites.grid import Row
 

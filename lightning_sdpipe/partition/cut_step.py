@@ -30,9 +30,8 @@ from lightning_sdpipe.partition.effects import (
     kept_attributes,
     replay,
 )
-from lightning_sdpipe.partition.message import Message
+from lightning_sdpipe.partition.message import NOTHING_MORE, Message, Receiving, Sending, Travel
 from lightning_sdpipe.partition.placeholder import refuse_placeholders
-from lightning_sdpipe.partition.travel import NOTHING_MORE, Receiving, Sending, Travel
 from lightning_sdpipe.random_streams import AFTER, WITHIN, RandomStreams
 
 

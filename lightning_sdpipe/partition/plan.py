@@ -26,6 +26,7 @@ from lightning_sdpipe.partition.chain import (
     refuse_compiled,
 )
 from lightning_sdpipe.partition.costs import Costs
+from lightning_sdpipe.partition.message import Travel
 from lightning_sdpipe.partition.pipeline_cut import (
     Balanced,
     InFlight,
@@ -39,7 +40,6 @@ from lightning_sdpipe.partition.provenance import StepTrace
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.partition.sections import sections_of_blocks
-from lightning_sdpipe.partition.travel import Travel
 
 Profile = Sequence[BlockProfile]
 _T = TypeVar("_T")

@@ -11,9 +11,9 @@ from itertools import pairwise
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.backward_slice import Leaves, Needs, Refusal, backward_slice
+from lightning_sdpipe.partition.message import Travel
 from lightning_sdpipe.partition.provenance import OUTSIDE, StepTrace
 from lightning_sdpipe.partition.touches import METRIC, Touch, counted, late, logged_late
-from lightning_sdpipe.partition.travel import Travel
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.pipeline.samples import tensors_in
+from lightning_sdpipe.pipeline.micro_batches import tensors_in
 
 LIMIT = 2**20
 """Bytes of a tensor that are read; of a larger tensor at most an eighth of that is, spread over all samples."""

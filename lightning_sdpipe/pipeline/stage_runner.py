@@ -22,8 +22,7 @@ from lightning_sdpipe.lightning_internals import type_of_logged_values
 from lightning_sdpipe.lightning_results import set_value_of_batch, value_of_batch
 from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.partition.cut_step import CutModel
-from lightning_sdpipe.partition.message import Message
-from lightning_sdpipe.partition.travel import Travel
+from lightning_sdpipe.partition.message import Message, Travel
 from lightning_sdpipe.pipeline.digest import BatchDigest, options_of
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, Portion, whole

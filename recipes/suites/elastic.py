@@ -38,7 +38,7 @@ from lightning_sdpipe.scheduler.server.process import SchedulerProcess, Schedule
 from lightning_sdpipe.scheduler.server.server import USUAL_LIMITS, Endpoint, Files, Limits
 from lightning_sdpipe.worker.elastic import barriers, replica, state_transfer
 from lightning_sdpipe.worker.options import Schedule
-from lightning_sdpipe.worker.phases import Phase
+from lightning_sdpipe.worker.training import Phase
 from recipes.harness import namespaces
 from recipes.harness.late_messages import DelayedLines, arrive_late
 from recipes.suites.emulated import EmulatedChain, passes

@@ -9,9 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.cut_step import CutModel
-from lightning_sdpipe.partition.message import Message
+from lightning_sdpipe.partition.message import NOTHING_MORE, Message
 from lightning_sdpipe.partition.placeholder import SkippedCutError
-from lightning_sdpipe.partition.travel import NOTHING_MORE
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
-from lightning_sdpipe.pipeline.flush import run_ahead
-from lightning_sdpipe.pipeline.stage import CutStage
+from lightning_sdpipe.pipeline.flush import CutStage, run_ahead
 from tests.pipeline.harness import assert_same, one_process, pipeline
 from tests.workers import run_workers
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.pipeline.samples import find_samples, shapes
+from lightning_sdpipe.pipeline.micro_batches import find_samples, shapes
 
 X = torch.arange(4.0)
 

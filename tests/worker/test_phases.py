@@ -1,20 +1,20 @@
-"""The table of a worker's phases: every phase times every event, as the module's text has it."""
+"""The table of a worker's phases: every phase times every event, as the class's text has it."""
 
 from __future__ import annotations
+
+import inspect
 
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.worker import phases
-from lightning_sdpipe.worker.phases import TRANSITIONS, Event, Phase, Phases
+from lightning_sdpipe.worker.training import TRANSITIONS, Event, Phase, Phases
 
 LASTING = (Phase.STEPPING, Phase.ABSENT)
 
 
 def documented() -> dict[tuple[Phase, Event], Phase | None]:
-    """The cells of the table in the module's text."""
-    assert phases.__doc__ is not None
-    head, *rows = phases.__doc__.split("\n\n")[1].splitlines()
+    """The cells of the table in the class's text."""
+    head, *rows = (inspect.getdoc(Phase) or "").split("\n\n")[1].splitlines()
     events = [Event[name] for name in head.upper().split()]
     table = {}
     for row in rows:

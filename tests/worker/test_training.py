@@ -15,8 +15,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop.user_hooks import CollectiveGuard
 from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.sync.rendezvous import SyncPoint, SyncState
-from lightning_sdpipe.worker.phases import Phase
-from lightning_sdpipe.worker.training import Training
+from lightning_sdpipe.worker.training import Phase, Training
 
 
 class TwoAhead:

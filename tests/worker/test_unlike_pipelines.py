@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe.partition.cut_step import CutModel
-from lightning_sdpipe.partition.travel import NOTHING_MORE
+from lightning_sdpipe.partition.message import NOTHING_MORE
 from lightning_sdpipe.scheduler.log.event_log import differences, read_log
 from tests.features.running import on_four_ranks
 from tests.worker.unlike_pipelines import (

@@ -27,7 +27,7 @@ from lightning_sdpipe import SDPipeStrategy, SDPipeWeightAveraging, openmp
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.scheduler.credentials import write_keys
 from lightning_sdpipe.scheduler.log.event_log import read_log
-from lightning_sdpipe.worker.phases import Phase
+from lightning_sdpipe.worker.training import Phase
 from recipes.harness import namespaces
 from tests.patience import limit, until
 from tests.workers import free_port, listening

@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 
 from lightning_sdpipe import SDPipeStrategy
-from lightning_sdpipe.worker.phases import Phase
+from lightning_sdpipe.worker.training import Phase
 from tests.worker.elastic import jobs
 from tests.worker.elastic.jobs import SAMPLES, Diary, elastic_run, fit
 
