@@ -204,12 +204,20 @@ class Samples:
     batch: Any
     count: int
     is_list: bool  # whether the batch is a list of samples, as they came from the dataset
+    is_plain: bool = False  # whether all of its parts are tensors with the samples in their first dimension
 
     def __getitem__(self, samples: slice) -> Any:
         """Return a batch of some of the samples. Tensors share memory, and parts that go with any sample are copied:
         each batch may be changed in place."""
+        batch: Any = self.batch
         if self.is_list:
-            return self.batch[samples]
+            return batch[samples]
+        if self.is_plain:
+            if type(batch) is Tensor:
+                return batch[samples].data  # as in _sliced
+            if type(batch) is dict:
+                return {key: part[samples].data for key, part in batch.items()}
+            return type(batch)([part[samples].data for part in batch])
         return _rebuilt(self.batch, lambda part: _sliced(part, self.count, samples), opens_lists=True)
 
 
@@ -223,6 +231,9 @@ def find_samples(batch: Any, advice: str) -> Samples:
     Raises:
         ConfigurationError: the parts of the batch do not agree, or one of them is of an unknown kind.
     """
+    plain = _plain_parts(batch)
+    if plain:
+        return Samples(batch, plain[0].shape[0], is_list=False, is_plain=True)
     parts = [(name, part) for name, part in _parts(batch, "batch", opens_lists=True) if not _is_constant(part)]
     count = _agreed([part for _, part in parts])
     if count is not None:
@@ -236,8 +247,27 @@ def find_samples(batch: Any, advice: str) -> Samples:
     )
 
 
+def _plain_parts(batch: Any) -> Sequence[Tensor]:
+    """Return the parts of a tensor, or a list, tuple or dict of tensors, if all have the samples in their first
+    dimension, as most batches do: no other reading has to be looked for then. Else return nothing."""
+    kind = type(batch)
+    parts: Sequence[Any] = batch if kind in (tuple, list) else ()
+    if kind is Tensor:
+        parts = [batch]
+    elif kind is dict:
+        parts = [*batch.values()]
+    for part in parts:
+        if type(part) is not Tensor or part.layout is not torch.strided or part.is_nested or part.requires_grad:
+            return ()
+        if not part.ndim or part.shape[0] != parts[0].shape[0]:
+            return ()
+    return parts
+
+
 def shapes(batch: Any) -> tuple[Any, ...]:
     """Return the shapes of everything in ``batch``; of objects of unknown kinds only their type."""
+    if plain := _plain_parts(batch):
+        return tuple([(tuple(part.shape), str(part.dtype)) for part in plain])
     if isinstance(batch, PackedSequence):
         return "packed", *shapes(batch.data), tuple(batch.batch_sizes.tolist())
     if _is_constant(batch):

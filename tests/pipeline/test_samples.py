@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.pipeline import micro_batches
 from lightning_sdpipe.pipeline.micro_batches import find_samples, shapes
 
 X = torch.arange(4.0)
@@ -51,6 +52,16 @@ def test_everything_of_the_samples_is_taken_and_the_rest_is_left(batch: Any, exp
     assert samples.count == 4
     assert plain(samples[1:3]) == plain(expected)
     assert type(samples[1:3]) is type(batch)
+
+
+@pytest.mark.parametrize("batch", [X, (X, 2 * X), [X, 2 * X], {"x": X, "y": torch.ones(4, 3, dtype=torch.int64)}])
+def test_a_batch_of_tensors_is_read_as_any_other(batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = find_samples(batch, "")
+    assert found.is_plain
+    monkeypatch.setattr(micro_batches, "_plain_parts", lambda batch: ())
+    general = find_samples(batch, "")
+    assert not general.is_plain
+    assert (found.count, plain(found[1:3])) == (general.count, plain(general[1:3]))
 
 
 def plain(value: Any) -> Any:
