@@ -69,9 +69,7 @@ class DelayInjector:
         self._start: float | None = None
         self._iteration = 0
         self._by_iteration: defaultdict[int, float] = defaultdict(float)
-        self.computed_seconds = 0.0
-        """Seconds inside of :meth:`computing` while the worker may be slowed or is measured, without what was injected
-        there; the meter has those of others."""
+        self._computed_seconds = 0.0
 
     def before_forward(self, iteration: int) -> None:
         """Inject the delay before the forward of each mini-batch."""
@@ -98,6 +96,14 @@ class DelayInjector:
         return Computing(self, share, tell, phase)
 
     @property
+    def computed_seconds(self) -> float:
+        """Seconds inside of :meth:`computing`, without what was injected there; those of the meter while the worker has
+        neither been slowed nor measured."""
+        if self.injects or self.measures or self._computed_seconds:
+            return self._computed_seconds
+        return meter.current().seconds(meter.FORWARD, meter.BACKWARD)
+
+    @property
     def injected_seconds(self) -> float:
         """Sum of all delays so far."""
         return math.fsum(self._by_iteration.values())
@@ -122,7 +128,7 @@ class DelayInjector:
             tell()
         if rest > 0.0:
             self._record(self._iteration, rest)
-        self.computed_seconds += work
+        self._computed_seconds += work
 
     def _inject(self, iteration: int, during: Pass) -> None:
         if self.injects:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import lightning as L
 
-from lightning_sdpipe import SDPipeStrategy, meter
+from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.heterogeneity import DelayInjector, Delays
 
 MIB = 1 << 20
@@ -124,10 +124,8 @@ class Probe(L.Callback):
 
 def used_now(clock: float, injector: DelayInjector | None) -> Used:
     """Return what this process has used, as far as it and its injector know."""
-    if injector is None:
-        return Used(clock, time.process_time())
-    computed = injector.computed_seconds or meter.current().seconds(meter.FORWARD, meter.BACKWARD)
-    return Used(clock, time.process_time(), computed, injector.injected_seconds)
+    seconds = (injector.computed_seconds, injector.injected_seconds) if injector else ()
+    return Used(clock, time.process_time(), *seconds)
 
 
 def read_reports(directory: Path) -> list[Report]:
