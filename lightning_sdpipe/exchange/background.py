@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_sdpipe import meter
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.moving import Mover, copied, finish, pieces_of
+from lightning_sdpipe.exchange.moving import Mover, copied, pieces_of
 from lightning_sdpipe.policies.decisions import Group
 
 
@@ -99,23 +99,16 @@ def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
         del job  # and what it holds, while there is no other
 
 
-TurnIntoChanges = Callable[[Mover, Sequence[Tensor], Group], None]
-"""Function that replaces copies of models by the changes that are to be added to these."""
-
-
 class Overlapped:
-    """Runs one exchange at a time of tensors that go on changing. Memory: a copy of the tensors; two if the mover
-    begins again after a failure.
+    """Runs one exchange at a time of tensors that go on changing. Memory: a copy of the tensors.
 
     Args:
         mover: moves copies of the tensors.
         timeout: seconds in which an exchange must have ended.
-        begins_again: whether the mover moves all pieces again when a member is lost.
     """
 
-    def __init__(self, mover: Mover, timeout: float, begins_again: bool = False) -> None:
+    def __init__(self, mover: Mover, timeout: float) -> None:
         self._mover = mover
-        self._turn: TurnIntoChanges = turn_whole_into_changes if begins_again else turn_into_changes
         self._background = Background("averaging models beside training", 2 * timeout)
         self.members = 1
         """Number of members of the exchange that is under way; 1 if none is."""
@@ -130,7 +123,7 @@ class Overlapped:
             return
         self.members = len(group.members)
         self._tensors, self._copies = tensors, copied(tensors, self._copies)
-        self._job = self._background.do(lambda: self._turn(self._mover, self._copies, group))
+        self._job = self._background.do(lambda: turn_into_changes(self._mover, self._copies, group))
 
     @property
     def is_under_way(self) -> bool:
@@ -161,7 +154,8 @@ class Overlapped:
 
 
 def turn_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> None:
-    """Replace copies of models by the changes that are to be added to these, piece by piece.
+    """Replace copies of models by the changes that are to be added to these, piece by piece; there is no change of
+    pieces that a mover has given up with a lost member.
 
     Raises:
         WorkerFailedError: a member is gone, or a transfer has timed out.
@@ -170,7 +164,8 @@ def turn_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> N
     try:
         for piece in pieces_of(copies):
             if not pending.wait():
-                raise AssertionError("an exchange goes through all pieces of its tensors")
+                piece.zero_()
+                continue
             before = piece.clone()
             pending.commit()
             piece.sub_(before)
@@ -178,15 +173,3 @@ def turn_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> N
     except BaseException:
         pending.abort()
         raise
-
-
-def turn_whole_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> None:
-    """Do the same as :func:`turn_into_changes`, for a mover that begins again: pieces must be models until all have
-    been moved.
-
-    Raises:
-        WorkerFailedError: the mover gives up.
-    """
-    before = [copy.clone() for copy in copies]
-    finish(mover.start(copies, group))
-    torch._foreach_sub_(list(copies), before)

@@ -8,7 +8,6 @@ from lightning_sdpipe.policies.decisions import Decision as Decision
 from lightning_sdpipe.policies.decisions import Group as Group
 from lightning_sdpipe.policies.decisions import Reason as Reason
 from lightning_sdpipe.policies.events import Answered as Answered
-from lightning_sdpipe.policies.events import Broken as Broken
 from lightning_sdpipe.policies.events import Event as Event
 from lightning_sdpipe.policies.events import Joined as Joined
 from lightning_sdpipe.policies.events import Left as Left
@@ -28,7 +27,6 @@ from lightning_sdpipe.policies.policy import refusal as refusal
 
 __all__ = [
     "Answered",
-    "Broken",
     "Decision",
     "Event",
     "Group",

@@ -23,7 +23,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import pairing as places
 from lightning_sdpipe.policies.ad_psgd import ADPSGDPolicy
 from lightning_sdpipe.policies.decisions import Decision, Group, Reason
-from lightning_sdpipe.policies.events import Regrouped, Worker
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
@@ -92,9 +92,6 @@ class PresentRingPolicy(LocalSGDPolicy):
 
     def _release(self, reason: Reason) -> list[Decision]:
         return [as_ring(group) for group in super()._release(reason)]
-
-    def group_retries(self, event: Regrouped) -> Group:
-        return as_ring(super().group_retries(event))
 
 
 class PresentPairsPolicy(ADPSGDPolicy):

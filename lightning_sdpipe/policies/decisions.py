@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from enum import StrEnum
 from itertools import pairwise
 from typing import Annotated, TypeAlias
@@ -36,7 +37,7 @@ class Reason(StrEnum):
     LOCAL_STEP = "local step"
     """The policy has the worker go on alone this time."""
     REGROUPED = "regrouped"
-    """Their previous group broke, since a member of it was lost or could not be reached."""
+    """Their previous round broke, since a member of it was lost or could not be reached."""
 
 
 class Lineage(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -96,6 +97,25 @@ def without_passive(group: Group) -> Group:
     weights = (1 / len(members),) * len(members)
     return msgspec.structs.replace(
         group, members=members, weights=weights, passive=(), standing=(), reason=Reason.LOCAL_STEP
+    )
+
+
+def of_those(group: Group, there: Collection[Worker]) -> Group:
+    """Return ``group`` with those of its members that are ``there``; weights keep their proportion."""
+    pairs = [pair for pair in zip(group.members, group.weights, strict=True) if pair[0] in there]
+    total = math.fsum(weight for _, weight in pairs)
+    neighbours = [
+        tuple(neighbour for neighbour in each if neighbour in there)
+        for member, each in zip(group.members, group.neighbours, strict=False)
+        if member in there
+    ]
+    return msgspec.structs.replace(
+        group,
+        members=tuple(member for member, _ in pairs),
+        weights=tuple(weight / total if total else 1 / len(pairs) for _, weight in pairs),
+        neighbours=tuple(neighbours) if len(pairs) > 1 else (),
+        passive=tuple(member for member in group.passive if member in there),
+        standing=tuple(member for member in group.standing if member in there),
     )
 
 

@@ -79,12 +79,6 @@ class Vanished(msgspec.Struct, frozen=True, gc=False, tag="vanished"):
     worker: Worker
 
 
-class Broken(msgspec.Struct, frozen=True, gc=False, tag="broken"):
-    """Failure of group ``sequence``, whose members did not average after all; several of them may report it."""
-
-    sequence: int
-
-
 class Restarted(msgspec.Struct, frozen=True, gc=False, tag="restarted"):
     """Start of the scheduler in the middle of a run, in which all groups below ``next_sequence`` have gone out."""
 
@@ -123,5 +117,5 @@ class Tick(msgspec.Struct, frozen=True, gc=False, tag="tick"):
 
 
 Event: TypeAlias = (
-    Ready | Progress | Joined | Left | Lost | Vanished | Broken | Restarted | Answered | Regrouped | Widened | Tick
+    Ready | Progress | Joined | Left | Lost | Vanished | Restarted | Answered | Regrouped | Widened | Tick
 )

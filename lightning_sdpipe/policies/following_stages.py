@@ -178,7 +178,7 @@ class FollowingStages:
         waiting = self._participants.waiting[self._stage]
         awake = [k for k, own in asleep.items() if all(p in waiting for p in own)]
         nodes = [part.group for part, _ in (*go, *stay)] + awake
-        self._versions.met(group.sequence, nodes, [k for k in asleep if k not in awake])
+        self._versions.met(nodes, [k for k in asleep if k not in awake])
         return group
 
     def _strays(self) -> list[Decision]:

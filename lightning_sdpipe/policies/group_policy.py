@@ -40,6 +40,9 @@ class GroupPolicy:
             case events.Left(worker) | events.Lost(worker):
                 participants.check_takes_part(worker, "left")
                 decisions = self.time_passed(now)
+                met = participants.last_answered(worker.stage, worker.pipeline) is not None
+                if type(event) is events.Lost and met and worker.pipeline not in participants.waiting[worker.stage]:
+                    self.last_group_doubted(worker)
                 participants.leaves(worker)
                 gone = self.worker_lost if type(event) is events.Lost else self.worker_left
                 return decisions + gone(worker, now)
@@ -48,9 +51,6 @@ class GroupPolicy:
                 return self.time_passed(now) + self.worker_progressed(event, now)
             case events.Vanished(worker):
                 self.worker_vanished(worker)
-            case events.Broken(sequence):
-                participants.check_group_was(sequence)
-                return self.time_passed(now) + self.group_broke(sequence, now)
             case events.Restarted(next_sequence):
                 participants.next_sequence = max(participants.next_sequence, next_sequence)
                 return self.scheduler_restarted(now)
@@ -82,6 +82,10 @@ class GroupPolicy:
         """Handle ``worker``, which fell silent and may come back with another model."""
         return self.worker_left(worker, now)
 
+    def last_group_doubted(self, worker: events.Worker) -> None:
+        """Note that the last group of ``worker``, which is about to be lost, may have broken off: it has not been ready
+        since."""
+
     def worker_vanished(self, worker: events.Worker) -> None:
         """Note that ``worker``, which had left, will not come back as it was."""
 
@@ -91,10 +95,6 @@ class GroupPolicy:
 
     def worker_progressed(self, progress: events.Progress, now: float) -> list[Decision]:
         """Handle a worker's report of its speed."""
-        return []
-
-    def group_broke(self, sequence: int, now: float) -> list[Decision]:
-        """Handle a group whose members did not average; it may be reported more than once."""
         return []
 
     def group_retries(self, event: events.Regrouped) -> Group:

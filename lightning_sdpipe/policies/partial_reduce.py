@@ -105,8 +105,6 @@ class PartialReducePolicy(GroupPolicy):
         """Pipelines in order of arrival, each with the iteration that it is ready with."""
         self._clocks = [0] * num_pipelines
         self._graph = SyncGraph(self._history(num_pipelines), "groups")
-        self._recorded_as: dict[int, int] = {}
-        """Number of the group that stands for each of the window's groups of all stages in the graph."""
 
     def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
         self._enter(worker.pipeline)
@@ -131,10 +129,10 @@ class PartialReducePolicy(GroupPolicy):
             self._graph.rounds = self._history(len(self._graph.active))
         return self._release(Reason.WORKER_LOST)
 
-    def group_broke(self, sequence: int, now: float) -> list[Decision]:
-        """Handle a broken group: its members may be in more components now, so some may be held no longer."""
-        self._graph.forget(self._recorded_as.get(sequence, -1))
-        return self._release(QUEUED)
+    def last_group_doubted(self, worker: Worker) -> None:
+        """Connect nobody by that group, which is one on all stages."""
+        if all(worker.pipeline in active for active in self.participants.active):  # the first of its stages
+            self._graph.forget_last(worker.pipeline)
 
     def widened(self, num_pipelines: int) -> None:
         self._clocks += [0] * (num_pipelines - len(self._clocks))
@@ -209,12 +207,7 @@ class PartialReducePolicy(GroupPolicy):
         return groups
 
     def _record(self, groups: Sequence[Group]) -> None:
-        recorded = max(groups, key=lambda group: len(group.members))
-        self._graph.record([recorded])
-        self._recorded_as |= {group.sequence: recorded.sequence for group in groups}
-        beyond = len(self._recorded_as) - self._graph.rounds * self.participants.num_stages
-        for number in list(islice(self._recorded_as, max(0, beyond))):
-            del self._recorded_as[number]
+        self._graph.record([max(groups, key=lambda group: len(group.members))])
 
 
 def fewest_groups(num_pipelines: int, group_size: int) -> int:

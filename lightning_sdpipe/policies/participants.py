@@ -128,11 +128,6 @@ class Participants:
         """Return whether every active worker of ``stage`` waits (and there is at least one)."""
         return len(self.waiting[stage]) == len(self.active[stage]) > 0
 
-    def check_group_was(self, sequence: int) -> None:
-        """Raise :class:`RefusedEvent` when no group of that number has gone out yet."""
-        if not 0 <= sequence < self.next_sequence:
-            raise RefusedEvent(f"group {sequence} cannot have broken: the next one is {self.next_sequence}")
-
     def group(
         self,
         stage: int,

@@ -77,8 +77,6 @@ class PerPipeline:
                 return self._answered(self._policy.on(_of_pipeline(event), now))
             case events.Vanished():
                 return self._answered(self._policy.on(_of_pipeline(event), now))
-            case events.Regrouped():
-                return self._policy.on(event, now)  # its members do not wait to be answered
             case events.Widened():
                 raise RefusedEvent(f"there are {len(self._depths)} pipelines, each with a number of stages of its own")
         return self._answered(self._policy.on(event, now))

@@ -213,9 +213,9 @@ class PHDPSGDPolicy(GroupPolicy):
             self._seconds[pipeline] = before + (seconds - before) / reports
         return []
 
-    def group_broke(self, sequence: int, now: float) -> list[Decision]:
-        found = [versions.broke(sequence) for versions in self.versions]
-        return self._look_again() + self._replay() if any(found) else []
+    def last_group_doubted(self, worker: Worker) -> None:
+        for versions in self.versions:
+            versions.doubted()
 
     def scheduler_restarted(self, now: float) -> list[Decision]:
         for versions in self.versions:
@@ -344,7 +344,7 @@ class PHDPSGDPolicy(GroupPolicy):
         standing = [p for k in stay for p in self._waiting(k)]
         weights = mean_of_groups(members)
         group = participants.group(last, answered, reason, weights=weights, passive=passive, standing=standing)
-        self.versions[last].met(group.sequence, [*go, *stay], computing)
+        self.versions[last].met([*go, *stay], computing)
         asleep = {k: tuple(self._groups[k]) for k in computing}
         for replay in self._replays:
             replay.plan(PlannedGroup(tuple(parts), asleep, reason))
@@ -362,7 +362,7 @@ class PHDPSGDPolicy(GroupPolicy):
             if gone and self._replays[stage].expects(group):
                 self.versions[self._last].doubted()
                 return self._look_again() + self._replay()
-            return self._replays[stage].turn()
+            return (self._look_again() + self._replay()) if lost else self._replays[stage].turn()
         decisions: list[Decision] = []
         if gone or (group in self._wanted and not self._waiting(group)):
             self._wanted.pop(group, None)
@@ -370,7 +370,7 @@ class PHDPSGDPolicy(GroupPolicy):
             self._counted.discard(group)
         if not gone and group not in self._wanted:
             decisions += self._becomes_ready(group)
-        if gone:
+        if gone or lost:
             decisions += self._look_again()
         return decisions + self._replay()
 

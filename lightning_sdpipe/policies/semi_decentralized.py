@@ -171,19 +171,18 @@ class SemiDecentralizedPolicy(GroupPolicy):
             return self._release(worker.stage, Reason.WORKER_LOST, now)
         return []
 
+    def last_group_doubted(self, worker: Worker) -> None:
+        """Connect nobody by that group."""
+        stage = self._stages[worker.stage]
+        if stage.graph is not None and stage.graph.forget_last(worker.pipeline) and stage.enforcing:
+            self._connects(stage, self.participants.waiting[worker.stage])
+
     def worker_joined(self, worker: Worker, now: float) -> list[Decision]:
         stage = self._stages[worker.stage]
         if stage.graph is not None:
             stage.graph.join(worker.pipeline)
         if stage.enforcing and self._connects(stage, self.participants.waiting[worker.stage]):
             return self._release(worker.stage, Reason.ENFORCED, now)
-        return []
-
-    def group_broke(self, sequence: int, now: float) -> list[Decision]:
-        """Let no group go out: without the broken group's edges no more workers are connected than before."""
-        for number, stage in enumerate(self._stages):
-            if stage.graph is not None and stage.graph.forget(sequence) and stage.enforcing:
-                self._connects(stage, self.participants.waiting[number])
         return []
 
     def widened(self, num_pipelines: int) -> None:

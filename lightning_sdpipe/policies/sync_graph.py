@@ -166,11 +166,11 @@ class SyncGraph:
             self._history.popleft()
             self._sets = None
 
-    def forget(self, sequence: int) -> bool:
-        """Remove the group of that number, which broke: its members did not meet. Return False when the window has no
-        such group."""
-        for place, meeting in enumerate(self._history):
-            if meeting.group is not None and meeting.group.sequence == sequence:
+    def forget_last(self, worker: int) -> bool:
+        """Remove the last group of ``worker``, which was lost, since its members may not have met. Return False when
+        the window has none."""
+        for place in range(len(self._history) - 1, -1, -1):
+            if self._history[place].group is not None and worker in self._history[place].members:
                 del self._history[place]
                 self._sets = None
                 return True

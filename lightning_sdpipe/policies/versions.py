@@ -18,21 +18,17 @@ instead of on how far apart two workers are. It follows that
 
 V is a lower bound: the model contains at least that. A node that leaves keeps its vector, for it returns with its model
 or a newer one. A node that was lost may have another's model by then, so it gets the minimum of its own vector and
-those of the participants. A meeting that broke counts as never having been, with all that followed from it. A scheduler
-that was started anew takes every vector to be as old as the bound allowed. After any of this the bound may be exceeded
-until the next boundary of the node that is ahead, where it waits.
+those of the participants. When one is lost, its last meeting may have broken off, so every vector is taken to be as old
+as the bound allows, and so after a restart of the scheduler. After any of this the bound may be exceeded until the next
+boundary of the node that is ahead, where it waits.
 
 The scheduler hears of every step anyway, so this costs O(nodes) per signal and no message.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-
-REMEMBERED = 64
-"""Number of changes per node that can still be taken back if a meeting among them turns out to have broken."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,6 @@ class _Stepped:
 
 @dataclass(frozen=True)
 class _Met:
-    sequence: int
     nodes: tuple[int, ...]
     computing: tuple[int, ...]
 
@@ -82,14 +77,6 @@ class _State:
         self._least: list[int] | None = None
         """Minimum of the active rows, while it is known: many nodes join one after the other."""
 
-    def copy(self) -> _State:
-        other = _State(0)
-        other.active, other.lost, other.steps = set(self.active), set(self.lost), list(self.steps)
-        other.doubt = self.doubt
-        other.rows = [None if row is None else list(row) for row in self.rows]
-        other.arriving = {node: list(row) for node, row in self.arriving.items()}
-        return other
-
     def widen(self, size: int) -> None:
         more = size - len(self.steps)
         if more <= 0:
@@ -120,7 +107,7 @@ class _State:
                 if node in self.arriving:
                     row[:] = map(max, row, self.arriving.pop(node))
                 row[node] = self.steps[node]
-            case _Met(_, nodes, computing):
+            case _Met(nodes, computing):
                 newest = self.merged([*nodes, *computing])
                 for node in nodes:
                     self.row(node)[:] = newest
@@ -167,15 +154,11 @@ class Versions:
 
     def __init__(self, size: int, bound: int | None) -> None:
         self.bound = bound
-        self._now, self._then = _State(size), _State(size)
-        self._history: deque[_Change] = deque()
-        """Changes from ``_then`` to ``_now``."""
-        self._remembered = REMEMBERED * size
+        self._now = _State(size)
 
     def widen(self, size: int) -> None:
         """Allow ``size`` nodes from now on."""
         self._now.widen(size)
-        self._then.widen(size)
 
     def joins(self, node: int) -> None:
         """Add ``node``, which takes part from now on."""
@@ -189,21 +172,10 @@ class Versions:
         """Note that ``node`` has finished a step."""
         self._change(_Stepped(node))
 
-    def met(self, sequence: int, nodes: Collection[int], computing: Collection[int] = ()) -> None:
+    def met(self, nodes: Collection[int], computing: Collection[int] = ()) -> None:
         """Note that all of these averaged; nodes that were ``computing`` contain the average from the end of their
         step on."""
-        self._change(_Met(sequence, tuple(nodes), tuple(computing)))
-
-    def broke(self, sequence: int) -> bool:
-        """Take back a meeting. Return False if it is not among those that are remembered."""
-        for place, change in enumerate(self._history):
-            if isinstance(change, _Met) and change.sequence == sequence:
-                del self._history[place]
-                self._now = self._then.copy()
-                for kept in self._history:
-                    self._now.apply(kept)
-                return True
-        return False
+        self._change(_Met(tuple(nodes), tuple(computing)))
 
     def doubted(self) -> None:
         """Doubt all versions, since the past is not known: every model may be as old as the bound allows."""
@@ -239,6 +211,3 @@ class Versions:
                 self._now.steps[change.node] += 1
             return
         self._now.apply(change)
-        self._history.append(change)
-        if len(self._history) > self._remembered:
-            self._then.apply(self._history.popleft())

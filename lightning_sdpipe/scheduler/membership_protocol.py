@@ -133,12 +133,10 @@ class Meet(MemberRequest, frozen=True, gc=False, tag="meet"):
 
 
 class AskRegroup(MemberRequest, frozen=True, gc=False, tag="regroup"):
-    """The worker did not get the result of ``group``. With ``together`` (gradients), all members take it over, or
-    none."""
+    """The worker did not get the result of ``group``, which all members are to take over, or none."""
 
     group: Group
     holds: tuple[Count, ...]
-    together: bool
 
 
 class TellCompleted(MemberRequest, frozen=True, gc=False, tag="completed"):

@@ -158,18 +158,18 @@ class BackgroundAveraging(Synchronizer):
 
 
 class FreeAveraging(Synchronizer):
-    """Averages beside training among replicas that come and go; see the module's text. Memory: two further models.
+    """Averages beside training among replicas that come and go; see the module's text. Memory: a further model.
 
     Args:
         replica: this worker.
-        mover: moves copies of the models; it begins again when a member is lost.
+        mover: moves copies of the models; it drops an exchange that breaks off.
     """
 
     shares_next = True
 
     def __init__(self, replica: Replica, mover: Mover) -> None:
         super().__init__(replica)
-        self._beside = Overlapped(mover, replica.timeout.total_seconds(), begins_again=True)
+        self._beside = Overlapped(mover, replica.timeout.total_seconds())
         self._asked = False
         self._due = 0.0  # time of the next average
         self._number = 0  # of the next average; all stages of a pipeline count alike from the moment they take part

@@ -41,9 +41,7 @@ class ModelAveraging(Synchronizer):
         self._begin = begin
         self._late: Overlapped | None = None
         if replica.exchange.overlap == "step":
-            self._late = Overlapped(
-                self._mover, replica.timeout.total_seconds(), begins_again=replica.mover is not None
-            )
+            self._late = Overlapped(self._mover, replica.timeout.total_seconds())
         self._inequality = 1.0
         """Inequality k Σ w² of weights, averaged over the last groups."""
         self._groups = 0

@@ -448,7 +448,7 @@ def inject(fault: Fault, trainer: L.Trainer, diary: Diary) -> None:
     before: dict[str, list[tuple[Any, str]]] = {
         "waiting": [(client.SchedulerClient, "group")],
         "exchange": [
-            (replica._FaultTolerantPending, "wait"),
+            (replica._Surviving, "wait"),
             (present_rounds.PresentRounds, "outcome"),
             (outer_state.OuterState, "make"),
             (replica, "exchange_whole"),
@@ -458,7 +458,7 @@ def inject(fault: Fault, trainer: L.Trainer, diary: Diary) -> None:
     }
     after: dict[str, list[tuple[Any, str]]] = {
         "half_sent": [
-            (replica._FaultTolerantPending, "commit"),
+            (replica._Surviving, "commit"),
             (present_rounds.PresentRounds, "_reduce"),
             (encoded_mean.EncodedMean, "average"),
             (moving._Pair, "wait"),

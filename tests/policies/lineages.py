@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightning_sdpipe.policies import Broken, Group, Joined, Left, Lost, Ready, Tick, Worker
+from lightning_sdpipe.policies import Group, Joined, Left, Lost, Ready, Tick, Worker
 from lightning_sdpipe.policies.events import Regrouped, Vanished
 from lightning_sdpipe.policies.outer_rounds import OuterRoundsPolicy
 
@@ -234,7 +234,6 @@ class World:
         sequence = round_.group.sequence
         del self.exchanges[sequence]
         self.given_up.add(sequence)
-        self.tell(Broken(sequence))
         members = tuple(Worker(0, p.pipeline) for p in said)
         bases = dict(zip(round_.group.members, round_.group.lineage.bases, strict=True))  # type: ignore[union-attr]
         retry = Regrouped(sequence, members, (1.0,) * len(said), tuple(bases[member] for member in members))

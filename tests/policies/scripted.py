@@ -79,9 +79,11 @@ class NaiveSyncGraph:
             self.signals -= len(self.active)
             self.round += 1
 
-    def forget(self, sequence: int) -> None:
-        """That group broke."""
-        self.met = [entry for entry in self.met if entry[2] != sequence]
+    def forget_last(self, worker: int) -> None:
+        """It was lost, and its last group may have broken off."""
+        groups = [entry for entry in self.met if entry[2] is not None and worker in entry[1]]
+        if groups:
+            self.met.remove(groups[-1])
 
     def components(self, candidate: list[Group] | None = None, since: int | None = None) -> set[frozenset[int]]:
         """Of the last rounds, or those from ``since`` on, the current one and ``candidate`` included."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Delays, Static
-from lightning_sdpipe.policies import Broken, Decision, Event, Group, GroupPolicy, Joined, Left, Ready, Reason, Worker
+from lightning_sdpipe.policies import Decision, Event, Group, GroupPolicy, Joined, Left, Lost, Ready, Reason, Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.pairing import uniform
 from lightning_sdpipe.policies.partial_reduce import QUEUED, PartialReduce, fewest_groups, weights
@@ -279,15 +279,16 @@ def test_without_it_they_never_meet() -> None:
     assert {members for _, members in groups} == {(0, 1), (2, 3)}
 
 
-def test_edges_that_broke_do_not_count() -> None:
-    """Pipelines 1 and 2 met last, so that 0 and 1 connect everybody; unless they did not, in one of the stages."""
-    for broken, reason in ((False, QUEUED), (True, Reason.ENFORCED)):
+def test_the_last_group_of_one_that_was_lost_does_not_count() -> None:
+    """Pipelines 1 and 2 met last, so that 0 and 1 connect everybody; unless they did not, since 2 was lost."""
+    for lost, reason in ((False, QUEUED), (True, Reason.ENFORCED)):
         policy = PartialReduce(group_size=2, history=2).make_policy(2, 3)
         join_all(policy, 2, 3)
         ready(policy, (0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0))
-        _, of_stage_1 = ready(policy, (0, 1, 1), (1, 1, 1), (0, 2, 0), (1, 2, 0))
-        if broken:
-            assert policy.on(Broken(of_stage_1.sequence), 0.0) == []
+        ready(policy, (0, 1, 1), (1, 1, 1), (0, 2, 0), (1, 2, 0))
+        if lost:
+            for event in (Lost(Worker(0, 2)), Lost(Worker(1, 2)), Joined(Worker(0, 2)), Joined(Worker(1, 2))):
+                assert policy.on(event, 0.0) == []
         groups = ready(policy, (0, 0, 1), (1, 0, 1), (0, 1, 2), (1, 1, 2))
         assert brief(groups) == [(0, (0, 1), reason), (1, (0, 1), reason)]
 

@@ -10,7 +10,7 @@ import pytest
 from lightning_sdpipe.policies import Group, Joined, Left, Lost, Policy, Ready, Reason, Worker, registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
-from lightning_sdpipe.policies.events import Event, Progress, Regrouped, Restarted, Tick, Vanished, Widened
+from lightning_sdpipe.policies.events import Event, Progress, Restarted, Tick, Vanished, Widened
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.per_pipeline import PerPipeline
@@ -75,10 +75,8 @@ def test_a_lost_stage_takes_its_pipeline_out_and_all_of_it_comes_back_together()
     assert [event for event, _ in inner.told[1:]] == [Left(W(0, 1))], "the first that leaves takes it out"
 
 
-def test_pipelines_that_try_again_are_not_answered_and_one_that_vanishes_is_one_node() -> None:
+def test_a_pipeline_that_vanishes_is_one_node() -> None:
     policy, inner = made(AllReduceModels(), 1, 2)
-    again = Regrouped(0, (W(0, 0), W(0, 1)), (0.5, 0.5))
-    assert brief(policy.on(again, 1.0))[0][1] == (0, 1), "though none of them waits"
     policy.on(Lost(W(1, 1)), 2.0)
     policy.on(Vanished(W(1, 1)), 2.0)
     assert inner.told[-1][0] == Vanished(W(0, 1))

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lightning_sdpipe.policies import (
-    Broken,
     Decision,
     Event,
     Group,
     Joined,
     Left,
+    Lost,
     Progress,
     Ready,
     Reason,
@@ -146,20 +146,22 @@ class AnyPolicy(RuleBasedStateMachine):
             graph.join(worker.pipeline)
         self.settle(self.tell(Joined(worker)))
 
-    @rule(data=st.data())
-    def leave_or_fall_silent(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), kind=st.sampled_from([Left, Lost]))
+    def leave_or_fall_silent(self, data: st.DataObject, kind: type[Left | Lost]) -> None:
         worker = self.worker(data)
         if worker not in self.active:
             with pytest.raises(RefusedEvent):
-                self.policy.on(Left(worker), self.now)
+                self.policy.on(kind(worker), self.now)
             return
         self.settle(self.tell(Tick()))
         self.active.remove(worker)
-        self.waiting.pop(worker, None)
+        waited = self.waiting.pop(worker, None) is not None
         graph = self.graphs[worker.stage]
+        if graph is not None and kind is Lost and not waited and self.iteration[worker] >= 0:
+            graph.forget_last(worker.pipeline)
         if graph is not None:
             graph.leave(worker.pipeline)
-        self.settle(self.tell(Left(worker)))
+        self.settle(self.tell(kind(worker)))
 
     @rule(data=st.data(), step=st.sampled_from([1, 1, 1, 1, 2, 0, -1]))
     def report(self, data: st.DataObject, step: int) -> None:
@@ -174,18 +176,6 @@ class AnyPolicy(RuleBasedStateMachine):
             return
         self.waiting[worker] = iteration
         self.settle(self.tell(Ready(worker, iteration)))
-
-    @rule(data=st.data())
-    def break_a_group(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.integers(0, self.last_sequence + 1), label="sequence")
-        if sequence > self.last_sequence:
-            with pytest.raises(RefusedEvent):
-                self.policy.on(Broken(sequence), self.now)
-            return
-        self.settle(self.tell(Tick()))
-        for graph in filter(None, self.graphs):
-            graph.forget(sequence)
-        self.settle(self.tell(Broken(sequence)))
 
     @rule(data=st.data())
     def progress(self, data: st.DataObject) -> None:

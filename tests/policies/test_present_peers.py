@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from lightning_sdpipe.policies import Event, Group, Joined, Left, Lost, Ready, Worker
 from lightning_sdpipe.policies.decentralized import PresentPeers, as_ring
 from lightning_sdpipe.policies.decisions import check_group
-from lightning_sdpipe.policies.events import Regrouped
 
 PIPELINES = 6
 
@@ -41,9 +40,6 @@ class History:
         for group in self.policy.on(event, self.now):
             check_group(group, len(self.groups))
             self.groups.append(({w: self.waiting.get(w, -1) for w in group.members}, group))
-            if isinstance(event, Regrouped):
-                assert group.members == event.members
-                continue
             for worker in group.members:
                 self.done[worker] = self.waiting.pop(worker) + 1
 
@@ -77,7 +73,6 @@ class History:
         if chance < 0.05 and len(self.there) > 1:
             gone = self.rng.choice(self.there)
             self.go(gone, self.rng.choice([Lost, Left]))
-            self.retry(gone)
         elif chance < 0.1 and len(self.there) < PIPELINES:
             donor = self.rng.choice(self.there)
             coming = self.rng.choice(sorted({*range(PIPELINES)} - {*self.there}))
@@ -85,20 +80,13 @@ class History:
         else:
             assert self.report(), "all wait for each other"
 
-    def retry(self, gone: int) -> None:
-        """Those who were in a group with ``gone`` last try again, if they have not gone on."""
-        group = self.groups[-1][1] if self.groups else None
-        left = [w for w in group.members if w.pipeline != gone and w in self.done] if group else []
-        if group and len(left) < len(group.members) and len(left) > 1:
-            self.tell(Regrouped(group.sequence, tuple(left), (1 / len(left),) * len(left)))
-
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.step()
 
 
 @given(seed=st.integers(0, 2**32), stages=st.integers(1, 2))
-def test_a_ring_closes_over_those_that_are_there_also_when_they_try_again(seed: int, stages: int) -> None:
+def test_a_ring_closes_over_those_that_are_there(seed: int, stages: int) -> None:
     history = History(PresentPeers(), stages, Random(seed))
     history.run(150)
     for _, group in history.groups:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sdpipe.policies import Broken, Joined, Left, Ready, Reason, RefusedEvent, Tick, Worker
+from lightning_sdpipe.policies import Joined, Left, Lost, Ready, Reason, RefusedEvent, Tick, Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.pairing import uniform
 from lightning_sdpipe.policies.policy import Unit
@@ -217,34 +217,32 @@ def test_p_may_count_groups_as_the_papers_text_does() -> None:
     assert reasons["rounds"] == [CLOSED] * 4 + [ENFORCED, CLOSED], "a round of four signals is two such groups"
 
 
-def test_a_group_that_broke_connects_nobody() -> None:
+def test_the_last_group_of_one_that_was_lost_connects_nobody() -> None:
     policy = make(1, 4, window=1.0, connectivity=2)
-    numbers = []
     for first, second, now in ((0, 1, 0.0), (2, 3, 2.0)):
         policy.on(Ready(W(0, first), 1), now)
         policy.on(Ready(W(0, second), 1), now)
-        numbers += [group.sequence for group in policy.on(Tick(), now + 1)]
-    assert policy.on(Broken(numbers[1]), 3.5) == []
+        assert policy.on(Tick(), now + 1)
+    for event in (Lost(W(0, 3)), Joined(W(0, 3))):
+        assert policy.on(event, 3.5) == []
     policy.on(Ready(W(0, 0), 2), 4.0)
     policy.on(Ready(W(0, 1), 2), 4.0)
     assert policy.on(Tick(), 5.0) == []
     assert policy.on(Ready(W(0, 3), 2), 9.0) == [], "3 has not met 2 after all"
     assert brief(policy.on(Ready(W(0, 2), 2), 9.5)) == [(0, (0, 1, 2, 3), ENFORCED)]
-    with pytest.raises(RefusedEvent, match="group 3 cannot have broken"):
-        policy.on(Broken(3), 9.5)
 
 
-def test_who_is_enough_is_found_anew_when_a_group_breaks_while_a_stage_waits() -> None:
+def test_who_is_enough_is_found_anew_when_one_is_lost_while_a_stage_waits() -> None:
     policy = make(1, 4, window=1.0, connectivity=2)
-    numbers = []
     for first, second, now in ((0, 1, 0.0), (2, 3, 2.0)):
         policy.on(Ready(W(0, first), 1), now)
         policy.on(Ready(W(0, second), 1), now)
-        numbers += [group.sequence for group in policy.on(Tick(), now + 1)]
+        assert policy.on(Tick(), now + 1)
     policy.on(Ready(W(0, 0), 2), 4.0)
     assert policy.on(Tick(), 5.0) == []
     assert policy.token_holder == 0
-    assert policy.on(Broken(numbers[0]), 6.0) == []
+    for event in (Lost(W(0, 1)), Joined(W(0, 1))):
+        assert policy.on(event, 6.0) == []
     assert policy.on(Ready(W(0, 2), 2), 7.0) == [], "0 and 2 bridged the stage until 0 and 1 came apart"
     assert brief(policy.on(Ready(W(0, 1), 2), 8.0)) == [(0, (0, 1, 2), ENFORCED)]
 

@@ -65,12 +65,11 @@ class SyncGraphAgainstNaive(RuleBasedStateMachine):
         self.naive.record(groups)
 
     @precondition(lambda self: self.real is not None)
-    @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
+    @rule(worker=st.integers(0, N - 1))
+    def forget_last(self, worker: int) -> None:
         assert self.real is not None
-        sequence = data.draw(st.integers(0, self.recorded))
-        self.real.forget(sequence)
-        self.naive.forget(sequence)
+        self.real.forget_last(worker)
+        self.naive.forget_last(worker)
 
     @precondition(lambda self: self.real is not None)
     @rule(worker=st.integers(0, N - 1))

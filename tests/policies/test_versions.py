@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.policies.versions import REMEMBERED, Versions
+from lightning_sdpipe.policies.versions import Versions
 
 SIZE = 4
 nodes = st.integers(0, SIZE - 1)
@@ -14,7 +14,6 @@ changes = st.lists(
     st.one_of(
         st.tuples(st.just("step"), nodes),
         st.tuples(st.just("meet"), st.sets(nodes, min_size=2)),
-        st.tuples(st.just("break"), st.integers(0, 20)),
     ),
     max_size=60,
 )
@@ -46,23 +45,13 @@ def contents(history: list[tuple[str, object]]) -> list[set[tuple[int, int]]]:
 
 @given(changes)
 def test_a_vector_names_the_newest_steps_that_a_model_contains(told: list[tuple[str, object]]) -> None:
-    versions, history, sequences = started(bound=10**6), list[tuple[str, object]](), list[int | None]()
-    for number, (kind, what) in enumerate(told):
-        if kind == "break":
-            met = [place for place, sequence in enumerate(sequences) if sequence is not None]
-            if not met:
-                continue
-            place = met[what % len(met)]  # type: ignore[operator]
-            assert versions.broke(sequences[place] or 0) == (sequences[place] is not None)
-            del history[place], sequences[place]
+    versions, history = started(bound=10**6), list[tuple[str, object]]()
+    for kind, what in told:
+        history.append((kind, what))
+        if kind == "step":
+            versions.stepped(what)  # type: ignore[arg-type]
         else:
-            history.append((kind, what))
-            if kind == "step":
-                versions.stepped(what)  # type: ignore[arg-type]
-                sequences.append(None)
-            else:
-                versions.met(number, what)  # type: ignore[arg-type]
-                sequences.append(number)
+            versions.met(what)  # type: ignore[arg-type]
         models = contents(history)
         for k in range(SIZE):
             for i in range(SIZE):
@@ -75,20 +64,20 @@ def test_who_is_behind_a_node_that_would_begin_its_next_step() -> None:
     assert versions.behind(0) == set(), "the others lack one step, and would lack two"
     versions.stepped(0)
     assert versions.behind(0) == {1, 2, 3}
-    versions.met(0, [0, 1])
+    versions.met([0, 1])
     assert versions.behind(0) == {2, 3}
     assert versions.behind(0, after=[2]) == {3}
     versions.leaves(3)
     assert versions.behind(0) == {2}
     assert versions.lag == 2
-    versions.met(1, [1, 2])
+    versions.met([1, 2])
     assert versions.behind(0) == set(), "2 has it from 1"
 
 
 def test_one_that_computes_contains_it_from_the_end_of_its_step_on() -> None:
     versions = started(bound=1, size=2)
     versions.stepped(0)
-    versions.met(0, [0], computing=[1])
+    versions.met([0], computing=[1])
     assert versions.behind(0) == {1}
     versions.stepped(1)
     assert versions.behind(0) == set()
@@ -98,7 +87,7 @@ def test_one_that_computes_contains_it_from_the_end_of_its_step_on() -> None:
 def test_who_returns_has_its_own_model_and_who_was_lost_perhaps_another() -> None:
     versions = started(bound=8, size=3)
     versions.stepped(0)
-    versions.met(0, [0, 1])
+    versions.met([0, 1])
     versions.leaves(1)
     versions.joins(1)
     assert versions.contained(1, of=0) == 1
@@ -136,21 +125,10 @@ def test_after_a_restart_every_model_may_be_as_old_as_the_bound_allows() -> None
 def test_without_a_bound_only_steps_are_counted() -> None:
     versions = started(bound=None)
     versions.stepped(2)
-    versions.met(0, [0, 1])
+    versions.met([0, 1])
     versions.doubted()
     assert [versions.steps(node) for node in range(SIZE)] == [0, 0, 1, 0]
     assert versions.behind(2) == set()
-    assert not versions.broke(0)
-
-
-def test_only_so_much_is_remembered() -> None:
-    versions = started(bound=10**6, size=2)
-    versions.stepped(0)
-    versions.met(7, [0, 1])
-    for _ in range(2 * REMEMBERED):
-        versions.stepped(1)
-    assert not versions.broke(7)
-    assert versions.contained(1, of=0) == 1
 
 
 @pytest.mark.parametrize("size", [2, 64])
@@ -158,14 +136,14 @@ def test_when_all_have_met_nobody_is_behind_anybody(size: int) -> None:
     versions = started(bound=1, size=size)
     for node in range(size):
         versions.stepped(node)
-    versions.met(0, range(size))
+    versions.met(range(size))
     assert all(versions.behind(node) == set() for node in range(size))
 
 
 @given(st.lists(st.tuples(st.sampled_from(["join", "leave", "lose", "step", "meet"]), st.integers(0, 5), nodes)))
 def test_a_newcomer_has_the_least_that_anybody_has(told: list[tuple[str, int, int]]) -> None:
     versions, active, known = Versions(6, 10**6), set[int](), set[int]()
-    for number, (kind, node, other) in enumerate(told):
+    for kind, node, other in told:
         if kind == "join" and node not in active:
             steps, fresh = versions.steps(node), node not in known
             least = [min((versions.contained(k, i) for k in active), default=versions.steps(i)) for i in range(6)]
@@ -180,4 +158,4 @@ def test_a_newcomer_has_the_least_that_anybody_has(told: list[tuple[str, int, in
         elif kind == "step" and node in active:
             versions.stepped(node)
         elif kind == "meet" and {node, other} <= active and node != other:
-            versions.met(number, [node], computing=[other])
+            versions.met([node], computing=[other])

@@ -571,19 +571,9 @@ class World:
             return
         failed = len(group.members) > 1 and (not workers <= there or self.rng.random() < 0.01)
         process.has_result = not (failed or group.sequence in process.broke)
-        if process.has_result:
-            self.completed(process, group)
-            return
-        self.give_up(process, group)
-        self.ask(process, lambda reply: self.again(process, reply), e.AskRegroup, group, process.talk.held, False)
-
-    def give_up(self, process: Process, group: Group) -> None:
         process.talk.exchanges(None)
-        process.talk.holds([epoch for epoch in process.talk.held if epoch != group.epoch])
-
-    def completed(self, process: Process, group: Group) -> None:
-        process.talk.exchanges(None)
-        process.talk.completed(group.sequence)
+        if not process.has_result:  # it keeps its model
+            process.talk.holds([epoch for epoch in process.talk.held if epoch != group.epoch])
         self.pump(process)
         self.exchange_ends(process)
 
@@ -612,11 +602,6 @@ class World:
         if process.goes_on is not None:
             goes_on, process.goes_on = process.goes_on, None
             goes_on()
-
-    def again(self, process: Process, reply: e.Reply) -> None:
-        assert isinstance(reply, e.Again)
-        assert reply.group is not None
-        self.begin_exchange(process, reply.group)
 
     def stepped(self, process: Process) -> None:
         """A batch is trained, and the iteration over."""

@@ -158,7 +158,7 @@ class Rounds:
         assert process.group is not None
         if not process.asked:
             process.talk.holds([epoch for epoch in process.talk.held if epoch != lost.epoch])
-            process.talk.ask(e.AskRegroup, process.group, process.talk.held, True)
+            process.talk.ask(e.AskRegroup, process.group, process.talk.held)
             process.asked, process.given = True, None
 
     def go_on(self, process: Process) -> None:

@@ -15,8 +15,7 @@ In short, for one worker (stage j of pipeline i, ``incarnation`` drawn by its pi
     client.snapshot_taken(transfer, n)                     # the state after n updates is copied for that transfer
     client.meet(key, value)                                # waits for all replicas of the stage: Met
     client.completed(sequence)                             # the result of that group is in the model; cheap
-    client.broken(group)                                   # it is not: waits for a Group to try again in
-    client.regroup(group)                                  # the same for a result of all or none, which may be given
+    client.regroup(group)                                  # it is not, though all are to have it or none
     client.store                                           # the key-value store
     client.depart(finished=True); client.failed(reason); client.close()
 
@@ -251,24 +250,18 @@ class MembershipClient:
         with self.thread.talking() as talk:
             talk.completed(sequence)
 
-    def broken(self, group: Group) -> Group:
-        """Report that the result of ``group`` did not come; say first which process groups are left (:meth:`holds`).
+    def regroup(self, group: Group) -> e.Again:
+        """Report that the result of ``group`` did not come, which all members are to have or none; say first which
+        process groups are left (:meth:`holds`).
 
         Waits until each other member is gone, has it, or has said the same. Returns a group of the members that are
-        left without the result, to try again in (perhaps only of this worker).
+        left without the result, to try again in (perhaps only of this worker), or the ``source`` that gives it to them.
+        If that breaks, too, ask about the same group again.
         """
-        return self._regroup(group, False).group
-
-    def regroup(self, group: Group) -> e.Again:
-        """Retry as :meth:`broken`, where all members are to have the result or none: a ``source`` may then give
-        it to those without. If that breaks, too, ask about the same group again."""
-        return self._regroup(group, True)
-
-    def _regroup(self, group: Group, together: bool) -> e.Again:
         with self.thread.talking() as talk:
             holds = talk.held
         what = f"the other members of group {group.sequence} to try again"
-        reply = self.thread.ask(what, e.AskRegroup, group, holds, together)
+        reply = self.thread.ask(what, e.AskRegroup, group, holds)
         assert isinstance(reply, e.Again)
         return reply
 

@@ -7,19 +7,17 @@ derives the rest from it (which pipelines are connected, which have met, ρ).
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from lightning_sdpipe.policies import sync_graph
 from lightning_sdpipe.policies.decisions import Decision, Group
-from lightning_sdpipe.policies.events import Broken, Event, Joined, Left, Lost, Progress, Ready, Worker
+from lightning_sdpipe.policies.events import Event, Joined, Left, Lost, Progress, Ready, Regrouped, Worker
 from lightning_sdpipe.policies.policy import Unit
 from lightning_sdpipe.policies.sync_graph import Encounter, SyncGraph
 
-BROKEN_REMEMBERED = 1024
-"""Most recently broken groups that are remembered, so that each counts once though every member reports it."""
 RATE_SECONDS = 10
 """Signals per second are counted over this many whole seconds."""
 
@@ -160,7 +158,7 @@ class Status(msgspec.Struct, frozen=True):
     groups_by_size: dict[int, int]
     groups_by_reason: dict[str, int]
     broken: int
-    """Groups whose members did not average."""
+    """Rounds that their members have made again."""
     refused: dict[str, int]
     failure: str | None
     held: int
@@ -220,8 +218,7 @@ class Overview:
         self.reasons: list[Counter[str]] = [Counter() for _ in range(num_stages)]
         """Reasons of each stage's groups."""
         self.broken = 0
-        """Groups whose members did not average."""
-        self._broken_last: OrderedDict[int, None] = OrderedDict()
+        """Rounds that their members have made again."""
         self._views = [[_WorkerView() for _ in range(num_pipelines)] for _ in range(num_stages)]
         self._second = 0
         self._per_second: deque[list[int]] = deque([[0, 0]], maxlen=RATE_SECONDS + 1)
@@ -242,11 +239,8 @@ class Overview:
             view.seconds, view.waiting = event.seconds, event.waiting
         elif type(event) is Joined:
             self._views[event.worker.stage][event.worker.pipeline].joined = now
-        elif type(event) is Broken:
-            self.broken += event.sequence not in self._broken_last  # each member reports it
-            self._broken_last[event.sequence] = None
-            while len(self._broken_last) > BROKEN_REMEMBERED:
-                self._broken_last.popitem(last=False)
+        elif type(event) is Regrouped:
+            self.broken += 1
         for group in decisions:
             members = group.members
             self.sizes[len(members)] += 1
@@ -342,9 +336,9 @@ def graph_of(
             case Joined(worker) if worker.stage == stage:
                 graph.join(worker.pipeline)
             case Left(worker) | Lost(worker) if worker.stage == stage:
+                if isinstance(event, Lost):
+                    graph.forget_last(worker.pipeline)
                 graph.leave(worker.pipeline)
-            case Broken(sequence):
-                graph.forget(sequence)
         groups = [group for group in decisions if group.stage == stage]
         if groups:
             graph.record(groups)

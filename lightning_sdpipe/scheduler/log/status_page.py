@@ -82,7 +82,7 @@ def render(status: Status) -> str:
         if members.held:
             lines.append(f"waiting         {members.held}")
     if status.broken:
-        lines.append(f"broken groups   {status.broken}")
+        lines.append(f"rounds again    {status.broken}")
     if status.held:
         lines.append(f"held            {status.held} readies, until all workers have come back")
     if status.failure is not None:

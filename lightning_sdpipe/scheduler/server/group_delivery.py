@@ -1,13 +1,12 @@
 """Delivers groups and barrier results in elastic runs, with the process group that their members share.
 
 A group or barrier result whose members share no process group yet is kept until they do. After some seconds the epoch
-is announced anew, so that all make one. A kept group that loses a member, and a group that broke, is re-formed from the
-members that are left.
+is announced anew, so that all make one. A kept group that loses a member goes to the members that are left.
 
-The outcome of a broken group is decided when each member is gone, has the result, or has reported that it lacks it.
-Models: the members without the result retry among themselves; one that has it goes on with it. With the gradients of a
-round (``together``) replicas would then differ. So a member that has their mean hands it over, bit for bit, in a
-process group that it shares with those without it. They ask again if that breaks, too.
+A group of models that breaks off is no group any more, and nothing is said of it here. The result of a round, of
+gradients or of an outer optimizer, is to be with all members, or with none. Its outcome is decided when each member is
+gone, has the result, or has reported that it lacks it. A member that has it hands it over, bit for bit, in a process
+group that it shares with those without it; they ask again if that breaks, too. If none has it, they retry.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 import msgspec
 
 from lightning_sdpipe.membership.failure_detection import Stuck
 from lightning_sdpipe.membership.members import Met
-from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.decisions import Group, of_those
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
@@ -43,7 +42,6 @@ class BrokenGroup:
     """A group whose result at least one member did not get."""
 
     group: Group
-    together: bool
     said: set[Worker] = field(default_factory=set)
     """Members that try again."""
     done: set[Worker] = field(default_factory=set)
@@ -80,12 +78,12 @@ class Regrouping:
             del self._numbers[next(iter(self._numbers))]
         return number <= before
 
-    def hear(self, worker: Worker, group: Group, together: bool) -> BrokenGroup | None:
+    def hear(self, worker: Worker, group: Group) -> BrokenGroup | None:
         """Return the broken group that ``worker`` reports; None if it reports more groups than it can be in."""
         others = [sequence for sequence, broken in self.open.items() if worker in broken.said]
         if group.sequence not in others and len(others) >= MOST_OPEN:
             return None
-        broken = self.open.setdefault(group.sequence, BrokenGroup(group, together))
+        broken = self.open.setdefault(group.sequence, BrokenGroup(group))
         broken.done.discard(worker)
         broken.said.add(worker)
         return broken
@@ -245,6 +243,7 @@ class GroupDelivery:
         if self._stuck.due <= now:
             for sequence, workers in self._stuck.look(now, self._here):
                 names = ", ".join(map(str, workers))
+                self._unreachable(workers[0].stage, [worker.pipeline for worker in workers], False, now)
                 logger.warning("workers %s have been stuck in exchange %d, which is broken off", names, sequence)
                 self._stuck_in.update(dict.fromkeys(workers, sequence))
                 self._levels.change(workers)
@@ -258,6 +257,8 @@ class GroupDelivery:
             there = [w for w in kept.group.members if not self.is_gone(w, kept.group.epoch) and takes_part(w)]
             if len(there) == len(kept.group.members):
                 self._say_or_keep(kept)
+            elif there and kept.broken is None and kept.group.lineage is None:
+                self._say_or_keep(replace(kept, group=of_those(kept.group, there)))
             elif there:
                 weights = [x for x, w in zip(kept.group.weights, kept.group.members, strict=True) if w in there]
                 again = self._groups.regroup(kept.group, there, weights, now)
@@ -269,6 +270,12 @@ class GroupDelivery:
         for sequence, handed in list(self._handed.items()):
             if self._hand_over(handed.broken, now):
                 del self._handed[sequence]
+        lacking = [(kept.group.stage, kept.pipelines) for kept in kept_groups.values()]
+        lacking += [(kept.met.stage, [*kept.met.pipelines]) for kept in self._met]
+        for stage, pipelines in lacking:
+            if self._process_groups.gave_up([Worker(stage, i) for i in pipelines]):  # no other one will come by itself
+                self._unreachable(stage, pipelines, False, now)
+                break
 
     # ------------------------------------------------------------------ groups
 
@@ -322,7 +329,7 @@ class GroupDelivery:
         if worker not in group.members or len(group.members) < 2:
             reason = f"worker {worker} is no member of {group}, or the only one, so it cannot have broken"
             return e.Refused(request.number, reason)
-        broken = self._regrouping.hear(worker, group, request.together)
+        broken = self._regrouping.hear(worker, group)
         if broken is None:
             reason = f"worker {worker} says of more than {MOST_OPEN} groups at once that they broke"
             return e.Refused(request.number, reason)
@@ -351,7 +358,7 @@ class GroupDelivery:
 
     def _settle(self, broken: BrokenGroup, now: float) -> None:
         group = broken.group
-        if broken.together and broken.done:
+        if broken.done:
             if not any(self.is_gone(worker, group.epoch) for worker in group.members):
                 self._unreachable(group.stage, sorted(worker.pipeline for worker in broken.said), False, now)
             self._handed[group.sequence] = _HandedOver(broken, now + REMAKE_AFTER)

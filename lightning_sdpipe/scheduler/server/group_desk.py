@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import (
     Answered,
-    Broken,
     Joined,
     Left,
     Lost,
@@ -281,8 +280,6 @@ class GroupDesk:
         Raises:
             PolicyFailed: the policy makes another group, or none.
         """
-        if group.sequence < self._driver.next_sequence:
-            self._carry_out(self._driver.tell(Broken(group.sequence), now), now)
         bases = {} if group.lineage is None else dict(zip(group.members, group.lineage.bases, strict=True))
         of = tuple(bases[member] for member in members if member in bases)
         decisions = self._driver.tell(Regrouped(group.sequence, tuple(members), tuple(weights), of), now)

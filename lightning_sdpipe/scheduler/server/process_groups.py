@@ -46,6 +46,8 @@ class ProcessGroupRegistry:
         """Groups that went out without their passive members, by the members, which share no process group yet."""
         self._membership, self._presence = membership, presence
         self._holds: dict[Worker, frozenset[int]] = {}
+        self._given_up: dict[Worker, int] = {}
+        """Number of the epoch that was the newest when a worker gave up its process group."""
 
     @property
     def in_use(self) -> bool:
@@ -60,11 +62,18 @@ class ProcessGroupRegistry:
 
     def holds(self, worker: Worker, epochs: Iterable[int]) -> None:
         """Set the epochs whose process group ``worker`` has."""
-        self._holds[worker] = frozenset(epochs)
+        before, self._holds[worker] = self._holds.get(worker, frozenset()), frozenset(epochs)
+        if (newest := self._membership.epoch.number) in before - self._holds[worker]:
+            self._given_up[worker] = newest
+
+    def gave_up(self, workers: Iterable[Worker]) -> bool:
+        """Return whether an exchange has broken off in the newest epoch's process group for one of ``workers``."""
+        return any(self._given_up.get(worker) == self._membership.epoch.number for worker in workers)
 
     def forget(self, worker: Worker) -> None:
         """Forget ``worker``, whose process is gone."""
         self._holds.pop(worker, None)
+        self._given_up.pop(worker, None)
 
     def common(self, workers: Sequence[Worker]) -> int | None:
         """Return the newest epoch of which all of them hold a process group; one alone needs none."""

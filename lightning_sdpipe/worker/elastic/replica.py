@@ -1,5 +1,5 @@
 """A worker as one of the replicas of its stage in an elastic job: its rendezvous with the others, and exchanges that
-survive their members. When one is lost, the members that are left retry, or go on without a result.
+survive their members. When one is lost, the members that are left go on with the models that they have.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from datetime import timedelta
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
-from lightning_sdpipe.exchange.moving import Pending, exchange_whole
+from lightning_sdpipe.exchange.moving import Mover, Pending, exchange_whole
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
@@ -24,49 +24,51 @@ from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 log = logging.getLogger(__name__)
 
 
-class FaultTolerantMean:
-    """The weighted mean over a group, by the mover of its epoch; ``line`` is told its outcomes.
+class Surviving:
+    """The weighted mean over a group, by the mover of its epoch. A group that breaks off is no group: what was taken
+    over stays, since these pieces are means of models that existed, and the rest of the model stays as it is.
 
-    After a failure it begins again, with the model as it is by then: pieces that were taken over are means of models
-    that existed, and so is a mean of them.
+    Args:
+        epochs: the groups of the replicas of this worker.
     """
 
-    def __init__(self, epochs: EpochGroups, line: MembershipClient) -> None:
-        self._epochs, self._line = epochs, line
+    def __init__(self, epochs: EpochGroups) -> None:
+        self._epochs = epochs
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
         """Start the exchange; see :class:`~lightning_sdpipe.exchange.moving.Mover`."""
-        return _FaultTolerantPending(tensors, group, self._epochs, self._line)
+        return _Surviving(tensors, group, self._epochs)
 
 
-class _FaultTolerantPending:
-    def __init__(self, tensors: Sequence[Tensor], group: Group, epochs: EpochGroups, line: MembershipClient) -> None:
+class _Surviving:
+    def __init__(self, tensors: Sequence[Tensor], group: Group, epochs: EpochGroups) -> None:
         self.seconds_waiting = 0.0
-        self._tensors, self._epochs, self._line = tensors, epochs, line
-        self._waited = 0.0
+        self._group, self._epochs = group, epochs
         self._inner: Pending | None = None
-        self._begin(group)
+        if len(group.members) < 2:
+            return
+        epochs.use(group)
+        mover: Mover | None = None
+        try:
+            mover = epochs.exchange(group)
+            self._inner = mover.start(tensors, group)
+        except WorkerFailedError as error:
+            self._drop(error, has_begun=mover is not None)
 
     def wait(self) -> bool:
-        while self._inner is not None:
-            try:
-                if self._inner.wait():
-                    self.seconds_waiting = self._waited + self._inner.seconds_waiting
-                    return True
-            except WorkerFailedError:
-                self._waited += self._inner.seconds_waiting
-                self._epochs.give_up(self._group)
-                self._retry()
-            else:
-                self._inner = None
-                self._epochs.use(None)
-                self._line.completed(self._group.sequence)
-        return False
-
-    def _retry(self) -> None:
-        self.abort()
-        self._epochs.wait_for_newest()
-        self._begin(self._line.broken(self._group))
+        if self._inner is None:
+            return False
+        try:
+            goes_on = self._inner.wait()
+        except WorkerFailedError as error:
+            self.seconds_waiting = self._inner.seconds_waiting
+            self._drop(error, has_begun=True)
+            return False
+        self.seconds_waiting = self._inner.seconds_waiting
+        if not goes_on:
+            self._inner = None
+            self._epochs.use(None)
+        return goes_on
 
     def commit(self) -> None:
         assert self._inner is not None
@@ -79,21 +81,11 @@ class _FaultTolerantPending:
             self._inner = None
         self._epochs.use(None)
 
-    def _begin(self, group: Group) -> None:
-        self._group = group
-        if len(group.members) < 2:
-            return
-        self._epochs.use(group)
-        try:
-            mover = self._epochs.exchange(group)
-        except WorkerFailedError:  # the exchange has not begun
-            self._retry()
-            return
-        try:
-            self._inner = mover.start(self._tensors, group)
-        except WorkerFailedError:
-            self._epochs.give_up(group)
-            self._retry()
+    def _drop(self, error: WorkerFailedError, has_begun: bool) -> None:
+        log.info("the exchange %d has broken off: %s", self._group.sequence, str(error).splitlines()[0])
+        if has_begun:
+            self._epochs.give_up(self._group)
+        self.abort()
 
 
 class DroppedPairs:
@@ -142,7 +134,7 @@ class ElasticRendezvous(Rendezvous):
 
     def _leave(self) -> None:
         if not self._sync.serves:
-            self._sync.stop()  # first: a worker that has left cannot retry a group that breaks
+            self._sync.stop()
         super()._leave()
 
     def _set_out(self) -> None:

@@ -44,7 +44,7 @@ from lightning_sdpipe.worker.elastic.replica import (
     DroppedPairs,
     ElasticRendezvous,
     ElasticReplica,
-    FaultTolerantMean,
+    Surviving,
 )
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection, SchedulerStore
 from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
@@ -219,7 +219,7 @@ class ElasticRun(TrainingRun):
             "rounds": place.rounds,
             "bases": place.bases,
             "pairs": DroppedPairs(place.epochs, line, self.groups.traffic).run,
-            "mover": FaultTolerantMean(place.epochs, line),
+            "mover": Surviving(place.epochs),
         }
         return ElasticReplica(
             **vars(super().replica(parts, watch, loss_scale, progress)) | exchanges,

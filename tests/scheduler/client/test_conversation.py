@@ -188,7 +188,7 @@ def test_a_newcomer_knows_that_no_donor_is_left(ends: m.Reply | e.Reply) -> None
 
 def test_a_result_that_is_handed_over_is_there_when_it_has_come_and_its_source_hears_of_it() -> None:
     talk = enrolled()
-    key, given = talk.ask(e.AskRegroup, PAIR, (), True), msgspec.structs.replace(PAIR, epoch=5)
+    key, given = talk.ask(e.AskRegroup, PAIR, ()), msgspec.structs.replace(PAIR, epoch=5)
     talk.due(0.1)
     again = e.Again(PAIR.sequence, given, 0)
     assert talk.hear(again) == [f.Replied(key, again)]
@@ -257,7 +257,7 @@ ANEW = (e.Waits, e.Stranger, e.Again)
 def ask_everything(talk: c.Conversation) -> None:
     talk.ask(e.Enrol, {"model": "linear"})
     talk.ask(e.Meet, "0", b"")
-    talk.ask(e.AskRegroup, PAIR, (3,), False)
+    talk.ask(e.AskRegroup, PAIR, (3,))
     talk.ask(e.Store, "wait", ("a/b",))
     talk.ask(e.Store, "add", ("a/n",), b"", 1)
     talk.ask(e.TellSnapshot, "0", 4)

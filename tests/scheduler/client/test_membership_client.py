@@ -170,7 +170,7 @@ def test_groups_name_a_process_group_that_all_members_hold() -> None:
         assert at_once(*[session.group for session in sessions])[0].epoch == 1, "it was kept until they shared one"
 
 
-def test_who_is_left_of_a_broken_group_tries_again_and_who_has_its_result_goes_on() -> None:
+def test_members_of_a_broken_round_try_again_or_are_given_the_result_of_one_that_has_it() -> None:
     with running(pipelines=3, terms=ElasticConfig(settle=0.0, start_pipelines=3)) as fleet:
         clients = fleet.start(0, 1, 2)
         sessions = [fleet.session(client) for client in clients]
@@ -180,17 +180,16 @@ def test_who_is_left_of_a_broken_group_tries_again_and_who_has_its_result_goes_o
         for session in sessions:
             session.ready(0)
         group, *_ = at_once(*[session.group for session in sessions])
-        clients[2].completed(group.sequence)
-        again = at_once(lambda: clients[0].broken(group), lambda: clients[1].broken(group))
-        assert again[0] == again[1]
-        assert [worker.pipeline for worker in again[0].members] == [0, 1]
-        assert again[0].weights == (0.5, 0.5)
-        assert again[0].sequence > group.sequence
-        clients[0].completed(again[0].sequence)
-        given = clients[1].regroup(again[0])
-        assert (given.sequence, given.source) == (again[0].sequence, 0), "which has it"
+        again, *others = at_once(*[lambda c=c: c.regroup(group) for c in clients])  # type: ignore[misc]
+        assert others == [again, again]
+        assert [worker.pipeline for worker in again.group.members] == [0, 1, 2]
+        assert again.group.sequence > group.sequence
+        clients[0].completed(again.group.sequence)
+        clients[2].completed(again.group.sequence)
+        given = clients[1].regroup(again.group)
+        assert (given.sequence, given.source) == (again.group.sequence, 0), "which has it"
         assert [worker.pipeline for worker in given.group.members] == [0, 1]
-        assert again[0].sequence not in clients[1].thread.talk._completed, "it has still to come"
+        assert again.group.sequence not in clients[1].thread.talk._completed, "it has still to come"
         assert [client.thread.talk._asked_for for client in clients] == [set(), set(), set()]
 
 

@@ -46,9 +46,22 @@ def test_what_is_open_is_repeated_under_new_numbers_and_any_of_them_answers() ->
     talk.ask(m.Ready, 3)
     leave = talk.ask(m.Leave)
     assert not talk.joined
-    assert talk.again()[0].number == leave.number + 1, "the ready is dropped"
+    (again_leave,) = talk.again()
+    assert again_leave.number == leave.number + 1, "the ready is not repeated"
     assert talk.hear(e.Noted(again.number)) == [], "that was to the join"
     assert talk.asks(m.Leave)
+
+
+def test_the_answer_to_a_ready_that_a_leave_withdraws_is_heard_until_the_scheduler_has_noted_that() -> None:
+    """It may have been decided before, and its members count on this worker."""
+    for comes_first in (True, False):
+        talk = joined().training
+        talk.ask(m.Ready, 3)
+        noted = e.Noted(talk.ask(m.Leave).number)
+        replies = [ANSWER, noted] if comes_first else [noted, ANSWER]
+        came = [effect for reply in replies for effect in talk.hear(reply)]
+        assert came == ([Came(m.Ready, ANSWER), Came(m.Leave, noted)] if comes_first else [Came(m.Leave, noted)])
+        assert not talk.asks(m.Ready, m.Leave)
 
 
 def test_a_scheduler_that_was_started_again_hears_what_others_may_lack() -> None:

@@ -15,12 +15,10 @@ from lightning_sdpipe.membership.members import Enrolled, Epoch, Meets, Member, 
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.membership.recovery import MemberRecovery
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.policies.events import Broken
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.log.status import BROKEN_REMEMBERED, Overview
 from lightning_sdpipe.scheduler.server import server
 from lightning_sdpipe.scheduler.server.group_delivery import MOST_OPEN
 from lightning_sdpipe.scheduler.server.key_value_store import MAX_KEY_CHARACTERS, KeyValueStore, StoreFull
@@ -115,7 +113,7 @@ def test_groups_that_never_were_are_not_kept() -> None:
     run, open_at_once = Members(), []
     regrouping, both = run.service.members._answers._regrouping, (Worker(0, 0), Worker(0, 1))
     for sequence in range(1000, 1000 + 5 * MOST_OPEN):
-        replies = run.say(e.AskRegroup, 1, Group(both, (0.5, 0.5), sequence, "made up"), (), False)
+        replies = run.say(e.AskRegroup, 1, Group(both, (0.5, 0.5), sequence, "made up"), ())
         open_at_once.append(len(regrouping.open))
     assert max(open_at_once) == MOST_OPEN
     assert [type(reply) for reply in replies] == [e.Refused]
@@ -177,12 +175,3 @@ def test_keys_that_are_waited_for_are_counted() -> None:
         wait(number)
     with pytest.raises(StoreFull, match="keys more to wait for"):
         wait(5)
-
-
-def test_a_broken_group_is_counted_once() -> None:
-    overview = Overview(1, 2)
-    for sequence in range(3 * BROKEN_REMEMBERED):
-        for _ in range(2):
-            overview.on(0.0, Broken(sequence), [])
-    assert overview.broken == 3 * BROKEN_REMEMBERED
-    assert len(overview._broken_last) == BROKEN_REMEMBERED

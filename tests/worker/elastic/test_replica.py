@@ -1,10 +1,11 @@
-"""An exchange that survives its members: what is tried again, and with whom."""
+"""An exchange that survives its members: what is left of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.worker.elastic.replica import FaultTolerantMean
+from lightning_sdpipe.worker.elastic.replica import Surviving
 
 
 def group(sequence: int, *pipelines: int) -> Group:
@@ -72,62 +73,38 @@ class Epochs:
         return Mover()
 
 
-class Line:
-    def __init__(self, *answers: Group) -> None:
-        self.answers = list(answers)
-        self.said: list[tuple[str, int]] = []
-
-    def completed(self, sequence: int) -> None:
-        self.said.append(("completed", sequence))
-
-    def broken(self, group: Group) -> Group:
-        self.said.append(("broken", group.sequence))
-        return self.answers.pop(0)
-
-
-def average(epochs: Epochs, line: Line, first: Group) -> list[float]:
+def average(epochs: Epochs, first: Group) -> list[float]:
     tensor = torch.zeros(3)
-    finish(FaultTolerantMean(epochs, line).start([tensor], first))  # type: ignore[arg-type]
+    finish(Surviving(epochs).start([tensor], first))  # type: ignore[arg-type]
     assert epochs.used[-1:] in ([None], [])
     return tensor.tolist()
 
 
-def test_an_exchange_that_succeeds_is_said_to_be_complete() -> None:
-    line = Line()
-    assert average(Epochs({}), line, group(4, 0, 1)) == [1, 1, 1]
-    assert line.said == [("completed", 4)]
+def test_an_exchange_that_succeeds_changes_the_whole_model() -> None:
+    epochs = Epochs({})
+    assert average(epochs, group(4, 0, 1)) == [1, 1, 1]
+    assert epochs.given_up == []
 
 
 def test_who_is_alone_exchanges_nothing() -> None:
-    line = Line()
-    assert average(Epochs({}), line, group(4, 0)) == [0, 0, 0]
-    assert line.said == []
+    assert average(Epochs({}), group(4, 0)) == [0, 0, 0]
 
 
-def test_after_a_failure_all_pieces_are_tried_again_among_those_that_are_left() -> None:
-    line = Line(group(9, 0, 1))
-    assert average(Epochs({4: 1}), line, group(4, 0, 1, 2)) == [2, 1, 1]  # the first piece had been taken over
-    assert line.said == [("broken", 4), ("completed", 9)]
+@pytest.mark.parametrize(("fails_at", "model", "given_up"), [(1, [1, 0, 0], [4]), (0, [0] * 3, [4]), (-1, [0] * 3, [])])
+def test_after_a_failure_it_keeps_what_was_taken_over_and_what_it_has(
+    fails_at: int, model: list[int], given_up: list[int]
+) -> None:
+    """Of a process group that is gone before the exchange begins, nothing is on its way."""
+    epochs = Epochs({4: fails_at})
+    assert average(epochs, group(4, 0, 1, 2)) == model
+    assert epochs.given_up == given_up
 
 
-def test_a_group_that_is_gone_before_it_begins_is_tried_again_too_and_more_than_once() -> None:
-    line, epochs = Line(group(9, 0, 1, 3), group(10, 0, 1)), Epochs({4: -1, 9: 0})
-    assert average(epochs, line, group(4, 0, 1, 2, 3)) == [1, 1, 1]
-    assert line.said == [("broken", 4), ("broken", 9), ("completed", 10)]
-    assert epochs.given_up == [9], "of 4 nothing is on its way"
-
-
-def test_who_is_left_alone_keeps_what_it_has() -> None:
-    line = Line(group(9, 0))
-    assert average(Epochs({4: 2}), line, group(4, 0, 1)) == [1, 1, 0]
-    assert line.said == [("broken", 4)]
-
-
-def test_what_a_mean_changes_is_right_though_pieces_were_taken_over_before_it_broke() -> None:
+def test_what_broke_off_beside_training_changes_what_was_taken_over_only() -> None:
     model = torch.zeros(3)
-    mover: Any = FaultTolerantMean(Epochs({4: 1}), Line(group(9, 0, 1)))  # type: ignore[arg-type]
-    late = Overlapped(mover, 10.0, begins_again=True)
+    mover: Any = Surviving(Epochs({4: 1}))  # type: ignore[arg-type]
+    late = Overlapped(mover, 10.0)
     late.begin([model], group(4, 0, 1, 2))
     model += 10  # trained meanwhile
     late.end()
-    assert model.tolist() == [12, 11, 11]
+    assert model.tolist() == [11, 10, 10]
