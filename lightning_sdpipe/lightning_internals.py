@@ -25,7 +25,14 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties as 
 from lightning.fabric.utilities.distributed import _init_dist_connection as open_process_group
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, ThroughputMonitor, Timer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
@@ -178,6 +185,11 @@ def mark_sigterm_received(trainer: Trainer) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
+def connectors(trainer: Trainer) -> tuple[object, ...]:
+    """Return the parts of ``trainer`` that handle signals and checkpoints."""
+    return trainer._signal_connector, trainer._checkpoint_connector
+
+
 def on_sigterm(trainer: Trainer, handler: Callable[..., None]) -> None:
     """Make Lightning register ``handler`` for SIGTERM."""
     trainer._signal_connector._sigterm_notifier_fn = handler  # type: ignore[method-assign]
@@ -318,6 +330,14 @@ def steps_between_saves(callback: Callback) -> int:
     """Return the number of steps between saves of ``callback``; 0 if it does not save after numbers of steps."""
     steps: int = getattr(callback, "_every_n_train_steps", 0)
     return steps
+
+
+def average_model(callback: Callback) -> nn.Module | None:
+    """Return the copy of the module in which one of Lightning's callbacks averages its weights; None if it has none."""
+    if not isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        return None
+    average: nn.Module | None = callback._average_model
+    return average
 
 
 def take_groups_to_restore(callback: BaseFinetuning) -> Mapping[int, list[dict[str, Any]]]:

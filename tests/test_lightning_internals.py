@@ -150,10 +150,15 @@ SYMBOLS = [
     Symbol("pytorch.core.module.LightningModule", "_compiler_ctx", "refuses torch.compile(model)", "is_compiled"),
     Symbol(_PROCESSES, "_strategy", "tells other workers of a failure", "strategy_of"),
     # signals, resuming
-    Symbol(_TRAINER, "_signal_connector", "handles signals", "mark_sigterm_received, on_sigterm, on_requeue_signal"),
+    Symbol(
+        *(_TRAINER, "_signal_connector", "handles signals"),
+        "mark_sigterm_received, on_sigterm, on_requeue_signal, connectors",
+    ),
     Symbol(_SIGNALS, "_sigterm_notifier_fn", "ends this worker alone", "on_sigterm", "signum _"),
     Symbol(_SIGNALS, "_slurm_sigusr_handler_fn", "declines to requeue", "on_requeue_signal", "signum _"),
-    Symbol(_TRAINER, "_checkpoint_connector", "gives newcomers a state", "checkpoint_of, resume_from_state"),
+    Symbol(
+        _TRAINER, "_checkpoint_connector", "gives newcomers a state", "checkpoint_of, resume_from_state, connectors"
+    ),
     Symbol(
         *("pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector", "_loaded_checkpoint"),
         *("resumes from another worker's state", "resume_from_state"),
@@ -188,6 +193,8 @@ SYMBOLS = [
     Symbol(_SAVING, "_every_n_train_steps", "knows the next sync point", "steps_between_saves"),
     Symbol("pytorch.profilers.pytorch.PyTorchProfiler", "_record_module_names", "refuses hooks", "records_modules"),
     Symbol(_THROUGHPUT, "_throughputs", "counts pipelines", "count_pipelines"),
+    Symbol("pytorch.callbacks.WeightAveraging", "_average_model", "makes averages equal", "average_model"),
+    Symbol("pytorch.callbacks.StochasticWeightAveraging", "_average_model", "makes averages equal", "average_model"),
     Symbol(_FINETUNING, "_restarting", "loads optimizers before callbacks", "take_groups_to_restore"),
     Symbol(_FINETUNING, "_internal_optimizer_metadata", "adds groups before loading", "take_groups_to_restore"),
     # logged values

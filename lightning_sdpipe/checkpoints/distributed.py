@@ -192,14 +192,18 @@ def _remove(path: Path) -> None:
 
 
 def read_part(
-    path: Path, ownership: Ownership, places: Sequence[Container[int]], groups: ProcessGroups, files: CheckpointIO
+    path: Path,
+    ownership: Ownership,
+    places: Sequence[Container[int]] | None,
+    groups: ProcessGroups,
+    files: CheckpointIO,
 ) -> dict[str, Any]:
     """Read the part of the checkpoint in ``path`` that this rank needs; of the rest only the names and shapes.
 
     Args:
         path: a directory for which :func:`is_distributed` holds.
         ownership: the owners of the parameters.
-        places: the places of this stage's parameters in each whole optimizer.
+        places: the places of this stage's parameters in each whole optimizer; None for all of them.
         groups: the process groups of this rank. A run with more pipelines than the saved one reuses their optimizers'
             states in turn.
         files: reads the file with the rest.
@@ -209,7 +213,7 @@ def read_part(
     saved = metadata.state_dict_metadata
     pipelines = {key.split(".")[1] for key in saved if key.startswith(f"{_OPTIMIZER}.")}
     row = pipeline % max(1, len(pipelines))
-    sources = {f"{_of(number)}.{row}": own for number, own in enumerate(places)}
+    sources = {f"{_of(number)}.{row}": own for number, own in enumerate(places or ())}
     wanted: list[str] = []
     absent: dict[str, dict[str, Any]] = {}
     for key, entry in saved.items():
@@ -220,7 +224,7 @@ def read_part(
             wanted.append(key)
         else:
             optimizer, of_row, place, *_ = key.split(".")
-            if int(place) in sources.get(f"{optimizer}.{of_row}", ()):
+            if of_row == str(row) and (places is None or int(place) in sources.get(f"{optimizer}.{row}", ())):
                 wanted.append(key)
     checkpoint = _read(path, metadata, wanted, files)
     return checkpoint | {kind: others | checkpoint.get(kind, {}) for kind, others in absent.items()}

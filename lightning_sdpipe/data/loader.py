@@ -98,7 +98,9 @@ class PipelineLoader:
         self._plain = isinstance(self._draws, _Positions) and type(loader).__iter__ is DataLoader.__iter__
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
+        if "_loader" not in vars(self):  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or name in _OF_PIPELINES:
@@ -139,7 +141,8 @@ class PipelineLoader:
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
-        self._source._iterator = iterator  # type: ignore[attr-defined]
+        if hasattr(self._source, "_iterator"):  # as a DataLoader has
+            self._source._iterator = iterator
 
     def compare(self, groups: ProcessGroups, device: torch.device) -> None:
         """Make the length that of the longest loader of all pipelines. Every rank must call it."""

@@ -295,6 +295,11 @@ class ShardBatchSource:
         if all(loader.even for loader in loaders(self._trainer.fit_loop)):
             self._turns.begin_shards(uneven=False)
             return fetcher
+        if not isinstance(fetcher, PrefetchDataFetcher):
+            raise ConfigurationError(
+                "training_step takes batches from dataloader_iter itself, and pipelines may have unlike numbers of "
+                "them. Take the batch instead, or let Lightning make the sampler of a map-style dataset."
+            )
         taken = Fetcher(fetcher, self)
         self._start(taken)
         return taken

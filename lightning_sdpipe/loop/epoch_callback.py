@@ -147,6 +147,10 @@ class StreamSwitches:
         self._streams.begin(Point.UPDATE, self._updates, self._stage, state=self._common)
 
     def _begin(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        self.begin_batch(dataloader_idx)
+        return self._original(batch, dataloader_idx)
+
+    def begin_batch(self, dataloader_idx: int = 0) -> None:
         """Begin the stream of a batch, before Lightning does anything else with it. What user code draws until the
         step, for example in ``on_after_batch_transfer``, comes from a stream of the batch too."""
         trainer = self._trainer
@@ -163,7 +167,6 @@ class StreamSwitches:
         self._common = mixed(*self.stream[:-1], before if dealt is None else dealt, _BETWEEN_STEPS)
         self._updates = 0
         self._streams.begin(*self.stream, _BEFORE_THE_STEP)
-        return self._original(batch, dataloader_idx)
 
 
 class EpochCallback(Callback):
@@ -179,6 +182,7 @@ class EpochCallback(Callback):
         checks: says when all look at the clock.
         draws: begin the streams that hooks draw from.
         meet: makes workers agree on what the hook of this name, which ends an epoch, finds on all of them.
+        loaded: the random states of a checkpoint that has been loaded; None if none has yet.
     """
 
     def __init__(
@@ -190,6 +194,7 @@ class EpochCallback(Callback):
         checks: ClockChecks,
         draws: StreamSwitches,
         meet: Callable[[str], None],
+        loaded: Mapping[str, Any] | None = None,
     ) -> None:
         self._groups = groups
         self._turns = turns
@@ -198,7 +203,7 @@ class EpochCallback(Callback):
         self._checks = checks
         self._draws = draws
         self._meet = meet
-        self._to_load: Mapping[str, Any] | None = None
+        self._to_load = loaded
         self._saving: list[Callback] = []
         """Callbacks that save after so many steps."""
 
@@ -206,8 +211,12 @@ class EpochCallback(Callback):
     on_before_zero_grad = on_before_backward = on_after_backward = on_before_optimizer_step = None  # type: ignore[assignment]
 
     def put_first(self, trainer: Any) -> None:
-        """Put this before the callbacks of ``trainer``, in the place of one that an earlier run has left there."""
-        trainer.callbacks = [self, *(c for c in trainer.callbacks if not isinstance(c, EpochCallback))]
+        """Put this before the callbacks of ``trainer``."""
+        trainer.callbacks = [self, *trainer.callbacks]
+
+    def take_out(self, trainer: Any) -> None:
+        """Take this out of the callbacks of ``trainer`` again."""
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._draws.between_batches("on_fit_start")
@@ -239,6 +248,8 @@ class EpochCallback(Callback):
         self._draws.between_batches("on_train_epoch_start")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch is None:  # the step takes it from an iterator
+            self._draws.begin_batch()
         self._draws.between_steps(Point.BATCH_START)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

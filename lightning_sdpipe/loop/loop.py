@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -144,6 +144,18 @@ def change(trainer: Trainer, turns: Turns, checks: ClockChecks, source: BatchSou
         _take_over(trainer, source)
         source.change()
         _resume_quietly(trainer, source)
+
+
+def change_back(trainer: Any) -> None:
+    """Undo what :func:`change` and others of this package have changed in the objects that a user of ``trainer``
+    holds."""
+    epoch, connectors = trainer.fit_loop.epoch_loop, lightning_internals.connectors(trainer)
+    loops = trainer.fit_loop, epoch, epoch.automatic_optimization, epoch.manual_optimization
+    for owner in (*loops, *connectors, *trainer.callbacks, trainer.profiler, trainer.precision_plugin):
+        for name, value in list(vars(owner).items()):
+            function = value.func if isinstance(value, partial) else value
+            if isinstance(function, FunctionType) and function.__module__.startswith("lightning_sdpipe."):
+                del vars(owner)[name]
 
 
 def clocks(trainer: Any) -> list[Countdown]:

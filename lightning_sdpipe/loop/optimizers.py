@@ -29,13 +29,15 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 
 def refuse_unfit(optimizer: Optimizer, precision: Precision, num_stages: int) -> None:
     """Raise ConfigurationError for an optimizer that would not step as it does in one process."""
+    if num_stages == 1:
+        return
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
             "LBFGS evaluates the loss several times in a step, along directions that depend on the gradients of all "
-            "stages, and a pipeline can run it once only. Use AdamW, or SGD with momentum."
+            "stages, and a pipeline can run it once only. Use AdamW, or SGD with momentum; with num_stages=1 this "
+            "works."
         )
-    if num_stages > 1:
-        refuse_own_unscaling(optimizer, precision)
+    refuse_own_unscaling(optimizer, precision)
 
 
 def refuse_unfit_momentum(optimizer: Optimizer, payload: Payload) -> None:

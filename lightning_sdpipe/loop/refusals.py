@@ -52,10 +52,10 @@ def refuse_unsupported(trainer: Trainer, cut: bool) -> None:
             f"{type(module).__name__} uses manual optimization. A pipeline runs forward and backward of several "
             f"micro-batches in an order of its own, so the optimization must be automatic; {ONE_STAGE}."
         )
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+    if cut and takes_iterator(module):
         raise ConfigurationError(
             f"{type(module).__name__}.training_step takes a dataloader_iter. A mini-batch is split into micro-batches "
-            "before the step sees it: take the batch instead."
+            f"before the step sees it: take the batch instead; {ONE_STAGE}."
         )
     if syncs_batchnorm(trainer.strategy):
         raise ConfigurationError(
@@ -68,8 +68,13 @@ def refuse_unsupported(trainer: Trainer, cut: bool) -> None:
             "stages do not run. Give it record_module_names=False: labels such as 'sdpipe:forward 0' say what a worker "
             "does."
         )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in trainer.callbacks if cut else ():  # type: ignore[attr-defined]
         _refuse_callback(trainer, callback)
+
+
+def takes_iterator(module: LightningModule) -> bool:
+    """Return whether the training step of ``module`` takes batches from an iterator itself."""
+    return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
 
 
 def refuse_small_batches(module: LightningModule, loader: Any, num_micro_batches: int) -> None:
@@ -87,23 +92,24 @@ def _refuse_callback(trainer: Trainer, callback: Callback) -> None:
         raise ConfigurationError(
             f"{name} keeps a second copy of the whole model, and each worker holds its own stage only. Use "
             "lightning_sdpipe.SDPipeWeightAveraging, which averages that: SDPipeWeightAveraging(decay=0.999) for an "
-            "exponential average, and with update_every_n_steps=0, update_starting_at_epoch=... for the ends of epochs."
+            "exponential average, and with update_every_n_steps=0, update_starting_at_epoch=... for the ends of "
+            f"epochs; {ONE_STAGE}."
         )
     if isinstance(callback, ModelPruning):
         raise ConfigurationError(
             f"{name} replaces parameters by others while training goes on, when the model has been cut. Prune the "
-            "trained model afterwards, with torch.nn.utils.prune."
+            f"trained model afterwards, with torch.nn.utils.prune; {ONE_STAGE}."
         )
     if isinstance(callback, LearningRateFinder):
         raise ConfigurationError(
             f"{name} stops where the loss grows, and the loss exists on last stages only. Find the learning rate with "
-            "a smaller model in one process."
+            f"a smaller model in one process; {ONE_STAGE}."
         )
     if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
         trainer.callbacks.remove(callback)  # type: ignore[attr-defined]  # else it acts on this very exception
         raise ConfigurationError(
             f"{name} would save a checkpoint after a failure, when the stages that are gone cannot give their part. "
-            "Save at intervals: ModelCheckpoint(every_n_train_steps=...)."
+            f"Save at intervals: ModelCheckpoint(every_n_train_steps=...); {ONE_STAGE}."
         )
 
 

@@ -121,12 +121,12 @@ class SDPipeWeightAveraging(Callback):
         device = self._device or trainer.strategy.root_device
         average = AveragedModel(nn.Module(), device, self._avg_fn, self._multi_avg_fn, self._use_buffers)
         held = self._held(pl_module)
-        copies = _flat_copies(list(_tensors(held)), device)
+        copies = _flat_copies(list(tensors_in(held)), device)
         for (name, _), copy in zip(held.named_parameters(), copies, strict=False):
             average.module.register_parameter(name, nn.Parameter(copy, requires_grad=False))
         for (name, _), copy in zip(held.named_buffers(), copies[len(list(held.parameters())) :], strict=True):
             average.module.register_buffer(name, copy)
-        self._alike += [*_memory(_tensors(average.module)), average.n_averaged]
+        self._alike += [*_memory(tensors_in(average.module)), average.n_averaged]
         self._average = average
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -195,8 +195,8 @@ class SDPipeWeightAveraging(Callback):
 
     def _pairs(self, module: LightningModule) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of this stage's tensors: the average, and the present value."""
-        averages = [tensor.detach() for tensor in _tensors(self._averaged.module)]
-        return list(zip(averages, _tensors(self._held(module)), strict=True))
+        averages = [tensor.detach() for tensor in tensors_in(self._averaged.module)]
+        return list(zip(averages, tensors_in(self._held(module)), strict=True))
 
     def _held(self, module: LightningModule) -> nn.Module:
         """Return what this worker holds of ``module``, as a module of its own."""
@@ -230,7 +230,8 @@ def averaging_of(callbacks: Sequence[Callback]) -> SDPipeWeightAveraging | None:
     return found[0] if found else None
 
 
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
+def tensors_in(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters and buffers of ``module``."""
     return chain(module.parameters(), module.buffers())
 
 

@@ -101,6 +101,8 @@ def open_heavy(
 
 def described(blocks: Sequence[Block]) -> str:
     """Return the names of the first and the last of consecutive blocks, and their number."""
+    if not blocks:
+        return "the whole module"
     return ends(blocks) + (f" ({len(blocks)})" if len(blocks) > 1 else "")
 
 

@@ -127,6 +127,8 @@ def plans(
     """
     for each in cuts:
         check_partition(each)
+    if _needs_no_blocks(module, names, cuts):
+        return [Plan((), (range(0),))] * len(cuts)
     automatic = [each.num_stages for each in cuts if each.partition == "auto" and each.num_stages > 1]
     costs = count() if automatic else None
     even = partial(_even, module, costs=costs, memory=memory)
@@ -164,6 +166,17 @@ def _of_chain(
             refused = refused or error
     assert refused is not None
     raise refused
+
+
+def _needs_no_blocks(module: nn.Module, names: Sequence[str] | None, cuts: Sequence[PipelineCut]) -> bool:
+    """Return whether there is nothing to cut, and ``module`` has no blocks, which draw from streams of their own."""
+    if names is not None or any(each.num_stages > 1 for each in cuts):
+        return False
+    try:
+        next(find_chains(module))
+    except ConfigurationError:
+        return True
+    return False
 
 
 _CLOSE = 1.05
@@ -374,6 +387,8 @@ def check(module: nn.Module, names: Sequence[str] | None, cuts: Sequence[Pipelin
     for each in cuts:
         check_partition(each)
     same_memory(module)
+    if _needs_no_blocks(module, names, cuts):
+        return
     leaves = sum(next(part.children(), None) is None for part in module.modules())
     refused: ConfigurationError | None = None
     for chain in find_chains(module, names):

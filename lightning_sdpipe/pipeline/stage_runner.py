@@ -124,6 +124,7 @@ class Step:
     generation: int = 0  # of the choice of layers that train, which decides what needs a gradient
     portion: Portion | None = None  # if the batch is a portion of the batch that all pipelines train together
     optimizers: Sequence[Optimizer] = ()  # those that train with it
+    skip: Callable[[], None] | None = None  # called where it returns None, to skip the batch; None to refuse that
 
     def key(self, micro_batch: MicroBatch) -> Hashable:
         """Return the key that identifies, on both ends, the shapes of the messages that this step sends for a
@@ -162,6 +163,9 @@ class StageRunner:
             outcome = self._run(micro_batch, number, step, received)
         if isinstance(outcome, Message):
             return outcome
+        if outcome is None and step.skip is not None:
+            step.skip()
+            return torch.zeros((), device=self.link.device, requires_grad=True)
         loss, weight = _loss(outcome), micro_batch.weight * step.share
         loss = loss if weight == 1.0 else loss * weight
         return loss if step.loss_scale is None else loss * step.loss_scale
@@ -216,7 +220,7 @@ def _loss(outcome: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.ndim:
         raise ConfigurationError(
             f"training_step returned {type(outcome).__name__}; a pipeline needs a scalar loss tensor, or a dict with "
-            "one under 'loss'. To skip a batch, return a loss multiplied by zero."
+            "one under 'loss'. To skip a batch where the model is cut, return a loss multiplied by zero."
         )
     if loss.is_meta:
         raise ConfigurationError(

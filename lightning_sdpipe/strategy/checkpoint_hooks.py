@@ -21,14 +21,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdpipe import lightning_internals
-from lightning_sdpipe.checkpoints.distributed import directory_of, is_distributed, replacing
+from lightning_sdpipe.checkpoints.distributed import directory_of, is_distributed, read_part, replacing
 from lightning_sdpipe.checkpoints.files import whole_files, with_whole_files
+from lightning_sdpipe.checkpoints.whole import load_module_state
+from lightning_sdpipe.checkpoints.whole_module import is_whole
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, NotWrittenError
 from lightning_sdpipe.lightning_internals import WrappingCheckpointIO
 from lightning_sdpipe.loop.batch_source import Split
 from lightning_sdpipe.loop.freezing import restore_groups
 from lightning_sdpipe.p2p import broadcast_value, waiting_for
+from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.strategy.collectives import Collectives
 
 PREFIX = "sdpipe_"
@@ -72,6 +75,14 @@ class CheckpointHooks(Collectives):
     _checkpoints: Checkpoints
     _begun: frozenset[str] = frozenset()
     """Checkpoints that are there or will be, as they may be written in the background."""
+    _is_set_up = False
+    """True from the end of the setup of a run."""
+    _restores_late: bool | None = None
+    """Value of :attr:`restore_checkpoint_after_setup` in this run, once it is known."""
+    _weights_only: bool | None = None
+    """What the Trainer's method was given, which Lightning does not pass on where it restores late."""
+    _resumed: Mapping[str, Any] = {}
+    """Random states, and numbers of updates, of the checkpoint that was loaded."""
     _split: Split | None = None
     _loaded_split: Split | None = None
     _lacks_checkpoint = False
@@ -89,25 +100,36 @@ class CheckpointHooks(Collectives):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return True
+        """False where Lightning's own order holds: each worker has the whole module, with its weights, before it is set
+        up. A cut module gets its stage's part; what is on ``meta`` has no weights before; and a newcomer of an elastic
+        run gets another pipeline's state."""
+        if self._restores_late is None:
+            options = self.options
+            cut = options.total_stages > 1 or bool(options.cuts)
+            self._restores_late = cut or options.job is not None or not is_whole(self.module)
+        return self._restores_late
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._assembled is None:  # other processes have run; this one has the whole module
             return self.module.state_dict()
-        alone = self._checkpoints.only_held or self._run.membership is None  # else the run is over, nothing under way
-        if not alone:
+        over = self._run.membership is None or self._ends_alone  # nothing is under way
+        if not (self._checkpoints.only_held or over):
             self._guard.check("save_checkpoint")
             self.training.pause()
         return self._checkpoints.module_state()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        saved = checkpoint.get("random_states", {})
+        self._resumed = saved = checkpoint.get("random_states", {})
         self._data_seed = saved.get("data_seed", self._data_seed)
         self._loaded_split = saved.get("split")
-        if self._training is not None:
-            self._training.begin_at(saved.get("updates", 0))
-            self._take_over_rounds(saved.get("rounds"))
-        self._checkpoints.load_module(checkpoint["state_dict"], strict)
+        if self._is_set_up:
+            self._begin_where_it_ended()
+        load_module_state(self.module, checkpoint["state_dict"], strict)
+
+    def _begin_where_it_ended(self) -> None:
+        """Let training begin with the update at which the run of a loaded checkpoint was."""
+        self.training.begin_at(self._resumed.get("updates", 0))
+        self._take_over_rounds(self._resumed.get("rounds"))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -133,7 +155,7 @@ class CheckpointHooks(Collectives):
         self.training.sync.load_parameter_states(states)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        in_parts = self._assembled is not None and self._checkpoints.distributed
+        in_parts = self._assembled is not None and self._checkpoints.distributed and not self._ends_alone
         if in_parts or isinstance(self.checkpoint_io, WrappingCheckpointIO):
             self._begun |= {str(filepath)}
         if (files := whole_files(self.checkpoint_io)) is not None:
@@ -157,9 +179,13 @@ class CheckpointHooks(Collectives):
             self._lacks_checkpoint = False
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if is_distributed(checkpoint_path):
-            return self._checkpoints.load(directory_of(checkpoint_path), self.checkpoint_io)
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        if not is_distributed(checkpoint_path):
+            asked = self._weights_only if weights_only is None else weights_only
+            return super().load_checkpoint(checkpoint_path, asked)
+        path = directory_of(checkpoint_path)
+        if self._is_set_up:
+            return self._checkpoints.load(path, self.checkpoint_io)
+        return read_part(path, Ownership({}), None, self.groups, self.checkpoint_io)
 
     def _know_names(self, trainer: Trainer) -> Callable[[], None]:
         """Let each callback that saves know that a name is taken whose checkpoint another one still writes, and refuse
@@ -196,6 +222,8 @@ class CheckpointHooks(Collectives):
         """Return all from which a resumed run goes on, counts of updates and rounds included: rounds are due by
         updates."""
         counted = {"data_seed": self._data_seed, "split": self._split, "updates": self.training.updates}
+        if self._ends_alone:  # no other process is waited for
+            return counted
         if self.training.sync.rounds is not None:
             counted["rounds"] = self._rounds_by_stage()
         return {**counted, **self._run.random_states()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torchmetrics import Metric
@@ -71,6 +72,7 @@ class Collectives(DDPStrategy):
     _source: BatchSource | None = None
     """Source of the batches that this worker trains; None in runs that do not fit."""
     _data_seed: int
+    _undo: Sequence[Callable[[], object]] = ()
     brought_home: Mapping[str, Any] = {}
     """Results that the worker of rank 0 sent at the end, in a process that is no worker."""
 
@@ -84,12 +86,12 @@ class Collectives(DDPStrategy):
         lightning_internals.set_process_group_backend(self, backend)
         environment = self.cluster_environment
         assert environment is not None
-        if dist.is_initialized():
-            return
         job = self.options.job
         one_machine = (self if job is None else job).num_nodes == 1
         if one_machine and job is None:  # pipelines of an elastic run may be on others
-            keep_gloo_on_loopback(environment)
+            self._undo = [*self._undo, keep_gloo_on_loopback(environment)]
+        if dist.is_initialized():
+            return
         place = environment.main_address, environment.main_port, self.global_rank, self.world_size
         lightning_internals.open_process_group(
             environment,
@@ -198,10 +200,16 @@ class Collectives(DDPStrategy):
 
     # ------------------------------------------------ what it does with others
 
+    @property
+    def _ends_alone(self) -> bool:
+        """True while this process ends by an exception: no other may come to what it does with others, so it does that
+        by itself."""
+        return self.lightning_module is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
+
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another
         there, and logged values are reduced at the end of the epoch."""
-        if self._guard.in_step or (self._training is not None and self._training.updating):
+        if self._guard.in_step or (self._training is not None and self._training.updating) or self._ends_alone:
             return tensor
         group = group or self.groups.stage
         number = isinstance(tensor, Tensor) and tensor.ndim == 0 and tensor.is_floating_point()
@@ -218,6 +226,8 @@ class Collectives(DDPStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._guard.check("reduce_boolean_decision")
+        if self._ends_alone:
+            return decision
         with self._together("a decision"):
             return self._run.vote(decision, all)
 
@@ -238,12 +248,16 @@ class Collectives(DDPStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         self._guard.check("barrier")
+        if self._ends_alone:
+            return
         asked = name == "post_setup"  # Lightning's name of that after the hooks
         with self._together("a barrier after the setup hooks" if asked else "a barrier", cause=_SETUP * asked):
             super().barrier(name)
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
         self._guard.check("broadcast")
+        if self._ends_alone:
+            return obj
         with self._together("a broadcast"):
             return super().broadcast(obj, src)
 

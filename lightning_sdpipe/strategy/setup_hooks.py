@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -57,14 +57,15 @@ class SetupHooks(TrainingSetup):
         launcher = launcher_for(self, self.options.start_method, self._check_module, timeout)
         lightning_internals.set_launcher(self, launcher)
 
-    def _check_module(self, trainer: Trainer, train_loader: Any) -> None:
+    def _check_module(self, trainer: Trainer, given: Mapping[str, Any]) -> None:
         module, options = self.lightning_module, self.options
+        self._weights_only = given.get("weights_only")
         if module is None:
             return
         refuse_unsupported(trainer, options.total_stages > 1)
         self._refuse_averaging(trainer)
         if not options.batch_by_speed:
-            refuse_small_batches(module, train_loader, options.num_micro_batches)
+            refuse_small_batches(module, given.get("train_dataloaders"), options.num_micro_batches)
         if not any(is_overridden(hook, module) for hook in ("setup", "configure_model")):  # else the model is not there
             plan.check(module, options.blocks, options.all_cuts)
 
@@ -83,6 +84,8 @@ class SetupHooks(TrainingSetup):
         prepare_world(self.root_device)
         self._run.open()
         self._data_seed = shared_seed()
+        self._is_set_up, self._restores_late, self._resumed, self._loaded_split = False, None, {}, None
+        lightning_internals.resume_from(self._trainer, partial(agree_on, groups=self.groups))
 
     def _get_process_group_backend(self) -> str:
         """Return backends for both kinds of tensors that travel: headers and metrics are on the CPU."""
@@ -99,12 +102,12 @@ class SetupHooks(TrainingSetup):
         refuse_unsupported(trainer, self.options.total_stages > 1)
         self._refuse_averaging(trainer)
         self._run.check_trainer(trainer)
-        lightning_internals.resume_from(trainer, partial(agree_on, groups=self.groups))
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)
         self._prepare_training(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+        self._is_set_up = True
         self.setup_precision_plugin()
         self._data_seed = self._run.set_out(trainer, self._data_seed)
         if trainer.state.fn == TrainerFn.FITTING:

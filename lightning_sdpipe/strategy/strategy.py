@@ -27,6 +27,7 @@ from lightning_sdpipe.checkpoints.whole_module import make_whole, tie_again, to_
 from lightning_sdpipe.data.loader import PipelineLoader
 from lightning_sdpipe.data.same_samples import unlike_samples
 from lightning_sdpipe.errors import ONLY_LIGHTNING
+from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
 from lightning_sdpipe.loop.batch_source import split_of
@@ -43,6 +44,11 @@ from lightning_sdpipe.worker.launching import elastic_job
 from lightning_sdpipe.worker.launching.environment import ElasticEnvironment, environment_for
 from lightning_sdpipe.worker.launching.launcher import end_after_failure
 from lightning_sdpipe.worker.options import Schedule, check_arguments, resolve
+
+_OF_A_RUN = frozenset(
+    {"_run", "_training", "_assembled", "_source", "_checkpoints", "_state", "_guard", "_first_failure", "_undo"}
+    | {"_plans", "_initialisation"}
+)
 
 
 class SDPipeStrategy(SetupHooks):
@@ -175,6 +181,11 @@ class SDPipeStrategy(SetupHooks):
             start_method=start_method,
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: all but the run that has been, whose results it keeps."""
+        kept = {name: value for name, value in super().__getstate__().items() if name not in _OF_A_RUN}
+        return kept | {"brought_home": self.costs()}
+
     def __repr__(self) -> str:
         """Return what other Trainers print when they refuse the strategy."""
         return f"<SDPipeStrategy of {self.num_stages} stages. {ONLY_LIGHTNING}>"
@@ -263,6 +274,7 @@ class SDPipeStrategy(SetupHooks):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:  # the user's hooks for the start of an epoch have run
             self._parts.freezing.refuse_new_parameters()
+            tensors_of(self._parts.freezing.buckets)  # takes parameters back that were given other memory
         self.training.begin_batch(batch, self._batches)
 
     def training_step(self, batch: Any, *arguments: Any) -> Any:

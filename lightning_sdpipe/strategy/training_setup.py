@@ -16,7 +16,7 @@ from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource, Split
 from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.loop.epoch_callback import EpochCallback, StreamSwitches, agree, agree_in_evaluations
-from lightning_sdpipe.loop.freezing import adapt_finetuning
+from lightning_sdpipe.loop.freezing import adapt_finetuning, restore_groups
 from lightning_sdpipe.loop.joint import JointBatchSource
 from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.loop.optimizers import (
@@ -29,14 +29,19 @@ from lightning_sdpipe.loop.optimizers import (
 )
 from lightning_sdpipe.loop.precision import NonfiniteWatch, adapt_precision, current_scale
 from lightning_sdpipe.loop.python_state import PythonState
-from lightning_sdpipe.loop.refusals import leave_out_example, refuse_own_values, refuse_several_optimizers
+from lightning_sdpipe.loop.refusals import (
+    leave_out_example,
+    refuse_own_values,
+    refuse_several_optimizers,
+    takes_iterator,
+)
 from lightning_sdpipe.loop.user_hooks import (
     gather_metrics_over,
     leave_results_to_the_last_stage,
     refuse_metrics_elsewhere,
     show_whole_groups,
 )
-from lightning_sdpipe.loop.weight_averaging import averaging_of
+from lightning_sdpipe.loop.weight_averaging import averaging_of, tensors_in
 from lightning_sdpipe.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_sdpipe.sync.methods import deals
 from lightning_sdpipe.sync.synchronizer import Synchronizer
@@ -46,7 +51,6 @@ from lightning_sdpipe.worker.training import Training
 class TrainingSetup(CheckpointHooks):
     """Hooks that make a worker ready for a run."""
 
-    _undo: Sequence[Callable[[], None]] = ()
     _compared = False  # whether this run's pipelines have compared their training data
 
     def _prepare_training(self, trainer: Trainer) -> None:
@@ -72,6 +76,10 @@ class TrainingSetup(CheckpointHooks):
         averaging = averaging_of(trainer.callbacks)  # type: ignore[attr-defined]
         if averaging is not None and trainer.state.fn == TrainerFn.FITTING:
             averaging.connect(self._checkpoints, replica.averages)
+        if trainer.state.fn == TrainerFn.FITTING:
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if (average := lightning_internals.average_model(callback)) is not None:
+                    replica.averages.extend(tensor.detach() for tensor in tensors_in(average))
         sync = self._run.options.method.build(replica)
         if trainer.state.fn == TrainerFn.FITTING and not self.module.automatic_optimization:
             self._refuse_by_hand(sync)
@@ -88,8 +96,11 @@ class TrainingSetup(CheckpointHooks):
             self._first_failure,
             self._state if parts.changed_late else None,
         )
-        adapt_precision(trainer, parts.ownership, self.groups, parts.pipeline, self._training.ready, parts.sections)
+        self._begin_where_it_ended()
+        if self.options.total_stages > 1 or self.options.cuts:
+            adapt_precision(trainer, parts.ownership, self.groups, parts.pipeline, self._training.ready, parts.sections)
         self._undo = [
+            *self._undo,
             draws.undo,
             *self._adapt_hooks(trainer)[::-1],  # several may have changed the same hook
             refuse_own_values(trainer, self._why_alike),
@@ -102,9 +113,11 @@ class TrainingSetup(CheckpointHooks):
             self._undo = [*self._undo, self._source.close]
         loop.change(trainer, self._training, checks, self._source)
         turns, meet = self._training, self._meet_at_the_end
-        shared = EpochCallback(self.groups, turns, self._run.share, self._random_states, checks, draws, meet)
+        loaded = self._resumed or None
+        shared = EpochCallback(self.groups, turns, self._run.share, self._random_states, checks, draws, meet, loaded)
         self._state.make_alike()
         shared.put_first(trainer)
+        self._undo = [*self._undo, partial(shared.take_out, trainer), partial(loop.change_back, trainer)]
 
     def _refuse_by_hand(self, sync: Synchronizer) -> None:
         """Raise ConfigurationError for options that manual optimization does not go with, whose steps may run any
@@ -192,8 +205,10 @@ class TrainingSetup(CheckpointHooks):
         if not deals(data, method, self.mesh.num_pipelines, self.membership.client.policy):
             return ShardBatchSource(trainer, self.training, origin)
         asked = data == "dealt"
-        in_step = None if asked or not self._guard.communicates else "a step communicates with other pipelines"
-        dealing = Dealing(self._seed, origin, asked, on_any_worker, in_step)
+        reason = None if asked or not self._guard.communicates else "a step communicates with other pipelines"
+        if takes_iterator(self.module):
+            reason = "training_step takes batches from dataloader_iter itself"
+        dealing = Dealing(self._seed, origin, asked, on_any_worker, reason)
         return self._run.dealt_batches(trainer, self.training, self._checkpoints, checks, dealing)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -207,3 +222,4 @@ class TrainingSetup(CheckpointHooks):
             models = self.training.sync.models_averaged
             self.optimizers = [corrected(optimizer, models, self.options.sync) for optimizer in self.optimizers]
         self._checkpoints.take_part_of(self.optimizers)
+        restore_groups(trainer, self.optimizers)

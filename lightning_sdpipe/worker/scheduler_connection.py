@@ -276,14 +276,16 @@ class SchedulerConnection:
         """Tell the other workers of ``exception``, unless it came from one of them. A connection that is lost, or a
         message that does not come, is told: the scheduler knows best who failed first."""
         self._watchdog.disarm()
-        keep_until_the_end(open_groups())
+        alone = dist.get_world_size() == 1
+        if not alone:
+            keep_until_the_end(open_groups())
         self._finishes = False
         if not isinstance(exception, WorkerFailedError) or LOST_CONNECTION in str(exception):
             by_signal = _BY_SIGNAL.get(type(exception))
             self._line.failed(by_signal or f"{type(exception).__name__}: {exception}")
             if by_signal:  # a signal ends a process without a message
                 print(f"{self._place(self._worker)} was {by_signal}.", file=sys.stderr, flush=True)
-        if self._scheduler is not None:  # the others still have to hear of it
+        if self._scheduler is not None and not alone:  # the others still have to hear of it
             job.at_end(self._scheduler.close)
             self._scheduler = None
 

@@ -196,6 +196,8 @@ class Training:
     _closes: bool = False  # Lightning asks for an optimizer step after this mini-batch
     _uneven: bool = False  # pipelines may have different numbers of batches in this epoch
     _accumulated: bool = False  # gradients of earlier mini-batches wait for the next update
+    _skipped: bool = False  # the training step has returned None
+    _weighs: bool = False  # the gradients of its mini-batch are all that this pipeline gives to a mean
     _steps: int = 0  # of optimizers in the last turn with a batch, in manual optimization
     _last_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
@@ -256,8 +258,9 @@ class Training:
             with self.first_failure:
                 self.rendezvous.join()
 
-    def step(self, batch: Any, arguments: tuple[Any, ...], source: BatchSource) -> Tensor:
-        """Run the user's training step: return a loss whose ``backward`` puts the gradients in place."""
+    def step(self, batch: Any, arguments: tuple[Any, ...], source: BatchSource) -> Tensor | None:
+        """Run the user's training step: return a loss whose ``backward`` puts the gradients in place; None if it
+        returned None, in the only process, which then skips the batch."""
         share = 1 / self.trainer.accumulate_grad_batches if self.parts.pipeline.flushes else 1.0
         if self._phases.lasting is Phase.ABSENT:  # hooks then see the loss of the batch before
             self.draws.between_steps(Point.STEP_ENDED)
@@ -273,11 +276,13 @@ class Training:
             context, stream, closes = precision.train_step_context, self.draws.stream, self._closes
             scale = loss_scale(precision, self._device) if self._scales else None
             more = closes, freezing.generation, source.portion, self.trainer.optimizers if self._is_cut else ()
-            step = Step("training_step", arguments, context, stream, scale, share, *more)
+            skip = None if self._is_cut else self._skip
+            step = Step("training_step", arguments, context, stream, scale, share, *more, skip)
             exchange = self.sync.gradients if self._phases.updating else None
             if self.sync.by_samples and (exchange is not None or self.sync.gradients is None):
                 self.sync.weigh(weight_of(batch, self.trainer.lightning_module))
             accumulated = self._accumulated and not source.zeroes_gradients
+            self._skipped, self._weighs = False, exchange is not None and not accumulated
             loss = self.parts.pipeline.train(batch, step, self.mini_batches, exchange, accumulated, self._heard)
             if self.state is not None:
                 self.state.hand_on_late()
@@ -287,7 +292,19 @@ class Training:
             self.watch.loss(self._last_loss, self.mini_batches)
         self.mini_batches += 1
         self._accumulated = not self._closes
+        if self._skipped and self._weighs:
+            self.sync.weigh(1.0)
+        if self._skipped and self.trainer.world_size == 1:  # Lightning then runs no backward
+            if exchange is not None and not accumulated:
+                exchange.finish()
+            return None
         return loss
+
+    def _skip(self) -> None:
+        """Skip the mini-batch, whose step has returned None: it adds nothing to the mean of gradients."""
+        self._skipped = True
+        if self._weighs:
+            self.sync.weigh(0.0)
 
     def step_by_hand(self, batch: Any, arguments: tuple[Any, ...]) -> Any:
         """Run a training step of manual optimization, which runs backwards and steps optimizers itself; then share the
@@ -484,12 +501,8 @@ class Training:
             self._heard.expect()
         try:
             with self.meter.spans[meter.OPTIMIZER]:
-                output = self.trainer.precision_plugin.optimizer_step(
-                    optimizer,
-                    model=model or self.trainer.lightning_module,
-                    closure=_once(closure, optimizer, self.meter.spans[meter.OTHER]),
-                    **kwargs,
-                )
+                module, run = model or self.trainer.lightning_module, self._counted(closure, optimizer)
+                output = self.trainer.precision_plugin.optimizer_step(optimizer, model=module, closure=run, **kwargs)
             self.draws.end_update(optimizer)
             if self._heard is not None:
                 self._heard.passed("step")
@@ -500,6 +513,29 @@ class Training:
                 self._heard.drop()
         self._share(alone)
         return output
+
+    def _counted(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        """Wrap ``closure`` for one step of ``optimizer``, which may call it several times where nothing is cut. Else a
+        second call raises ConfigurationError: it runs the whole pipeline, and tells others that an update follows."""
+        calls = 0
+
+        def run() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1 and self._is_cut:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} evaluates its closure several times in a step, and a pipeline can run "
+                    "it once only. Use an optimizer that needs one gradient for a step, such as AdamW; with "
+                    "num_stages=1 this works."
+                )
+            if not self._is_cut and (calls > 1 or self.sync.takes_several_backwards) and self.sync.gradients:
+                self.sync.begin_backward(self.updates, calls)
+            with self.meter.spans[meter.OTHER]:  # the closure's time is not the optimizer's
+                loss = closure()
+            without = self._skipped and all(parameter.grad is None for parameter in self.sync.replica.trained)
+            return None if without else loss  # as Lightning says that there is nothing to unscale
+
+        return run
 
     def _share(self, alone: bool = False) -> None:
         """End an update, and synchronise its outcome unless ``alone``."""
@@ -549,22 +585,3 @@ _STEPPED_ALONE = (
     "optimizer.step() was called without the closure that optimizer_step was given, so that its gradients were not "
     "synchronised with the other pipelines. Pass it on: optimizer.step(closure=optimizer_closure)."
 )
-
-
-def _once(closure: Callable[[], Any], optimizer: Optimizer, other: meter.Span) -> Callable[[], Any]:
-    """Wrap ``closure`` for one step of ``optimizer``; a second call raises ConfigurationError, as the closure runs the
-    whole pipeline, and tells the other pipelines that an update follows."""
-    called = False
-
-    def run() -> Any:
-        nonlocal called
-        if called:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} evaluates its closure several times in a step, and a pipeline can run it "
-                "once only. Use an optimizer that needs one gradient for a step, such as AdamW."
-            )
-        called = True
-        with other:  # the closure's time is not the optimizer's
-            return closure()
-
-    return run

@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -191,6 +198,84 @@ def half() -> dict[str, Any]:
     return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 1024.0, growth_interval=3))]}
 
 
+class Quasi(Regression):
+    """Evaluates its closure several times in a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=3)
+
+
+class SharpnessAware(torch.optim.SGD):
+    """Takes the gradient for its step at parameters that are higher up (SAM)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        moves = [0.05 * p.grad / p.grad.norm() for p in parameters]
+        for p, move in zip(parameters, moves, strict=True):
+            p.add_(move)
+        with torch.enable_grad():
+            closure()
+        for p, move in zip(parameters, moves, strict=True):
+            p.sub_(move)
+        super().step()
+        return loss
+
+
+class Sharp(Regression):
+    def configure_optimizers(self) -> Any:
+        return SharpnessAware(self.parameters(), lr=0.1)
+
+
+class Skipping(Regression):
+    """Skips some batches."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return None if batch_idx in (1, 2) else self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.02)
+
+
+class Fetching(Regression):
+    """Takes its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
+
+
+class Bare(Regression):
+    """Has no modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+        self.weight = nn.Parameter(torch.linspace(0, 1, 6)[:, None])
+
+    def loss(self, batch: Batch) -> Tensor:
+        return (batch[0] @ self.weight - batch[1]).square().mean()
+
+
+class Normalised(Regression):
+    """With statistics that DDP takes from one process, and that are averaged here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+def callbacks(*made: Callable[[], Any], **options: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"callbacks": [make() for make in made], **options}
+
+
+def pruning() -> ModelPruning:
+    """Without lottery tickets, which plain Lightning never sets back: its copy shares their memory."""
+    return ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)
+
+
 UNUSED = "ddp_find_unused_parameters_true"
 PROGRAMS: dict[str, Program] = {
     "manual": Program(ByHand),
@@ -202,5 +287,20 @@ PROGRAMS: dict[str, Program] = {
     "accumulating means": Program(AccumulatingMeans),
     "with a closure": Program(WithClosure),
     "unused": Program(Unused, ddp=UNUSED),
+    "LBFGS": Program(Quasi),
+    "SAM": Program(Sharp),
+    "None": Program(Skipping, ddp=None),
+    "dataloader_iter": Program(Fetching),
+    "no modules": Program(Bare),
+    "a generator": Program(Regression, lambda: (batch for batch in list(train_loader())), lambda: {"max_epochs": 1}),
+    "a map": Program(Regression, lambda: map(tuple, list(train_loader())), lambda: {"max_epochs": 1}),
+    "weights averaged": Program(Regression, options=callbacks(WeightAveraging)),
+    "moving average": Program(Regression, options=callbacks(lambda: EMAWeightAveraging(decay=0.8))),
+    "SWA": Program(Normalised, options=callbacks(lambda: StochasticWeightAveraging(0.05, 1), max_epochs=4), ddp=None),
+    "pruned": Program(Regression, options=callbacks(pruning)),
+    "learning rate found": Program(
+        Regression, options=callbacks(lambda: LearningRateFinder(num_training_steps=6, early_stop_threshold=None))
+    ),
+    "accumulated by Lightning": Program(Regression, options=lambda: {"accumulate_grad_batches": 2}),
     "half precision": Program(Adversarial, options=half, ddp=UNUSED),
 }

@@ -207,13 +207,14 @@ _SECOND_COPY = "keeps a second copy of the whole model, and each worker holds it
 
 
 @refused("Callbacks", "`StochasticWeightAveraging`", _SECOND_COPY,
-         "`SDPipeWeightAveraging(update_every_n_steps=0, update_starting_at_epoch=…)`, and `SWALR`")  # fmt: skip
+         "`SDPipeWeightAveraging(update_every_n_steps=0, update_starting_at_epoch=…)`, and `SWALR`; with "
+         "`num_stages=1` it works")  # fmt: skip
 def test_stochastic_weight_averaging(tmp_path: Path) -> None:
     on_four_ranks(_refuse, tmp_path, StochasticWeightAveraging(1e-2), _SECOND_COPY)
 
 
 @refused("Callbacks", "Lightning's `WeightAveraging`, `EMAWeightAveraging`", _SECOND_COPY,
-         "`SDPipeWeightAveraging` takes the same arguments")  # fmt: skip
+         "`SDPipeWeightAveraging` takes the same arguments; with `num_stages=1` they work")  # fmt: skip
 def test_weight_averaging(tmp_path: Path) -> None:
     on_four_ranks(_refuse, tmp_path, WeightAveraging(), _SECOND_COPY)
 
@@ -221,7 +222,7 @@ def test_weight_averaging(tmp_path: Path) -> None:
 _REPLACES = "replaces parameters by others while training goes on, when the model has been cut"
 
 
-@refused("Callbacks", "`ModelPruning`", _REPLACES)
+@refused("Callbacks", "`ModelPruning`", _REPLACES, "with `num_stages=1` it works")
 def test_pruning(tmp_path: Path) -> None:
     on_four_ranks(_refuse, tmp_path, ModelPruning("l1_unstructured", amount=0.5), _REPLACES, count=2)
 
@@ -229,7 +230,12 @@ def test_pruning(tmp_path: Path) -> None:
 _AFTER_FAILURE = "would save a checkpoint after a failure, when the stages that are gone cannot give their part"
 
 
-@refused("Callbacks", "`OnExceptionCheckpoint`, `ModelCheckpoint(save_on_exception=True)`", _AFTER_FAILURE)
+@refused(
+    "Callbacks",
+    "`OnExceptionCheckpoint`, `ModelCheckpoint(save_on_exception=True)`",
+    _AFTER_FAILURE,
+    "with `num_stages=1` it works",
+)
 @pytest.mark.parametrize("callback", [OnExceptionCheckpoint("."), ModelCheckpoint(save_on_exception=True)])
 def test_checkpoint_on_exception(tmp_path: Path, callback: L.Callback) -> None:
     on_four_ranks(_refuse, tmp_path, callback, _AFTER_FAILURE)
@@ -246,6 +252,6 @@ def test_batch_size_finder(tmp_path: Path) -> None:
 _NO_LOSS = "stops where the loss grows, and the loss exists on last stages only"
 
 
-@refused("Callbacks", "`LearningRateFinder`, `Tuner.lr_find`", _NO_LOSS)
+@refused("Callbacks", "`LearningRateFinder`, `Tuner.lr_find`", _NO_LOSS, "with `num_stages=1` it works")
 def test_learning_rate_finder(tmp_path: Path) -> None:
     on_four_ranks(_refuse, tmp_path, LearningRateFinder(), _NO_LOSS)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import os
+import pickle
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, Timer
+from torch import Tensor, nn
 
 from lightning_sdpipe import PHDPSGD, AllReduce, DiLoCo, Exchange, LocalSGD, SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.payloads import EightBit
 from tests.features.programs import PROGRAMS, Adversarial, ByHand, Program
-from tests.features.running import on_four_ranks, pipelines, quiet_trainer, train_loader, weights
+from tests.features.running import Regression, on_four_ranks, pipelines, quiet_trainer, train_loader, weights
 from tests.features.table import supported
 
 pytestmark = pytest.mark.distributed
@@ -51,6 +58,17 @@ def _both(directory: Path, devices: int) -> list[tuple[str, Outcome, Outcome]]:
 
 
 @supported("One stage", "manual optimization, any number of optimizers and backwards", "as plain Lightning and DDP do")
+@supported(
+    "One stage",
+    "closures that are evaluated several times (`LBFGS`, SAM); `training_step` that returns None",
+    "None adds nothing to a mean of gradients, which DDP refuses",
+)
+@supported("One stage", "`dataloader_iter`, generators and other iterables, modules without modules")
+@supported(
+    "One stage",
+    "`StochasticWeightAveraging`, `WeightAveraging`, `EMAWeightAveraging`, `ModelPruning`, `LearningRateFinder`",
+    "averages of the weights are made equal where models are",
+)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_whatever_trains_under_ddp_trains(tmp_path: Path, devices: int) -> None:
     for rank in on_four_ranks(_both, tmp_path, devices, count=devices):
@@ -151,3 +169,133 @@ def _refused_options(directory: Path) -> None:
 
 def test_options_that_one_backward_needs_are_refused(tmp_path: Path) -> None:
     on_four_ranks(_refused_options, tmp_path, count=2)
+
+
+class Growing(Regression):
+    """Gets another head by the checkpoint, and notes what it and a callback find when a fit starts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.net[3] = nn.Linear(8, checkpoint["state_dict"]["net.3.weight"].shape[0])
+        self.seen.append("loaded")
+
+    def on_fit_start(self) -> None:
+        self.seen.append(self.net[3].weight.detach().clone())
+
+    def configure_optimizers(self) -> Any:
+        self.seen.append("optimizers")
+        return torch.optim.Adam(self.parameters(), 0.01)
+
+
+class Anchor(L.Callback):
+    """Keeps a state that is to be there when a fit starts."""
+
+    def __init__(self, kind: Any = 1) -> None:
+        self.kind, self.found = kind, kind
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kind = state["kind"]
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.found = self.kind
+
+
+def _order(directory: Path, kind: str) -> list[Any]:
+    """What is found, in the order of events, in a run that resumes from a checkpoint with an object of the user's."""
+    torch.manual_seed(1)
+    found: list[Any] = []
+    for resumes in (False, True):
+        strategy: Any = SDPipeStrategy(sync=AllReduce()) if kind == "ours" else kind
+        model, anchor = Growing(), Anchor(1 if resumes else Path("of the user"))
+        trainer = quiet_trainer(
+            default_root_dir=directory, strategy=strategy, devices=1, callbacks=[anchor],
+            enable_checkpointing=False, use_distributed_sampler=False, max_epochs=2 if resumes else 1,
+        )  # fmt: skip
+        if not resumes:
+            model.net[3] = nn.Linear(8, 2)
+        path = directory / f"{kind}.ckpt"
+        trainer.fit(model, train_loader(), **({"ckpt_path": path, "weights_only": False} if resumes else {}))
+        trainer.save_checkpoint(path)
+        found = [*model.seen, anchor.found, weights(model), trainer.global_step]
+        trainer.validate(model, train_loader(), ckpt_path=path, weights_only=False, verbose=False)
+    return found
+
+
+def _orders(directory: Path) -> tuple[list[Any], list[Any]]:
+    return _order(directory, "auto"), _order(directory, "ours")
+
+
+@supported(
+    "One stage",
+    "a run that resumes, in Lightning's order, and `weights_only=`",
+    "weights and states of callbacks are there before `configure_optimizers` and `on_fit_start`; parts of a cut model, "
+    "what is on `meta`, and newcomers of elastic runs get theirs after both",
+)
+def test_a_run_resumes_in_lightnings_order(tmp_path: Path) -> None:
+    ((plain, ours),) = on_four_ranks(_orders, tmp_path, count=1)
+    assert [type(each) for each in ours] == [type(each) for each in plain]
+    assert ours[0] == "loaded"
+    assert ours[3] == Path("of the user")
+    torch.testing.assert_close(ours[2], plain[2])
+    _same((ours[-2], ours[-1]), (plain[-2], plain[-1]), "resumed")
+
+
+class Breaking(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 2 and self.trainer.global_rank == 0:
+            raise ValueError("by the user")
+        return self.loss(batch)
+
+
+def _breaks(directory: Path) -> tuple[str, list[int]]:
+    for callback in (OnExceptionCheckpoint(directory), ModelCheckpoint(directory, save_on_exception=True)):
+        trainer = pipelines(directory, SDPipeStrategy(), max_epochs=1, callbacks=[callback])
+        with pytest.raises(ValueError, match="by the user") as broken:
+            trainer.fit(Breaking(), train_loader())
+    steps = [torch.load(path, weights_only=True)["global_step"] for path in sorted(directory.glob("*.ckpt"))]
+    return str(broken.value), steps
+
+
+@supported(
+    "One stage",
+    "`OnExceptionCheckpoint`, `ModelCheckpoint(save_on_exception=True)`",
+    "rank 0 writes what it has, if it is there to do so",
+)
+def test_what_there_is_is_saved_after_a_failure(tmp_path: Path) -> None:
+    ((said, steps),) = on_four_ranks(_breaks, tmp_path, count=1)
+    assert (said, steps) == ("by the user", [2, 2])
+
+
+def _left(directory: Path) -> list[tuple[int, int, int]]:
+    """Descriptors, threads and processes after some fits, some of which fail."""
+    found = []
+    for number in range(4):
+        timer, saves = Timer(duration="00:01:00:00"), ModelCheckpoint(directory, every_n_train_steps=3)
+        trainer = pipelines(directory, SDPipeStrategy(), max_epochs=1, callbacks=[timer, saves])
+        if number % 2:
+            with pytest.raises(ValueError, match="by the user"):
+                trainer.fit(Breaking(), train_loader())
+        else:
+            trainer.fit(Regression(), train_loader())
+            copy.deepcopy(trainer.callbacks)
+            again = pickle.loads(pickle.dumps(trainer))
+            assert [type(callback) for callback in again.callbacks] == [Timer, ModelCheckpoint]
+            assert again.strategy.statistics.groups == 8
+        assert trainer.callbacks == [timer, saves]
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+        gc.collect()
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        found.append((len(os.listdir("/proc/self/fd")), threading.active_count(), len(children)))
+    return found
+
+
+def test_a_fit_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Neither one that ends nor one that fails; and a user gets back what the user gave."""
+    (found,) = on_four_ranks(_left, tmp_path, count=1)
+    assert found[0] == found[1] == found[2] == found[3]

@@ -422,7 +422,12 @@ def _refuse_step(directory: Path, module: Regression, error: str) -> None:
 _SEVERAL_TIMES = "evaluates its closure several times in a step"
 
 
-@refused("Optimizers", "optimizers that evaluate their closure several times (`LBFGS`, SAM)", _SEVERAL_TIMES)
+@refused(
+    "Optimizers",
+    "optimizers that evaluate their closure several times (`LBFGS`, SAM)",
+    _SEVERAL_TIMES,
+    "with `num_stages=1` it works",
+)
 @pytest.mark.parametrize(
     ("module", "error"), [(TwoEvaluations, _SEVERAL_TIMES), (Quasi, "LBFGS evaluates the loss several times in a step")]
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -17,7 +18,6 @@ from torch.distributed import DistStoreError
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.topology.tcp_store import is_loopback
-from lightning_sdpipe.worker.launching import job
 from lightning_sdpipe.worker.launching.elastic_job import ElasticJob
 
 _CHOSEN = 10_000  # the first port that may be chosen
@@ -78,14 +78,15 @@ def naming_the_port(environment: ClusterEnvironment) -> Iterator[None]:
         raise
 
 
-def keep_gloo_on_loopback(environment: ClusterEnvironment) -> None:
-    """Let gloo, too, listen on loopback until the job ends, where all processes meet on loopback.
+def keep_gloo_on_loopback(environment: ClusterEnvironment) -> Callable[[], object]:
+    """Let gloo, too, listen on loopback, where all processes meet on loopback. Return a function that undoes it.
 
     By itself gloo takes the address of the host's name, which other machines may reach.
     """
     if is_loopback(environment.main_address) and _GLOO_INTERFACE not in os.environ and Path(_LOOPBACK).exists():
         os.environ[_GLOO_INTERFACE] = Path(_LOOPBACK).name
-        job.at_end(os.environ.pop, _GLOO_INTERFACE, None)
+        return partial(os.environ.pop, _GLOO_INTERFACE, None)
+    return lambda: None
 
 
 def where_to_listen(environment: ClusterEnvironment, num_nodes: int) -> str:

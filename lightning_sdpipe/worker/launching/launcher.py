@@ -54,8 +54,8 @@ _PROCESSES_GONE = (
 _children: list[subprocess.Popen[bytes]] = []  # of this process's job: all its Trainers run on the same ones
 
 
-Check = Callable[[Trainer, Any], None]
-"""Raises if a Trainer cannot run, on a loader of training batches that it was given; None if that is not known."""
+Check = Callable[[Trainer, Mapping[str, Any]], None]
+"""Raises if a Trainer cannot run with the arguments that its method was given."""
 
 
 def launcher_for(strategy: Any, start_method: str, check: Check, timeout: float) -> Launcher:
@@ -95,11 +95,6 @@ def give_up(launcher: Launcher | None, code: int) -> None:
     os._exit(code)
 
 
-def _given(function: Callable[..., Any], arguments: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the loader of training batches among the arguments of ``function``, the Trainer's."""
-    return inspect.signature(function).bind(*arguments, **kwargs).arguments.get("train_dataloaders")
-
-
 class CheckingLauncher(SubprocessScriptLauncher):
     """A launcher that calls ``check`` in the process that the user started, before any other process exists.
 
@@ -123,7 +118,7 @@ class CheckingLauncher(SubprocessScriptLauncher):
         self.procs = _children
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        self._check(trainer, _given(function, args, kwargs))
+        self._check(trainer, inspect.signature(function).bind(*args, **kwargs).arguments)
         _Observer.trainer, _Observer.failed = trainer, False
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         check_tasks(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -266,7 +261,7 @@ class WholeModelLauncher(MultiProcessingLauncher):
         self._grace = grace
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        self._check(trainer, _given(function, args, kwargs))
+        self._check(trainer, inspect.signature(function).bind(*args, **kwargs).arguments)
         before = {name: os.environ.get(name) for name in _SET_FOR_WORKERS}
         choose_port()
         openmp.end_threads()
