@@ -236,7 +236,7 @@ def _try(planning: Planning, profiles: _Profiles, end: float) -> list[plan.Plan]
         if planning.device.type != "cpu" or not _differentiates():
             raise _WantedError((), f"{type(error).__name__}: {error}") from error
 
-    trial = _Trial(lambda: module, _CPU, measure, counted, failed, partial(_in_a_child, planning, end))
+    trial = _Trial(lambda: module, _CPU, measure, counted, failed, partial(_in_a_child, planning, end), True)
     try:
         return _made(planning, steps, trial)
     except _WantedError as wanted:
@@ -293,7 +293,7 @@ def _try_a_copy(planning: Planning, wanted: _Wanted) -> list[plan.Plan]:
         found = rehearsal.count(copied, step, rates_of(planning.device), planning.device)
         return found.renamed(dict(zip(copied.modules(), module.modules(), strict=False)))
 
-    trial = _Trial(partial(_copied, planning), planning.device, measure, counted, lambda _: None, operator.call)
+    trial = _Trial(partial(_copied, planning), planning.device, measure, counted, lambda _: None, operator.call, False)
     return _made(planning, steps, trial)
 
 
@@ -322,6 +322,7 @@ class _Trial:
         count: returns the costs of a step.
         failed: is told that a step does not run.
         attempt: as for :func:`~lightning_sdpipe.partition.plan.plans`.
+        watches: whether children of this process can run the steps.
     """
 
     module: Callable[[], nn.Module]
@@ -330,6 +331,7 @@ class _Trial:
     count: Callable[[StepCalls], Costs]
     failed: Callable[[Exception], None]
     attempt: Callable[[Callable[[], list[plan.Plan]]], list[plan.Plan]]
+    watches: bool
 
 
 def _made(planning: Planning, steps: Sequence[StepCalls], trial: _Trial) -> list[plan.Plan]:
@@ -351,7 +353,7 @@ def _made(planning: Planning, steps: Sequence[StepCalls], trial: _Trial) -> list
             return None
         try:
             tried = trial.module()
-            found = rehearsal.rehearse(tried, chain, steps, trial.device)
+            found = rehearsal.rehearse(tried, chain, steps, trial.device, trial.watches)
             for step in (step for step in steps if step.single is not None):
                 _try_one_sample(tried, step, trial.device)
             return found

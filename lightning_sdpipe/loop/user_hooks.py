@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -32,7 +32,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.lightning_results import metrics_of
 from lightning_sdpipe.loop.epoch_callback import EpochCallback
-from lightning_sdpipe.partition.touches import METRIC, METRICS
+from lightning_sdpipe.partition.state_watch import METRIC, hearing_of_metrics
 
 _OF_A_BATCH = (
     *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
@@ -147,16 +147,18 @@ def refuse_metrics_elsewhere(
     """Refuse that the user's hooks look for the metrics that are ``logged`` elsewhere. Return a function that undoes
     it."""
 
-    @contextmanager
-    def held(hook: str) -> Iterator[None]:
-        originals = {name: vars(Trainer)[name] for name in METRICS}
-        for name, original in originals.items():
-            setattr(Trainer, name, property(partial(_metrics, original, logged, hook)))
-        try:
-            yield
-        finally:
-            for name, original in originals.items():
-                setattr(Trainer, name, original)
+    def held(hook: str) -> AbstractContextManager[None]:
+        def asked(name: object) -> None:
+            if f"{METRIC}{name!r}" in logged:
+                raise ConfigurationError(
+                    f"{hook} looks for the metric {name!r} on a stage that ends before training_step logs it. Use "
+                    "outputs['loss'] in on_train_batch_end; keep the number in an attribute (self.last = loss.item()), "
+                    "which all stages get after each mini-batch; look for it in on_validation_end or "
+                    "on_train_epoch_end, where all stages have it; or, to report it, where trainer.is_global_zero "
+                    "holds."
+                )
+
+        return hearing_of_metrics(asked)
 
     return _around(module, callbacks, _OF_A_BATCH, held)
 
@@ -202,40 +204,6 @@ def _within(hook: Callable[..., Any], held: Callable[[], AbstractContextManager[
             return hook(*arguments, **kwargs)
 
     return within
-
-
-def _metrics(original: Any, logged: Collection[str], hook: str, trainer: Trainer) -> _Metrics:
-    return _Metrics(original.__get__(trainer), logged, hook)
-
-
-class _Metrics(dict[str, Any]):
-    def __init__(self, metrics: Any, logged: Collection[str], hook: str) -> None:
-        super().__init__(metrics)
-        self._logged, self._hook = logged, hook
-
-    def _check(self, name: object) -> None:
-        if f"{METRIC}{name!r}" in self._logged:
-            raise ConfigurationError(
-                f"{self._hook} looks for the metric {name!r} on a stage that ends before training_step logs it. Use "
-                "outputs['loss'] in on_train_batch_end; keep the number in an attribute (self.last = loss.item()), "
-                "which all stages get after each mini-batch; look for it in on_validation_end or "
-                "on_train_epoch_end, where all stages have it; or, to report it, where trainer.is_global_zero holds."
-            )
-
-    def __getitem__(self, name: str) -> Any:
-        self._check(name)
-        return super().__getitem__(name)
-
-    def __contains__(self, name: object) -> bool:
-        self._check(name)
-        return super().__contains__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self._check(name)
-        return super().get(name, default)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return dict(self)  # ModelCheckpoint copies them so, at a point where all stages have the metrics
 
 
 def leave_results_to_the_last_stage(

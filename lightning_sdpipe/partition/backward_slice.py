@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from lightning_sdpipe.partition.message import LeafKey
 from lightning_sdpipe.partition.provenance import OUTSIDE, Gradient, Place, StepTrace, Storage, Use, Value, Write
-from lightning_sdpipe.partition.touches import Touch, missed
 
 Leaves = tuple[LeafKey, ...]
 _HANDED_ON = ("output", "extend", "update", "replace")
@@ -72,7 +71,6 @@ class _Search:
             found = len(self.found.values)
             for use in writes:
                 self._write(use)
-        self._miss()
 
     def _need(self, values: Sequence[Value], use: str) -> None:
         todo = list(values)
@@ -81,17 +79,6 @@ class _Search:
             if value not in self._seen:
                 self._seen.add(value)
                 todo += self._resolve(value, use)
-
-    def _miss(self) -> None:
-        """Refuse values that user code keeps in Python, which do not travel."""
-        span = self._span
-
-        def runs(touch: Touch) -> bool:
-            return touch.block in span if touch.block != OUTSIDE else self._last or touch.position < span.stop
-
-        touches = [trace.touches for trace in self._traces]
-        for change in missed(touches, runs, span.start):
-            self.found.refusals.append(Refusal(change.block, change.what, "user code that reads it", python=True))
 
     def _resolve(self, value: Value, use: str) -> Sequence[Value]:
         """Note where ``value`` comes from, and return the other values that it needs."""

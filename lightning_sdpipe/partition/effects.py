@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -410,14 +409,3 @@ class _Assignments:
 
 _assignments = _Assignments()
 hear_assignments = _assignments.hear
-
-
-@contextmanager
-def listening(listener: Callable[[nn.Module, str], None]) -> Iterator[None]:
-    """Tell ``listener`` of each assignment within the context, while :func:`hear_assignments` holds; for calls of
-    blocks."""
-    _assignments.listeners.append(listener)
-    try:
-        yield
-    finally:
-        _assignments.listeners.remove(listener)

@@ -22,12 +22,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_sdpipe.partition.effects import EffectRecorder, Original, intercept
+from lightning_sdpipe.partition.effects import EffectRecorder, Original, hear_assignments, intercept
 from lightning_sdpipe.partition.message import EffectLayout, LeafKey, TensorMeta, leaves_of, take_apart
 from lightning_sdpipe.partition.placeholder import FROM_METADATA, READS
 from lightning_sdpipe.partition.python_values import tensors_within
 from lightning_sdpipe.partition.same_memory import kept_over_steps, tensors_in_attributes
-from lightning_sdpipe.partition.touches import Touch, Touches
 
 OUTSIDE = -1
 """Number in the place of a block for user code between blocks, hooks included."""
@@ -89,7 +88,7 @@ class StepTrace:
     into a tensor (the first of the values); the values that the step returned, logged and kept in buffers; the values
     that the blocks handed on, with the bytes of each tensor and of its gradient; and which of these are written to
     later. ``kept`` has what attributes of modules hold when each block has returned and at the end, unless nothing is
-    kept from one step to the next. ``touches`` are the accesses to what modules keep in Python."""
+    kept from one step to the next. ``logged`` has the names that the step logs, with the block and the position."""
 
     order: list[int] = field(default_factory=list)
     reads: dict[int, list[tuple[Sequence[Value], str]]] = field(default_factory=dict)
@@ -100,7 +99,7 @@ class StepTrace:
     sizes: dict[LeafKey, tuple[int, int]] = field(default_factory=dict)
     changed: frozenset[LeafKey] = frozenset()
     kept: dict[int, frozenset[Storage]] = field(default_factory=dict)
-    touches: list[Touch] = field(default_factory=list)
+    logged: list[tuple[str, int, int]] = field(default_factory=list)
 
 
 class ProvenanceTracer(TorchDispatchMode):
@@ -125,7 +124,6 @@ class ProvenanceTracer(TorchDispatchMode):
         self._paths: list[str] = []
         self._names = {m: name for name, m in module.named_modules()}
         self._watches = [EffectRecorder(path, module.get_submodule(path), self._enter_hooks) for path in chain]
-        self._touches = Touches(module, chain)
         self.keeps = False  # whether a step has left tensors of its own in attributes
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             self._begin(tensor, "weight", name)
@@ -140,7 +138,7 @@ class ProvenanceTracer(TorchDispatchMode):
         for tensor in tensors_within(batch):
             self._begin(tensor, "given")
         with ExitStack() as undo:
-            undo.enter_context(self._touches.heard(self.traces[-1].touches, lambda: (self._block, self._position)))
+            undo.callback(hear_assignments())
             for index, path in enumerate(self._chain):
                 undo.callback(intercept(self._module.get_submodule(path), partial(self._call, index)))
             hooks = nn.modules.module
@@ -260,11 +258,9 @@ class ProvenanceTracer(TorchDispatchMode):
     def _call(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trace = self.traces[-1]
         trace.order.append(index)
-        self._touches.look()
         self._block = self._called = index
         try:
             output, effects = self._watches[index].call(original, args, kwargs)
-            self._touches.look()
         finally:
             self._block = self._called = OUTSIDE
             self._position = max(self._position, index + 1)
@@ -290,7 +286,6 @@ class ProvenanceTracer(TorchDispatchMode):
                 yield storage
 
     def _enter_hooks(self, entered: bool) -> None:
-        self._touches.look()
         self._block = OUTSIDE if entered else self._called
 
     def _enter_module(self, module: nn.Module, *_: Any) -> None:
@@ -305,7 +300,7 @@ class ProvenanceTracer(TorchDispatchMode):
     # ------------------------------------------------------------------------ results
 
     def _log(self, name: str, value: Any, *_: Any, **__: Any) -> None:
-        self._touches.logged(name)
+        self.traces[-1].logged.append((name, self._block, self._position))
         self._result(f"self.log({name!r})", value)
 
     def _result(self, what: str, outcome: Any) -> None:
@@ -313,6 +308,19 @@ class ProvenanceTracer(TorchDispatchMode):
         values = [v for t in tensors if (v := self._value(t)) is not None]
         if values:
             self.traces[-1].results.append(Use(values, what, self._position))
+
+
+class Solitary(TorchDispatchMode):
+    """Refuses operations that communicate with other processes, in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        refuse_collectives(func)
+        return func(*args, **(kwargs or {}))
 
 
 class _FunctionsOfPython(TorchFunctionMode):

@@ -22,9 +22,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_sdpipe.lightning_internals import trainer_of
 from lightning_sdpipe.partition import costs
 from lightning_sdpipe.partition.costs import Costs, Rates
-from lightning_sdpipe.partition.provenance import ProvenanceTracer, logging_to
+from lightning_sdpipe.partition.provenance import ProvenanceTracer, Solitary, logging_to
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.partition.sample import copied
+from lightning_sdpipe.partition.state_watch import Call, watch
 from lightning_sdpipe.random_streams import RandomStreams
 
 _AT_MOST = 8  # runs of a step, while blocks are skipped in some of them or in all
@@ -44,9 +45,10 @@ class StepCalls:
 
 
 def rehearse(
-    module: nn.Module, chain: Sequence[str], steps: Sequence[StepCalls], device: torch.device
+    module: nn.Module, chain: Sequence[str], steps: Sequence[StepCalls], device: torch.device, watches: bool = True
 ) -> RehearsalResult:
-    """Run the forwards of ``steps`` with labelled tensors. ``module`` is whole and on ``device``.
+    """Run the forwards of ``steps`` with labelled tensors. ``module`` is whole and on ``device``. If it ``watches``,
+    child processes watch Python state before; that can be done on the CPU alone.
 
     Raises:
         Exception: a step raised it, or the step communicates with other processes, which do not rehearse.
@@ -54,6 +56,7 @@ def rehearse(
     streams = RandomStreams(device)
     traces = {}
     weights: dict[str, set[int]] = {}
+    watched = {each.name: watch(module, chain, _watched_calls(module, each, device)) for each in steps if watches}
     for step in steps:
         with unheard(module, step.trains, device):
             labels = ProvenanceTracer(module, chain)
@@ -71,7 +74,23 @@ def rehearse(
                 if run + 1 >= len(step.calls) + labels.keeps and settled:
                     break
         traces[step.name] = labels.traces
-    return RehearsalResult(chain, traces, weights)
+    return RehearsalResult(chain, traces, weights, watched)
+
+
+def _watched_calls(module: nn.Module, step: StepCalls, device: torch.device) -> list[Call]:
+    streams = RandomStreams(device)
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with unheard(module, step.trains, device), step.context(), Solitary():
+            yield
+
+    def run(number: int, batch: Any, arguments: tuple[int, ...]) -> Any:
+        batch = copied(batch)
+        streams.begin(number)
+        return getattr(module, step.name)(batch, *arguments)
+
+    return [Call(context, partial(run, number, *call)) for number, call in enumerate(step.calls)]
 
 
 def stand_in_optimizers() -> tuple[list[torch.optim.Optimizer], list[LRSchedulerConfig]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
@@ -13,7 +13,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.backward_slice import Leaves, Needs, Refusal, backward_slice
 from lightning_sdpipe.partition.message import Travel
 from lightning_sdpipe.partition.provenance import OUTSIDE, StepTrace
-from lightning_sdpipe.partition.touches import METRIC, Touch, counted, late, logged_late
+from lightning_sdpipe.partition.state_watch import METRIC, Change, Watched, metrics_of_log
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,14 @@ class RehearsalResult:
         chain: paths of the blocks, in the order in which the labels number them.
         traces: traces by the name of the step.
         weights: the blocks that hold each parameter and buffer.
+        watched: the Python state of each step, where it was watched.
     """
 
     chain: Sequence[str]
     traces: Mapping[str, Sequence[StepTrace]]
     weights: Mapping[str, set[int]]
+    watched: Mapping[str, Watched] = field(default_factory=dict)
+    _missed: dict[tuple[str, range], Change | None] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def repeated(self) -> set[int]:
@@ -104,8 +107,8 @@ class RehearsalResult:
         Raises:
             ConfigurationError: a stage needs a value that it cannot get.
         """
-        touches = [trace.touches for trace in self.traces[step]]
-        self._refuse_logging(step, touches, spans[-1].start)
+        logged = [each for trace in self.traces[step] for each in trace.logged]
+        self._refuse_logging(step, logged, spans[-1].start)
         by_stage = [self._needs(step, span) for span in spans]
         for refusal in (refusal for found in by_stage for refusal in found.refusals):
             raise ConfigurationError(self._explain(refusal, step))
@@ -122,18 +125,20 @@ class RehearsalResult:
             if stage
         }
         changed = frozenset(key for trace in self.traces[step] for key in trace.changed)
-        all_late = {name for each in touches for name in late(each, spans[0].stop)}
-        all_counted = {name for each in touches for name in counted(each)}
-        logged = {name for each in touches for name in logged_late(each, spans[0].stop)}
-        return Travel(crossing, changed, tuple(sorted(all_late)), tuple(sorted(all_counted)), tuple(sorted(logged)))
+        watched = self.watched.get(step)
+        late = set() if watched is None else watched.late(spans[0].stop)
+        counted = set() if watched is None else watched.counted(spans[-1].start)
+        beyond = (name for name, block, at in logged if (at if block == OUTSIDE else block) >= spans[0].stop)
+        metrics = {metric for name in beyond for metric in metrics_of_log(name)}
+        return Travel(crossing, changed, *(tuple(sorted(names)) for names in (late, counted, metrics)))
 
-    def _refuse_logging(self, step: str, touches: Sequence[Sequence[Touch]], last: int) -> None:
+    def _refuse_logging(self, step: str, logged: Sequence[tuple[str, int, int]], last: int) -> None:
         """Refuse that a block logs before block ``last``, with which the last stage begins: no stage but its own would
         know of it, and rank 0 has the last one."""
-        for touch in (touch for each in touches for touch in each):
-            if touch.writes and touch.what.startswith(METRIC) and 0 <= touch.block < last:
+        for name, block, _ in logged:
+            if 0 <= block < last:
                 raise ConfigurationError(
-                    f"In {step}, block {self.chain[touch.block]!r} logs {touch.what}, and rank 0, which has the last "
+                    f"In {step}, block {self.chain[block]!r} logs {METRIC}{name!r}, and rank 0, which has the last "
                     "stage, would not know of it. Let the block return the value, or keep it in an attribute of its "
                     "own, and log it in the step after the block."
                 )
@@ -157,6 +162,11 @@ class RehearsalResult:
             together.values.update(found.values)
             together.weights.update(found.weights)
             together.refusals += found.refusals
+        if step in self.watched:
+            if (step, span) not in self._missed:
+                self._missed[step, span] = self.watched[step].missed(span)
+            if (change := self._missed[step, span]) is not None:
+                together.refusals.append(Refusal(change.block, change.name, "user code that reads it", python=True))
         return together
 
     def _names(self, blocks: Sequence[int]) -> list[str]:

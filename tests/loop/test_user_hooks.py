@@ -10,7 +10,7 @@ import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop.user_hooks import refuse_metrics_elsewhere
-from lightning_sdpipe.partition.touches import METRICS
+from lightning_sdpipe.partition.state_watch import METRICS
 
 
 class Looking(L.LightningModule):

@@ -99,7 +99,7 @@ def test_a_model_that_is_one_module_is_opened() -> None:
     finer = ("net.entry", "net.middle.down", "net.middle.up", "net.exit")
     assert list(find_chains(model)) == [finer]
     with pytest.raises(ConfigurationError, match=r"the model's 4 blocks, net\.entry … net\.exit\. Use at most 4"):
-        check(model, None, [PipelineCut(5)])
+        check(model, None, [PipelineCut(5, "uniform")])
 
 
 def test_a_module_without_blocks_is_refused() -> None:
