@@ -74,4 +74,5 @@ def _first(loader: Any, copied: Callable[..., Any]) -> Any:
         return loader.collate_fn(dataset[next(iter(copied(loader.sampler, known)))])
     size = getattr(loader.batch_sampler, "batch_size", None)
     whole = range(min(size, len(dataset))) if size else next(iter(copied(loader.batch_sampler, known)))
-    return loader.collate_fn([dataset[index] for index in whole])
+    together = getattr(dataset, "__getitems__", None)
+    return loader.collate_fn(together([*whole]) if together else [dataset[index] for index in whole])

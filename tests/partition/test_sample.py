@@ -80,3 +80,12 @@ def test_a_loader_that_is_not_used_again_need_not_be_copied() -> None:
         sample_batch(loader)
     assert sample_batch(loader, keep=False).tolist() == [0, 0]
     assert sample_batch(DataLoader(Stream(), 2, num_workers=1), keep=False).tolist() == [1, 2]
+
+
+def test_a_data_set_that_gives_whole_batches_is_asked_for_one() -> None:
+    class Whole(TensorDataset):
+        def __getitems__(self, indices: list[int]) -> torch.Tensor:
+            return self.tensors[0][indices]
+
+    loader = DataLoader(Whole(torch.arange(10.0)), 4, collate_fn=lambda batch: batch)
+    assert torch.equal(sample_batch(loader), next(iter(loader)))
