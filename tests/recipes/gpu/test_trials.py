@@ -15,6 +15,7 @@ import torch
 
 from recipes.gpu import __main__ as command
 from recipes.gpu import checks, shares
+from recipes.gpu.models import TINY_RESNET, Kind
 from recipes.gpu.rows import Row, Values, attempt
 from recipes.gpu.running import Machine
 
@@ -38,11 +39,19 @@ def test_models_are_timed(work: Callable[[Machine], Values], tmp_path: Path) -> 
 def test_an_epoch_is_compared_with_those_before_it(tmp_path: Path) -> None:
     machine, pattern = Machine("cpu", 0, tmp_path, dry=True), "1, 1, ½, ¼"
     alone = tried(partial(shares.epochs, "alone", pattern), machine)["batches/s of each"]
-    assert alone[3] < alone[0]
     ddp = tried(partial(shares.epochs, "DDP", pattern), machine)["s per epoch"]
     found = tried(partial(shares.epochs, "SDPipe", pattern), machine)
     assert found["DDP over it"] == pytest.approx(ddp / found["s per epoch"])
     assert found["of the bound"] == pytest.approx(8 / found["s per epoch"] / sum(alone))
+
+
+def test_pauses_make_steps_so_long_that_a_device_holds_all_of_them(tmp_path: Path) -> None:
+    machine, kind = Machine("cpu", 0, tmp_path, dry=True), Kind(False, TINY_RESNET, 32, 4)
+    with shares.shares(machine, kind, (1.0, 1.0, 0.5, 0.25), length=0.1) as given:
+        assert given.how == "pauses"
+        steps = [pause + 0.1 for pause in given.pauses]
+    assert steps == pytest.approx([0.5, 0.5, 1.0, 2.0])
+    assert sum(0.1 / step for step in steps) < 1
 
 
 def test_digits_are_those_of_scikit_learn() -> None:
