@@ -73,26 +73,6 @@ class Embeddings(nn.Module):
         return kept
 
 
-class Layer(nn.Module):
-    """Attention of every token to all others, and two linear layers, normalised after each."""
-
-    def __init__(self, width: int, heads: int, inner: int, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.p = heads, dropout
-        self.attends, self.joins = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.widens, self.narrows = nn.Linear(width, inner), nn.Linear(inner, width)
-        self.norms = nn.ModuleList([nn.LayerNorm(width, 1e-12), nn.LayerNorm(width, 1e-12)])
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.attends(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(*heads.unbind(0), dropout_p=self.p if self.training else 0.0)
-        x = self.norms[0](x + self.dropout(self.joins(seen.transpose(1, 2).reshape(batch, length, width))))
-        out: Tensor = self.norms[1](x + self.dropout(self.narrows(F.gelu(self.widens(x)))))
-        return out
-
-
 class Head(nn.Module):
     """Scores of the words, by the weights of their embeddings."""
 
@@ -129,7 +109,9 @@ def bert(
     """
     embeddings = Embeddings(vocabulary, 512, width, dropout)
     head = Head(width, embeddings.words if tied else nn.Embedding(vocabulary, width))
-    return nn.Sequential(embeddings, *(Layer(width, heads, inner, dropout) for _ in range(layers)), head)
+    sizes: Any = {"activation": "gelu", "layer_norm_eps": 1e-12, "batch_first": True}
+    each = (nn.TransformerEncoderLayer(width, heads, inner, dropout, **sizes) for _ in range(layers))
+    return nn.Sequential(embeddings, *each, head)
 
 
 class Samples(Dataset[Any]):

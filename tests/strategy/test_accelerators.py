@@ -252,7 +252,7 @@ class Fake(Machine):
 
 ROWS = (
     *(checks.about, checks.two_stages, checks.replicas, checks.rehearsal, checks.staging),
-    *(checks.checkpoint, checks.fused, checks.payloads, checks.randomness),
+    *(checks.checkpoint, checks.fused),
 )
 
 
