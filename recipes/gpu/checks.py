@@ -100,8 +100,9 @@ def _about(rank: int, machine: Machine) -> Values:
         values["devices"] = [name_of(device) for device in machine.devices(machine.count)]
     if machine.device == "cuda":
         values["GiB"] = [torch.cuda.mem_get_info(index)[1] / 2**30 for index in range(machine.count)]
-        values |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}
-        values["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
+        values |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
+        if dist.is_nccl_available():
+            values["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         asked = ["nvidia-smi", "--query-gpu=driver_version,compute_mode", "--format=csv,noheader"]
         if shutil.which(asked[0]):
             said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout

@@ -159,7 +159,7 @@ def _length(ranks: Sequence[Mapping[str, Any]]) -> float:
     """Return the seconds of the epochs but the first, from where the first rank begins to where the last one ends."""
     each = [zip(*(rank["epochs"] for rank in ranks), strict=True)]
     spans = [(min(begin for begin, _ in epoch), max(end for _, end in epoch)) for epoch in next(iter(each))]
-    return statistics.mean(end - begin for begin, end in spans[1:])
+    return float(statistics.mean(end - begin for begin, end in spans[1:]))
 
 
 def _epochs(
