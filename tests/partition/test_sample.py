@@ -2,6 +2,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
@@ -54,6 +55,14 @@ def test_a_copy_takes_memory_once_one_of_the_two_is_written_to() -> None:
         assert not both[other]["more"].parts[1].any()
 
 
+def test_memory_that_is_not_of_torch_is_copied_at_once() -> None:
+    """As of batches that NumPy has made, and that workers of a loader share."""
+    batch = [torch.from_numpy(np.ones(3)), torch.ones(3).share_memory_(), torch.ones(3)]
+    for tensor in copied(batch):
+        tensor.add_(1)
+    assert all(tensor.eq(1).all() for tensor in batch)
+
+
 class Stream(IterableDataset[float]):
     def __iter__(self) -> Iterator[float]:
         return iter([1.0, 2.0, 3.0])
@@ -80,12 +89,3 @@ def test_a_loader_that_is_not_used_again_need_not_be_copied() -> None:
         sample_batch(loader)
     assert sample_batch(loader, keep=False).tolist() == [0, 0]
     assert sample_batch(DataLoader(Stream(), 2, num_workers=1), keep=False).tolist() == [1, 2]
-
-
-def test_a_data_set_that_gives_whole_batches_is_asked_for_one() -> None:
-    class Whole(TensorDataset):
-        def __getitems__(self, indices: list[int]) -> torch.Tensor:
-            return self.tensors[0][indices]
-
-    loader = DataLoader(Whole(torch.arange(10.0)), 4, collate_fn=lambda batch: batch)
-    assert torch.equal(sample_batch(loader), next(iter(loader)))
