@@ -31,7 +31,7 @@ class EqualSplit:
         trainer: about to fit.
         closes: returns whether the batch of this turn ends an accumulation of gradients of this pipeline.
         by_hand: whether the training step steps optimizers itself, as often as it likes (manual optimization). Then
-            each of equal pipelines is taken to step as often on a batch as this one has in this segment.
+            each of equal pipelines is taken to step as often on a batch as this one has in this segment, or last.
     """
 
     def __init__(self, trainer: Trainer, closes: Callable[[], bool], by_hand: bool = False) -> None:
@@ -41,10 +41,12 @@ class EqualSplit:
         self._by_hand = by_hand
         self._passed = range(0)
         self._start = self._made = self._turns = 0
+        self._pace = 0.0  # steps by hand on a batch, in the last segment in which this pipeline had any
 
     def begin(self) -> None:
         """Begin a segment where the counters are."""
         loop = self._loop
+        self._pace = self._made / self._turns if self._turns else self._pace
         self._start, self._made, self._turns = self.number, 0, 0
         progress, counted = loop.batch_progress, self._counted(self.number)
         self._earlier_batches, self._counted_last = progress.total.ready - progress.current.ready, counted
@@ -68,7 +70,7 @@ class EqualSplit:
         for tracker, earlier in ((loop.batch_progress.current, 0), (loop.batch_progress.total, self._earlier_batches)):
             tracker.ready = tracker.started = earlier + now
             tracker.processed = tracker.completed = earlier + now - 1  # Lightning counts these when it goes on
-        self._count(self._counted(now))
+        self._count(int(min(self._counted(now), self._most)))
         loop.batch_progress.is_last_batch = now == self._end
         logged = self._logged(self._earlier_logs + self._steps(before), self._earlier_logs + steps)
         set_logged_steps(self._trainer, logged)
@@ -77,7 +79,7 @@ class EqualSplit:
         """Count as many steps as the leader where a segment has ended, and all workers are together: ``from_leader``
         gives them its numbers."""
         if self._by_hand:
-            (total,) = from_leader([float(self._updates.total.completed)])
+            (total,) = from_leader([float(self._earlier_updates[0] + self._counted(self.number))])
             self._count(int(total) - self._earlier_updates[0])
 
     @property
@@ -91,7 +93,14 @@ class EqualSplit:
         """Return the steps that count after ``number`` batches, beside those of earlier segments or epochs."""
         if not self._by_hand:
             return self._steps(number)
-        return round((number - self._start) * self._made / max(1, self._turns))
+        pace = self._made / self._turns if self._turns else self._pace
+        return round((number - self._start) * pace)
+
+    @property
+    def _most(self) -> float:
+        """The steps that may count before all workers are together: at ``max_steps`` Lightning ends the epoch."""
+        limit = self._loop.max_steps if self._by_hand else -1
+        return math.inf if limit == -1 else limit - 1 - self._earlier_updates[0]
 
     def _count(self, steps: int) -> None:
         self._counted_last = steps
@@ -140,12 +149,13 @@ def next_sync_point(trainer: Trainer, checks: ClockChecks, by_hand: bool = False
 
     def number_at(step: int) -> int:
         """Return after how many batches so many steps have been made; in manual optimization, if each batch has as many
-        as those before, or else as there are optimizers."""
+        as those before, of which there must be one."""
         if not by_hand:
             return (step - steps_before) * accumulate
         batches: int = loop.batch_progress.total.ready
-        pace = trainer.global_step / batches if trainer.global_step and batches else len(trainer.optimizers)
-        return start + math.ceil((step - trainer.global_step) / pace - 1e-9)
+        if not (trainer.global_step and batches):
+            return start + 1
+        return start + math.ceil((step - trainer.global_step) * batches / trainer.global_step - 1e-9)
 
     pauses: list[int] = [end]
     period: Any = trainer.val_check_batch

@@ -25,6 +25,7 @@ class Loop:
     def __init__(self) -> None:
         self.batch_progress = _BatchProgress()
         self.automatic_optimization = SimpleNamespace(optim_progress=_OptimizationProgress())
+        self.max_steps = -1
         self._batches_that_stepped = 0
         self.stepped: list[int] = []
 
@@ -89,13 +90,35 @@ def test_steps_by_hand_follow_the_progress_of_all(turns: list[tuple[int, int]]) 
             progress.increment_completed()
         before, number, made = number, number + batches, made + steps
         split.advance(before, number)
-        assert progress.total.completed == progress.total.ready == 7 + round(number * made / place)
-        assert progress.current.completed == round(number * made / place)
+        assert progress.total.completed == progress.total.ready == 7 + round(number * (made / place))
+        assert progress.current.completed == round(number * (made / place))
     split.agree(lambda mine: [mine[0] + 2])
-    assert progress.total.completed == 7 + round(number * made / len(turns)) + 2
+    assert progress.total.completed == 7 + round(number * (made / len(turns))) + 2
     split.begin()
-    split.advance(number, number + 1, trained=False)  # no batch, no step
-    assert progress.total.completed == 7 + round(number * made / len(turns)) + 2
+    split.advance(number, number + 1, trained=False)  # others have, as often on a batch as this one did
+    assert progress.total.completed == 7 + round(number * (made / len(turns))) + 2 + round(made / len(turns))
+
+
+def test_no_pipeline_ends_the_epoch_alone_by_its_steps_by_hand() -> None:
+    progress = _Progress.from_defaults(_ReadyCompletedTracker)
+    loop: Any = Loop()
+    loop.manual_optimization, loop.max_steps = SimpleNamespace(optim_step_progress=progress), 10
+    trainer: Any = SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=loop),
+        num_training_batches=1000,
+        accumulate_grad_batches=1,
+        log_every_n_steps=0,
+    )
+    split = EqualSplit(trainer, lambda: True, by_hand=True)
+    split.begin()
+    for number in (1, 2, 3):
+        for _ in range(6):
+            progress.increment_ready()
+            progress.increment_completed()
+        split.advance(number - 1, number)
+        assert progress.total.completed == min(6 * number, 9)
+    split.agree(lambda mine: mine)
+    assert progress.total.completed == 18  # all are together
 
 
 def test_the_step_at_which_all_meet_is_found_by_their_pace() -> None:
@@ -108,12 +131,11 @@ def test_the_step_at_which_all_meet_is_found_by_their_pace() -> None:
         global_step=32,
         val_check_batch=100,
         checkpoint_callbacks=[],
-        optimizers=[None] * 3,
     )
     checks: Any = SimpleNamespace(next=None)
     assert next_sync_point(trainer, checks, by_hand=True) == 6 + 9  # two steps in each batch, and 18 are left
     trainer.global_step = progress.total.ready = progress.current.ready = 0
-    assert next_sync_point(trainer, checks, by_hand=True) == 17  # one for each optimizer, as far as is known
+    assert next_sync_point(trainer, checks, by_hand=True) == 1  # which tells how many there are in a batch
 
 
 SMALL = st.integers(1, 9)
