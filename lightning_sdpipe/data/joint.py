@@ -19,7 +19,6 @@ from lightning_sdpipe.data.loader import Drawn, drawing_copy, naming_the_limit
 from lightning_sdpipe.data.shards import Shards
 from lightning_sdpipe.dealing.joint_rounds import Place
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.sample import last_batch_size
 from lightning_sdpipe.pipeline.micro_batches import Portion, part_sizes
 from lightning_sdpipe.random_streams import beginning_again, mix
 
@@ -50,7 +49,6 @@ class PlacedBatches:
     """
 
     def __init__(self, loader: DataLoader[Any], num_pipelines: int, parts: int) -> None:
-        part_sizes(last_batch_size(loader, 1) or parts, parts)  # refuses a small one, before training
         self._shards, self._num_pipelines, self._parts = Shards(loader), num_pipelines, parts
         self._epoch: int | None = None
         self._seed = 0

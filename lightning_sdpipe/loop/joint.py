@@ -32,8 +32,10 @@ from lightning_sdpipe.loop.batch_source import (
     gives,
     refuse_other_split,
 )
+from lightning_sdpipe.loop.loop import trains_whole_epochs
 from lightning_sdpipe.p2p import waiting_for
-from lightning_sdpipe.pipeline.micro_batches import Portion
+from lightning_sdpipe.partition.sample import last_batch_size
+from lightning_sdpipe.pipeline.micro_batches import Portion, part_sizes
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 LONGEST = 32
@@ -95,6 +97,7 @@ class JointBatchSource:
         if reason is not None:
             raise refuse_to_divide(reason)
         self._loader, self._split, self._at = loader, split, None
+        refuse_small_last_batch(self._trainer, loader, self._parts)
         self._batches = PlacedBatches(loader, self._groups.mesh.num_pipelines, self._parts)
         self._ahead = int(self._largest([float(self._batches.ahead)])[0])
 
@@ -214,6 +217,12 @@ def refuse_own_split(module: Any) -> None:
     for name in ("split_batch", "weigh_batch"):
         if hasattr(module, name):
             raise refuse_to_divide(f"{type(module).__name__} has a {name}, and here each sample counts alike")
+
+
+def refuse_small_last_batch(trainer: Trainer, loader: Any, parts: int) -> None:
+    """Raise ConfigurationError if a fit will come to a last batch that has fewer samples than micro-batches."""
+    if trains_whole_epochs(trainer):
+        part_sizes(last_batch_size(loader, 1) or parts, parts)
 
 
 def refuse_to_divide(reason: str) -> ConfigurationError:

@@ -174,6 +174,11 @@ def position(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
+def trains_whole_epochs(trainer: Any) -> bool:
+    """Return whether an epoch has all batches of its loader, as far as ``limit_train_batches`` says; 1 is one batch."""
+    return isinstance(trainer.limit_train_batches, float) and trainer.limit_train_batches == 1.0
+
+
 def batches(trainer: Trainer) -> int:
     """Return how many batches were begun since training started: equal on all ranks that meet."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready

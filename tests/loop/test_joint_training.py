@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from itertools import chain, cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_sdpipe import AllReduce, ConfigurationError, SDPipeStrategy
 from lightning_sdpipe.heterogeneity.slowdowns import Static
-from lightning_sdpipe.loop.joint import JointBatchSource
+from lightning_sdpipe.loop.joint import JointBatchSource, refuse_small_last_batch
 from tests.features.running import quiet_trainer
 from tests.loop.numbered import Numbered, Slow, records_of
 from tests.patience import limit
@@ -215,6 +216,14 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path, module: Any, loader: 
     with pytest.raises(Exception, match=message):
         L.Trainer(default_root_dir=tmp_path, **given).fit(module, loader)
     assert not (tmp_path / "begun").exists()
+
+
+def test_a_small_last_batch_to_which_no_epoch_comes_is_not_refused() -> None:
+    loader = DataLoader(Numbered(6), 4)
+    for trained in (1, 0.5):
+        refuse_small_last_batch(SimpleNamespace(limit_train_batches=trained), loader, 4)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="A batch of 2 samples cannot be split"):
+        refuse_small_last_batch(SimpleNamespace(limit_train_batches=1.0), loader, 4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

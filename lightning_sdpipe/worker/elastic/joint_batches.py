@@ -23,7 +23,7 @@ from lightning_sdpipe.exchange.present_rounds import Round
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.loop.batch_source import Split
 from lightning_sdpipe.loop.dealt import batch_to_show
-from lightning_sdpipe.loop.joint import refuse_own_split, refuse_to_divide
+from lightning_sdpipe.loop.joint import refuse_own_split, refuse_small_last_batch, refuse_to_divide
 from lightning_sdpipe.membership.turn_order import Command, CommandKind
 from lightning_sdpipe.pipeline.micro_batches import Portion
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -66,6 +66,7 @@ class JointRoundSource(ElasticBatchSource):
         super().deal(loader, split)
         if loader.batch_sampler is None:
             raise refuse_to_divide("a loader with batch_size=None gives whole batches")
+        refuse_small_last_batch(self._trainer, loader, self._parts)
         self._placed = PlacedBatches(loader, self._num_pipelines, self._parts)
 
     def change(self) -> None:
