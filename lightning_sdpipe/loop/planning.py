@@ -29,6 +29,7 @@ from torch import nn
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.lightning_internals import Method, compute_on_cpu, current, data_source
+from lightning_sdpipe.loop.loop import trains_whole_epochs
 from lightning_sdpipe.loop.user_hooks import CollectiveGuard
 from lightning_sdpipe.partition import apart, plan, rehearsal
 from lightning_sdpipe.partition.chain import Block
@@ -174,7 +175,7 @@ def _plans(planning: Planning) -> list[plan.Plan]:
             profiles[found.blocks] = _measure(planning, _copied(planning), found.blocks, *_moved(planning, calls)[0])
     except apart.NoAnswerError as error:
         found = _untried(planning, error)
-    for note in planning.notes:
+    for note in dict.fromkeys(planning.notes):
         rank_zero_info(note)
     return found
 
@@ -253,7 +254,10 @@ def _has_opened_an_accelerator() -> bool:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return False
-    is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
+    module = torch.get_device_module(accelerator)
+    if getattr(module, "_is_in_bad_fork", bool)():  # the parent has; then CUDA says that it is not initialised
+        return True
+    is_initialized = getattr(module, "is_initialized", None)
     return is_initialized is None or bool(is_initialized())
 
 
@@ -443,7 +447,7 @@ def _single(planning: Planning, part: Any, loader: Any) -> Any:
     last = last_batch_size(loader, strategy.distributed_sampler_kwargs["num_replicas"])
     multiple = strategy.options.division[1]
     module = planning.trainer.lightning_module
-    if last is None or hasattr(module, "split_batch") or planning.trainer.limit_train_batches != 1.0:
+    if last is None or hasattr(module, "split_batch") or not trains_whole_epochs(planning.trainer):
         return None
     if last < multiple:
         raise ConfigurationError(

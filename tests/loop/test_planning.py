@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,21 @@ def to_plan(partition: Any) -> Any:
     )
 
 
+def made(given: Any, *steps: StepCalls) -> Any:
+    """The plan that is made in this process, with these steps."""
+    module, cpu = given.trainer.lightning_module, torch.device("cpu")
+
+    def measure(blocks: Any) -> Any:
+        return planning._measure(given, module, blocks, *planning._calls_to_measure(given)[0])
+
+    def count(step: StepCalls) -> Any:
+        return planning.rehearsal.count(module, step, planning.rates_of(cpu), cpu)
+
+    trial = planning._Trial(lambda: module, cpu, measure, count, lambda _: None, operator.call, False)
+    (plan,) = planning._made(given, steps, trial)
+    return plan
+
+
 def test_a_loader_that_gives_no_batch_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_batch(*_: Any) -> Any:
         raise TypeError("cannot pickle 'generator' object")
@@ -33,9 +49,8 @@ def test_a_loader_that_gives_no_batch_is_one_sentence(monkeypatch: pytest.Monkey
     monkeypatch.setattr(planning, "_calls", no_batch)
     said = r"measures the blocks with a batch, and none could be had before training \(TypeError: cannot pickle"
     with pytest.raises(ConfigurationError, match=said):
-        planning._made(to_plan("balanced"), [])
-    (made,) = planning._made(to_plan("auto"), [])
-    assert [len(span) for span in made.spans] == [2, 2]
+        made(to_plan("balanced"))
+    assert [len(span) for span in made(to_plan("auto")).spans] == [2, 2]
 
 
 def test_work_that_cannot_be_counted_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,8 +60,8 @@ def test_work_that_cannot_be_counted_is_said(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(planning.rehearsal, "count", count)
     monkeypatch.setattr(planning.rehearsal, "rehearse", lambda *_: None)
     given = to_plan("auto")
-    (made,) = planning._made(given, [StepCalls("forward", [(torch.ones(1, 2), ())], True)])
-    assert [len(span) for span in made.spans] == [2, 2], "by bytes"
+    plan = made(given, StepCalls("forward", [(torch.ones(1, 2), ())], True))
+    assert [len(span) for span in plan.spans] == [2, 2], "by bytes"
     (said,) = given.notes
     assert said.startswith("The work of a step could not be counted (RuntimeError: no formula for an operation), so")
 
@@ -55,3 +70,14 @@ def test_memory_is_the_devices_or_a_part_of_the_machines() -> None:
     machine = planning.memory_of(torch.device("cpu"), 1)
     assert planning.memory_of(torch.device("cpu"), 4) == machine / 4
     assert 2**28 < machine < 2**50
+
+
+@pytest.mark.parametrize(("initialised", "forked"), [(True, False), (False, True), (False, False)])
+def test_a_child_knows_that_its_parent_has_opened_the_accelerator(
+    monkeypatch: pytest.MonkeyPatch, initialised: bool, forked: bool
+) -> None:
+    """CUDA tells the child of a process that has initialised it that it is not initialised, only badly forked."""
+    module = SimpleNamespace(is_initialized=lambda: initialised, _is_in_bad_fork=lambda: forked)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    assert planning._has_opened_an_accelerator() == (initialised or forked)
