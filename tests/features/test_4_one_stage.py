@@ -264,7 +264,7 @@ def _breaks(directory: Path) -> tuple[str, list[int]]:
 
 @supported(
     "One stage",
-    "`OnExceptionCheckpoint`, `ModelCheckpoint(save_on_exception=True)`",
+    "a checkpoint after a failure: `OnExceptionCheckpoint`, `save_on_exception=True`",
     "rank 0 writes what it has, if it is there to do so",
 )
 def test_what_there_is_is_saved_after_a_failure(tmp_path: Path) -> None:
