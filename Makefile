@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-all quick docs gpu lint clean
+.PHONY: help demo test test-all quick docs gpu versions lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -14,7 +14,7 @@ test: lint docs  ## ruff, mypy, the documents and pytest
 	$(BIN)/python -m pytest
 
 test-all: lint docs  ## make test, and what takes minutes or needs root, services and other packages; says what was skipped
-	$(BIN)/python -m pytest -m "not gpu" -rs
+	$(BIN)/python -m pytest -m "" -rs
 
 quick: .venv/ready  ## the tests that start no other processes, in a minute
 	$(BIN)/python -m pytest -m "not distributed and not slow" --hypothesis-profile=quick --dist=worksteal
@@ -22,8 +22,11 @@ quick: .venv/ready  ## the tests that start no other processes, in a minute
 docs: .venv/ready  ## the site in docs/_build, every warning an error
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
 
-gpu: .venv/ready  ## trials on a CUDA device, in minutes; prints a table and writes gpu-report.md
-	PYTORCH_NVML_BASED_CUDA_CHECK=1 $(BIN)/python -m pytest -n 0 -s -m gpu tests/test_gpu.py
+gpu: .venv/ready  ## what works on a CUDA device, in 11 minutes; writes gpu-report.md (DRY=1: on the CPU, tiny)
+	$(BIN)/python -m recipes.gpu $(if $(DRY),--dry)
+
+versions:  ## the tests on other versions of Python and torch, each in an environment in .versions
+	$(PYTHON) -m recipes.tools.versions
 
 lint: .venv/ready  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -31,7 +34,7 @@ lint: .venv/ready  ## ruff and mypy
 	$(BIN)/mypy
 
 clean:  ## remove the environment and what runs have left
-	rm -rf .venv outputs multirun lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
+	rm -rf .venv .versions outputs multirun lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

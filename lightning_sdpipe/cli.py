@@ -24,6 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from io import TextIOWrapper
 from pathlib import Path
 
+from lightning_sdpipe import __version__
 from lightning_sdpipe.errors import ConfigurationError, carried_out
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
@@ -32,6 +33,7 @@ from lightning_sdpipe.scheduler import credentials
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, differences, read_log
 from lightning_sdpipe.scheduler.server.process import SchedulerSettings, serve
 from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits
+from lightning_sdpipe.tested import verdict
 from lightning_sdpipe.topology.mesh import depths_of, shape_of
 
 _OWN_OPTIONS = {
@@ -181,10 +183,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _env(options: argparse.Namespace) -> int:
-    print(f"{'python':18}{platform.python_version()}, {platform.platform()}, {os.cpu_count()} processors")
-    for package in ("lightning-sdpipe", "torch", "lightning", "numpy", "pyzmq", "msgspec", "networkx"):
+    python = platform.python_version()
+    print(f"{'python':18}{python}, {verdict('python', python)}; {platform.platform()}, {os.cpu_count()} processors")
+    print(f"{'lightning-sdpipe':18}{__version__}")
+    for package in ("torch", "lightning", "numpy", "pyzmq", "msgspec", "networkx"):
         try:
-            print(f"{package:18}{version(package)}")
+            found = version(package)
+            print(f"{package:18}{', '.join(filter(None, (found, verdict(package, found))))}")
         except PackageNotFoundError:
             print(f"{package:18}not installed")
     devices = import_module("lightning_sdpipe.heterogeneity.speed").devices()

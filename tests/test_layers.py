@@ -20,7 +20,7 @@ HOUSE = (
     *("strategy", "worker", "loop", "checkpoints", "sync", "data", "seeing"),
     *("placement", "pipeline", "partition", "exchange", "scheduler", "simulate", "membership", "dealing", "policies"),
     *("optim", "heterogeneity", "topology", "random_streams", "p2p", "lightning_internals", "lightning_results"),
-    *("meter", "openmp", "errors"),
+    *("meter", "openmp", "tested", "errors"),
 )
 
 

@@ -49,8 +49,8 @@ class BatchDigest:
         self._shapes = [[tuple(tensor.shape) for tensor in tensors] for _, tensors in found]
         self._samples = [[_sample(tensor) for tensor in tensors] for _, tensors in found]
         self._copied = None
-        if any(tensor.is_cuda for _, tensors in found for tensor in tensors):
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if away := [tensor.device for _, tensors in found for tensor in tensors if tensor.device.type != "cpu"]:
+            self._copied = torch.Event(away[0])
             self._copied.record()
             self._numbers: list[int] = []
         else:
@@ -148,13 +148,13 @@ def _strided(tensor: Tensor) -> list[Tensor]:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return the sample of ``tensor`` that is read, on the CPU; from CUDA it may still be on its way."""
+    """Return the sample of ``tensor`` that is read, on the CPU; from a device it may still be on its way."""
     limit = LIMIT if tensor.nbytes <= LIMIT else LIMIT // 8
     while tensor.nbytes > limit and max(tensor.shape) > 1:
         inner = tensor.shape[1:]
         largest = 1 + inner.index(max(inner)) if max(inner, default=1) > 1 else 0
         tensor = tensor[(slice(None),) * largest + (slice(None, None, 3),)]
-    return tensor.contiguous().to("cpu", non_blocking=tensor.is_cuda)
+    return tensor.contiguous().to("cpu", non_blocking=tensor.device.type != "cpu")
 
 
 def _is_stand_in(sample: Tensor) -> bool:

@@ -111,6 +111,7 @@ class SharedLoss:
 Forward = Callable[[int, Message | None], Message | Tensor]
 
 _NOTHING = nullcontext()
+_SPLITS = torch.__version__ >= "2.13"  # earlier ones fail at inputs that no output needs, and where gradients join
 
 
 class CutStage:
@@ -191,8 +192,11 @@ class CutStage:
         """Receive the gradients of micro-batch ``index`` (on the last stage: starts from its loss), compute those of
         the parameters and of what was received, and send the latter back.
 
-        Without ``full_backward`` the parameters' gradients are left for :meth:`backward_weight_one_chunk`.
+        Without ``full_backward`` the parameters' gradients are left for :meth:`backward_weight_one_chunk`, where torch
+        can do that.
         """
+        if not full_backward and not _SPLITS:
+            full_backward, self._left[index] = True, lambda: None
         outputs, gradients = self._outputs_and_gradients(index, loss)
         self._before_backward()
         inputs = self._received.pop(index, ())

@@ -172,7 +172,7 @@ class SDPipeStrategy(SetupHooks):
         environment = cluster_environment or environment_for(bool(self.options.depths))
         super().__init__(
             accelerator=accelerator,
-            parallel_devices=None if parallel_devices is None else list(parallel_devices),
+            parallel_devices=None,
             cluster_environment=environment if job is None else ElasticEnvironment(job),
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
@@ -180,6 +180,8 @@ class SDPipeStrategy(SetupHooks):
             timeout=timeout,
             start_method=start_method,
         )
+        if parallel_devices is not None:
+            self.parallel_devices = list(parallel_devices)  # of which an elastic job takes its own
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has: all but the run that has been, whose results it keeps."""

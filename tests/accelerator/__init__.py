@@ -119,7 +119,9 @@ def _device_module(library: ModuleType) -> ModuleType:
     module.current_device = lambda: torch.accelerator.current_device_index()
     module.set_device = lambda device: torch.accelerator.set_device_index(torch.device(device).index)
     module.get_device_name = lambda device=None: NAME
-    module.synchronize = lambda device=None: None
+    module.synchronize = torch.accelerator.synchronize
+    module.current_stream = torch.accelerator.current_stream
+    module.stream = lambda stream: stream  # which is a context itself
     module.get_rng_state = lambda device=None: generator(device).get_state()
     module.set_rng_state = lambda state, device=None: generator(device).set_state(state)
     module.manual_seed = lambda seed: generator().manual_seed(seed)

@@ -1,5 +1,9 @@
 // An accelerator whose memory is the processor's. Every operation is done by the CPU; what a CUDA device would refuse
-// (tensors of two devices in one operation) is refused here too, and draws come from the device's own generators.
+// (tensors of two devices in one operation) is refused here too, and draws come from the device's own generators. Copies
+// to the host come late, and staging memory is poisoned, where a program could be lucky on a fast machine.
+#include <map>
+#include <mutex>
+
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -45,15 +49,54 @@ struct Allocator final : c10::Allocator {
 Allocator allocator;
 REGISTER_ALLOCATOR(kFake, &allocator);
 
-struct Pinned final : c10::Allocator {
+// What is read of memory that nothing has come to yet, or that has been given back: no number, and no index either.
+void poison(void* memory, size_t n) { memset(memory, 0xFF, n); }
+void poison(const Tensor& t) { if (t.is_contiguous()) poison(t.data_ptr(), t.nbytes()); }
+
+struct Pinned final : c10::Allocator {  // poisoned before it is written to, and when it is given back
   c10::DataPtr allocate(size_t n) override {
     void* memory = c10::alloc_cpu(n ? n : 1);
-    return {memory, memory, &c10::free_cpu, Device(c10::kCPU)};
+    poison(memory, n);
+    std::lock_guard<std::mutex> hold(mutex);
+    sizes[memory] = n;
+    return {memory, memory, &give_back, Device(c10::kCPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &c10::free_cpu; }
+  c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
   void copy_data(void* to, const void* from, size_t n) const override { memcpy(to, from, n); }
+  bool has(const void* memory) {
+    std::lock_guard<std::mutex> hold(mutex);
+    return sizes.count(const_cast<void*>(memory)) > 0;
+  }
+  static void give_back(void* memory);
+  std::mutex mutex;
+  std::map<void*, size_t> sizes;
 };
-Pinned pinned;
+Pinned& pinned = *new Pinned;  // for tensors that outlive everything
+
+void Pinned::give_back(void* memory) {
+  {
+    std::lock_guard<std::mutex> hold(pinned.mutex);
+    poison(memory, pinned.sizes[memory]);
+    pinned.sizes.erase(memory);
+  }
+  c10::free_cpu(memory);
+}
+
+struct Later {  // copies to the host that nothing has waited for
+  void add(const Tensor& to, Tensor value) {
+    poison(to);
+    std::lock_guard<std::mutex> hold(mutex);
+    copies.emplace_back(to, std::move(value));
+  }
+  void settle() {
+    std::vector<std::pair<Tensor, Tensor>> due;
+    { std::lock_guard<std::mutex> hold(mutex); std::swap(due, copies); }
+    for (auto& [to, value] : due) to.copy_(value);
+  }
+  std::mutex mutex;
+  std::vector<std::pair<Tensor, Tensor>> copies;
+};
+Later& later = *new Later;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = kFake;
@@ -66,8 +109,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(Device d) const override { return getStream(d); }
   c10::Stream exchangeStream(c10::Stream s) const override { return getStream(s.device()); }
   DeviceIndex deviceCount() const noexcept override { return kDevices; }
-  void synchronizeDevice(const DeviceIndex) const override {}
-  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeDevice(const DeviceIndex) const override { later.settle(); }
+  void synchronizeStream(const c10::Stream&) const override { later.settle(); }
+  void synchronizeEvent(void*) const override { later.settle(); }
   void record(void**, const c10::Stream&, const DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
@@ -111,12 +155,23 @@ Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::
   c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype.value_or(at::kFloat));
 }
-Tensor copy_from(const Tensor& from, const Tensor& to, bool) { on_host(to).copy_(on_host(from)); return to; }
+// One that is not waited for comes to the host when the device is waited for. Staging memory is of no use once it has
+// been copied to the device.
+Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  if (to.is_cpu() && non_blocking) {
+    later.add(to, on_host(from).clone());
+    return to;
+  }
+  if (to.is_cpu()) later.settle();
+  on_host(to).copy_(on_host(from));
+  if (from.is_cpu() && pinned.has(from.data_ptr())) poison(from);
+  return to;
+}
 Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
   if (to.sizes() != from.sizes()) to.resize_(from.sizes());
   return copy_from(from, to, false);
 }
-at::Scalar item(const Tensor& t) { return on_host(t).item(); }
+at::Scalar item(const Tensor& t) { later.settle(); return on_host(t).item(); }
 Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
   return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), offset ? std::make_optional(offset->expect_int()) : std::nullopt);
 }

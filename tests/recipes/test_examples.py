@@ -40,6 +40,16 @@ def test_two_stages_and_two_pipelines(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+def test_a_gan_learns_on_two_pipelines(tmp_path: Path) -> None:
+    with script(tmp_path, _run, tmp_path, ["gan.py"]) as running:
+        assert running.wait() == 0, running.printed()
+        assert running.left() == []
+    assert "SDPipe: pipelines × stages = 2 × 1" in running.printed()
+    before, after = re.findall(r"was ([\d.]+) from that of the digits, and is ([\d.]+)", running.printed())[0]
+    assert float(after) < 0.7 * float(before)
+
+
+@pytest.mark.distributed
 @needs_jsonargparse
 def test_lightning_cli(tmp_path: Path) -> None:
     """By the file that docs/lightning_cli.md shows, and by names and options on the command line."""

@@ -4,7 +4,7 @@ or have one each with a backend that orders messages as NCCL does."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,11 @@ from torchmetrics import MeanMetric
 
 from lightning_sdpipe import AllReduce, Exchange, LocalSGD, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.exchange.payloads import EightBit, Half, OneBit, Payload
+from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload
 from lightning_sdpipe.topology.groups import prepare_world
+from recipes.gpu import checks
+from recipes.gpu.rows import Row, Values, attempt
+from recipes.gpu.running import Machine
 from tests import accelerator
 from tests.features.running import as_torchrun, quiet_trainer
 from tests.worker.elastic import jobs
@@ -91,7 +94,8 @@ class Run:
     resumes: bool = False
     bf16: bool = False
     only_there: bool = False  # steps do not run on the CPU
-    within: float = 1e-5
+    within: float | None = 1e-5
+    """None if it depends on time."""
 
 
 def train(
@@ -147,6 +151,9 @@ def _on_both(device: str, runs: Sequence[Run], path: Path) -> None:
             found[kind] = train(kind, directory, run.strategy, None, run.bf16, run.only_there)
             if run.resumes:
                 found[kind]["resumed"] = train(kind, directory, run.strategy, resume=directory / "saved.ckpt")
+        if run.within is None:
+            assert found[device]["losses"].isfinite().all()
+            continue
         torch.testing.assert_close(
             found[device],
             found["cpu"],
@@ -175,7 +182,17 @@ SHARED = [  # one device, over gloo: tensors go through the memory of the host
     Run({"num_stages": 2, "partition": "balanced"}),
     Run({"num_stages": 1, "sync": AllReduce()}, bf16=True, within=0.05),
     *(exchanging(payload) for payload in (Half(), EightBit(), OneBit())),
-    Run({"num_stages": 1, "sync": LocalSGD(every=2), "exchange": Exchange(overlap="step")}),
+    *(
+        Run({"num_stages": 1, "sync": LocalSGD(every=2), "exchange": Exchange(payload, overlap="step")})
+        for payload in (Full(), Half(), EightBit(), OneBit())
+    ),
+    *(
+        Run(
+            {"num_stages": 1, "sync": LocalSGD(every=1), "exchange": Exchange(payload, "free", interval=0.0)},
+            within=None,
+        )
+        for payload in (Full(), EightBit())
+    ),
 ]
 ORDERED = [  # a device for each process: messages between two of them go in the order in which they are begun
     Run({"num_stages": 2, "num_micro_batches": 4}, bf16=True, within=0.05),
@@ -201,7 +218,7 @@ def test_two_pipelines_of_two_stages_compute_what_they_compute_on_the_cpu(tmp_pa
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("built")
-def test_pipelines_of_an_elastic_run_come_and_go(tmp_path: Path) -> None:
+def test_pipelines_of_an_elastic_run_come_are_killed_and_come_back(tmp_path: Path) -> None:
     def work() -> None:
         accelerator.register()
         jobs.fit(tmp_path, 64, {"sync": SemiDecentralized()}, accelerator.Fake())
@@ -209,16 +226,43 @@ def test_pipelines_of_an_elastic_run_come_and_go(tmp_path: Path) -> None:
     with jobs.elastic_run(tmp_path, 1, 2, "--start-pipelines", "1") as run:
         run.start(0, work)
         run.wait_for_turns([0], 5)
-        run.start(1, work)  # which gets its state from the other
+        newcomer = run.start(1, work)  # which gets its state from the other
+        run.wait_for_turns([0, 1], 5)
+        newcomer.kill()
+        run.wait_for_turns([0], 5)
+        run.start(1, work)
         run.wait_for_turns([0, 1], 20)
         assert run.finish() == {0: [0], 1: [0]}, run.said()
-    first, newcomer = run.rows(0)[-1], run.rows(1)[-1]
-    assert newcomer[0]["moments"] > 0
-    pauses = [{row["pause"]: row["state"] for row in rows if "pause" in row} for rows in (first, newcomer)]
+    first, back = run.rows(0)[-1], run.rows(1)[-1]
+    assert back[0]["moments"] > 0
+    pauses = [{row["pause"]: row["state"] for row in rows if "pause" in row} for rows in (first, back)]
     common = pauses[0].keys() & pauses[1].keys()
     assert common
     assert all(pauses[0][at] == pauses[1][at] for at in common)
-    assert any(row.get("others", 0) > 0 for row in newcomer)
+    assert any(row.get("others", 0) > 0 for row in back)
+
+
+class Fake(Machine):
+    """Its ranks know the device."""
+
+    def devices(self, ranks: int) -> list[torch.device]:
+        accelerator.register()
+        return super().devices(ranks)
+
+
+ROWS = (
+    *(checks.about, checks.two_stages, checks.replicas, checks.rehearsal, checks.staging),
+    *(checks.checkpoint, checks.fused),
+)
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("work", ROWS, ids=lambda work: work.__name__)
+def test_what_is_tried_on_a_gpu_passes(work: Callable[[Machine], Values], tmp_path: Path) -> None:
+    machine = Fake(accelerator.NAME, 1, tmp_path, dry=True, accelerator=accelerator.Fake())
+    outcome = attempt(Row("", work, 1800.0), machine, tmp_path / "log")
+    assert outcome.result == "passed", f"{outcome.details}\n{(tmp_path / 'log').read_text()[-3000:]}"
 
 
 @pytest.mark.parametrize(

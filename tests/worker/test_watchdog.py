@@ -44,7 +44,7 @@ def receiving(group: Any) -> Iterator[tuple[Tensor, threading.Thread]]:
 def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.SimpleQueue[str]]:
     """What a watchdog says."""
     monkeypatch.setattr(scheduler_connection, "_LOOK", 0.1)
-    monkeypatch.setattr(p2p, "_waited_for", set())  # a thread of another test may be left in a wait
+    monkeypatch.setattr(p2p, "_waited_for", {})  # a thread of another test may be left in a wait
     monkeypatch.setattr(dist, "get_group_rank", lambda _, rank: rank)
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     dog = Watchdog(str, lambda: None, said.put)

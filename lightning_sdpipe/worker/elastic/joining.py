@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.utils.data import DataLoader
 
-from lightning_sdpipe import lightning_internals
+from lightning_sdpipe import __version__, lightning_internals
 from lightning_sdpipe.checkpoints.whole_module import make_room
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
@@ -58,7 +57,7 @@ def fingerprint(trainer: Trainer, options: Options, ownership: Ownership) -> dic
     interval = getattr(trainer, "val_check_interval", "at times")  # Lightning sets none if validation goes by the clock
     every = f"{interval} of every {trainer.check_val_every_n_epoch} epochs"
     return {
-        "version": f"lightning_sdpipe {version('lightning-sdpipe')}, torch {torch.__version__}",
+        "version": f"lightning_sdpipe {__version__}, torch {torch.__version__}",
         "stages": str(options.num_stages),
         "model": f"{type(module).__name__} {_digest(shapes)}",
         "cut": _digest(cut),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.worker.launching.elastic_job import ElasticJob, from_environment, require_scheduler
 from lightning_sdpipe.worker.launching.environment import ElasticEnvironment
@@ -37,6 +38,13 @@ def test_without_a_launcher_a_pipeline_is_one_process() -> None:
     found = from_environment(ELASTIC)
     assert found is not None
     assert (found.rank, found.world_size, found.local_world_size, found.key_file) == (0, 1, 1, None)
+
+
+def test_a_job_takes_its_own_of_the_devices_that_the_strategy_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (ELASTIC | RANKS).items():
+        monkeypatch.setenv(name, value)
+    devices = [torch.device("cuda", number) for number in range(3)]
+    assert SDPipeStrategy(2, parallel_devices=devices).parallel_devices == [devices[1], devices[2]]
 
 
 @pytest.mark.parametrize(

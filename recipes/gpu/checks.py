@@ -1,0 +1,362 @@
+"""Does it work on this device, and what does it cost: the rows of ``--only checks``, the most telling ones first."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+
+from lightning_sdpipe import AllReduce, EightBit, Exchange, Half, LocalSGD, OneBit, SemiDecentralized, p2p
+from lightning_sdpipe.exchange.payloads import Payload
+from lightning_sdpipe.heterogeneity.speed import name_of
+from recipes.gpu import elastic
+from recipes.gpu.models import TINY_BERT, TINY_RESNET, Kind, loss_of
+from recipes.gpu.rows import NotPossible, Row, Values
+from recipes.gpu.running import Machine, Precision, Trial, adamw, fit, loader, on_ranks, ours, sgd, trainer_of
+from recipes.harness.processes import TRANSFER_TIMEOUT
+from recipes.suites.machine import versions
+
+SMALL = Kind(True, TINY_BERT, 16, 8)
+"""For rows that compare values: without dropout, whose draws differ between devices."""
+DRAWS = replace(SMALL, sizes={**TINY_BERT, "dropout": 0.1})
+"""For those that compare values of one device: draws depend on neither the cut nor a pause."""
+CODED: tuple[Payload, ...] = (Half(), EightBit(), OneBit())
+WITHIN, CODED_WITHIN = 1e-3, 0.05
+"""Relative differences of losses that the order of sums may make, alone and where values are rounded."""
+CONTEXT_MIB = 100.0
+"""A process that opens a GPU takes several times as much of it."""
+OVERHEAD, LARGEST_STAGE = "overhead of 1 × 1", "largest of 4 stages over one process"
+UNSEEN = "MiB that others took while stages were planned"
+
+
+def resnet50(machine: Machine) -> Kind:
+    """ResNet-50 on pictures of 224²."""
+    return Kind(False, TINY_RESNET, 32, 4) if machine.dry else Kind(False, {}, 224, 64)
+
+
+def bert_base(machine: Machine) -> Kind:
+    """BERT-base on texts of 128 words."""
+    return SMALL if machine.dry else Kind(True, {}, 128, 32)
+
+
+def steps_of(machine: Machine) -> int:
+    """Of a training that is timed."""
+    return 4 if machine.dry else 40
+
+
+def same(found: Sequence[float], expected: Sequence[float], within: float = WITHIN) -> float:
+    """Return the largest relative difference of two lists of losses.
+
+    Raises:
+        AssertionError: it is above ``within``, or they are not equally long.
+    """
+    assert len(found) == len(expected) > 0, f"{len(found)} losses, and {len(expected)} were expected"
+    largest = max(abs(a - b) / max(abs(b), 1e-6) for a, b in zip(found, expected, strict=True))
+    assert largest <= within, f"losses differ by {largest:.2g}, more than {within:g}: {found}, not {expected}"
+    return largest
+
+
+def train(
+    rank: int,
+    machine: Machine,
+    kind: Kind,
+    ranks: int,
+    stages: int,
+    options: dict[str, Any],
+    steps: int,
+    precision: Precision = "32-true",
+    optimizer: Callable[[Any], Any] = adamw,
+) -> dict[str, Any]:
+    """Train with our strategy on this rank, or as Lightning does by itself with ``stages`` of 0."""
+    strategy = ours(machine, ranks, stages, **options) if stages else "auto"
+    return fit(machine, strategy, ranks, Trial(kind.net(), optimizer), kind, steps, precision)
+
+
+# -------------------------------------------------------------------- does it work
+
+
+def about(machine: Machine) -> Values:
+    """Say what is there, and multiply two matrices."""
+    (found,) = on_ranks(1, _about, machine)
+    return dict(found)
+
+
+def _about(rank: int, machine: Machine) -> Values:
+    values: Values = {**versions(), "system": platform.platform(), "processors": os.cpu_count()}
+    if machine.device != "cpu":
+        values["devices"] = [name_of(device) for device in machine.devices(machine.count)]
+    if machine.device == "cuda":
+        values["GiB"] = [torch.cuda.mem_get_info(index)[1] / 2**30 for index in range(machine.count)]
+        values |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
+        if dist.is_nccl_available():
+            values["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        asked = ["nvidia-smi", "--query-gpu=driver_version,compute_mode", "--format=csv,noheader"]
+        if shutil.which(asked[0]):
+            said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+            values["driver, mode"] = "; ".join(said.split("\n")[:-1])
+    square = torch.rand(256, 256)
+    there = square.to(machine.devices(1)[0])
+    torch.testing.assert_close((there @ there).cpu(), square @ square, rtol=1e-2, atol=1e-2)
+    return values
+
+
+def two_stages(machine: Machine) -> Values:
+    """Compare two stages on one device, whose messages go through the memory of the host, with one process."""
+    return _two_stages(replace(machine, count=1))
+
+
+def nccl(machine: Machine) -> Values:
+    """Compare two stages with a device each with one process."""
+    if machine.device != "cuda" or machine.count < 2:
+        raise NotPossible("NCCL wants a GPU for each process; stages on one GPU use gloo")
+    return _two_stages(machine)
+
+
+def _two_stages(machine: Machine) -> Values:
+    (one,) = on_ranks(1, train, machine, DRAWS, 1, 1, {"num_micro_batches": 2}, 6)
+    two = on_ranks(2, train, machine, DRAWS, 2, 2, {"num_micro_batches": 2}, 6)
+    assert two[0]["losses"] == two[1]["losses"], "the stages were told different losses"
+    return {"losses differ by": same(two[0]["losses"], one["losses"])}
+
+
+def replicas(machine: Machine) -> Values:
+    """Compare two pipelines that exchange gradients or models with the same on the CPU."""
+    return dict(on_ranks(2, _replicas, machine)[0])
+
+
+def _replicas(rank: int, machine: Machine) -> Values:
+    cases: dict[str, tuple[dict[str, Any], float]] = {
+        "all-reduce": ({"sync": AllReduce()}, WITHIN),
+        "models, every 2 steps": ({"sync": LocalSGD(every=2)}, WITHIN),
+        "models beside a step": ({"sync": LocalSGD(every=2), "exchange": Exchange(overlap="step")}, WITHIN),
+        **{type(p).__name__: ({"sync": AllReduce(), "exchange": Exchange(p)}, CODED_WITHIN) for p in CODED},
+    }
+    values: Values = {}
+    on_cpu = replace(machine, device="cpu", accelerator=None)
+    for name, (options, within) in cases.items():
+        found, expected = (train(rank, place, SMALL, 2, 1, options, 6)["losses"] for place in (machine, on_cpu))
+        values[name] = same(found, expected, within)
+    strategy = ours(machine, 2, 1, sync=SemiDecentralized())
+    fit(machine, strategy, 2, Trial(SMALL.net(), adamw), SMALL, 6)
+    assert strategy.statistics.groups > 0, "no models were averaged"
+    return {**values, "groups of SDPipe": strategy.statistics.groups}
+
+
+def rehearsal(machine: Machine) -> Values:
+    """Plan stages, and see whether another process opens the device meanwhile."""
+    return {UNSEEN: max(on_ranks(2, _rehearsal, machine))}
+
+
+def _rehearsal(rank: int, machine: Machine) -> float:
+    device = machine.devices(2)[rank]
+    warm = torch.rand(512, 512, device=device).square_()
+    machine.settle()
+    (machine.folder / f"warm-{rank}").touch()  # from here on, this process takes only what the tiny model needs
+    while not all((machine.folder / f"warm-{other}").exists() for other in range(2)):
+        time.sleep(0.01)
+    free, over = [_free(device)], threading.Event()
+
+    class Planned(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            over.set()
+
+    def look() -> None:
+        while not over.wait(0.002):
+            free.append(_free(device))
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    trainer = trainer_of(machine, ours(machine, 2, 2), 2, max_steps=2, callbacks=[Planned()])
+    trainer.fit(Trial(SMALL.net(), adamw), loader(SMALL.samples(2), SMALL.batch))
+    looking.join()
+    del warm
+    return (free[0] - min(free)) / 2**20
+
+
+def _free(device: torch.device) -> int:
+    """Return the free bytes of a GPU; those of another device are not known."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def staging(machine: Machine) -> Values:
+    """Pass on what was just computed, through pinned memory, beside bare copies; GB/s."""
+    values = min(on_ranks(2, _pass_on, machine), key=lambda each: each["messages, GB/s"])
+    return dict(values)
+
+
+def _pass_on(rank: int, machine: Machine) -> Values:
+    device, values = machine.devices(2)[rank], 2**14 if machine.dry else 2**25
+    dist.init_process_group("gloo", timeout=TRANSFER_TIMEOUT)
+    start, peer, group = 0.0, 1 - rank, dist.group.WORLD
+    assert group is not None
+    for turn in range(5):
+        if turn == 1:  # memory is there, and connections
+            start = time.monotonic()
+        expected = torch.arange(values, device=device).mul(turn + 1).float()
+        if rank == 0:
+            p2p.send([expected.clone()], peer, group, turn, "rank 1").wait()
+        received = p2p.receive([torch.empty(values, device=device)], peer, group, turn, "the other").wait()
+        if rank == 1:
+            p2p.send(received, peer, group, turn, "rank 0").wait()
+        assert torch.equal(received[0], expected), "a message arrived changed"
+    found = {"messages, GB/s": 4 * 2 * 4 * values / (time.monotonic() - start) / 1e9}
+    there = torch.empty(values, device=device)
+    pinned, pageable = p2p.pinned_like(there) if device.type != "cpu" else torch.empty(values), torch.empty(values)
+    copies = {"to pinned": (pinned, there), "from pinned": (there, pinned), "to pageable": (pageable, there)}
+    for name, (into, source) in copies.items():
+        found[f"{name}, GB/s"] = 4 * values / seconds(partial(into.copy_, source), machine) / 1e9
+    return found
+
+
+def seconds(work: Callable[[], Any], machine: Machine, repeats: int = 5) -> float:
+    """Return how long ``work`` takes on the device, after a first time."""
+    work()
+    machine.settle()
+    start = time.monotonic()
+    for _ in range(repeats):
+        work()
+    machine.settle()
+    return (time.monotonic() - start) / repeats
+
+
+def fused(machine: Machine) -> Values:
+    """Correct the variance of a fused AdamW, and compare it with one that is not fused."""
+    return {"losses differ by": on_ranks(2, _fused, machine)[0]}
+
+
+def _fused(rank: int, machine: Machine) -> float:
+    options = {"sync": LocalSGD(every=2), "variance_correction": True}
+    makes = [partial(torch.optim.AdamW, lr=1e-3, fused=fused) for fused in (True, False)]
+    found = [train(rank, machine, SMALL, 2, 1, options, 6, optimizer=make)["losses"] for make in makes]
+    return same(*found)
+
+
+def checkpoint(machine: Machine) -> Values:
+    """Save two stages each by itself, and go on in one process as they do."""
+    whole = on_ranks(2, _save, machine)[0]
+    (resumed,) = on_ranks(1, _go_on, machine)
+    return {"losses differ by": same(resumed, whole[-len(resumed) :])}
+
+
+def _save(rank: int, machine: Machine) -> list[float]:
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 4:
+                trainer.save_checkpoint(machine.folder / "parts.ckpt")
+
+    return _checkpointed(machine, 2, Saves(), None)
+
+
+def _go_on(rank: int, machine: Machine) -> list[float]:
+    return _checkpointed(machine, 1, L.Callback(), str(machine.folder / "parts.ckpt"))
+
+
+def _checkpointed(machine: Machine, stages: int, callback: L.Callback, path: str | None) -> list[float]:
+    losses: list[float] = []
+
+    class Notes(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+            losses.append(float(outputs["loss"]))
+
+    strategy = ours(machine, stages, stages, num_micro_batches=2, save_distributed_checkpoint=True)
+    trainer = trainer_of(machine, strategy, stages, max_steps=8, callbacks=[Notes(), callback])
+    trainer.fit(Trial(DRAWS.net(), adamw), loader(DRAWS.samples(8), DRAWS.batch), ckpt_path=path)
+    return losses
+
+
+# -------------------------------------------------------------- what does it cost
+
+
+def resnet(machine: Machine) -> Values:
+    """Time ResNet-50 in bf16-mixed: Lightning's plain run, ours in one process, and two stages."""
+    kind, steps = resnet50(machine), steps_of(machine)
+    (plain,), (one,), two = (
+        on_ranks(max(1, stages), train, machine, kind, max(1, stages), stages, {}, steps, "bf16-mixed", sgd)
+        for stages in (0, 1, 2)
+    )
+    assert abs(one["losses"][0] / plain["losses"][0] - 1) < CODED_WITHIN, (one["losses"], plain["losses"])
+    named = {"plain": [plain], "1 × 1": [one], "2 × 1": two}
+    return {**_costs(named), OVERHEAD: one["ms"] / plain["ms"] - 1}
+
+
+def bert(machine: Machine) -> Values:
+    """Time BERT-base in bf16-mixed: ours in one process, two and four stages, and beside them torch's own pipeline."""
+    kind, steps, found = bert_base(machine), steps_of(machine), {}
+    micro_batches = {1: 1, 2: 4, 4: 8}
+    for stages, parts in micro_batches.items():
+        options = {"num_micro_batches": parts}
+        found[f"{stages} × 1"] = on_ranks(
+            stages, train, machine, kind, stages, stages, options, steps, "bf16-mixed", adamw
+        )
+    values = _costs(found)
+    if machine.device == "cuda":
+        largest = max(each["MiB"] for each in found["4 × 1"])
+        values[LARGEST_STAGE] = largest / found["1 × 1"][0]["MiB"]
+    for stages in (2, 4):
+        if machine.device == "cpu" or machine.count >= stages:
+            bare = on_ranks(stages, _bare, machine, kind, stages, micro_batches[stages], steps)
+            values[f"torch's own {stages} × 1, ms"] = max(bare)
+        else:
+            values[f"torch's own {stages} × 1"] = f"not possible: it needs {stages} devices"
+    return values
+
+
+def _costs(found: dict[str, list[dict[str, Any]]]) -> Values:
+    values: Values = {f"{name}, ms": ranks[0]["ms"] for name, ranks in found.items()}
+    memory = {f"{name}, MiB": [rank["MiB"] for rank in ranks] for name, ranks in found.items()}
+    return {**values, **{name: each for name, each in memory.items() if any(each)}}
+
+
+def _bare(rank: int, machine: Machine, kind: Kind, stages: int, parts: int, steps: int) -> float:
+    """Return the milliseconds of a step with ``torch.distributed.pipelining``: equally many layers on each stage, and
+    no weights that the ends of the model share."""
+    device = machine.devices(stages)[rank]
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=TRANSFER_TIMEOUT)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+    layers = list(replace(kind, sizes={**kind.sizes, "tied": False}).net())  # type: ignore[call-overload]
+    cuts = [round(len(layers) * number / stages) for number in range(stages + 1)]
+    part = nn.Sequential(*layers[cuts[rank] : cuts[rank + 1]]).to(device)
+    stage = pipelining.PipelineStage(part, rank, stages, device)
+    schedule = pipelining.Schedule1F1B(stage, parts, loss_fn=loss_of)
+    optimizer = adamw(part.parameters())
+    tokens = kind.samples(1).pool[0][: kind.batch].to(device)
+    start = 0.0
+    for step in range(steps):
+        if step == steps - steps // 2:
+            machine.settle()
+            start = time.monotonic()
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16):
+            schedule.step(*([tokens] if rank == 0 else []), target=tokens if rank == stages - 1 else None)
+        optimizer.step()
+    machine.settle()
+    return 1e3 * (time.monotonic() - start) / (steps // 2)
+
+
+ROWS = (
+    Row("the machine", about, 30),
+    Row("two stages on one device beside one process", two_stages, 45),
+    Row("two pipelines beside the same on the CPU", replicas, 90),
+    Row("no process but the ranks opens the device", rehearsal, 40, {UNSEEN: CONTEXT_MIB}),
+    Row("messages through pinned memory", staging, 40),
+    Row("stages over NCCL", nccl, 45),
+    Row("ResNet-50, bf16-mixed", resnet, 75, {OVERHEAD: 0.03}),
+    Row("BERT-base, bf16-mixed", bert, 90, {LARGEST_STAGE: 0.30}),
+    Row("a pipeline is killed, and comes back", elastic.killed, 90),
+    Row("a checkpoint in parts, on another mesh", checkpoint, 45),
+    Row("variance correction of a fused AdamW", fused, 45),
+)

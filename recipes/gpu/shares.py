@@ -1,0 +1,216 @@
+"""Unlike devices out of one: the rows of ``--only shares``.
+
+Each of four processes has its share of the device: by CUDA MPS, which gives a process that part of the multiprocessors;
+or else by pauses, which make all steps so long that the device is never busy with all of them, and those of a slower
+one longer. The rows say which. Where GPUs of unlike models are there, each has its own speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import Strategy
+
+from lightning_sdpipe import AllReduce, NoSync
+from lightning_sdpipe.heterogeneity.speed import name_of
+from recipes.gpu.checks import resnet50, seconds
+from recipes.gpu.models import Batch, Kind, Samples, batch_of
+from recipes.gpu.rows import Row, Values
+from recipes.gpu.running import Machine, Trial, Watch, ddp, fit, loader, on_ranks, ours, sgd, trainer_of
+from recipes.images.small import FashionMNIST, read_idx
+
+RANKS = 4
+PATTERNS = {"1, 1, 1, ½": (1.0, 1.0, 1.0, 0.5), "1, 1, ½, ¼": (1.0, 1.0, 0.5, 0.25)}
+METHODS: dict[str, Callable[[Machine], Strategy]] = {
+    "alone": lambda machine: ours(machine, RANKS, 1, sync=NoSync()),
+    "DDP": lambda machine: ddp(machine, RANKS),
+    "all-reduce": lambda machine: ours(machine, RANKS, 1, sync=AllReduce()),
+    "SDPipe": lambda machine: ours(machine, RANKS, 1),
+}
+EPOCH_SECONDS = 15.0
+"""Of the epoch that is timed, if no process waited for another."""
+DIGITS = Path(__file__).parents[1] / "images" / "digits"
+_IDLE = 1.25
+"""How much longer the steps of all together are than the device needs for them, where pauses make shares."""
+_STARTS = 30.0  # seconds
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How each process gets its share: variables of its environment, and seconds before each of its steps, which were
+    chosen for a ``length`` of one in seconds."""
+
+    how: str
+    own: Sequence[Mapping[str, str]]
+    pauses: Sequence[float]
+    length: float | None = None
+
+
+@contextmanager
+def shares(machine: Machine, kind: Kind, parts: Sequence[float], length: float | None = None) -> Iterator[Shares]:
+    """Give each process its part of a device for the time of the block. Of pauses, ``length`` is that of a step on a
+    whole device, if it is known: trainings that are compared need the same."""
+    nothing: list[dict[str, str]] = [{} for _ in parts]
+    if len(set(on_ranks(1, _names, machine)[0])) > 1:
+        yield Shares("unlike devices", nothing, [0.0] * len(parts))
+        return
+    with mps(machine) as environment:
+        if environment is None:
+            whole = on_ranks(1, _step_seconds, machine, kind)[0] if length is None else length
+            step = whole * max(1, len(parts) / max(1, machine.count)) * _IDLE
+            yield Shares("pauses", nothing, [step / part - whole for part in parts], whole)
+        else:
+            each = 100 / max(1, len(parts) / machine.count)
+            percent = [str(max(1, round(each * part))) for part in parts]
+            own = [{**environment, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": number} for number in percent]
+            yield Shares(f"MPS, {', '.join(percent)} %", own, [0.0] * len(parts))
+
+
+def _names(rank: int, machine: Machine) -> list[str]:
+    return [name_of(device) for device in machine.devices(machine.count)] if machine.device != "cpu" else []
+
+
+def _step_seconds(rank: int, machine: Machine, kind: Kind) -> float:
+    found = fit(machine, ours(machine, 1, 1), 1, Trial(kind.net(), sgd), kind, 8, "bf16-mixed")
+    return float(found["ms"]) / 1e3
+
+
+@contextmanager
+def mps(machine: Machine) -> Iterator[dict[str, str] | None]:
+    """Run a daemon of CUDA MPS of one's own, and yield what its clients have in their environment; None where there is
+    none, or where it does not serve."""
+    control = "nvidia-cuda-mps-control"
+    if machine.device != "cuda" or shutil.which(control) is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="mps-") as folder:  # short, since a socket's path is
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        run = partial(subprocess.run, env={**os.environ, **environment}, check=False, timeout=_STARTS)
+        serves = run([control, "-d"], stdin=subprocess.DEVNULL).returncode == 0
+        try:
+            yield environment if serves and _is_served(machine, environment) else None
+        finally:
+            if serves:
+                run([control], input=b"quit\n")
+
+
+def _is_served(machine: Machine, environment: Mapping[str, str]) -> bool:
+    try:
+        halves = [{**environment, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percent} for percent in ("25", "100")]
+        slow, fast = (on_ranks(1, _product_seconds, machine, own=[own])[0] for own in halves)
+    except RuntimeError:
+        return False
+    return bool(slow > 2 * fast)
+
+
+def _product_seconds(rank: int, machine: Machine) -> float:
+    square = torch.rand(4096, 4096, device=machine.devices(1)[0])
+    return seconds(lambda: square @ square, machine)
+
+
+def epochs(method: str, pattern: str, machine: Machine) -> Values:
+    """Time an epoch of ResNet-50 under a method, after a first one in which no speed is known; and the ratios to those
+    that were timed before."""
+    kind = resnet50(machine)
+    if machine.device == "cuda":
+        memory = on_ranks(1, _memory, machine)[0]
+        kind = replace(kind, batch=batch_of(replace(kind, batch=128), memory, 0.8 * machine.count / RANKS))
+    file = machine.folder / f"shares-{'-'.join(map(str, PATTERNS[pattern]))}.json"
+    known: Values = json.loads(file.read_text()) if file.exists() else {}
+    with shares(machine, kind, PATTERNS[pattern], known.get("length")) as given:
+        batches = known.get("batches", 8 if machine.dry else 24)
+        ranks = on_ranks(RANKS, _epochs, machine, method, kind, batches, given.pauses, own=given.own)
+    length = _length(ranks)
+    values = {"by": given.how, "s per epoch": length, "batches": batches}
+    if method == "alone":  # which says how many batches fit, too
+        rate = sum(1e3 / rank["ms"] for rank in ranks)
+        values = {"by": given.how, "batches/s of each": [1e3 / rank["ms"] for rank in ranks]}
+        known = {
+            "batches": batches if machine.dry else max(24, RANKS * round(rate * EPOCH_SECONDS / RANKS)),
+            "rate": rate,
+        }
+    else:
+        known[method] = length
+    file.write_text(json.dumps(known))
+    if method == "SDPipe":
+        values |= {f"{name} over it": known[name] / length for name in ("DDP", "all-reduce") if name in known}
+        if "rate" in known:
+            values["of the bound"] = batches / length / known["rate"]
+    return values
+
+
+def _memory(rank: int, machine: Machine) -> int:
+    return torch.cuda.mem_get_info(machine.devices(1)[0])[0]
+
+
+def _length(ranks: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds of the epochs but the first, from where the first rank begins to where the last one ends."""
+    each = [zip(*(rank["epochs"] for rank in ranks), strict=True)]
+    spans = [(min(begin for begin, _ in epoch), max(end for _, end in epoch)) for epoch in next(iter(each))]
+    return float(statistics.mean(end - begin for begin, end in spans[1:]))
+
+
+def _epochs(
+    rank: int, machine: Machine, method: str, kind: Kind, batches: int, pauses: Sequence[float]
+) -> dict[str, Any]:
+    watch = Watch(machine, batches // RANKS)
+    trainer = trainer_of(machine, METHODS[method](machine), RANKS, "bf16-mixed", max_epochs=2, callbacks=[watch])
+    trainer.fit(Trial(kind.net(), sgd, pauses[rank]), loader(kind.samples(batches), kind.batch))
+    return watch.found()
+
+
+def accuracy(pattern: str, machine: Machine) -> Values:
+    """Train on real pictures with each method, and return its accuracy beside the length of its epochs."""
+    kind = Kind(False, {"blocks": (1, 1), "width": 16, "classes": 10, "channels": 1}, 8, 16)
+    values: Values = {"pictures": "Fashion-MNIST" if machine.images else "digits"}
+    with shares(machine, kind, PATTERNS[pattern]) as given:
+        values["by"] = given.how
+        for method in METHODS:
+            if method != "alone":
+                ranks = on_ranks(RANKS, _accuracy, machine, method, kind, given.pauses, own=given.own)
+                values[f"{method}, accuracy"] = ranks[0]["accuracy"]
+                values[f"{method}, s per epoch"] = _length(ranks)
+    return values
+
+
+def _accuracy(rank: int, machine: Machine, method: str, kind: Kind, pauses: Sequence[float]) -> dict[str, Any]:
+    train, val = pictures(machine)
+    watch, epochs = Watch(machine, 0), 2 if machine.dry else 8
+    trainer = trainer_of(machine, METHODS[method](machine), RANKS, max_epochs=epochs, callbacks=[watch])
+    count = 256 if machine.dry else len(train[0])
+    loaders = (
+        loader(Samples(train, count), kind.batch, shuffle=True),
+        loader(Samples(val, len(val[0])), kind.batch),
+    )
+    trainer.fit(Trial(kind.net(), sgd, pauses[rank]), *loaders)
+    return {**watch.found(), "accuracy": float(trainer.callback_metrics["accuracy"])}
+
+
+def pictures(machine: Machine) -> tuple[Batch, Batch]:
+    """Return pictures and labels to train on, and to validate: Fashion-MNIST, or handwritten digits."""
+    if machine.images is not None:
+        clothes = FashionMNIST(str(machine.images))
+        return clothes.read(train=True), clothes.read(train=False)
+    images = read_idx(DIGITS / "images-idx3-ubyte.gz").unsqueeze(1) * 15
+    labels = read_idx(DIGITS / "labels-idx1-ubyte.gz").long()
+    return (images[:1437], labels[:1437]), (images[1437:], labels[1437:])
+
+
+ROWS = tuple(
+    Row(f"four processes with {pattern} of a device each: {method}", partial(epochs, method, pattern), 75)
+    for pattern in PATTERNS
+    for method in METHODS
+)
+ROWS += (Row("real pictures on 1, 1, 1, ½", partial(accuracy, "1, 1, 1, ½"), 90),)
