@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-NEWEST = {"python": (3, 13), "torch": (2, 13), "lightning": (2, 6)}
+NEWEST = {"python": (3, 12), "torch": (2, 13), "lightning": (2, 6)}
 """The first two numbers of each."""
 
 

@@ -53,4 +53,4 @@ def test_what_was_tested_may_be_installed() -> None:
         major, minor = map(int, allowed.rpartition("<")[2].split("."))
         assert tested.NEWEST[package] < (major, minor), f"{allowed} excludes the newest that was tested"
     *_, newest = (line for line in project["classifiers"] if line.startswith("Programming Language :: Python :: 3."))
-    assert tuple(map(int, newest.rpartition(" ")[2].split("."))) == tested.NEWEST["python"]
+    assert tested.NEWEST["python"] <= tuple(map(int, newest.rpartition(" ")[2].split(".")))
