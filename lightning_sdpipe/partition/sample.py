@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_sdpipe.lightning_internals import goes_one_by_one
-from lightning_sdpipe.partition.python_values import has_values, tensors_within
 
 
 def copied(batch: Any) -> Any:
     """Return a copy of ``batch``, for one more run of a step that may change it in place; or ``batch`` itself, if it
-    cannot be copied. The memory of a tensor is copied only when one of the two is written to, if it is torch's own."""
-    clones: dict[int, Any] = {}
+    cannot be copied."""
     try:
-        for tensor in tensors_within(batch):
-            if type(tensor) is Tensor and has_values(tensor) and not tensor.requires_grad:
-                with suppress(RuntimeError):  # as for memory of NumPy, or that a loader's worker shares
-                    clones[id(tensor)] = tensor._lazy_clone()
-        return copy.deepcopy(batch, clones)
+        return copy.deepcopy(batch)
     except Exception:  # objects say in their own ways that they cannot be copied
         return batch
 
@@ -79,4 +71,5 @@ def _first(loader: Any, copied: Callable[..., Any]) -> Any:
         return loader.collate_fn(dataset[next(iter(copied(loader.sampler, known)))])
     size = getattr(loader.batch_sampler, "batch_size", None)
     whole = range(min(size, len(dataset))) if size else next(iter(copied(loader.batch_sampler, known)))
-    return loader.collate_fn([dataset[index] for index in whole])
+    together = getattr(dataset, "__getitems__", None)
+    return loader.collate_fn(together([*whole]) if together else [dataset[index] for index in whole])
