@@ -188,10 +188,9 @@ def _owners(root: nn.Module) -> list[_Owner]:
             todo += (value.__self__, value.__func__)
         elif isinstance(value, partial):
             todo += (value.func, *value.args, *value.keywords.values())
-        elif isinstance(value, (list, tuple, set, deque)):
-            todo += islice(value, _MANY)
-        elif isinstance(value, dict):
-            todo += islice(dict.values(value), _MANY)
+        elif isinstance(value, (list, tuple, set, deque, dict)):
+            inside = dict.values(value) if isinstance(value, dict) else value
+            todo += [each for each in islice(inside, _MANY) if type(each) not in _PLAIN]  # a data set has millions
         elif isinstance(value, nn.Module) or is_of_the_user(value):
             todo += (*(attributes_of(value) or {}).values(), type(value))
         elif isinstance(value, _lru_cache_wrapper):
