@@ -38,9 +38,9 @@ from lightning_sdpipe.topology.mesh import depths_of, shape_of
 
 _OWN_OPTIONS = {
     "run": ("supervision.command", "train with pipelines that are started again when they die"),
-    "partition": ("partition.__main__", "show the chain of a model and where it would be cut"),
+    "partition": ("partition.command", "show the chain of a model and where it would be cut"),
     "check": ("check", "compare what a cut model computes with the whole one"),
-    "simulate": ("simulate.__main__", "run a policy under stragglers, in virtual time"),
+    "simulate": ("simulate.command", "run a policy under stragglers, in virtual time"),
     "measure": ("placement.measure", "measure the links between a job's workers, and their speed"),
     "place": ("placement.command", "decide which device runs which stage of which pipeline"),
     "demo": ("demo", "train on handwritten digits, with SDPipe and with all-reduce"),

@@ -182,7 +182,7 @@ except KeyboardInterrupt:
 def test_nothing_is_installed_by_an_import() -> None:
     code = """
 import gc, signal
-import lightning_sdpipe.meter, lightning_sdpipe.cli, lightning_sdpipe.simulate.__main__
+import lightning_sdpipe.meter, lightning_sdpipe.cli, lightning_sdpipe.simulate.command
 assert gc.callbacks == []
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 """

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.cli import main
 from lightning_sdpipe.partition import ownership
-from lightning_sdpipe.partition.__main__ import table
+from lightning_sdpipe.partition.command import table
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.partition.profile import BlockProfile
 

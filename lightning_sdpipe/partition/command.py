@@ -1,5 +1,4 @@
-"""The command ``python -m lightning_sdpipe.partition IMPORT.PATH:factory``: shows a model's chain and where it is
-cut."""
+"""The command ``sdpipe partition IMPORT.PATH:factory``: shows a model's chain and where it is cut."""
 
 from __future__ import annotations
 
