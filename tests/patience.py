@@ -241,6 +241,7 @@ def _watched(item: pytest.Item, phase: str) -> Iterator[None]:
 
 
 def pytest_configure() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and its children do so, too
     _watch.start()
 
 

@@ -27,6 +27,7 @@ from recipes.gpu.rows import Row, Values, attempt
 from recipes.gpu.running import Machine
 from tests import accelerator
 from tests.features.running import as_torchrun, quiet_trainer
+from tests.patience import limit
 from tests.worker.elastic import jobs
 from tests.workers import free_port, run_workers
 
@@ -166,6 +167,7 @@ def _on_both(device: str, runs: Sequence[Run], path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def built() -> None:
+    limit(400)  # another process of these tests may be compiling it
     try:
         accelerator.build()
     except accelerator.CannotBuildError as error:
