@@ -88,6 +88,10 @@ class PlacedBatches:
             )
         return data, self._given.popleft()[1]
 
+    def close(self) -> None:
+        """End the loader's processes; it refers to these batches, which refer to it."""
+        self._iterator = None
+
     def samples(self, number: int) -> float:
         """Return the samples of round ``number`` for each pipeline, on average."""
         return sum(len(self._shards.batch(home, number)) for home in range(self._num_pipelines)) / self._num_pipelines

@@ -112,7 +112,9 @@ class JointBatchSource:
         self._computed = self._seconds
 
     def close(self) -> None:
-        """End the fit; workers of the loader may end."""
+        """End the fit, and with it the loader's processes."""
+        if self.portion is not None:
+            self._batches.close()
         self._batches = self.portion = None  # type: ignore[assignment]  # none is asked for any more
         self._delays.measures = False
 

@@ -8,6 +8,7 @@ import queue
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,9 +123,10 @@ class Output:
         return bool(data)
 
     def close(self) -> None:
-        """Close after what can still be read at once. Another program may hold the other end, so its end is not
-        awaited."""
-        while self.read():
+        """Close after what can still be read at once. Another program may hold the other end, and write on, so its end is
+        not awaited."""
+        deadline = time.monotonic() + _PATIENCE
+        while self.read() and time.monotonic() < deadline:
             pass
         self._note(self._line)
         os.close(self.source)

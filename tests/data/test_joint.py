@@ -73,6 +73,7 @@ def test_what_is_loaded_does_not_depend_on_who_loads_it(workers: int) -> None:
                 data, portion = batches.take(mine(number), map(mine, range(number + 1, len(batches))))
                 for place, samples in zip(portion.places, data.split(portion.sizes), strict=True):
                     found[place] = samples.tolist()
+            batches.close()
             assert [batches.samples(number) for number in range(3)] == [4, 4, 3]
         return found
 
@@ -97,6 +98,7 @@ def test_batches_are_put_together_of_what_is_asked_for_also_if_that_was_not_fore
     asked: list[list[Place]] = [[(0, 0, 0), (1, 0, 1)], [(0, 1, 0)], [(1, 0, 0), (1, 1, 0)], [(0, 0, 0), (1, 0, 1)]]
     found = [placed.take(asked[0], iter([asked[1], [(0, 2, 0)]]))]
     found += [placed.take(places, iter(())) for places in asked[1:]]
+    placed.close()
     for places, (data, portion) in zip(asked, found, strict=True):
         assert portion.places == tuple((2 * number + home, part) for home, number, part in places)
         assert portion.sizes == (2,) * len(places)

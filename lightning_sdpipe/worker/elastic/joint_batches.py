@@ -77,6 +77,8 @@ class JointRoundSource(ElasticBatchSource):
 
     def close(self) -> None:
         super().close()
+        if self._placed is not None:
+            self._placed.close()
         self._placed = self.portion = None
         self._delays.measures = False
 
