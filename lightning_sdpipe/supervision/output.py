@@ -123,8 +123,8 @@ class Output:
         return bool(data)
 
     def close(self) -> None:
-        """Close after what can still be read at once. Another program may hold the other end, and write on, so its end is
-        not awaited."""
+        """Close after what can still be read at once. Another program may hold the other end and write on, so its end
+        is not awaited."""
         deadline = time.monotonic() + _PATIENCE
         while self.read() and time.monotonic() < deadline:
             pass
