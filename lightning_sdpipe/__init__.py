@@ -12,6 +12,8 @@ from importlib import import_module
 from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
+from lightning_sdpipe.tested import VERSION
+
 if TYPE_CHECKING:
     from lightning_sdpipe.errors import ConfigurationError as ConfigurationError
     from lightning_sdpipe.exchange.options import Exchange as Exchange
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from lightning_sdpipe.sync import PartialReduce as PartialReduce
     from lightning_sdpipe.sync import SemiDecentralized as SemiDecentralized
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {
     "ConfigurationError": "lightning_sdpipe.errors",

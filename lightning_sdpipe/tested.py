@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+VERSION = "0.1.0"
+"""Of this package."""
+
 NEWEST = {"python": (3, 12), "torch": (2, 13), "lightning": (2, 6)}
 """The first two numbers of each."""
 

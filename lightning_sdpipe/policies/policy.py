@@ -15,6 +15,7 @@ group goes out, and of which members.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -50,9 +51,14 @@ class Refusing(msgspec.StructMeta):
     """Refuses unknown values by the same message as the registry does for values in JSON."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
-        for name in values.keys() - {*cls.__struct_fields__}:
-            raise ConfigurationError(f"{name} is not a value of {cls.__name__}{nearest(name, cls.__struct_fields__)}")
+        refuse_unknown(cls, cls.__struct_fields__, values)
         return super().__call__(*args, **values)
+
+
+def refuse_unknown(kind: type, known: Iterable[str], values: Iterable[str]) -> None:
+    """Raise ConfigurationError if ``kind``, which has the values ``known``, is given others."""
+    for name in {*values} - {*known}:
+        raise ConfigurationError(f"{name} is not a value of {kind.__name__}{nearest(name, known)}")
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, metaclass=Refusing):

@@ -204,7 +204,12 @@ class Collectives(DDPStrategy):
     def _ends_alone(self) -> bool:
         """True while this process ends by an exception: no other may come to what it does with others, so it does that
         by itself."""
-        return self.lightning_module is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
+        module = self.lightning_module
+        return (
+            module is not None
+            and module._trainer is not None
+            and self._trainer.state.status == TrainerStatus.INTERRUPTED
+        )
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
-
-import msgspec
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
-from lightning_sdpipe.policies.policy import PolicyConfig, Refusing, refusal
+from lightning_sdpipe.policies.policy import PolicyConfig, refusal, refuse_unknown
 from lightning_sdpipe.sync.capabilities import OUTER, Capabilities
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
 from lightning_sdpipe.sync.own_base_averaging import OwnBaseAveraging
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
-class DiLoCo(msgspec.Struct, frozen=True, metaclass=Refusing):
+class _Refusing(type):
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        refuse_unknown(cls, cls.__dataclass_fields__, values)  # type: ignore[attr-defined]
+        return super().__call__(*args, **values)
+
+
+@dataclass(frozen=True)
+class DiLoCo(metaclass=_Refusing):
     """Pipelines train alone for ``every`` updates. The mean movement of their models since the last round is then taken
     as a gradient by SGD with Nesterov's momentum: ``lr`` and ``momentum``; 1 and 0 make it ``LocalSGD``.
 

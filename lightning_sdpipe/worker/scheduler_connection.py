@@ -276,7 +276,7 @@ class SchedulerConnection:
         """Tell the other workers of ``exception``, unless it came from one of them. A connection that is lost, or a
         message that does not come, is told: the scheduler knows best who failed first."""
         self._watchdog.disarm()
-        alone = dist.get_world_size() == 1
+        alone = dist.is_initialized() and dist.get_world_size() == 1
         if not alone:
             keep_until_the_end(open_groups())
         self._finishes = False

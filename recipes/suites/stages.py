@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import lightning as L
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_sdpipe.partition import plan, rehearsal
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.rehearsal import StepCalls
+from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.pipeline.micro_batches import split
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -32,7 +33,10 @@ def make_plan(
     """Equally many blocks on each stage, after a rehearsal with the first and the last micro-batch of ``batch``."""
     parts = [part.batch for part in split(batch, num_micro_batches)]
     steps = [StepCalls("training_step", [(part, (0,)) for part in (parts[0], parts[-1])], trains=True)]
-    rehearse = partial(rehearsal.rehearse, module, steps=steps, device=CPU)
+
+    def rehearse(chain: Sequence[str]) -> RehearsalResult:
+        return rehearsal.rehearse(copy.deepcopy(module), chain, steps, CPU)  # which leaves traces
+
     return plan.plan(module, num_stages, "uniform", blocks, rehearse=rehearse)
 
 

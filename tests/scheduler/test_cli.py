@@ -36,7 +36,7 @@ W = Worker
 def test_versions_for_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"python +3\.\d+\.\d+, Linux.*, \d+ processors", lines[0])
+    assert re.fullmatch(r"python +3\.\d+\.\d+, tested; Linux.*, \d+ processors", lines[0])
     for package, line in zip(("lightning-sdpipe", "torch", "lightning"), lines[1:4], strict=True):
         assert re.fullmatch(rf"{package} +\d+\.\d+.*", line)
 

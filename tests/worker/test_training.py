@@ -86,7 +86,7 @@ class Announcing(SimpleNamespace):
     """A synchronizer that announces updates."""
 
     announce: Any = None
-    by_samples = False
+    by_samples = takes_several_backwards = False
 
 
 def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[int]]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.utils.data import DataLoader
 
-from lightning_sdpipe import __version__, lightning_internals
+from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.checkpoints.whole_module import make_room
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
@@ -37,6 +37,7 @@ from lightning_sdpipe.loop.weight_averaging import averaging_of
 from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient, Receive, Start
+from lightning_sdpipe.tested import VERSION
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.worker.elastic import leader, state_transfer
 from lightning_sdpipe.worker.elastic.barriers import Barriers, divided, of_all_stages, pack, unpack_max
@@ -57,7 +58,7 @@ def fingerprint(trainer: Trainer, options: Options, ownership: Ownership) -> dic
     interval = getattr(trainer, "val_check_interval", "at times")  # Lightning sets none if validation goes by the clock
     every = f"{interval} of every {trainer.check_val_every_n_epoch} epochs"
     return {
-        "version": f"lightning_sdpipe {__version__}, torch {torch.__version__}",
+        "version": f"lightning_sdpipe {VERSION}, torch {torch.__version__}",
         "stages": str(options.num_stages),
         "model": f"{type(module).__name__} {_digest(shapes)}",
         "cut": _digest(cut),
