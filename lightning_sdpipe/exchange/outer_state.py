@@ -340,7 +340,7 @@ class OuterState:
 
     def _begin_to_share(self, group: Group, replicas: Replicas) -> _Sharing:
         """Begin to send members that lack the newest base what makes them have it, or to receive that."""
-        assert group.lineage is not None, "a policy of rounds by quorum gives groups a lineage"
+        assert group.lineage is not None, "the policy of outer rounds gives groups a lineage"
         newest, tag = group.lineage.newest, tag_of(group)
         bases = {worker.pipeline: base for worker, base in zip(group.members, group.lineage.bases, strict=True)}
         having = [member for member, base in bases.items() if base == newest]

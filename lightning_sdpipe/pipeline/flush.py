@@ -168,7 +168,6 @@ class CutStage:
         self._before_backward = before_backward
         self._keys = keys
         self._forward = forward
-        self._next_expected = 0
         self._received: dict[int, Sequence[Tensor]] = {}
         self._sent: dict[int, Sequence[Tensor]] = {}
         self._left: dict[int, Callable[[], object]] = {}

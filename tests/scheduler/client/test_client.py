@@ -381,7 +381,6 @@ def test_a_full_buffer_is_told_at_once_but_not_all_the_time() -> None:
         talk = a._thread.talk
         beat = talk._beat
         a.join()
-        talk._beat_every = 5.0
         talk._beat = lambda: (beats.append(time.monotonic()), beat())[1]  # type: ignore[method-assign]
         until = time.monotonic() + 0.5
         while time.monotonic() < until:

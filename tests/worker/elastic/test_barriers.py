@@ -56,7 +56,6 @@ class Table:
     def __init__(self, fails: Callable[[int], bool] = lambda _: False) -> None:
         self.tensors: dict[int, Tensor] = {}
         self.fails = fails
-        self.attempts = 0
 
 
 class Epochs:
