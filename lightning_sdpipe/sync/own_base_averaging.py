@@ -5,9 +5,10 @@ A round goes on at once, or with ``overlap="step"`` beside the next mini-batches
 the thread that trains, whole, after ``delay`` updates.
 
 Where pipelines come and go, ``Replica.bases`` carries rounds out among those that are there, and the scheduler counts
-the updates of all. A worker is ready for the next round as soon as it has adopted the last one, and trains on. When the
-scheduler names the members, stage 0 tells the other stages before a turn, and all begin with the model after it. So no
-pipeline waits for a slow one.
+the updates of all. Heartbeats tell it of them, each eighth of a second where a pipeline has made its share. A worker is
+ready for the next round as soon as it has adopted the last one, and trains on. When the scheduler names the members,
+stage 0 tells the other stages before a turn, and all begin with the model after it. So no pipeline waits for a slow
+one.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ class OwnBaseAveraging(OuterAveraging):
         """See the base class, as for the next method."""
         if self._stands and self._group is None:
             self._group = self.replica.client.group_if_known()
+            if self._group is None and self._whole.since >= self._schedule.every:
+                self.replica.client.beat_soon()  # the round may be due, and heartbeats tell of updates
         return self._group is not None
 
     def take_part(self) -> None:

@@ -217,8 +217,12 @@ class SchedulerClient:
         with self._thread.changed:
             much = self._asks.rows.add(iteration, row, group)
         if much:
-            with self._thread.talking() as talk:
-                talk.beat_soon()
+            self.beat_soon()
+
+    def beat_soon(self) -> None:
+        """Bring the next heartbeat forward, to an eighth of a second after the last one at the soonest."""
+        with self._thread.talking() as talk:
+            talk.beat_soon()
 
     def first_failure(self, timeout: float) -> Failure | None:
         """Return the run's first failure, if this process hears of one within ``timeout`` seconds."""

@@ -104,7 +104,6 @@ def check_that_what_died_is_trained_by_others(run: ElasticRun, died: int) -> Non
     assert set(kept) == set(range(SAMPLES)), sorted(set(range(SAMPLES)) - set(kept))
 
 
-@pytest.mark.slow  # beside other tests a run saw 4 rounds in all three times, for a reason not found yet
 @pytest.mark.parametrize(
     ("sync", "exchange", "phase", "stages"),
     [
