@@ -63,7 +63,7 @@ __all__ = [*_HOMES]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        if not name.startswith("_") and (left := import_module("lightning_sdpipe.errors").LEFT.get(name)):
+        if name[:1].isupper() and (left := import_module("lightning_sdpipe.errors").LEFT.get(name)):
             raise ImportError(f"{name} has left lightning_sdpipe: {left}.")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

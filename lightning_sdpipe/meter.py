@@ -73,28 +73,10 @@ class Span:
         self._meter, self._phase = meter, phase
 
     def __enter__(self) -> None:
-        meter = self._meter  # as Meter.change(), in line: a step enters some ten spans
-        now = meter._clock()
-        since = meter._since
-        if now > since:
-            phase = meter._stack[-1]
-            meter._totals[phase] += now - since
-            meter._since = now
-            if phase:
-                meter.kept.append((phase, since, now))
-        meter._stack.append(self._phase)
+        self._meter.change().append(self._phase)
 
     def __exit__(self, *_: object) -> None:
-        meter = self._meter
-        now = meter._clock()
-        since = meter._since
-        if now > since:
-            phase = meter._stack[-1]
-            meter._totals[phase] += now - since
-            meter._since = now
-            if phase:
-                meter.kept.append((phase, since, now))
-        meter._stack.pop()
+        self._meter.change().pop()
 
 
 _NO_SPAN: AbstractContextManager[None] = contextlib.nullcontext()
