@@ -53,9 +53,7 @@ PUBLIC = {
 PROGRAMS = (  # python -m
     "lightning_sdpipe.checkpoints.consolidate",
     "lightning_sdpipe.cli",
-    "lightning_sdpipe.partition",
     "lightning_sdpipe.scheduler",
-    "lightning_sdpipe.simulate",
 )
 
 
