@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any, Literal
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -17,6 +19,10 @@ from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
 class _Refusing(type):
+    @property
+    def __signature__(cls) -> inspect.Signature:  # else what reads signatures sees __call__'s
+        return inspect.signature(MethodType(cls.__init__, cls))  # type: ignore[misc]
+
     def __call__(cls, *args: Any, **values: Any) -> Any:
         refuse_unknown(cls, cls.__dataclass_fields__, values)  # type: ignore[attr-defined]
         return super().__call__(*args, **values)
