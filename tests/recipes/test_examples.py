@@ -52,8 +52,8 @@ def test_a_gan_learns_on_two_pipelines(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @needs_jsonargparse
 def test_lightning_cli(tmp_path: Path) -> None:
-    """By the file that docs/lightning_cli.md shows, and by names and options on the command line."""
-    (shown,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/lightning_cli.md").read_text(), re.DOTALL)
+    """By the file that docs/launching.md shows, and by names and options on the command line."""
+    (shown,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/launching.md").read_text(), re.DOTALL)
     (tmp_path / "cli.yaml").write_text(shown)
     short = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.logger=false"]
     by_name = [
