@@ -29,7 +29,8 @@ from lightning_sdpipe.scheduler.client.conversation import Conversation
 
 log = logging.getLogger(__name__)
 
-CONNECT_WITHIN = 1.0
+CONNECT_WITHIN = 2.5
+"""Seconds; the kernel sends a lost first packet again after 1 s."""
 GLANCE = 0.02
 """Seconds between checks whether a wait is still needed."""
 
