@@ -87,7 +87,6 @@ class SumInPlace:
         self._under_way: list[dist.Work] = []
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
-        """See :class:`~lightning_sdpipe.exchange.moving.Mover`."""
         members, replicas = len(self.replicas.pipelines), self.replicas
         if len(group.members) < members or any(map(replicas.stages, tensors)):
             return self._among_some.start(tensors, group)

@@ -60,7 +60,7 @@ class EncodedMean:
         self.lock = lock
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
-        """See :class:`~lightning_sdpipe.exchange.moving.Mover`.
+        """Start the exchange.
 
         Raises:
             ConfigurationError: the group has members that average with some of the others only.

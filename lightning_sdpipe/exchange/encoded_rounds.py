@@ -100,7 +100,7 @@ class EncodedRounds(GradientRounds):
         super().__init__(parameters, replicas, cap, watch)
 
     def arrange(self) -> None:
-        """See the base class. Also forgets what was left out. Parameters that were not there before get gradients in
+        """Begin anew, and forget what was left out. Parameters that were not there before get gradients in
         full precision first, of which their variances are measured."""
         self._coding.drop()
         self._momenta.clear()
@@ -111,13 +111,12 @@ class EncodedRounds(GradientRounds):
         super().arrange()
 
     def complete(self, gradients: Sequence[Tensor | None], trains: bool = True, mark: int = 0) -> None:
-        """See the base class."""
         self._trains = trains
         super().complete(gradients, trains, mark)
         self._trains = True
 
     def wait(self) -> Averaged:
-        """See the base class.
+        """Wait for the averages.
 
         Raises:
             NonFiniteError: all gradients were finite, but a message could not hold one of them.
@@ -227,7 +226,7 @@ class EncodedPresentRounds(PresentRounds):
         super().__init__(parameters, worker, cap, watch, look)
 
     def begin(self, group: Group, mover: SumInPlace | None, hosts: Mapping[int, str] | None = None) -> None:
-        """See the base class; ``mover`` adds up the flags, and its replicas average the gradients: by the machines
+        """Begin a round. ``mover`` adds up the flags, and its replicas average the gradients: by the machines
         ``hosts``, if they are given."""
         if self._members != (group.epoch, group.members):
             self.coding.drop()
@@ -237,7 +236,7 @@ class EncodedPresentRounds(PresentRounds):
         super().begin(group, mover, hosts)
 
     def begin_again(self) -> None:
-        """See the base class; also drops what was left out, when no message of the round is under way any more."""
+        """Give the round up, and drop what was left out when no message of it is under way any more."""
         for job in self._jobs:
             with suppress(WorkerFailedError):
                 job.wait()

@@ -97,7 +97,6 @@ class PieceByPiece:
         raise NotImplementedError
 
     def wait(self) -> bool:
-        """See :class:`Pending`."""
         if not self._to_come:
             return False
         start = time.perf_counter()
@@ -109,11 +108,9 @@ class PieceByPiece:
         return True
 
     def commit(self) -> None:
-        """See :class:`Pending`."""
         self._put(*self._arrived.popleft())
 
     def abort(self) -> None:
-        """See :class:`Pending`."""
         self._to_come.clear()
         self._arrived.clear()
 
@@ -200,7 +197,7 @@ class GroupMean:
         self._scratch = Scratch()
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
-        """See :class:`~lightning_sdpipe.exchange.moving.Mover`.
+        """Start the exchange.
 
         Raises:
             ConfigurationError: the group has members that average with some of the others only.
@@ -287,7 +284,7 @@ class PairMean:
         self._lock = lock
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
-        """See :class:`~lightning_sdpipe.exchange.moving.Mover`; the group has two members."""
+        """Start the exchange of a group of two members."""
         return _Pair(tensors, group, self._replicas, self._lock)
 
 

@@ -118,7 +118,7 @@ class PresentRounds(GradientRounds):
         self._launch()
 
     def complete(self, gradients: Sequence[Tensor | None], trains: bool = True, mark: int = 0) -> None:
-        """See the base class; ``trains`` and ``mark`` are ignored, since attributes hold their values."""
+        """Note the gradients. ``trains`` and ``mark`` are ignored, since attributes hold their values."""
         self._given = gradients
         self._fill(gradients)
 

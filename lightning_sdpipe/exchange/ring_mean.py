@@ -64,7 +64,7 @@ class RingMean:
             self._memory.add(NeighbourCopies(piece, dict.fromkeys(neighbours, piece), self._weight))
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
-        """See :class:`~lightning_sdpipe.exchange.moving.Mover`.
+        """Start the exchange.
 
         Raises:
             ConfigurationError: a group of several members has no neighbours.
@@ -180,7 +180,7 @@ class ChangingRing:
         self._replicas, self._memory = replicas, memory
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
-        """See :class:`~lightning_sdpipe.exchange.moving.Mover`.
+        """Start the exchange.
 
         Raises:
             ConfigurationError: a group of several members has no neighbours.

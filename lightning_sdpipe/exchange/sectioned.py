@@ -57,7 +57,6 @@ class SectionedMover:
         self._movers, self._counts = movers, counts
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
-        """See :class:`~lightning_sdpipe.exchange.moving.Mover`."""
         return _Sections(zip(self._movers, parted(tensors, self._counts()), strict=True), group)
 
 

@@ -71,8 +71,9 @@ class Dealing:
     reason: str | None
 
 
-class DealtBatchSource:
-    """Batches that go to the pipelines by their speed; each trains its own shard where the loader's cannot.
+@dataclass(frozen=True)
+class SourceInputs:
+    """The inputs of a source of batches that are dealt.
 
     Args:
         trainer: about to fit.
@@ -84,22 +85,26 @@ class DealtBatchSource:
         dealing: the data that are dealt.
     """
 
+    trainer: Trainer
+    turns: Turns
+    client: SchedulerClient
+    groups: ProcessGroups
+    checks: ClockChecks
+    run: int
+    dealing: Dealing
+
+
+class DealtBatchSource:
+    """Batches that go to the pipelines by their speed; each trains its own shard where the loader's cannot."""
+
     description = "dealt by speed if the loader allows it"
     portion = None
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        turns: Turns,
-        client: SchedulerClient,
-        groups: ProcessGroups,
-        checks: ClockChecks,
-        run: int,
-        dealing: Dealing,
-    ) -> None:
-        self._trainer, self._turns, self._client = trainer, turns, client
-        self._shards = ShardBatchSource(trainer, turns, dealing.origin)
-        self._checks, self._run, self._dealing = checks, run, dealing
+    def __init__(self, inputs: SourceInputs) -> None:
+        trainer = self._trainer = inputs.trainer
+        self._turns, self._client = inputs.turns, inputs.client
+        groups, self._checks, self._run, self._dealing = inputs.groups, inputs.checks, inputs.run, inputs.dealing
+        self._shards = ShardBatchSource(trainer, inputs.turns, inputs.dealing.origin)
         self._num_pipelines = groups.mesh.num_pipelines
         _, pipeline = groups.mesh.locate(groups.rank)
         self._home = pipeline % self._num_pipelines  # there may be more pipelines than shards

@@ -55,7 +55,7 @@ _Change = tuple[Address, str, Any]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Slot:
     """The place of a value: an item or an attribute of ``owner``, or whether a parameter trains."""
 
     owner: Any
@@ -150,7 +150,7 @@ class PythonState:
                 wanted = json.loads(self._receive(rank))
                 self._send([_packed(json.loads(each), mine[each]) for each in wanted], rank)
 
-    def _made_by_the_user(self) -> Iterator[tuple[Address, _Place]]:
+    def _made_by_the_user(self) -> Iterator[tuple[Address, _Slot]]:
         """Yield the values in modules and callbacks, without tensors over the memory of parameters."""
         roots: dict[Address, Any] = {("callback", n): c for n, c in enumerate(self._trainer.callbacks)}
         roots = {address: callback for address, callback in roots.items() if is_of_the_user(callback)}
@@ -258,19 +258,19 @@ class PythonState:
             except NotPackedError as error:
                 place.put(NotHere(".".join(map(str, address[1:])), hook, str(error)))
 
-    def _place(self, address: Sequence[Any]) -> _Place | None:
+    def _place(self, address: Sequence[Any]) -> _Slot | None:
         *inside, name = address
         module = self._trainer.lightning_module
         if inside == ["requires_grad"]:
-            return _Place(module.get_parameter(name), "requires_grad")
+            return _Slot(module.get_parameter(name), "requires_grad")
         if inside == ["buffer"]:
             path, _, name = name.rpartition(".")
-            return _Place(module.get_submodule(path)._buffers, name)
+            return _Slot(module.get_submodule(path)._buffers, name)
         owner: Any = self._root(*inside[:2])
         for key in inside[2:]:
             entered = isinstance(owner, nn.Module) or _is_entered(owner)
             owner = (attributes_of(owner) or {}).get(key) if entered else None
-        return None if owner is None else _Place(owner, name)
+        return None if owner is None else _Slot(owner, name)
 
     def _root(self, kind: str, place: Any) -> Any:
         if kind == "module":
@@ -289,21 +289,21 @@ class PythonState:
         roots |= {("schedule", place): config.scheduler for place, config in enumerate(trainer.lr_scheduler_configs)}
         return roots
 
-    def _places(self) -> dict[Address, _Place]:
+    def _places(self) -> dict[Address, _Slot]:
         module = self._trainer.lightning_module
-        found: dict[Address, _Place] = {}
+        found: dict[Address, _Slot] = {}
         seen: set[int] = set()
         for address, root in self._roots().items():
             found.update(_attributes(address, root, seen, _DEPTH))
         for name, parameter in module.named_parameters():
-            found["requires_grad", name] = _Place(parameter, "requires_grad")
+            found["requires_grad", name] = _Slot(parameter, "requires_grad")
         for name in self._buffers:
             path, _, own = name.rpartition(".")
-            found["buffer", name] = _Place(module.get_submodule(path)._buffers, own)
+            found["buffer", name] = _Slot(module.get_submodule(path)._buffers, own)
         return found
 
 
-def _packed(address: Address, place: _Place) -> _Change:
+def _packed(address: Address, place: _Slot) -> _Change:
     try:
         return address, "is", pack(place.value)
     except NotPackedError as error:
@@ -312,7 +312,7 @@ def _packed(address: Address, place: _Place) -> _Change:
 
 def _attributes(
     address: Address, owner: Any, seen: set[int], depth: int, only: str | None = None
-) -> Iterator[tuple[Address, _Place]]:
+) -> Iterator[tuple[Address, _Slot]]:
     """Yield the values in ``owner`` and in the user's own objects there; ``only`` those of one name."""
     if id(owner) in seen:
         return
@@ -332,7 +332,7 @@ def _attributes(
         if _is_entered(value) and depth:
             yield from _attributes((*address, name), value, seen, depth - 1)
         elif not callable(value):
-            yield (*address, name), _Place(owner, name)
+            yield (*address, name), _Slot(owner, name)
 
 
 def _is_entered(value: Any) -> bool:

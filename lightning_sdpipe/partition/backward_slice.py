@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_sdpipe.partition.message import LeafKey
-from lightning_sdpipe.partition.provenance import OUTSIDE, Gradient, Place, StepTrace, Storage, Use, Value, Write
+from lightning_sdpipe.partition.provenance import OUTSIDE, Gradient, StepTrace, Storage, TensorKey, Use, Value, Write
 
 Leaves = tuple[LeafKey, ...]
 _HANDED_ON = ("output", "extend", "update", "replace")
@@ -161,7 +161,7 @@ class _Search:
         candidates = [
             (key, leaf) for key, leaf in self._leaves[write.step].get(value.storage, ()) if leaf.write is write
         ]
-        todo, done = [(value.place, value.gradient)], set[tuple[Place, Gradient]]()
+        todo, done = [(value.place, value.gradient)], set[tuple[TensorKey, Gradient]]()
         while todo:
             here = todo.pop()
             if here in done:

@@ -27,7 +27,7 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorView:
     """A part of a storage, in place of a meta tensor."""
 
     storage: int
@@ -50,7 +50,7 @@ class _Operation:
     kwargs: dict[str, Any]
     reads: frozenset[int]  # storages
     writes: frozenset[int]
-    outputs: Sequence[_Place]
+    outputs: Sequence[_TensorView]
     draws: bool  # random numbers
     seed: Tensor | None = None  # the state that the random generator was set to just before
 
@@ -158,10 +158,12 @@ class Initialisation:
             return self._place(value) if value.device == _META else value.detach().clone()
         return _CPU if value == _META else value
 
-    def _place(self, tensor: Tensor) -> _Place:
+    def _place(self, tensor: Tensor) -> _TensorView:
         storage = tensor.untyped_storage()
         self._storages.setdefault(storage._cdata, storage)
-        return _Place(storage._cdata, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return _TensorView(
+            storage._cdata, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        )
 
 
 def materialise(module: nn.Module, ownership: Ownership, stage: int, initialisation: Initialisation) -> None:
@@ -237,7 +239,7 @@ def _run(operation: _Operation, real: dict[int, torch.UntypedStorage], counts: b
         torch.set_rng_state(operation.seed)
 
     def tensor(value: Any) -> Any:
-        if not isinstance(value, _Place):
+        if not isinstance(value, _TensorView):
             return value
         return value.over(real[value.storage]) if counts else value.filler()
 

@@ -32,7 +32,7 @@ OUTSIDE = -1
 """Number in the place of a block for user code between blocks, hooks included."""
 
 Origin: TypeAlias = Literal["operation", "weight", "given", "unseen"]
-Place: TypeAlias = tuple[Any, ...]
+TensorKey: TypeAlias = tuple[Any, ...]
 Gradient: TypeAlias = tuple[Any, ...] | None
 
 
@@ -59,7 +59,7 @@ class Storage:
     gradient of what they are views of."""
 
     write: Write
-    aliases: dict[Place, set[tuple[int, Place, Gradient]]] = field(default_factory=dict)
+    aliases: dict[TensorKey, set[tuple[int, TensorKey, Gradient]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Value:
 
     write: Write
     storage: Storage
-    place: Place
+    place: TensorKey
     gradient: Gradient
 
 
@@ -180,7 +180,7 @@ class ProvenanceTracer(TorchDispatchMode):
         inputs = tensors_in((args, kwargs))
         reads = [] if func in FROM_METADATA else [v for t in inputs if (v := self._value(t)) is not None]
         written = {a for t in tensors_in(written_by(func, args, kwargs)) if (a := _address(t)) is not None}
-        given: dict[int | None, set[tuple[Place, Gradient]]] = {}
+        given: dict[int | None, set[tuple[TensorKey, Gradient]]] = {}
         for tensor in inputs:
             given.setdefault(_address(tensor), set()).add((_place(tensor), _gradient(tensor)))
         outcome = func(*args, **kwargs)
@@ -209,7 +209,7 @@ class ProvenanceTracer(TorchDispatchMode):
         if self._value(original) is not None:
             self._alias(alias, {(_place(original), _gradient(original))})
 
-    def _alias(self, alias: Tensor, originals: set[tuple[Place, Gradient]]) -> None:
+    def _alias(self, alias: Tensor, originals: set[tuple[TensorKey, Gradient]]) -> None:
         aliases = self._storages[_address(alias) or 0].aliases
         aliases.setdefault(_place(alias), set()).update((self._block, *original) for original in originals)
 
@@ -400,7 +400,7 @@ def _address(tensor: Any) -> int | None:
         return None
 
 
-def _place(tensor: Tensor) -> Place:
+def _place(tensor: Tensor) -> TensorKey:
     tensor = _values_of(tensor)
     return (
         tensor.storage_offset(),

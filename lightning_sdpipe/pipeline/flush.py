@@ -400,8 +400,9 @@ class FlushPipeline:
         put_back(self._parameters, before)
         part = step.share if step.portion is None else step.share * step.portion.share
         loss = self._loss.take() if part == 1.0 else self._loss.take() / part
-        given = loss, self._parameters, gradients, step.loss_scale, exchange, accumulated, step.share
-        return loss_with_gradients(*given)
+        return loss_with_gradients(
+            loss, self._parameters, gradients, step.loss_scale, exchange, accumulated, step.share
+        )
 
     def drain(self, exchange: GradientExchange | None = None, ready: ReadySignal | None = None) -> Tensor:
         """Never called, since the pipeline is never ``draining``."""

@@ -19,7 +19,7 @@ class GroupPolicy:
         self.participants = Participants(num_stages, num_pipelines)
 
     def on(self, event: events.Event, now: float) -> list[Decision]:
-        """See :class:`~lightning_sdpipe.policies.policy.Policy`. Time passes before anything else happens."""
+        """Handle ``event``; time passes before anything else happens."""
         participants = self.participants
         if type(event) is events.Ready:  # most events are
             worker, iteration = event.worker, event.iteration
@@ -66,7 +66,6 @@ class GroupPolicy:
         return []
 
     def deadline(self) -> float | None:
-        """See :class:`~lightning_sdpipe.policies.policy.Policy`."""
         return None
 
     def worker_ready(self, worker: events.Worker, iteration: int, now: float) -> list[Decision]:

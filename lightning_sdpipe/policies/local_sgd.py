@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.following_stages import FollowingStages, Part, PlannedGroup
+from lightning_sdpipe.policies.following_stages import FollowingStages, PlannedGroup, PlannedPart
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 from lightning_sdpipe.policies.versions import Versions
@@ -77,7 +77,7 @@ class LocalSGDPolicy(GroupPolicy):
         decisions: list[Decision] = []
         if self.participants.all_wait(self._last):
             waiting = dict(self.participants.waiting[self._last])
-            parts = tuple(Part(p, {p: iteration}, stays=False, steps=True) for p, iteration in waiting.items())
+            parts = tuple(PlannedPart(p, {p: iteration}, stays=False, steps=True) for p, iteration in waiting.items())
             for replay in self._replays:
                 replay.plan(PlannedGroup(parts, {}, reason))
             decisions.append(self.participants.group(self._last, list(waiting), reason))

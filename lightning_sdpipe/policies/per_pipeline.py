@@ -34,7 +34,6 @@ class PerPipeline:
         """Pipelines that the policy counts on."""
 
     def on(self, event: events.Event, now: float) -> list[Decision]:
-        """See :class:`~lightning_sdpipe.policies.policy.Policy`."""
         workers = self.participants
         match event:
             case events.Ready(worker, iteration):
@@ -82,7 +81,6 @@ class PerPipeline:
         return self._answered(self._policy.on(event, now))
 
     def deadline(self) -> float | None:
-        """See :class:`~lightning_sdpipe.policies.policy.Policy`."""
         return self._policy.deadline()
 
     def sync_graph(self, stage: int) -> Any:

@@ -1,57 +1,104 @@
-"""The Lightning strategy: its options, and its hooks during a run, each a few calls into neighbouring packages."""
+"""The Lightning strategy: its options, and its hooks, each a few calls into neighbouring packages."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_sdpipe import lightning_internals, meter
-from lightning_sdpipe.checkpoints.whole_module import make_whole, tie_again, to_cpu
+from lightning_sdpipe.checkpoints.agreement import agree_on
+from lightning_sdpipe.checkpoints.distributed import directory_of, is_distributed, read_part, replacing
+from lightning_sdpipe.checkpoints.files import whole_files, with_whole_files
+from lightning_sdpipe.checkpoints.whole import load_module_state
+from lightning_sdpipe.checkpoints.whole_module import is_whole
 from lightning_sdpipe.data.loader import PipelineLoader
 from lightning_sdpipe.data.same_samples import unlike_samples
-from lightning_sdpipe.errors import ONLY_LIGHTNING
+from lightning_sdpipe.errors import ONLY_LIGHTNING, ConfigurationError, NotWrittenError
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
-from lightning_sdpipe.loop.batch_source import split_of
-from lightning_sdpipe.loop.optimizers import follow
+from lightning_sdpipe.lightning_internals import WrappingCheckpointIO
+from lightning_sdpipe.lightning_results import metrics_of
+from lightning_sdpipe.loop.batch_source import BatchSource, split_of
+from lightning_sdpipe.loop.freezing import restore_groups
+from lightning_sdpipe.loop.optimizers import agree_on_groups, corrected, follow, refuse_unfit, refuse_unfit_momentum
+from lightning_sdpipe.loop.planning import Planning, memory_of, plan_on_rank_zero
 from lightning_sdpipe.loop.predictions import collect, deal_batches
-from lightning_sdpipe.partition.pipeline_cut import Partition
+from lightning_sdpipe.loop.refusals import (
+    refuse_several_optimizers,
+    refuse_small_batches,
+    refuse_uninitialised,
+    refuse_unsupported,
+)
+from lightning_sdpipe.loop.user_hooks import CollectiveGuard
+from lightning_sdpipe.loop.weight_averaging import averaging_of
+from lightning_sdpipe.p2p import backend_for, broadcast_value, waiting_for
+from lightning_sdpipe.partition import plan
+from lightning_sdpipe.partition.materialise import Initialisation
+from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.partition.pipeline_cut import Partition, PipelineCut
+from lightning_sdpipe.partition.same_memory import same_memory
+from lightning_sdpipe.pipeline.data import shared_seed
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.seeing.page import last_line
-from lightning_sdpipe.strategy.setup_hooks import SetupHooks
-from lightning_sdpipe.sync.synchronizer import SyncMethod
-from lightning_sdpipe.worker.assembly import Assembled
+from lightning_sdpipe.strategy.description import what_runs
+from lightning_sdpipe.strategy.optimizer_states import added_to, taken_from
+from lightning_sdpipe.strategy.setup import FirstFailure, Origin, Setup
+from lightning_sdpipe.sync.synchronizer import SyncMethod, SyncStatistics
+from lightning_sdpipe.topology.groups import ProcessGroups, backends, prepare_world
+from lightning_sdpipe.topology.mesh import Mesh
+from lightning_sdpipe.topology.tcp_store import open_store
+from lightning_sdpipe.worker.assembly import Assembled, assemble
+from lightning_sdpipe.worker.elastic.run import ElasticRun
 from lightning_sdpipe.worker.elastic.shared_evaluation import Evaluation
 from lightning_sdpipe.worker.launching import elastic_job
-from lightning_sdpipe.worker.launching.environment import ElasticEnvironment, environment_for
-from lightning_sdpipe.worker.launching.launcher import end_after_failure
-from lightning_sdpipe.worker.options import Schedule, check_arguments, resolve
-
-_OF_A_RUN = frozenset(
-    {"_run", "_training", "_assembled", "_source", "_checkpoints", "_state", "_guard", "_first_failure", "_undo"}
-    | {"_plans", "_initialisation"}
+from lightning_sdpipe.worker.launching.environment import (
+    ElasticEnvironment,
+    environment_for,
+    keep_gloo_on_loopback,
+    naming_the_port,
 )
+from lightning_sdpipe.worker.launching.launcher import end_after_failure, give_up, launcher_for
+from lightning_sdpipe.worker.options import Schedule, check_arguments, resolve
+from lightning_sdpipe.worker.run import TrainingRun
+from lightning_sdpipe.worker.scheduler_connection import RunConnection
+from lightning_sdpipe.worker.training import Training
+
+_OF_A_RUN = frozenset({"_run", "_set_up", "_origin", "_guard", "_first_failure", "_undo", "_plans", "_initialisation"})
+_T = TypeVar("_T")
+_SETUP = (
+    ". If it timed out, a rank was still in the setup hook of the module, of the data or of a callback: SDPipeStrategy("
+    "timeout=...) bounds that. What one rank has to do alone (a download) belongs into prepare_data, which is not."
+)
+log = logging.getLogger(__name__)
 
 
-class SDPipeStrategy(SetupHooks):
+class SDPipeStrategy(DDPStrategy):
     """Pipeline and data parallel training on unequal workers (SDPipe, VLDB 2023).
 
     ``devices × num_nodes`` workers form N pipelines of ``num_stages`` stages. Each stage runs its part of your own
@@ -183,6 +230,24 @@ class SDPipeStrategy(SetupHooks):
         if parallel_devices is not None:
             self.parallel_devices = list(parallel_devices)  # of which an elastic job takes its own
 
+    brought_home: Mapping[str, Any] = {}
+    """Results that the worker of rank 0 sent at the end, in a process that is no worker."""
+    _set_up: Setup | None = None
+    """This worker's parts in the Trainer's run; None in a process that is no worker, and before setup."""
+    _origin: Origin
+    """Where training begins."""
+    _plans: tuple[nn.Module, Sequence[plan.Plan]] | None = None
+    """Plan of each pipeline, or one that all have, and the module, which is cut once."""
+    _undo: Sequence[Callable[[], object]] = ()
+    """Undo what was done to this process, in order."""
+    _restores_late: bool | None = None
+    """Value of :attr:`restore_checkpoint_after_setup` in this run, once it is known."""
+    _weights_only: bool | None = None
+    """What the Trainer's method was given, which Lightning does not pass on where it restores late."""
+    _failed = False
+    _lacks_checkpoint = False
+    """True if the last checkpoint was not written."""
+
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has: all but the run that has been, whose results it keeps."""
         kept = {name: value for name, value in super().__getstate__().items() if name not in _OF_A_RUN}
@@ -233,6 +298,273 @@ class SDPipeStrategy(SetupHooks):
             devices = job.devices(devices)
         lightning_internals.set_parallel_devices(self, devices)
 
+    # -------------------------------------------------------------------- launch
+
+    def _configure_launcher(self) -> None:
+        self._run.check()
+        timeout = self.options.run_timeout.total_seconds()
+        launcher = launcher_for(self, self.options.start_method, self._check_module, timeout)
+        lightning_internals.set_launcher(self, launcher)
+
+    def _check_module(self, trainer: Trainer, given: Mapping[str, Any]) -> None:
+        module, options = self.lightning_module, self.options
+        self._weights_only = given.get("weights_only")
+        if module is None:
+            return
+        self._refuse_unfit(trainer)
+        if not options.batch_by_speed:
+            refuse_small_batches(module, given.get("train_dataloaders"), options.num_micro_batches)
+        if not any(is_overridden(hook, module) for hook in ("setup", "configure_model")):  # else the model is not there
+            plan.check(module, options.blocks, options.all_cuts)
+
+    def _refuse_unfit(self, trainer: Trainer) -> None:
+        refuse_unsupported(trainer, self.options.total_stages > 1)
+        if self.options.cuts and averaging_of(trainer.callbacks) is not None:  # type: ignore[attr-defined]
+            raise ConfigurationError(
+                "SDPipeWeightAveraging needs pipelines of one depth and cut, and those of "
+                f"num_stages={list(self.options.depths)} are unlike: leave it out, or give one number of stages."
+            )
+
+    def setup_environment(self) -> None:
+        self._set_up, self._restores_late = None, None
+        environment = self.cluster_environment
+        assert environment is not None
+        with naming_the_port(environment):
+            super().setup_environment()
+        prepare_world(self.root_device)
+        self._run.open()
+        self._origin = Origin(shared_seed())
+        lightning_internals.resume_from(self._trainer, partial(agree_on, groups=self.groups))
+
+    def setup_distributed(self) -> None:
+        """Open the process group as Lightning does, through a store that no other machine of the network reaches."""
+        reset_seed()
+        self.set_world_ranks()
+        backend = self._get_process_group_backend()
+        lightning_internals.set_process_group_backend(self, backend)
+        environment = self.cluster_environment
+        assert environment is not None
+        job = self.options.job
+        one_machine = (self if job is None else job).num_nodes == 1
+        if one_machine and job is None:  # pipelines of an elastic run may be on others
+            self._undo = [*self._undo, keep_gloo_on_loopback(environment)]
+        if dist.is_initialized():
+            return
+        store = open_store(
+            environment.main_address,
+            environment.main_port,
+            self.global_rank,
+            self.world_size,
+            one_machine,
+            self.options.run_timeout,
+        )
+        lightning_internals.open_process_group(
+            environment,
+            backend,
+            timeout=lightning_internals.collective_timeout(self),
+            device_id=None,  # NCCL connects when it is first used
+            store=PrefixStore("sdpipe", store),
+        )
+
+    def _get_process_group_backend(self) -> str:
+        """Return backends for both kinds of tensors that travel: headers and metrics are on the CPU."""
+        device, default = self.root_device, super()._get_process_group_backend()
+        return backends(device, self.parallel_devices or [], self.process_group_backend, default)
+
+    # --------------------------------------------------------------------- parts
+
+    @cached_property
+    def _run(self) -> TrainingRun:
+        """Run as this worker sees it: with a fixed number of workers, or elastic."""
+        kind = TrainingRun if self.options.job is None else ElasticRun
+        return kind(self.options, self, self._give_up)
+
+    def _give_up(self) -> None:  # a method, since a lambda cannot be pickled for "spawn" and "forkserver"
+        told_to_end = self.lightning_module is not None and self._trainer.received_sigterm
+        give_up(self.launcher, 128 + signal.SIGTERM if told_to_end else 1)
+
+    @property
+    def module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self.module.trainer
+
+    @property
+    def mesh(self) -> Mesh:
+        """Mesh of all workers' ranks. Where devices are placed, it is known once the ranks have gathered."""
+        return self._run.mesh
+
+    @property
+    def groups(self) -> ProcessGroups:
+        """Process groups of the run, and this worker's place in the mesh."""
+        return self._run.groups
+
+    @property
+    def membership(self) -> RunConnection:
+        """Connection of this worker to the scheduler; its ``client`` speaks for the training thread."""
+        assert self._run.membership is not None, "setup_environment connects to the scheduler"
+        return self._run.membership
+
+    @property
+    def training(self) -> Training:
+        """Training of this worker in each turn of the loop."""
+        training = None if self._set_up is None else self._set_up.training
+        assert training is not None, "setup makes it"
+        return training
+
+    @property
+    def _batches(self) -> BatchSource:
+        source = self._made.source
+        assert source is not None, "setup makes it for a fit"
+        return source
+
+    @property
+    def statistics(self) -> SyncStatistics:
+        """Statistics of this worker's synchronisation: group sizes and seconds spent. In a process that has started all
+        workers (``start_method="fork"`` and the like), rank 0's."""
+        found: SyncStatistics = self._cost("statistics")
+        return found
+
+    @property
+    def seconds_waiting_for_pipeline(self) -> float:
+        """Seconds that this worker stood still for the neighbouring stages of its pipeline, validation included. In a
+        process that has started all workers, rank 0's, as with :attr:`statistics`."""
+        return float(self._cost("seconds_waiting_for_pipeline"))
+
+    def costs(self) -> Mapping[str, Any]:
+        """Return this worker's values of the two; in a process that has started all workers, those that came home."""
+        if self._set_up is None or self._set_up.training is None:
+            return self.brought_home
+        training = self._set_up.training
+        waiting = training.meter.seconds(*meter.FOR_NEIGHBOURS) - training.waited_before
+        return {"statistics": training.sync.statistics, "seconds_waiting_for_pipeline": waiting}
+
+    def _cost(self, name: str) -> Any:
+        costs = self.costs()
+        if name not in costs:
+            raise RuntimeError(f"strategy.{name} is known once the strategy has run: call trainer.fit before.")
+        return costs[name]
+
+    @property
+    def _parts(self) -> Assembled:
+        return self._made.parts
+
+    @property
+    def _made(self) -> Setup:
+        assert self._set_up is not None, "setup assembles the pipeline"
+        return self._set_up
+
+    @cached_property
+    def _guard(self) -> CollectiveGuard:
+        return CollectiveGuard(self.options.num_stages, self._metrics)
+
+    def _metrics(self) -> list[Metric]:
+        return [*metrics_of(self.module, self._trainer.callbacks).values()]  # type: ignore[attr-defined]
+
+    # ------------------------------------------------------------------- setup
+
+    @cached_property
+    def _initialisation(self) -> Initialisation:
+        return Initialisation()
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Record what ``configure_model`` builds on ``meta``, so that it gets its initial values when it is cut."""
+        with self._initialisation.recording():
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self._failed = False
+        self.accelerator.setup(trainer)
+        self._refuse_unfit(trainer)
+        self._run.check_trainer(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        made = self._set_up = self._cut(trainer, fits)
+        made.prepare(self._from_leader, self._random_states)
+        if fits:
+            self.setup_optimizers(trainer)
+        made.complete = True
+        self.setup_precision_plugin()
+        self._origin.data_seed = self._run.set_out(trainer, self._origin.data_seed)
+        if fits:
+            rank_zero_info(self._what_runs())
+
+    def _cut(self, trainer: Trainer, fits: bool) -> Setup:
+        """Cut the module: this rank keeps its stage, in flat buckets, equal on all pipelines."""
+        options, module = self.options, self.module
+        refuse_uninitialised(module)
+        memory = same_memory(module)
+        plans = self._plan_stages(trainer, fits)
+        gathers = is_whole(module) if options.gather_module is None else options.gather_module
+        parts = assemble(module, plans, self.groups, options, self._initialisation, self.root_device, memory)
+        made = Setup(
+            self, options, self._run, parts, self._origin, gathers, guard=self._guard, first_failure=self._first_failure
+        )
+        if fits and trainer.checkpoint_callbacks:
+            made.checkpoints.check()
+        return made
+
+    def _plan_stages(self, trainer: Trainer, fits: bool) -> Sequence[plan.Plan]:
+        """Return the plans of a module, which is cut once: each rank has let go of the other stages when it runs
+        again."""
+        if self._plans is None or self._plans[0] is not self.module:
+            plans = partial(self._make_plans, trainer)
+            cuts = self.options.all_cuts
+            self._plans = self.module, self.membership.plan(cuts, plans) if fits else plans(cuts)
+        return self._plans[1]
+
+    def _make_plans(self, trainer: Trainer, cuts: Sequence[PipelineCut]) -> Sequence[plan.Plan]:
+        planning = Planning(
+            trainer,
+            cuts,
+            self.options.blocks,
+            self.options.num_micro_batches,
+            self.root_device,
+            self._guard,
+            self.options.run_timeout.total_seconds(),
+            memory_of(self.root_device, len(self.parallel_devices or [self.root_device])),
+        )
+        return plan_on_rank_zero(planning)
+
+    def model_to_device(self) -> None:
+        """No-op: :func:`keep_only` has moved this stage's part, and the rest stays on ``meta``."""
+
+    def _from_leader(self, numbers: list[float]) -> list[float]:
+        with self._together("the leader's clock"):
+            return self._run.from_leader(numbers)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        with refuse_several_optimizers(self.options.total_stages > 1):
+            super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            agree_on_groups(optimizer, self.module, self.groups)
+            refuse_unfit(optimizer, self.precision_plugin, self.options.num_stages)
+            refuse_unfit_momentum(optimizer, self.options.exchange.payload)
+        if self.options.variance_correction:
+            models = self.training.sync.models_averaged
+            self.optimizers = [corrected(optimizer, models, self.options.sync) for optimizer in self.optimizers]
+        self._made.checkpoints.take_part_of(self.optimizers)
+        restore_groups(trainer, self.optimizers)
+
+    def _what_runs(self) -> str:
+        assert self._plans is not None
+        return what_runs(
+            self,
+            self.options,
+            self.mesh,
+            self._plans[1],
+            self.module,
+            self._parts.ownership.memory,
+            data=self._batches.description,
+            scheduler=self.membership.client.address,
+        )
+
     # -------------------------------------------------------------------- data
 
     @property
@@ -252,25 +584,27 @@ class SDPipeStrategy(SetupHooks):
     def process_dataloader(self, dataloader: Any) -> PipelineLoader:
         if self.module.trainer.predicting:
             deal_batches(dataloader, self.groups)
-        loader = PipelineLoader(dataloader, self._worker.pipeline, self.mesh.num_pipelines, self._seed_of_epoch)
+        made, num_pipelines = self._made, self.mesh.num_pipelines
+        _, pipeline = self.groups.mesh.locate(self.groups.rank)
+        loader = PipelineLoader(dataloader, pipeline, num_pipelines, self._seed_of_epoch)
         if self._trainer.training:
             loader.compare(self.groups, self.root_device)
-            self._split = split_of(loader, self.mesh.num_pipelines)
-            self._batches.deal(dataloader, self._split)
-            compared, self._compared = self._compared, True
-            if not compared and (said := unlike_samples(dataloader, self.mesh.num_pipelines, self.groups.stage)):
+            made.split = split_of(loader, num_pipelines)
+            self._batches.deal(dataloader, made.split)
+            compared, made.compared = made.compared, True
+            if not compared and (said := unlike_samples(dataloader, num_pipelines, self.groups.stage)):
                 rank_zero_warn(said)
         return loader
 
     def _seed_of_epoch(self) -> tuple[int, ...]:
-        return self._data_seed, self.module.trainer.current_epoch
+        return self._origin.data_seed, self.module.trainer.current_epoch
 
     # ------------------------------------------------------------------- steps
 
     def on_train_start(self) -> None:
         self._parts.freezing.refuse_new_parameters()
         # by now Lightning has noted the handlers of signals that it puts back in the end
-        self._undo = [*self._undo, meter.count_collections()]
+        self._made.undo.append(meter.count_collections())
         self.training.begin()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -322,14 +656,14 @@ class SDPipeStrategy(SetupHooks):
         return self.training.evaluate("predict_step", batch, arguments, self.precision_plugin.predict_step_context)
 
     def on_validation_start(self) -> None:
-        self._state.begin()
+        self._made.state.begin()
         if self._run.evaluations is not None and self._trainer.state.fn == TrainerFn.FITTING:
-            evaluation = Evaluation(self._trainer, self._seed_of_epoch(), self._state.prints, self._first_failure)
+            evaluation = Evaluation(self._trainer, self._seed_of_epoch(), self._made.state.prints, self._first_failure)
             with self._first_failure:
                 self._run.evaluations.begin(evaluation)
 
     def on_test_start(self) -> None:
-        self._state.begin()
+        self._made.state.begin()
 
     on_predict_start = on_test_start
 
@@ -353,6 +687,208 @@ class SDPipeStrategy(SetupHooks):
         """True if this worker's stage is the last one, where steps end and their results exist."""
         return self.groups.mesh.is_last(self.groups.rank)
 
+    # --------------------------------------------------------------- collectives
+
+    @property
+    def _ends_alone(self) -> bool:
+        """True while this process ends by an exception: no other may come to what it does with others, so it does that
+        by itself."""
+        module = self.lightning_module
+        return (
+            module is not None
+            and module._trainer is not None
+            and self._trainer.state.status == TrainerStatus.INTERRUPTED
+        )
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """Reduce over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another
+        there, and logged values are reduced at the end of the epoch."""
+        made = self._set_up
+        updating = made is not None and made.training is not None and made.training.updating
+        if self._guard.in_step or updating or self._ends_alone:
+            return tensor
+        group = group or self.groups.stage
+        number = isinstance(tensor, Tensor) and tensor.ndim == 0 and tensor.is_floating_point()
+        mine = tensor.double() if number else tensor  # replicas may have logged it in several types
+        means = reduce_op in ("mean", "avg") and isinstance(tensor, Tensor)
+        with self._together("reducing", group):
+            total: Tensor = super().reduce(mine, group, "sum" if means else reduce_op)
+        if means:  # Lightning lets gloo divide, which has no mean of integers where it is a part of a group
+            mean = total / dist.get_world_size(group)
+            whole = mean.dtype == total.dtype or total.dtype is torch.bool or torch.equal(mean, mean.round())
+            # Lightning divides logged sums by the mean of the numbers of samples, which it cuts off
+            total = total.copy_(mean) if whole else mean
+        return total.to(tensor.dtype) if number else total
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        self._guard.check("reduce_boolean_decision")
+        if self._ends_alone:
+            return decision
+        with self._together("a decision"):
+            return self._run.vote(decision, all)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather one tensor from each pipeline, from the replicas of this stage.
+
+        ``LightningModule.all_gather`` asks for all ranks by default; other stages may never reach the call.
+        """
+        group = self.groups.stage if group in (None, dist.group.WORLD) else group
+        # torch.distributed.nn scatters by global rank
+        if sync_grads and backend_for(self.root_device, group) == "gloo":
+            raise ConfigurationError("all_gather(sync_grads=True) needs NCCL; on gloo, torch cannot do it in a group.")
+        if self._guard.rehearsing:
+            self._guard.communicates = True
+            return torch.stack([tensor] * dist.get_world_size(group))
+        with self._together("all_gather", group):
+            return super().all_gather(tensor, group, sync_grads)
+
+    def barrier(self, name: str | None = None) -> None:
+        self._guard.check("barrier")
+        if self._ends_alone:
+            return
+        asked = name == "post_setup"  # Lightning's name of that after the hooks
+        with self._together("a barrier after the setup hooks" if asked else "a barrier", cause=_SETUP * asked):
+            super().barrier(name)
+
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        self._guard.check("broadcast")
+        if self._ends_alone:
+            return obj
+        with self._together("a broadcast"):
+            return super().broadcast(obj, src)
+
+    @contextmanager
+    def _together(self, purpose: str, group: dist.ProcessGroup | None = None, cause: str = "") -> Iterator[None]:
+        """Bring this worker together with others, all of them by default, for the block; they may be anywhere when it
+        begins. Before others have been started there is no rank to wait for."""
+        if self._set_up is not None and self._set_up.training is not None:
+            self._set_up.training.come_together()
+        if not self._run.opened:
+            yield
+        else:
+            with self._first_failure, waiting_for(group or self.groups.world, purpose, cause):
+                yield
+
+    @cached_property
+    def _first_failure(self) -> FirstFailure:
+        return FirstFailure(self._explain)
+
+    def _explain(self, error: Exception) -> None:
+        if self._run.membership is not None:  # else the run is over
+            self._run.membership.explain(error, lambda: self._trainer.received_sigterm)
+
+    # --------------------------------------------------------------- checkpoints
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        io = with_whole_files(lightning_internals.given_checkpoint_io(self))
+        lightning_internals.set_checkpoint_io(self, io)
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        lightning_internals.set_checkpoint_io(self, io)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """False where Lightning's own order holds: each worker has the whole module, with its weights, before it is set
+        up. A cut module gets its stage's part; what is on ``meta`` has no weights before; and a newcomer of an elastic
+        run gets another pipeline's state."""
+        if self._restores_late is None:
+            options = self.options
+            cut = options.total_stages > 1 or bool(options.cuts)
+            self._restores_late = cut or options.job is not None or not is_whole(self.module)
+        return self._restores_late
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._set_up is None:  # other processes have run; this one has the whole module
+            return self.module.state_dict()
+        checkpoints = self._set_up.checkpoints
+        over = self._run.membership is None or self._ends_alone  # nothing is under way
+        if not (checkpoints.only_held or over):
+            self._guard.check("save_checkpoint")
+            self.training.pause()
+        return checkpoints.module_state()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._origin.load(checkpoint.get("random_states", {}))
+        if self._set_up is not None and self._set_up.complete:
+            self._set_up.begin_where_it_ended()
+        load_module_state(self.module, checkpoint["state_dict"], strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        own, made = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer, self._made
+        with added_to(own, {} if made.training is None else made.training.sync.parameter_states()):
+            gathered = made.checkpoints.optimizer_state(own)
+            if "state" in gathered:  # a copy, since the added states are removed again
+                gathered["state"] = {place: dict(state) for place, state in gathered["state"].items()}
+            return gathered
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if not checkpoint["optimizer_states"]:
+            raise ConfigurationError(
+                "The checkpoint has the state of no optimizer, so training cannot go on from it. It may be of a "
+                "process that did not train, as the first one with start_method='fork': save in a callback such as "
+                "ModelCheckpoint. Load its state_dict into the module to begin training with its weights."
+            )
+        states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        restore_groups(self._trainer, self.optimizers)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self._made.checkpoints.load_optimizer(optimizer, state)
+            states |= taken_from(optimizer)
+        self.training.sync.load_parameter_states(states)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        made = self._set_up
+        in_parts = made is not None and made.checkpoints.distributed and not self._ends_alone
+        if made is not None and (in_parts or isinstance(self.checkpoint_io, WrappingCheckpointIO)):
+            made.begun.add(str(filepath))
+        if (files := whole_files(self.checkpoint_io)) is not None:
+            files.publisher = None if in_parts else self._run.publisher
+        if made is not None and in_parts:
+            if broadcast_value(self._run.leads, 0, self.groups.world):  # its stages may hear of it at other times
+                made.checkpoints.save(checkpoint, directory_of(filepath), self.checkpoint_io, self._run.publisher)
+            if self._run.membership is None:  # the run is over: nothing is gained by going on meanwhile
+                made.checkpoints.wait()
+            return
+        in_its_place = self.is_global_zero and is_distributed(filepath)  # a file would be moved into that directory
+        try:
+            with replacing(directory_of(filepath)) if in_its_place else nullcontext():
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+        except NotWrittenError as error:
+            if self.options.on_checkpoint_error == "stop":
+                raise
+            log.error("training goes on, but %s.", error)
+            self._lacks_checkpoint = True
+        else:
+            self._lacks_checkpoint = False
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if not is_distributed(checkpoint_path):
+            asked = self._weights_only if weights_only is None else weights_only
+            return super().load_checkpoint(checkpoint_path, asked)
+        path = directory_of(checkpoint_path)
+        if self._set_up is not None and self._set_up.complete:
+            return self._set_up.checkpoints.load(path, self.checkpoint_io)
+        return read_part(path, Ownership({}), None, self.groups, self.checkpoint_io)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        made = self._set_up
+        if made is not None:  # on all ranks alike: asking whether a file exists is a collective
+            made.begun.discard(str(filepath))
+        if self._lacks_checkpoint:  # the checkpoint to be removed may be the last one
+            return
+        if made is not None and self.is_global_zero:
+            made.checkpoints.wait()
+        super().remove_checkpoint(filepath)
+
+    def _random_states(self) -> dict[str, Any]:
+        """Return all from which a resumed run goes on, counts of updates and rounds included: rounds are due by
+        updates."""
+        if self._ends_alone:  # no other process is waited for
+            return self._made.counted()
+        return self._made.counted() | self._made.rounds_by_stage() | dict(self._run.random_states())
+
     # ---------------------------------------------------------------- the end
 
     def on_train_end(self) -> None:
@@ -370,42 +906,30 @@ class SDPipeStrategy(SetupHooks):
         if isinstance(exception, SIGTERMException):  # else the process would end as if all were well
             exception.code = 128 + signal.SIGTERM
         self._failed = True
-        if self._training is not None:
-            self._training.rendezvous.abandon()
+        if self._set_up is not None and self._set_up.training is not None:
+            self._set_up.training.rendezvous.abandon()
         if self._run.membership is not None:
             self._run.membership.fail(exception)
         end_after_failure(self.launcher)
 
     def teardown(self) -> None:
-        for undo in self._undo:
+        made = self._set_up
+        for undo in (*self._undo, *(() if made is None else made.undo)):
             undo()
-        self._undo, self._compared = (), False
+        self._undo = ()
         try:
-            if self._assembled is not None:
-                self._take_apart(self._assembled)
+            if made is not None:
+                made.undo.clear()
+                made.take_apart(self._failed, self._keepers())
         finally:  # the others wait for this worker, or for word of its end
             self._run.close()
             with lightning_internals.without_module(self):
                 super().teardown()  # moves the whole module to the CPU if it finds one; meta tensors cannot be moved
 
-    def _take_apart(self, parts: Assembled) -> None:
-        """Give the user's module back as other strategies leave it, once the last checkpoint is written."""
-        self._checkpoints.wait()
-        parts.cut_model.restore()
-        if not self._failed:  # else tensors may be in use, and where the error came from is what counts
-            to_cpu(self.module)
-        parts.freezing.buckets.clear()  # memory that only they hold
-        if self._gathers and not self._failed:
-            self._make_whole(parts)
-        tie_again(self.module, parts.ownership)
-
-    def _make_whole(self, parts: Assembled) -> None:
-        """Make the module whole in all processes that go on, as other strategies leave it."""
-        ends_here = self.options.start_method != "popen"  # all but one process of each machine
-        keepers = [rank for rank in range(self.world_size) if not ends_here or rank % self.num_processes == 0]
-        if set(keepers) & set(self.mesh.pipeline_ranks(self._worker.pipeline)):
-            with self._first_failure:
-                make_whole(self.module, parts.ownership, self.groups, self.global_rank in keepers)
+    def _keepers(self) -> list[int]:
+        """Return the ranks of the processes that continue after the run: all, or one on each machine."""
+        step = 1 if self.options.start_method == "popen" else self.num_processes
+        return [*range(0, self.world_size, step)]
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

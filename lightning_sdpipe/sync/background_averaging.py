@@ -76,12 +76,10 @@ class BackgroundAveraging(Synchronizer):
 
     @property
     def models_averaged(self) -> int:
-        """See the base class."""
         return len(self.replica.ranks)
 
     @property
     def equal_at_start(self) -> Replicas | None:
-        """See the base class."""
         return None if self._begin is None else self.replica.groups.replicas()
 
     def synchronise(self) -> None:
@@ -176,11 +174,9 @@ class FreeAveraging(Synchronizer):
 
     @property
     def models_averaged(self) -> int:
-        """See the base class."""
         return self.replica.count
 
     def start(self) -> None:
-        """See the base class."""
         self._number, self._due = 0, time.monotonic()
 
     def synchronise(self) -> None:
@@ -250,7 +246,6 @@ class AsynchronousPairs(Synchronizer):
 
     @property
     def models_averaged(self) -> float:
-        """See the base class."""
         return self.replica.count
 
     def announce(self, iteration: int) -> None:

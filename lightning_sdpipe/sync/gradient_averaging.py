@@ -49,7 +49,7 @@ class GradientAveraging(Synchronizer):
 
     @property
     def rounds(self) -> int | None:
-        """See the base class: the first ones may be in full precision."""
+        """Number of updates, of which the first ones may be in full precision."""
         return self._buckets.updates if isinstance(self._buckets, EncodedRounds) else None
 
     @rounds.setter
@@ -59,20 +59,17 @@ class GradientAveraging(Synchronizer):
 
     @property
     def equal_at_start(self) -> Replicas | None:
-        """See the base class."""
         return self.replica.parts[0].among
 
     def weigh(self, samples: float) -> None:
-        """See the base class."""
         self._buckets.weight = samples
 
     def begin_backward(self, update: int, number: int) -> None:
-        """See the base class. Replicas tell each other these numbers with their gradients."""
+        """Note the numbers, which replicas tell each other with their gradients."""
         self._mark = (update % _COUNTED) * _COUNTED + number % _COUNTED
 
     @property
     def early(self) -> Collection[int]:
-        """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next three methods."""
         return self._buckets.early
 
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
@@ -133,7 +130,7 @@ class GradientAveraging(Synchronizer):
         copy_most_advanced_parts(self.replica, self._rounds)
 
     def average_buffers(self) -> None:
-        """See the base class; averages of the weights were copied with them."""
+        """Make buffers equal; averages of the weights were copied with the parameters."""
         self.replica.average_buffers()
 
 
@@ -157,7 +154,6 @@ class PresentAveraging(Synchronizer):
         self.gradients = self
 
     def begin(self, update: int) -> None:
-        """See the base class, as for the next two methods."""
         self._rounds.begin(update, weight=1.0)
 
     def begin_without_batch(self, update: int) -> bool:
@@ -173,7 +169,6 @@ class PresentAveraging(Synchronizer):
 
     @property
     def early(self) -> Collection[int]:
-        """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next three methods."""
         return self._rounds.rounds.early
 
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
@@ -188,7 +183,6 @@ class PresentAveraging(Synchronizer):
         return outcome.gradients
 
     def start(self) -> None:
-        """See the base class, as for the next two methods."""
         replica = self.replica
         self._rounds.arrange(replica.trained, self._cap, replica.watch, replica.exchange, replica.loss_scale)
 

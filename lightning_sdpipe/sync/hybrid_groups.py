@@ -182,7 +182,6 @@ class PublishedModel(InPlace):
         self._has_step = False
 
     def tensors(self, with_step: bool) -> list[Tensor]:
-        """See the base class, as for the next method."""
         if with_step and not self._has_step:
             self._copy.add_step()
             self._has_step = True
@@ -234,19 +233,17 @@ class HybridGroups(Synchronizer):
 
     @property
     def models_averaged(self) -> float:
-        """See the base class: gradients are averaged before the optimizer sees them, so a group counts as one."""
+        """Number of groups: gradients are averaged before the optimizer sees them, so a group counts as one model."""
         return len(self._groups)
 
     @property
     def equal_at_start(self) -> Replicas | None:
-        """See the base class."""
         return self._mates
 
     # ------------------------------------------------------------- gradients
 
     @property
     def early(self) -> Collection[int]:
-        """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next three methods."""
         assert self._rounds is not None
         return self._rounds.early
 
@@ -291,7 +288,6 @@ class HybridGroups(Synchronizer):
 
     @property
     def shares_next(self) -> bool:
-        """See the base class."""
         return self._meets
 
     def synchronise(self) -> None:

@@ -48,7 +48,7 @@ class ModelAveraging(Synchronizer):
 
     @property
     def models_averaged(self) -> float:
-        """See the base class. A group of k with weights w counts its members' updates as kw instead of equally. So the
+        """Number of models. A group of k with weights w counts its members' updates as kw instead of equally. So the
         mean of all N moves by the mean of N / (k Σ w²) updates: 1 / Σ w² if the group is of all, and N if weights
         are equal, whatever the group."""
         return self.replica.count / self._inequality
@@ -61,12 +61,10 @@ class ModelAveraging(Synchronizer):
 
     @property
     def equal_at_start(self) -> Replicas | None:
-        """See the base class."""
         return None if self._begin is None else self.replica.parts[0].among
 
     @property
     def shares_next(self) -> bool:
-        """See the base class."""
         return self.announced
 
     def synchronise(self) -> None:
@@ -93,7 +91,6 @@ class ModelAveraging(Synchronizer):
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
 
     def start(self) -> None:
-        """See the base class."""
         if self._begin is not None:
             self._begin(tensors_of(self.replica.exchanged))
 
@@ -133,7 +130,6 @@ class LateAveraging(ModelAveraging):
 
     @property
     def shares_next(self) -> bool:
-        """See the base class."""
         return self._due is not None
 
     def synchronise(self) -> None:

@@ -96,7 +96,7 @@ class OuterAveraging(Synchronizer):
 
     @property
     def models_averaged(self) -> float:
-        """See the base class; these are all where a round is the plain mean, as that of ``LocalSGD`` is."""
+        """Number of models: all where a round is the plain mean, as that of ``LocalSGD`` is."""
         return self.replica.count if self._is_plain else 1
 
     def announce(self, iteration: int) -> None:
@@ -108,12 +108,10 @@ class OuterAveraging(Synchronizer):
 
     @property
     def equal_at_start(self) -> Replicas | None:
-        """See the base class."""
         return self.replica.groups.replicas()
 
     @property
     def shares_next(self) -> bool:
-        """See the base class."""
         return self.announced
 
     def synchronise(self) -> None:

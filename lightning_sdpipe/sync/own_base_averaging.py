@@ -77,7 +77,7 @@ class OwnBaseAveraging(OuterAveraging):
 
     @property
     def loose(self) -> int:  # type: ignore[override]
-        """See the base class: the updates since the last round that is whole."""
+        """Number of updates since the last round that is whole."""
         return self._whole.since + (self._before if self._underway else 0)
 
     def weigh(self, samples: float) -> None:
@@ -98,7 +98,6 @@ class OwnBaseAveraging(OuterAveraging):
 
     @property
     def called(self) -> bool:
-        """See the base class, as for the next method."""
         if self._stands and self._group is None:
             self._group = self.replica.client.group_if_known()
             if self._group is None and self._whole.since >= self._schedule.every:
@@ -130,7 +129,7 @@ class OwnBaseAveraging(OuterAveraging):
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
 
     def settle(self) -> None:
-        """See the base class: takes part in a round whose members have been named already."""
+        """Take part in a round whose members have been named already."""
         if not self._stands:
             return
         self._stands = self._takes_part = False
@@ -158,7 +157,7 @@ class OwnBaseAveraging(OuterAveraging):
         self._adopt()
 
     def make_parameters_equal(self) -> None:
-        """See the base class; here it is a round of all that are present."""
+        """Run a round of all that are present."""
         self._begins_anew = True
         if self._bases is None:
             self._base = self._state.base
@@ -179,7 +178,7 @@ class OwnBaseAveraging(OuterAveraging):
         return (counts / counts.sum()).tolist() if counts.any() else None
 
     def handover(self) -> dict[str, Any]:
-        """See the base class: the base."""
+        """Return the base, which a newcomer needs."""
         return {"base": self._state.base, "pieces": self._whole.common.copied_base()}
 
     def take(self, state: Mapping[str, Any]) -> None:

@@ -144,8 +144,7 @@ def assemble(
             runners, num_workers, freezing.trained, shared, delays, options.schedule, options.num_micro_batches
         )
     copies = None if sections is None else shared
-    parts = ownership, cut_model, runners, pipeline, freezing, buffers, delays
-    return Assembled(*parts, sections, own_sections, copies)
+    return Assembled(ownership, cut_model, runners, pipeline, freezing, buffers, delays, sections, own_sections, copies)
 
 
 def _open_sections(

@@ -242,8 +242,10 @@ class Training:
         samples = size * self.trainer.accumulate_grad_batches if isinstance(size, int) else None
         options = self.trainer.strategy.options  # type: ignore[attr-defined]
         sync = options.sync if isinstance(options.sync, str) else type(options.sync).__name__
-        how = options.schedule, options.num_micro_batches, sync, options.batch_by_speed
-        self.client.about = About(this_host(), str(self._device), self.groups.rank, samples, *how)
+        parts, divided = options.num_micro_batches, options.batch_by_speed
+        self.client.about = About(
+            this_host(), str(self._device), self.groups.rank, samples, options.schedule, parts, sync, divided
+        )
 
     def begin_batch(self, batch: Any, source: BatchSource) -> None:
         """Take part from now on, unless there is nothing to train; Lightning shows ``batch`` to the hooks."""
@@ -275,9 +277,11 @@ class Training:
         with self.guard.running("training_step"), self.first_failure, freezing:
             context, stream, closes = precision.train_step_context, self.draws.stream, self._closes
             scale = loss_scale(precision, self._device) if self._scales else None
-            more = closes, freezing.generation, source.portion, self.trainer.optimizers if self._is_cut else ()
-            skip = None if self._is_cut else self._skip
-            step = Step("training_step", arguments, context, stream, scale, share, *more, skip)
+            optimizers, skip = (self.trainer.optimizers, None) if self._is_cut else ((), self._skip)
+            generation, portion = freezing.generation, source.portion
+            step = Step(
+                "training_step", arguments, context, stream, scale, share, closes, generation, portion, optimizers, skip
+            )
             exchange = self.sync.gradients if self._phases.updating else None
             if self.sync.by_samples and (exchange is not None or self.sync.gradients is None):
                 self.sync.weigh(weight_of(batch, self.trainer.lightning_module))

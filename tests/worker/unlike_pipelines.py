@@ -152,7 +152,7 @@ def semi_decentralized(directory: Path) -> dict[str, Any]:
     strategy = SDPipeStrategy(DEPTHS, SCRIPT, partition=CUTS, num_micro_batches=2, data="sharded", log_dir=directory)
     module, run = Tied(dropout=0.3), trainer(directory, strategy)
     run.fit(module, loader(3))
-    seen = {"held": module.ended_with, "seen": module.seen, "seed": strategy._data_seed}
+    seen = {"held": module.ended_with, "seen": module.seen, "seed": strategy._origin.data_seed}
     seen["groups"] = (strategy.statistics.groups, strategy.statistics.members)
     exchange = Exchange(EightBit(block=8), overlap="step")
     strategy = SDPipeStrategy(DEPTHS, SemiDecentralized(), partition=CUTS, exchange=exchange)

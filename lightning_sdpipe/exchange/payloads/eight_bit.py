@@ -113,7 +113,6 @@ class EightBit(Payload):
             raise refusal("rounding", self.rounding, '"nearest" or "stochastic"')
 
     def nbytes(self, n: int) -> int:
-        """See the base class, as for all methods here."""
         return n + 8 * num_blocks(n, self.block)
 
     @torch.no_grad()

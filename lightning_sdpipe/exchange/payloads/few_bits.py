@@ -69,7 +69,6 @@ class OneBit(Payload):
         return Full() if update < self.after else self
 
     def nbytes(self, n: int) -> int:
-        """See the base class, as for all methods here."""
         return -(-n // 8) + 4 * num_blocks(n, self.block)
 
     @torch.no_grad()

@@ -249,7 +249,6 @@ class _Cast(Payload):
         """Type that a value is converted to."""
 
     def nbytes(self, n: int) -> int:
-        """See the base class, as for all methods here."""
         return n * self._wire.itemsize
 
     @torch.no_grad()
@@ -312,7 +311,6 @@ class Half(_Cast):
 
     @property
     def overflows(self) -> bool:  # type: ignore[override]
-        """See the base class."""
         return self.dtype == "float16"
 
     @property

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.exchange.present_rounds import Batch, Round
-from lightning_sdpipe.loop.dealt import DealtBatchSource, batch_to_show
+from lightning_sdpipe.loop.dealt import DealtBatchSource, SourceInputs, batch_to_show
 from lightning_sdpipe.membership.turn_order import Command, CommandKind
 from lightning_sdpipe.worker.elastic.leader import CommandChannel
 from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
@@ -56,11 +56,10 @@ class Duties(Protocol):
 
 
 class ElasticBatchSource(DealtBatchSource):
-    """The batch source of one worker, which carries out ``duties`` between its turns. See
-    :class:`~lightning_sdpipe.loop.dealt.DealtBatchSource` for the other arguments, and methods without a docstring."""
+    """The batch source of one worker, which carries out ``duties`` between its turns."""
 
-    def __init__(self, duties: Duties, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, inputs: SourceInputs, duties: Duties) -> None:
+        super().__init__(inputs)
         self._duties = duties
         self._waits_between_turns = False
         self._given: list[int] | None = None
@@ -172,11 +171,10 @@ class TrainedBatches:
 
 
 class RoundBatchSource(ElasticBatchSource):
-    """The batch source of one worker. See :class:`~lightning_sdpipe.worker.elastic.elastic_batches.ElasticBatchSource`
-    for methods without a docstring."""
+    """The batch source of one worker whose pipeline makes every update together with all others."""
 
-    def __init__(self, *arguments: Any, rounds: SurvivingRounds) -> None:
-        super().__init__(*arguments)
+    def __init__(self, inputs: SourceInputs, duties: Duties, rounds: SurvivingRounds) -> None:
+        super().__init__(inputs, duties)
         self._rounds = rounds
         rounds.on_round = self._hear
         self._in_model: TrainedBatches | None = None

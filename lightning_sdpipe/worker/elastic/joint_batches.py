@@ -22,12 +22,11 @@ from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.exchange.present_rounds import Round
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.loop.batch_source import Split
-from lightning_sdpipe.loop.dealt import batch_to_show
+from lightning_sdpipe.loop.dealt import SourceInputs, batch_to_show
 from lightning_sdpipe.loop.joint import refuse_own_split, refuse_small_last_batch, refuse_to_divide
 from lightning_sdpipe.membership.turn_order import Command, CommandKind
 from lightning_sdpipe.pipeline.micro_batches import Portion
-from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, State
+from lightning_sdpipe.worker.elastic.elastic_batches import Duties, ElasticBatchSource, State
 from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
 
 _SOON = 0.05
@@ -36,21 +35,21 @@ _KEPT = 0.5  # part of the known speed that counts beside that of the last turn
 
 
 class JointRoundSource(ElasticBatchSource):
-    """The batch source of one worker. See :class:`~lightning_sdpipe.worker.elastic.elastic_batches.ElasticBatchSource`
-    for methods without a docstring."""
+    """The batch source of one worker whose pipeline trains its part of a batch that is divided by speed."""
 
     description = "one batch of all pipelines that are there, divided by speed"
     portion: Portion | None = None  # type: ignore[assignment]
 
     def __init__(
         self,
-        *arguments: Any,
+        inputs: SourceInputs,
+        duties: Duties,
         rounds: SurvivingRounds,
         division: tuple[int, int],
-        groups: ProcessGroups,
         delays: DelayInjector,
     ) -> None:
-        super().__init__(*arguments)
+        super().__init__(inputs, duties)
+        groups = inputs.groups
         self._rounds, self._delays = rounds, delays
         rounds.on_round = self._hear
         self._parts, unit = division

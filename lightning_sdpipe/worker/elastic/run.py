@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.loop import loop
-from lightning_sdpipe.loop.dealt import Dealing
+from lightning_sdpipe.loop.dealt import Dealing, SourceInputs
 from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
@@ -40,15 +40,10 @@ from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, 
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 from lightning_sdpipe.worker.elastic.joint_batches import JointRoundSource
 from lightning_sdpipe.worker.elastic.leader import CommandChannel, LeaveNotice
-from lightning_sdpipe.worker.elastic.replica import (
-    DroppedPairs,
-    ElasticRendezvous,
-    ElasticReplica,
-    Surviving,
-)
+from lightning_sdpipe.worker.elastic.replica import DroppedPairs, ElasticRendezvous, ElasticReplica, Surviving
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection, SchedulerStore
 from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
-from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingBases, SurvivingRounds
+from lightning_sdpipe.worker.elastic.surviving_rounds import Connections, SurvivingBases, SurvivingRounds
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.run import TrainingRun
 from lightning_sdpipe.worker.training import Training
@@ -59,7 +54,7 @@ _CONNECTING = 20.0  # seconds
 
 
 @dataclass(frozen=True)
-class _Place:
+class _OpenRun:
     """The parts of a worker while a run is open."""
 
     worker: Worker
@@ -88,7 +83,7 @@ class ElasticRun(TrainingRun):
         self._job = job = options.job
         self._mesh = OnePipeline.of(job.world_size, job.pipeline, job.pipeline + 1)  # N comes later
         self._lead = leader.Leadership(job.rank, job.pipeline)
-        self._place: _Place | None = None
+        self._open: _OpenRun | None = None
         self._barriers: Barriers | None = None
         self._fit: joining.Fit | None = None
 
@@ -147,10 +142,10 @@ class ElasticRun(TrainingRun):
         epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic, host)
         commands = CommandChannel(self._groups)
         leaving = LeaveNotice(line, job.pipeline, commands)
-        common = worker, connection.client, line, epochs, self._where_to_meet, traffic
-        rounds = SurvivingRounds(commands.on_any_stage, options.run_timeout.total_seconds(), *common)
-        bases = SurvivingBases(*common) if isinstance(policy, OuterRounds) else None
-        self._place = _Place(worker, line, connection.client, store, epochs, commands, leaving, rounds, bases, forget)
+        connections = Connections(worker, connection.client, line, epochs, self._where_to_meet, traffic)
+        rounds = SurvivingRounds(connections, commands.on_any_stage, options.run_timeout.total_seconds())
+        bases = SurvivingBases(connections) if isinstance(policy, OuterRounds) else None
+        self._open = _OpenRun(worker, line, connection.client, store, epochs, commands, leaving, rounds, bases, forget)
 
     def _hand_over(self, sequence: int, group: Group) -> None:
         """Give other members of ``group`` the result of a group."""
@@ -172,9 +167,9 @@ class ElasticRun(TrainingRun):
         return order.members
 
     @property
-    def _opened(self) -> _Place:
-        assert self._place is not None, "setup_environment opens the run"
-        return self._place
+    def _opened(self) -> _OpenRun:
+        assert self._open is not None, "setup_environment opens the run"
+        return self._open
 
     @property
     def leads(self) -> bool:
@@ -191,9 +186,9 @@ class ElasticRun(TrainingRun):
     @property
     def publisher(self) -> Publisher | None:
         """Asked before a checkpoint takes its place; None when the run is over."""
-        if self._place is None or self._fit is None:
+        if self._open is None or self._fit is None:
             return None
-        return leader.LeadersCheckpoints(self._place.line, self._fit.trainer, self._fit.source.run)
+        return leader.LeadersCheckpoints(self._open.line, self._fit.trainer, self._fit.source.run)
 
     @property
     def sampler(self) -> dict[str, int]:
@@ -236,17 +231,15 @@ class ElasticRun(TrainingRun):
     ) -> ElasticBatchSource:
         place, run = self._opened, shared(secrets.randbits(62))
         duties = joining.StageDuties(lambda: self.fit, self.take_lead, place.commands, place.leaving)
-        arguments = duties, trainer, training, place.client, self.groups, checks, run, dealing
+        inputs = SourceInputs(trainer, training, place.client, self.groups, checks, run, dealing)
         source: ElasticBatchSource
         if self.options.batch_by_speed:
             division, delays = self.options.division, training.parts.delays
-            source = JointRoundSource(
-                *arguments, rounds=place.rounds, division=division, groups=self.groups, delays=delays
-            )
+            source = JointRoundSource(inputs, duties, place.rounds, division, delays)
         elif training.sync.gradients is None:
-            source = ElasticBatchSource(*arguments)
+            source = ElasticBatchSource(inputs, duties)
         else:
-            source = RoundBatchSource(*arguments, rounds=place.rounds)
+            source = RoundBatchSource(inputs, duties, place.rounds)
         place.client.meanwhile = source.serve
 
         self._fit = joining.Fit(trainer, training, source, checkpoints, self.groups, place.line, place.store)
@@ -300,7 +293,7 @@ class ElasticRun(TrainingRun):
         return f"{self.fit.source.run}/{loop.batches(self.fit.trainer)}"
 
     def close(self) -> None:
-        connection, place = self.membership, self._place
+        connection, place = self.membership, self._open
         if connection is None:
             return
         if place is not None:
@@ -310,7 +303,7 @@ class ElasticRun(TrainingRun):
         if place is not None:
             place.epochs.close()
         connection.close()
-        self.membership = self._place = None
+        self.membership = self._open = None
 
 
 def _means(each: Sequence[dict[str, float]]) -> dict[str, float]:

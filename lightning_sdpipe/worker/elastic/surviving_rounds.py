@@ -18,8 +18,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -50,30 +50,30 @@ _DONE, _NOT = b"\x01", b"\x00"
 _Result = TypeVar("_Result")
 
 
+@dataclass(frozen=True)
+class Connections:
+    """The connections of one worker to others, over which rounds go."""
+
+    worker: Worker
+    client: SchedulerClient
+    """That of the thread that trains."""
+    line: MembershipClient
+    """Asked after a failure."""
+    epochs: EpochGroups
+    """Groups of its replicas."""
+    barriers: Callable[[], Barriers]
+    """Returns the barriers of its stage."""
+    traffic: Traffic
+    """Counts the bytes that this worker sends in rounds."""
+
+
 class HandOvers:
     """Base of one worker's rounds: gives the results of groups to members that lack them, and receives those that this
-    worker lacks.
+    worker lacks."""
 
-    Args:
-        worker: this worker.
-        client: of the thread that trains.
-        line: is asked after a failure.
-        epochs: the groups of its replicas.
-        barriers: returns the barriers of its stage.
-        traffic: counts the bytes that this worker sends in rounds.
-    """
-
-    def __init__(
-        self,
-        worker: Worker,
-        client: SchedulerClient,
-        line: MembershipClient,
-        epochs: EpochGroups,
-        barriers: Callable[[], Barriers],
-        traffic: Traffic,
-    ) -> None:
-        self._worker, self._client, self._line, self._epochs = worker, client, line, epochs
-        self._barriers, self._traffic = barriers, traffic
+    def __init__(self, connections: Connections) -> None:
+        self._worker, self._client, self._line = connections.worker, connections.client, connections.line
+        self._epochs, self._barriers, self._traffic = connections.epochs, connections.barriers, connections.traffic
         self.retried = self.taken = 0
         """Number of groups that were tried again, and of those whose result was handed over."""
         self._given: set[tuple[int, int]] = set()
@@ -131,11 +131,10 @@ class SurvivingRounds(HandOvers):
     Args:
         on_any_stage: returns whether it is so on any stage of this pipeline; every stage asks at the same point.
         timeout: seconds of a transfer.
-        arguments: those of the base class.
     """
 
-    def __init__(self, on_any_stage: Callable[[bool], bool], timeout: float, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, connections: Connections, on_any_stage: Callable[[bool], bool], timeout: float) -> None:
+        super().__init__(connections)
         self.on_any_stage = on_any_stage
         self._beside = Background("averaging gradients", 2 * timeout)
         self.batch: Batch | None = None
@@ -275,8 +274,8 @@ class SurvivingRounds(HandOvers):
 class SurvivingBases(HandOvers):
     """The rounds of an outer optimizer of one worker."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, connections: Connections) -> None:
+        super().__init__(connections)
         worker = self._worker
         self._alone = Replicas(cast(dist.ProcessGroup, None), {worker.pipeline: 0}, worker.stage, worker.pipeline)
         self._state: OuterState | None = None
@@ -290,7 +289,6 @@ class SurvivingBases(HandOvers):
         return self._state
 
     def arrange(self, state: OuterState) -> None:
-        """See :class:`~lightning_sdpipe.sync.synchronizer.RoundsOfBases`, as for the next three methods."""
         self._state = state
 
     def run(self, tensors: Sequence[Tensor], group: Group) -> NewBase | None:

@@ -27,7 +27,7 @@ from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync import DiLoCo, LocalSGD
 from lightning_sdpipe.topology.groups import Traffic
-from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingBases
+from lightning_sdpipe.worker.elastic.surviving_rounds import Connections, SurvivingBases
 from tests.worker.elastic.jobs import SAMPLES, Diary, ElasticRun, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
@@ -147,7 +147,7 @@ class MetBarriers:
 def test_all_that_meet_weigh_as_their_method_says(samples: float | None, weights: dict[int, float]) -> None:
     barriers: Any = MetBarriers([-1, 4, 1 if samples is None else 2.0])
     nobody: Any = None
-    bases = SurvivingBases(Worker(0, 3), nobody, nobody, nobody, lambda: barriers, Traffic())
+    bases = SurvivingBases(Connections(Worker(0, 3), nobody, nobody, nobody, lambda: barriers, Traffic()))
     codec, model = OwnBase(Full(), 3, Nesterov(), 0.0), [torch.arange(4.0)]
     codec.begin(model)
     bases.arrange(OuterState(codec))
