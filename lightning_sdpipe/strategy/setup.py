@@ -20,7 +20,7 @@ from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.checkpoints.distributed import directory_of
 from lightning_sdpipe.checkpoints.whole_module import make_whole, tie_again, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource, Split
 from lightning_sdpipe.loop.dealt import Dealing
@@ -46,25 +46,7 @@ from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.run import TrainingRun
-from lightning_sdpipe.worker.training import Training
-
-
-class FirstFailure:
-    """A context for waits for other workers, whose errors say which worker failed first, and why.
-
-    Args:
-        explain: raises the cause of an error, if it is known.
-    """
-
-    def __init__(self, explain: Callable[[Exception], None]) -> None:
-        self._explain = explain
-
-    def __enter__(self) -> None:
-        """Enter the wait."""
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None and isinstance(error, WorkerFailedError | SchedulerError):
-            self._explain(error)
+from lightning_sdpipe.worker.training import FirstFailure, Training
 
 
 @dataclass

@@ -68,7 +68,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.seeing.page import last_line
 from lightning_sdpipe.strategy.description import what_runs
 from lightning_sdpipe.strategy.optimizer_states import added_to, taken_from
-from lightning_sdpipe.strategy.setup import FirstFailure, Origin, Setup
+from lightning_sdpipe.strategy.setup import Origin, Setup
 from lightning_sdpipe.sync.synchronizer import SyncMethod, SyncStatistics
 from lightning_sdpipe.topology.groups import ProcessGroups, backends, prepare_world
 from lightning_sdpipe.topology.mesh import Mesh
@@ -87,7 +87,7 @@ from lightning_sdpipe.worker.launching.launcher import end_after_failure, give_u
 from lightning_sdpipe.worker.options import Schedule, check_arguments, resolve
 from lightning_sdpipe.worker.run import TrainingRun
 from lightning_sdpipe.worker.scheduler_connection import RunConnection
-from lightning_sdpipe.worker.training import Training
+from lightning_sdpipe.worker.training import FirstFailure, Training
 
 _OF_A_RUN = frozenset({"_run", "_set_up", "_origin", "_guard", "_first_failure", "_undo", "_plans", "_initialisation"})
 _T = TypeVar("_T")

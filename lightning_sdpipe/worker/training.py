@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.batch_source import BatchSource
 from lightning_sdpipe.loop.epoch_callback import Point, StreamSwitches
@@ -153,6 +153,24 @@ class Phases:
 
     def __exit__(self, *_: object) -> None:
         self.now, self.updating = self._before.pop()
+
+
+class FirstFailure:
+    """A context for waits for other workers, whose errors say which worker failed first, and why.
+
+    Args:
+        explain: raises the cause of an error, if it is known.
+    """
+
+    def __init__(self, explain: Callable[[Exception], None]) -> None:
+        self._explain = explain
+
+    def __enter__(self) -> None:
+        """Enter the wait."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and isinstance(error, WorkerFailedError | SchedulerError):
+            self._explain(error)
 
 
 @dataclass
