@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.optim import VarianceCorrection
+from lightning_sdpipe.strategy.setup import Setup
 from tests.features.running import Regression, quiet_trainer, samples
 from tests.own_session import module, script
 
@@ -184,8 +186,9 @@ def test_a_worker_says_that_it_ends_though_its_last_checkpoint_could_not_be_writ
 ) -> None:
     strategy, run = SDPipeStrategy(num_stages=2), Mock()
     checkpoints = Mock(wait=Mock(side_effect=OSError("No space left on device")))
-    monkeypatch.setattr(strategy, "_assembled", Mock())
-    monkeypatch.setattr(strategy, "_checkpoints", checkpoints, raising=False)
+    made = Mock(checkpoints=checkpoints, undo=[])
+    made.take_apart = partial(Setup.take_apart, made)
+    monkeypatch.setattr(strategy, "_set_up", made)
     monkeypatch.setattr(strategy, "_run", run)
     monkeypatch.setattr(DDPStrategy, "teardown", lambda self: None)
     with pytest.raises(OSError, match="No space left"):
