@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import gc
 import logging
 import os
 import resource
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+from recipes.harness.processes import fork_in_large_pages
 from tests.scheduler.forked import forked_schedulers
 
 pytest_plugins = ["tests.patience"]
@@ -60,23 +63,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if len(session.items) > 100:
-        fork_in_large_pages()
     gc.freeze()  # what is there now stays, and need not be looked through again and again
     gc.set_threshold(700, 10, 10)  # Python's own again, also where xdist has started this process as the tests' are
     gc.enable()
 
 
-def fork_in_large_pages() -> None:
-    """A fork copies the table of this process's pages, which takes a third of the time where they are of 2 MiB."""
-    size, collapse = 2 << 20, 25  # MADV_COLLAPSE, which Linux has since 6.1; before, nothing happens
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    for where, access, *_, name in (f"{line} -".split()[:6] for line in open("/proc/self/maps")):  # noqa: SIM115
-        begin, end = (int(address, 16) for address in where.split("-"))
-        begin, end = -(-begin // size) * size, end // size * size
-        if access == "rw-p" and name in ("-", "[heap]") and begin < end:
-            madvise(begin, end - begin, collapse)
+@functools.cache
+def train_once() -> None:
+    if "lightning.pytorch" in sys.modules:
+        from tests.features.running import train_before_forks
+
+        with tempfile.TemporaryDirectory() as directory, mock.patch.dict(os.environ):
+            train_before_forks(Path(directory))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Train before the forks of a test and of its fixtures, except where forks are to have new devices: autograd that
+    has run takes no more of them."""
+    if item.get_closest_marker("distributed"):
+        if not getattr(item.module, "NEW_DEVICES", False):  # type: ignore[attr-defined]
+            train_once()
+        if item.session.testscollected > 100:  # else what it costs at first is more than it spares
+            fork_in_large_pages()
 
 
 def inherited() -> dict[str, Any]:
@@ -110,22 +119,6 @@ def schedulers_are_forked() -> Iterator[None]:
     with forked_schedulers() as kind, pytest.MonkeyPatch.context() as patch:
         patch.setattr(place, "SchedulerProcess", kind)
         yield
-
-
-@pytest.fixture(scope="session")
-def a_training_has_run(tmp_path_factory: pytest.TempPathFactory) -> None:
-    if "lightning.pytorch" in sys.modules:
-        from tests.features.running import train_before_forks
-
-        train_before_forks(tmp_path_factory.mktemp("first"))
-
-
-@pytest.fixture(autouse=True)
-def forks_know_trainings(request: pytest.FixtureRequest) -> None:
-    """Train before the forks of a test, except where forks are to have new devices: autograd that has run takes no
-    more of them."""
-    if request.node.get_closest_marker("distributed") and not getattr(request.module, "NEW_DEVICES", False):
-        request.getfixturevalue("a_training_has_run")
 
 
 @pytest.fixture(scope="session")

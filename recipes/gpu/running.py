@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.worker.launching.environment import free_port
 from recipes.gpu.models import Kind, Samples, loss_of
-from recipes.harness.processes import in_processes
+from recipes.harness.processes import be_rank, in_processes
 
 Precision = Literal["32-true", "bf16-mixed"]
 NEVER = 3600.0
@@ -84,10 +83,8 @@ def _rank(
     work: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> Any:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "gpu"}
-    os.environ |= {name: str(value) for name, value in {**place, **meet}.items()} | {**own[rank]}
-    os.environ["OMP_NUM_THREADS"] = "1"  # more would be started by Lightning, in a process that was forked
+    own_threads = {"OMP_NUM_THREADS": 1}  # more would be started by Lightning, in a process that was forked
+    be_rank(rank, count, port, **own[rank], **own_threads)
     return work(rank, *arguments)
 
 

@@ -2,36 +2,71 @@
 
 from __future__ import annotations
 
+import ctypes
+import io
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lightning_sdpipe import openmp
 from recipes.harness import namespaces
 
 Result = TypeVar("Result")
 TRANSFER_TIMEOUT = timedelta(minutes=10)
 PATIENCE = 1800.0
 """Seconds that processes may take by default, on a machine with much else to do as well."""
+AFTER_A_FAILURE = 5.0
+"""Seconds in which the others may say what they saw of a rank's failure."""
 _GRACE_SECONDS = 2.0
+_PAGE, _COLLAPSE = 2 << 20, 25  # MADV_COLLAPSE
+
+holds = True
+"""Whether a rank that is done holds its connections until all are, since a closed one ends a group that others still
+make. A rank sets it to False after an error that the others shall hear of."""
 
 
-def run_processes(count: int, work: Callable[..., Result], *arguments: Any, timeout: float = PATIENCE) -> list[Result]:
+def fork_in_large_pages() -> None:
+    """Put this process's memory into pages of 2 MiB, where Linux can (from 6.1 on).
+
+    A fork copies the table of pages, which takes a third of the time then. Forks and what is written after them break
+    pages up again; to put those together takes some hundredths of a second, all for the first time half a second.
+    """
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.malloc_trim(0)
+    for where, access, *_, name in (
+        f"{line} -".split()[:6] for line in Path("/proc/self/maps").read_text().splitlines()
+    ):
+        begin, end = (int(address, 16) for address in where.split("-"))
+        begin, end = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
+        if access == "rw-p" and name in ("-", "[heap]") and begin < end:
+            libc.madvise(begin, end - begin, _COLLAPSE)
+
+
+def run_processes(
+    count: int,
+    work: Callable[..., Result],
+    *arguments: Any,
+    transfer_timeout: timedelta = TRANSFER_TIMEOUT,
+    **waits: Any,
+) -> list[Result]:
     """Works as :func:`in_processes`, of ranks that gloo connects."""
     with tempfile.TemporaryDirectory() as directory:
-        connected = partial(_connected, [], f"file://{directory}/store", count, TRANSFER_TIMEOUT, work)
-        return in_processes(count, connected, *arguments, timeout=timeout)
+        connected = partial(_connected, [], f"file://{directory}/store", count, transfer_timeout, work)
+        return in_processes(count, connected, *arguments, **waits)
 
 
 def run_on_hosts(
@@ -57,10 +92,25 @@ def _connected(
         namespaces.enter(hosts[rank])
         os.environ["GLOO_SOCKET_IFNAME"] = namespaces.INTERFACE
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=limit)
+    dist.barrier()  # a rank with nothing to do would close its connections while another still makes them
     return work(rank, *arguments)
 
 
-def in_processes(count: int, work: Callable[..., Result], *arguments: Any, timeout: float) -> list[Result]:
+def be_rank(rank: int, count: int, port: int | None, **more: object) -> None:
+    """Put what torchrun would into the environment of this process, with all ranks on this machine but for ``more``."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "harness"}
+    os.environ |= {name: str(value) for name, value in (place | meet | more).items()}
+
+
+def in_processes(
+    count: int,
+    work: Callable[..., Result],
+    *arguments: Any,
+    timeout: float = PATIENCE,
+    lost: Collection[int] = (),
+    after_failure: float = AFTER_A_FAILURE,
+) -> list[Result]:
     """Return what ``work(rank, *arguments)`` returns on each of ``count`` ranks.
 
     The processes are forked, so that they share what this one has imported, and compute with one thread each. None
@@ -68,44 +118,52 @@ def in_processes(count: int, work: Callable[..., Result], *arguments: Any, timeo
 
     Args:
         count: world size.
-        work: its result must not hold tensors.
+        work: its result is pickled, with the values of tensors.
         arguments: passed to it after the rank.
         timeout: seconds for everything.
+        lost: ranks that may die; for one that does, None is returned.
+        after_failure: seconds in which the others may say what they saw of a rank's failure.
 
     Raises:
-        RuntimeError: a rank raised, with its traceback, or died.
+        RuntimeError: ranks raised, with their tracebacks, or died.
         TimeoutError: a rank was not done in time.
     """
     context = multiprocessing.get_context("fork")
-    deadline = time.monotonic() + timeout
+    openmp.end_threads()
     with ExitStack() as stack:
-        pending: dict[Any, int] = {}
+        ranks: dict[Any, int] = {}
         for rank in range(count):
-            receive, send = context.Pipe(duplex=False)
-            process = context.Process(target=_run, args=(send, rank, work, arguments), daemon=True)
+            here, there = context.Pipe()
+            process = context.Process(target=_run, args=(there, rank, work, arguments))
             process.start()
-            send.close()  # the child alone holds it, so its death is an end of file here
+            there.close()  # the child alone holds it, so its death is an end of file here
             stack.push(lambda error, *_, process=process: _end(process, error is not None))
-            pending[stack.enter_context(receive)] = rank
-        results: dict[int, Result] = {}
-        while pending:
-            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            ranks[stack.enter_context(here)] = rank
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while waiting := [pipe for pipe, rank in ranks.items() if rank not in results | errors]:
+            ready: list[Any] = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise TimeoutError(f"ranks {sorted(pending.values())} of {count} were not done within {timeout} s")
-            for connection in ready:
-                rank = pending.pop(connection)
-                results[rank] = _result(connection, rank)
+                break
+            for pipe in ready:
+                rank = ranks[pipe]
+                try:
+                    good, outcome = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+                except EOFError:
+                    good, outcome = rank in lost, None if rank in lost else f"rank {rank} died before it was done"
+                (results if good else errors)[rank] = outcome
+                if len(errors) == 1 and not good:
+                    deadline = min(deadline, time.monotonic() + after_failure)
+        if errors:
+            raise RuntimeError("\n".join(errors.values()))
+        if waiting:
+            left = [ranks[pipe] for pipe in waiting]
+            raise TimeoutError(f"ranks {left} of {count} were not done within {timeout} s")
+        for pipe in ranks:
+            with suppress(OSError):  # it does not wait for this
+                pipe.send_bytes(b"all are done")
     return [results[rank] for rank in range(count)]
-
-
-def _result(connection: Any, rank: int) -> Any:
-    try:
-        good, outcome = connection.recv()
-    except EOFError:
-        raise RuntimeError(f"rank {rank} died before it was done") from None
-    if not good:
-        raise RuntimeError(f"rank {rank} failed:\n{outcome}")
-    return outcome
 
 
 def _end(process: BaseProcess, error: bool) -> None:
@@ -115,12 +173,16 @@ def _end(process: BaseProcess, error: bool) -> None:
         process.join()
 
 
-def _run(send: Connection, rank: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run(pipe: Connection, rank: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     try:
         outcome: tuple[bool, Any] = True, work(rank, *arguments)
     except BaseException:
-        outcome = False, traceback.format_exc()
-    send.send(outcome)
+        outcome = False, f"rank {rank} failed:\n{traceback.format_exc()}"
+    message = io.BytesIO()  # by value: tensors in shared memory would vanish with this process
+    torch.save(outcome, message)
+    pipe.send_bytes(message.getvalue())
+    if outcome[0] and holds:
+        pipe.poll(None)
     if dist.is_initialized():
         dist.destroy_process_group()

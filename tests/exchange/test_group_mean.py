@@ -18,7 +18,7 @@ from lightning_sdpipe.exchange import moving
 from lightning_sdpipe.exchange.moving import GroupMean, Scratch, finish
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.topology.groups import Replicas
-from tests import workers
+from recipes.harness import processes
 from tests.patience import limit
 from tests.workers import run_workers
 
@@ -108,7 +108,7 @@ def lose_a_member(rank: int, committed: int) -> tuple[Tensor, str, int]:
     with pytest.raises(WorkerFailedError) as failure:
         finish(pending)
     assert not pending.wait(), "what is dropped does not go on"
-    workers.holds = False  # the other survivor, too, shall hear of it, and not wait for its limit
+    processes.holds = False  # the other survivor, too, shall hear of it, and not wait for its limit
     return model, str(failure.value), max(lent)
 
 

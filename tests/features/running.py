@@ -12,11 +12,13 @@ from unittest import mock
 import lightning as L
 import torch
 from lightning.fabric.utilities import registry
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy
-from tests import workers
+from recipes.harness import processes
+from recipes.harness.processes import be_rank
 from tests.workers import free_port, run_workers
 
 BATCH = 4  # of one pipeline
@@ -28,7 +30,7 @@ def train_before_forks(directory: Path) -> None:
     """What Python and Lightning remember from the first training on, and the callbacks that a Trainer looks for in all
     packages, are half of the processor time of a short training, and every fork would find them out again."""
     with torch.random.fork_rng():
-        one_process(directory).fit(Regression(), train_loader(), eval_loader())
+        one_process(directory, enable_checkpointing=True).fit(Regression(), train_loader(), eval_loader())
 
 
 def on_four_ranks(work: Callable[..., Any], *arguments: Any, count: int = 4) -> list[Any]:
@@ -38,16 +40,14 @@ def on_four_ranks(work: Callable[..., Any], *arguments: Any, count: int = 4) -> 
 
 def as_torchrun(rank: int, port: int, count: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Calls ``work`` in the environment of one rank of ``count``."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    own = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tests"}
-    os.environ.update({name: str(value) for name, value in own.items()})
+    be_rank(rank, count, port)
     with mock.patch.object(SDPipeStrategy, "on_exception", _let_go):
         return work(*arguments)
 
 
 def _let_go(strategy: SDPipeStrategy, exception: BaseException, heard: Any = SDPipeStrategy.on_exception) -> None:
     """The others hear of an error, which the work may expect, by connections that are closed."""
-    workers.holds = False
+    processes.holds = False
     heard(strategy, exception)
 
 
@@ -71,8 +71,10 @@ def trainer_of_this_process(directory: Path, **options: Any) -> L.Trainer:
 
 def quiet_trainer(**options: Any) -> L.Trainer:
     """A Trainer on CPUs that says nothing, and saves nothing without a callback for it."""
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 2}
-    return L.Trainer(**{"accelerator": "cpu", **quiet, **options})
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    given = options.get("callbacks") or []
+    saves = any(isinstance(callback, Checkpoint) for callback in (given if isinstance(given, list) else [given]))
+    return L.Trainer(**{"accelerator": "cpu", "max_epochs": 2, "enable_checkpointing": saves, **quiet, **options})
 
 
 class Regression(L.LightningModule):

@@ -35,6 +35,7 @@ from lightning_sdpipe.sync import (
     SemiDecentralized,
 )
 from lightning_sdpipe.worker import scheduler_connection
+from recipes.harness.processes import fork_in_large_pages
 from tests.features.running import on_four_ranks, pipelines, train_before_forks
 from tests.scheduler.forked import forked_schedulers
 
@@ -138,6 +139,7 @@ def main(directory: Path) -> None:
         for count, names in CASES.items():
             cases = [(name, schedule) for name in names for schedule in ("1f1b", "pipedream")]
             place = directory / str(count)
+            fork_in_large_pages()
             ranks = on_four_ranks(train_all, place, cases, count=STAGES * count)
             outcomes[count] = {
                 case: {"ranks": [rank[case] for rank in ranks], "groups": decisions(place / case)} for case in ranks[0]

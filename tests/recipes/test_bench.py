@@ -126,5 +126,5 @@ def test_processes_are_connected() -> None:
 )
 def test_no_process_is_left_when_one_fails(work, timeout, error, message) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(error, match=message):
-        run_processes(2, work, timeout=timeout)
+        run_processes(2, work, timeout=timeout, after_failure=0.1)
     assert not multiprocessing.active_children()

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from lightning_sdpipe import SDPipeStrategy
+from recipes.harness.processes import be_rank
 from tests.own_session import script
 from tests.workers import free_port, run_workers
 
@@ -163,9 +164,7 @@ def test_each_process_may_run_the_whole_script(name: str, count: int, updates: i
 
 def _run_whole(rank: int, count: int, port: int, directory: Path, code: str) -> int:
     """The updates that this rank has made."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    own = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tests"}
-    os.environ.update({key: str(value) for key, value in own.items()})
+    be_rank(rank, count, port)
     os.chdir(directory)
     torch.seed()
     names: dict[str, Any] = {"__name__": "__main__"}

@@ -35,9 +35,8 @@ def fit(
     ckpt_path: Path | None = None,
     **options: Any,
 ) -> tuple[L.Trainer, Regression]:
-    trainer = quiet_trainer(
-        devices=devices, strategy=strategy, default_root_dir=directory, num_sanity_val_steps=1, **options
-    )
+    options = {"num_sanity_val_steps": 1, "enable_checkpointing": True, **options}  # where Lightning saves by itself
+    trainer = quiet_trainer(devices=devices, strategy=strategy, default_root_dir=directory, **options)
     model = Regression() if module is None else module
     own_loader = is_overridden("train_dataloader", getattr(model, "_orig_mod", model))
     train = None if own_loader else train_loader(batch_size, devices)

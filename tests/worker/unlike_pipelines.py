@@ -18,6 +18,7 @@ from lightning_sdpipe import PHDPSGD, AllReduce, EightBit, Exchange, SDPipeStrat
 from lightning_sdpipe.loop.joint import JointBatchSource
 from lightning_sdpipe.topology.groups import device_name
 from lightning_sdpipe.topology.placement_file import Placement, write_placement
+from recipes.harness.processes import be_rank
 from tests.policies.by_script import Scripted
 
 DEPTHS, CUTS = [1, 2, 3], [[6], [4, 2], [1, 3, 2]]
@@ -224,8 +225,6 @@ def groups_of_machines(rank: int, port: int, directory: Path) -> tuple[Any, int]
 
 def _on_a_machine(rank: int, port: int, directory: Path, depths: list[int], sync: Any) -> L.Trainer:
     local, machine, count = ((0, 0, 1), (0, 1, 2), (1, 1, 2))[rank]
-    place = {"RANK": rank, "LOCAL_RANK": local, "GROUP_RANK": machine, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": count}
-    own = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tests"}
-    own["SDPIPE_HOST"] = f"machine-{machine}"
-    os.environ.update({name: str(value) for name, value in own.items()})
+    place = {"LOCAL_RANK": local, "GROUP_RANK": machine, "LOCAL_WORLD_SIZE": count, "SDPIPE_HOST": f"machine-{machine}"}
+    be_rank(rank, 3, port, **place)
     return trainer(directory, SDPipeStrategy(depths, sync), devices=count, num_nodes=2)

@@ -7,7 +7,6 @@ are matrices, since PowerSGD compresses nothing else. The rest is real.
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Static
 from recipes.baselines import ParameterServer
 from recipes.harness.namespaces import INTERFACE, NotAllowed, address, enter, hosts
-from recipes.harness.processes import in_processes
+from recipes.harness.processes import be_rank, in_processes
 from recipes.suites.emulated import EmulatedChain, passes
 from recipes.suites.grid import Goal, Ratios, Row, chosen, ratios, refuse_unknown, rotated
 from recipes.suites.probe import Probe
@@ -187,10 +186,9 @@ def _train(
 ) -> tuple[float, float]:
     """Return samples per second, and bytes sent in a step, of one worker, which has a host of its own."""
     enter(machines[rank])
-    place = {"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank, "WORLD_SIZE": WORKERS, "LOCAL_WORLD_SIZE": 1}
-    own = {"MASTER_ADDR": address(0), "MASTER_PORT": PORT, "TORCHELASTIC_RUN_ID": "slow", "SDPIPE_HOST": machines[rank]}
-    own |= {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": 1}  # or Lightning gives this host all of the cores
-    os.environ.update({key: str(value) for key, value in {**place, **own}.items()})
+    place = {"LOCAL_RANK": 0, "GROUP_RANK": rank, "LOCAL_WORLD_SIZE": 1, "SDPIPE_HOST": machines[rank]}
+    own = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": 1}  # or Lightning gives this host all of the cores
+    be_rank(rank, WORKERS, PORT, MASTER_ADDR=address(0), **place, **own)
     torch.manual_seed(seed)
     module, batches = _Matrices(*shape), random_features((warm_up + steps) * WORKERS, 1)
     with tempfile.TemporaryDirectory() as directory:
