@@ -7,7 +7,6 @@ training, data and messages are real.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import statistics
@@ -27,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.command_line import Parser
+from lightning_sdpipe.errors import ConfigurationError, counted
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
@@ -87,12 +87,11 @@ class Figures:
 
 def main(arguments: Sequence[str]) -> None:
     """Train and draw."""
-    parser = argparse.ArgumentParser(
-        prog="sdpipe demo", description="Compares SDPipe with all-reduce on handwritten digits, in about two minutes."
+    parser = Parser("demo", "Compares SDPipe with all-reduce on handwritten digits, in about two minutes.")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path(), metavar="DIRECTORY", help="for the figure and the report"
     )
-    parser.add_argument("--figure", type=Path, default=Path("sdpipe-demo.png"), help="to write (default: %(default)s)")
-    parser.add_argument("--report", type=Path, default=Path("sdpipe-demo.html"), help="to write (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=5, help="of each of the four runs (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=5, help="of each of the four runs")
     options = parser.parse_args(arguments)
     _check(options.epochs)
     _hush()
@@ -113,7 +112,7 @@ def _check(epochs: int) -> None:
         raise ConfigurationError(f"--epochs {epochs} must be at least 1.")
     missing = [name for name in ("sklearn", "matplotlib") if find_spec(name) is None]
     if missing:
-        raise ConfigurationError(f"{' and '.join(missing)} not found; pip install 'lightning-sdpipe[recipes]'")
+        raise ConfigurationError(f"{' and '.join(missing)} not found; pip install 'lightning-sdpipe[demo]'")
 
 
 def _hush() -> None:
@@ -126,7 +125,7 @@ def _hush() -> None:
 
 
 def _compare(number: int, scene: Scene, epochs: int, directory: Path) -> dict[str, Figures]:
-    stages = f"{WORKERS // scene.num_stages} pipelines of {scene.num_stages} stage{'s' * (scene.num_stages > 1)}"
+    stages = f"{WORKERS // scene.num_stages} pipelines of {counted(scene.num_stages, 'stage')}"
     print(f"{number}. {scene.title.capitalize()} ({stages})\n")
     rows = {name: _train(name, scene, epochs, _folder(directory, name, scene)) for name in METHODS}
     print(f"\n   {'':12}{'s per epoch':>12}{'accuracy':>10}")

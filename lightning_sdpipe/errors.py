@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 
 class ConfigurationError(ValueError):
@@ -54,19 +52,6 @@ LOST_CONNECTION = "gloo/transport"
 """Part of the message of gloo's exceptions about a lost connection: the name of its source file."""
 
 
-def carried_out(command: Callable[[], int | None], name: str) -> int:
-    """Return the exit status of ``command``; 2, with a message after its ``name``, if it cannot be carried out, 1 if
-    another worker failed, and 130 if it is interrupted."""
-    try:
-        return command() or 0
-    except (ConfigurationError, SchedulerError, WorkerFailedError) as error:
-        with contextlib.suppress(OSError):  # of a full disk, for example
-            print(f"{name}: {error}", file=sys.stderr)
-        return 1 if isinstance(error, WorkerFailedError) else 2
-    except KeyboardInterrupt:
-        return 130
-
-
 def place_of(error: BaseException) -> str:
     """Return the innermost frame in which ``error`` was raised, as in ``train.py:41 in training_step``; empty if there
     is none."""
@@ -97,6 +82,16 @@ LEFT = {
     "sharded": 'leave it out, since meetings of PHDPSGD move whole models (data="sharded" is another option)',
 }
 """Names that the package once had, and what to do without them."""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``number`` and the noun in its right form."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def shape(stages: int, pipelines: int) -> str:
+    """Return a mesh in words."""
+    return f"{counted(stages, 'stage')} × {counted(pipelines, 'pipeline')}"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -108,7 +108,7 @@ def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     names = [name for row in rows for name in row.overrides]
     varied = [name for name in dict.fromkeys(names) if len({row.overrides.get(name) for row in rows}) > 1]
     figures = [name for pattern in columns for row in rows for name in row.figures if fnmatch(name, pattern)]
-    figures = list(dict.fromkeys(figures))
+    figures = [name for name in dict.fromkeys(figures) if name != "seconds"]
     lines = [["job", *varied, "status", "seconds", *(name.rpartition(".")[2] for name in figures), ""]]
     for row in rows:
         chosen = [row.overrides.get(name, "") for name in varied]
@@ -119,11 +119,10 @@ def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
 
 
 def _write(path: Path, rows: Sequence[Row]) -> None:
-    lines = [
-        {"job": row.number, **row.overrides, "status": row.status, "seconds": row.seconds, **row.figures}
-        | {"error": row.error}
-        for row in rows
+    own: list[dict[str, Any]] = [
+        {"job": row.number, **row.overrides, "status": row.status, "seconds": _shown(row.seconds)} for row in rows
     ]
+    lines = [{**each, **row.figures, **each, "error": row.error} for each, row in zip(own, rows, strict=True)]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(name for line in lines for name in line)))
         writer.writeheader()

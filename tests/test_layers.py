@@ -16,11 +16,11 @@ ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 
 # From the top down: what is further left imports what is further right.
 HOUSE = (
-    *("cli", "demo", "supervision", "sweep", "configuration", "check"),
+    *("cli", "demo", "environment", "supervision", "sweep", "configuration", "check"),
     *("strategy", "worker", "loop", "checkpoints", "sync", "data", "seeing"),
     *("placement", "pipeline", "partition", "exchange", "scheduler", "simulate", "membership", "dealing", "policies"),
     *("optim", "heterogeneity", "topology", "random_streams", "p2p", "lightning_internals", "lightning_results"),
-    *("meter", "openmp", "tested", "errors"),
+    *("meter", "command_line", "openmp", "tested", "errors"),
 )
 
 

@@ -12,7 +12,7 @@ from hydra import compose, initialize
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, open_dict, read_write
 
-from lightning_sdpipe import ConfigurationError
+from lightning_sdpipe import ConfigurationError, sweep
 from lightning_sdpipe.sweep import Row, SweepTable, table
 from tests.own_session import module, script
 from tests.worker.test_failures import mark, processes_of
@@ -20,14 +20,24 @@ from tests.worker.test_failures import mark, processes_of
 
 def test_the_table_shows_what_differs_and_what_was_asked_for() -> None:
     rows = [
-        Row(0, {"sync": "a", "seed": "1"}, "done", 1.25, {"speed": 1234.5678, "metrics.loss": 0.5, "memory": 7}),
+        Row(0, {"sync": "a", "seed": "1"}, "done", 1.23456, {"speed": 1234.5678, "metrics.loss": 0.5, "memory": 7}),
         Row(1, {"sync": "b", "seed": "1"}, "failed", 2.0, error="ValueError: no\nmore"),
     ]
     assert table(rows, ["speed", "metrics.*"]).splitlines() == [
         "job  sync  status  seconds  speed  loss",
-        "0    a     done    1.25     1235   0.5",
+        "0    a     done    1.235    1235   0.5",
         "1    b     failed  2                     ValueError: no",
     ]
+
+
+def test_seconds_are_one_figure_in_the_file_and_in_the_terminal(tmp_path: Path) -> None:
+    row = Row(0, {"seed": "1"}, "done", 1.23456, {"loss": 0.5, "seconds": 0.9})
+    sweep._write(tmp_path / "summary.csv", [row])
+    with (tmp_path / "summary.csv").open(newline="") as file:
+        assert list(csv.DictReader(file)) == [
+            {"job": "0", "seed": "1", "status": "done", "seconds": "1.235", "loss": "0.5", "error": ""}
+        ]
+    assert table([row], ["*"]).splitlines() == ["job  status  seconds  loss", "0    done    1.235    0.5"]
 
 
 def test_an_unknown_reaction_to_failures_is_refused() -> None:

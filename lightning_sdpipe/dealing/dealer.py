@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from lightning_sdpipe.dealing.leases import Asked, Done, Expected, Lease, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.dealing.pipeline_progress import PipelineProgress
 from lightning_sdpipe.dealing.proportional import proportional_shares
+from lightning_sdpipe.errors import shape
 from lightning_sdpipe.policies.events import Widened, Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
 
@@ -159,7 +160,7 @@ class Dealer:
         if 0 <= i < len(self._accounts):
             stages = self._accounts[i].depth
         if not (0 <= worker.stage < stages and 0 <= i < len(self._accounts)):
-            raise RefusedEvent(f"worker {worker} does not exist in {stages} stages × {len(self._accounts)} pipelines")
+            raise RefusedEvent(f"worker {worker} does not exist in {shape(stages, len(self._accounts))}")
         if not (done.batches >= 0 and 0 <= done.ago < math.inf and 0 <= (done.seconds or 0) < math.inf):
             raise RefusedEvent(f"worker {worker} says that it has trained {done}, which cannot be")
         return self._accounts[worker.pipeline]

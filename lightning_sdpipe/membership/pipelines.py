@@ -267,12 +267,12 @@ class EntryRules:
         if not 0 <= worker.stage < stages:
             return (
                 f"worker {worker} does not exist: this scheduler serves pipelines of {stages} stages, 0 to "
-                f"{stages - 1}; start the job with as many processes, or the scheduler with another --num-stages"
+                f"{stages - 1}; start the job with as many processes, or the scheduler with another --stages"
             )
         if not 0 <= worker.pipeline < self._most and self._fixed:
             return (
                 f"worker {worker} does not exist: this scheduler serves {self._most} pipelines, 0 to {self._most - 1}; "
-                "start the job with as many, or the scheduler with another --num-pipelines"
+                "start the job with as many, or the scheduler with another --pipelines"
             )
         if not 0 <= worker.pipeline < self._most:
             return f"pipeline {worker.pipeline} is not allowed; give SDPIPE_PIPELINE from 0 to {self._most - 1}"

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
 
+from lightning_sdpipe.command_line import Parser, depths_of, speeds_of
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import rehearsal
 from lightning_sdpipe.partition.apart import in_a_child
@@ -21,28 +22,25 @@ from lightning_sdpipe.partition.pipeline_cut import Balanced, PipelineCut, cuts_
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
-from lightning_sdpipe.topology.mesh import depths_of, speeds_of
 
 _CPU = torch.device("cpu")
 _PATIENCE = 86400.0  # seconds that a child may take
 
 
-def parser(command: str, description: str) -> argparse.ArgumentParser:
+def parser(command: str, description: str) -> Parser:
     """Return a parser with the arguments that all of these commands take."""
-    parser = argparse.ArgumentParser(prog=f"sdpipe {command}", description=description)
+    parser = Parser(command, description)
     parser.add_argument(
         "factory",
         metavar="IMPORT.PATH:NAME",
         help="a function without arguments that returns a LightningModule, or a LightningModule and a micro-batch",
     )
-    parser.add_argument(
-        "--stages", type=depths_of, default=(2,), help="M, or those of each pipeline, like 1,2,2 (default: 2)"
-    )
+    parser.add_argument("--stages", type=depths_of, default="2", help="M, or those of each pipeline, like 1,2,2")
     parser.add_argument(
         "--partition",
         default="auto",
         help="auto, uniform, parameters, balanced, or numbers of blocks like 3,2,4, and like 9/4,5/5,4 for each "
-        "pipeline (default: %(default)s)",
+        "pipeline",
     )
     parser.add_argument("--blocks", nargs="+", metavar="PATH", help="name the blocks; * stands for one part of a path")
     parser.add_argument(
@@ -50,9 +48,7 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
         type=speeds_of,
         help="relative speed of each stage's device, like 1,1,0.5, and like 1/1,0.5/1,0.5 for each pipeline (balanced)",
     )
-    parser.add_argument(
-        "--bandwidth", type=float, default=1e9, help="bytes per second (balanced; default: %(default)s)"
-    )
+    parser.add_argument("--bandwidth", type=float, default="1e9", help="bytes per second (balanced)")
     return parser
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from lightning_sdpipe.command_line import Parser, depths_of
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.cost import CostModel
 from lightning_sdpipe.placement.model import Block, even_stages
@@ -20,7 +21,6 @@ from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, p
 from lightning_sdpipe.placement.report import draw_picture, given, rates, report
 from lightning_sdpipe.placement.search import MOVES
 from lightning_sdpipe.policies.policy import check_integer
-from lightning_sdpipe.topology.mesh import depths_of
 from lightning_sdpipe.topology.placement_file import write_placement
 
 GAIN = 1.03
@@ -44,10 +44,9 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{options.picture}: not drawn, since its columns are stages, and unlike pipelines are no replicas there")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sdpipe place",
-        description="Decides which device runs which stage of which pipeline, so that slow links matter least.",
+def _parser() -> Parser:
+    parser = Parser(
+        "place", "Decides which device runs which stage of which pipeline, so that slow links matter least."
     )
     add = parser.add_argument
     add("network", type=Path, help="as `sdpipe measure` wrote it, or sites written by hand")
@@ -60,24 +59,28 @@ def _parser() -> argparse.ArgumentParser:
         "--cost",
         choices=get_args(CostModel),
         default="pipelined",
-        help="how transfers between stages add up: overlapping with a flush, as in DT-FM, or as in PipeDream "
-        "(default: %(default)s)",
+        help="how transfers between stages add up: overlapping with a flush, as in DT-FM, or as in PipeDream",
     )
     add("--micro-batches", type=int, help="of a mini-batch (default: as many as stages)")
     add(
         "--sync",
         choices=("groups", "all_reduce"),
         default="groups",
-        help="how pipelines wait for each other (default: %(default)s)",
+        help="how pipelines wait for each other",
     )
     add("--stage-bytes", type=float, help="of a stage's parameters, if the network has no model")
     add("--cut-bytes", type=float, help="of a mini-batch's activations between stages, likewise")
     add("--optimizer-state", type=float, default=2.0, help="bytes for each byte of parameters: 2 for Adam")
     add("--first", metavar="HOST:INDEX", help="the device that will be rank 0 (default: the network's first)")
-    add("--moves", type=int, default=MOVES, help="of the search (default: %(default)s, some 10 s for 64 devices)")
-    add("--seconds", type=float, default=math.inf, help="cut the search short (default: no limit)")
+    add(
+        "--moves",
+        type=int,
+        default=MOVES,
+        help="of the search; 64 devices take some 10 s by default (%(default)s)",
+    )
+    add("--for", dest="seconds", type=float, default=math.inf, help="seconds of the search (default: no limit)")
     add("--seed", type=int, default=0)
-    add("--output", type=Path, metavar="FILE", help="writes the placement, for SDPipeStrategy")
+    add("-o", "--output", type=Path, metavar="FILE", help="writes the placement, for SDPipeStrategy")
     add("--picture", type=Path, metavar="FILE", help="draws it, as SVG")
     return parser
 
@@ -146,7 +149,7 @@ def _stages(options: argparse.Namespace, stages: int) -> tuple[Block, ...] | Non
 def _check(options: argparse.Namespace) -> None:
     """Refuse options whose errors would only be noticed after the search, or not at all."""
     if not options.seconds > 0:
-        raise ConfigurationError(f"--seconds {options.seconds} must be a number above 0.")
+        raise ConfigurationError(f"--for {options.seconds} must be a number above 0.")
     check_integer("--moves", options.moves, 0, "moves")
     check_integer("--micro-batches", options.micro_batches, 1, "of a mini-batch", optional=True)
     if not 0 <= options.optimizer_state < math.inf:

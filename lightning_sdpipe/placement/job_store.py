@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 HOW_TO_START = (
     "`sdpipe measure` runs on all workers of a job: start it with torchrun (`torchrun --nproc-per-node=4 --no-python "
-    "sdpipe measure network.json`, on every machine) or with srun."
+    "sdpipe measure -o network.json`, on every machine) or with srun."
 )
 
 

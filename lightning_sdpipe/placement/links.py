@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from lightning_sdpipe.errors import counted
 from lightning_sdpipe.partition.balance import shown
 from lightning_sdpipe.placement.model import Model
 from lightning_sdpipe.placement.network import Device, Network, Shared
@@ -269,7 +270,8 @@ def _by_hosts(devices: Sequence[Device], links: Sequence[Link]) -> dict[tuple[st
 def summary(network: Network, links: Sequence[Link], file: Path) -> str:
     """Return a row for every two hosts, one for each host, and the hosts that could not connect."""
     devices = network.devices
-    lines = [f"{file}: {len(devices)} devices on {len({device.host for device in devices})} hosts"]
+    hosts = counted(len({device.host for device in devices}), "host")
+    lines = [f"{file}: {counted(len(devices), 'device')} on {hosts}"]
     for (one, other), found in sorted(_by_hosts(devices, [link for link in links if not link.error]).items()):
         rates = [rate for link in found for rate in (link.outward, link.inward)]
         where = f"within {one}" if one == other else f"{one} – {other}"

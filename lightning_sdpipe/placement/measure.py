@@ -1,6 +1,6 @@
-"""``sdpipe measure FILE`` on the workers of a job: the links between all of them, their speed and their memory.
+"""``sdpipe measure`` on the workers of a job: the links between all of them, their speed and their memory.
 
-    torchrun --nproc-per-node=4 --no-python sdpipe measure network.json --model my_package.models:factory
+    torchrun --nproc-per-node=4 --no-python sdpipe measure -o network.json --model my_package.models:factory
 
 Two workers at a time connect over gloo, each pair separately, so that a pair that cannot connect is named and the
 others go on. No host takes part in two pairs at the same time; afterwards all pairs of two hosts send at once, which
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from lightning_sdpipe.command_line import Parser
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.speed import matrix_product, sample
 from lightning_sdpipe.partition import rehearsal
@@ -109,21 +110,23 @@ def main(arguments: Sequence[str]) -> None:
     """Measure, and write the file on rank 0."""
     options = _parser().parse_args(arguments)
     meeting = JobStore.join(options.patience)
-    _check_writable(meeting, options.file)
+    _check_writable(meeting, options.output)
     network, links = measure(meeting, options.model, options.blocks, options.pair_timeout)
     if meeting.rank == 0:
-        write_network(options.file, network)
+        write_network(options.output, network)
     meeting.leave()
     if meeting.rank == 0:
-        print(summary(network, links, options.file), flush=True)
+        print(summary(network, links, options.output), flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sdpipe measure",
-        description="Measures the links between all workers of a job, and their devices. Started by torchrun or srun.",
+def _parser() -> Parser:
+    parser = Parser(
+        "measure",
+        "Measures the links between all workers of a job, and their devices. Started by torchrun or srun.",
     )
-    parser.add_argument("file", type=Path, help="what rank 0 writes, for `sdpipe place`")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("network.json"), help="file that rank 0 writes, for `sdpipe place`"
+    )
     parser.add_argument(
         "--model",
         metavar="IMPORT.PATH:NAME",
@@ -131,12 +134,8 @@ def _parser() -> argparse.ArgumentParser:
         "and `sdpipe place` learns what its blocks take",
     )
     parser.add_argument("--blocks", nargs="+", metavar="PATH", help="name its blocks; * stands for one part of a path")
-    parser.add_argument(
-        "--pair-timeout", type=_positive, default=20.0, help="seconds for two workers to connect (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--patience", type=_positive, default=300.0, help="seconds to wait for another worker (default: %(default)s)"
-    )
+    parser.add_argument("--pair-timeout", type=_positive, default=20.0, help="seconds for two workers to connect")
+    parser.add_argument("--patience", type=_positive, default=300.0, help="seconds to wait for another worker")
     return parser
 
 

@@ -9,6 +9,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
+from lightning_sdpipe.errors import shape
 from lightning_sdpipe.placement.cost import Stages, Weights, group_cost
 from lightning_sdpipe.placement.planner import Communication, PlacementResult
 
@@ -60,15 +61,15 @@ def report(placed: PlacementResult) -> str:
     names = [str(device) for device in placed.network.devices]
     used = len(names) - len(placed.left_out)
     devices = f"{used} of {len(names)}" if placed.left_out or not placed.layout.alike else str(used)
-    shape = f"pipelines of {', '.join(map(str, placed.layout.depths))} stages"
+    mesh = f"pipelines of {', '.join(map(str, placed.layout.depths))} stages"
     if placed.layout.alike:
-        shape = f"{placed.num_stages} stages × {placed.num_pipelines} pipelines"
+        mesh = shape(placed.layout.depths[0], placed.num_pipelines)
     cost = f"cost model {placed.job.cost}" + (
         f", {placed.micro_batches} micro-batches" if placed.job.cost == "pipelined" else ""
     )
-    lines = [f"{devices} devices as {shape}; {cost}", "", *_table(placed, names), "", *_costs(placed, names)]
+    lines = [f"{devices} devices as {mesh}; {cost}", "", *_table(placed, names), "", *_costs(placed, names)]
     found = placed.found
-    end = "" if found.complete else ": cut short, so more --seconds, or another machine, may find a better one"
+    end = "" if found.complete else ": cut short, so a longer --for, or another machine, may find a better one"
     lines.append(f"Search         {found.moves} moves{end}")
     if placed.left_out:
         lines.append(f"Left out       {', '.join(names[device] for device in placed.left_out)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from lightning_sdpipe.errors import shape
 from lightning_sdpipe.policies.decisions import Group, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
@@ -165,6 +166,4 @@ class Participants:
 
     def _check_exists(self, worker: Worker) -> None:
         if not (0 <= worker.stage < self.num_stages and 0 <= worker.pipeline < self.num_pipelines):
-            raise RefusedEvent(
-                f"worker {worker} does not exist in {self.num_stages} stages × {self.num_pipelines} pipelines"
-            )
+            raise RefusedEvent(f"worker {worker} does not exist in {shape(self.num_stages, self.num_pipelines)}")

@@ -9,6 +9,7 @@ command that looks removes it.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import fcntl
 import logging
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from lightning_sdpipe.errors import counted
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, is_loopback
 
 log = logging.getLogger(__name__)
@@ -34,11 +36,20 @@ class RunFile(msgspec.Struct, frozen=True):
     num_stages: int
     num_pipelines: int
     time: str
-    """Time at which the scheduler was started."""
+    """Time at which the scheduler was started, in ISO format."""
+    script: str = ""
+    """Name of the script that trains, if the scheduler is a part of its run."""
+    pid: int = 0
+    """Process that started the scheduler, else the scheduler's own."""
+    directory: str = ""
 
     def __str__(self) -> str:
-        log = "" if self.log is None else f", log {self.log}"
-        return f"{self.address}: {self.num_stages} stages × {self.num_pipelines} pipelines, since {self.time}{log}"
+        since = datetime.datetime.fromisoformat(self.time).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        return (
+            f"{self.address}  {self.script or 'sdpipe scheduler'} in {self.directory}, process {self.pid}, "
+            f"since {since}: {counted(self.num_pipelines, 'pipeline')} × {counted(self.num_stages, 'stage')}"
+            + ("" if self.log is None else f", log {self.log}")
+        )
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lightning_sdpipe.command_line import Parser
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
@@ -41,12 +42,12 @@ def main(arguments: Sequence[str]) -> int:
     return exit_status(found) if options.once else HEALTHY
 
 
-def add_key_file(parser: argparse.ArgumentParser) -> None:
+def add_key_file(parser: Parser) -> None:
     """Add the option that :func:`scheduler_of` takes."""
     parser.add_argument("--key-file", type=Path, help="worker.key (default: what the scheduler left for this account)")
 
 
-def add_scheduler(parser: argparse.ArgumentParser) -> None:
+def add_scheduler(parser: Parser) -> None:
     """Add the arguments that :func:`scheduler_of` takes."""
     parser.add_argument(
         "address",
@@ -57,10 +58,8 @@ def add_scheduler(parser: argparse.ArgumentParser) -> None:
     add_key_file(parser)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sdpipe status", description="Shows what the workers of a run do, and which of them is slow."
-    )
+def _parser() -> Parser:
+    parser = Parser("status", "Shows what the workers of a run do, and which of them is slow.")
     parser.add_argument(
         "run",
         nargs="?",

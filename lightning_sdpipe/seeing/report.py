@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.command_line import Parser
+from lightning_sdpipe.errors import ConfigurationError, shape
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Lost, Worker
 from lightning_sdpipe.scheduler.log.event_log import Record, read_log
@@ -23,9 +23,9 @@ MOST_LAGS = 10_000_000
 
 def main(arguments: Sequence[str]) -> None:
     """Write the report."""
-    parser = argparse.ArgumentParser(prog="sdpipe report", description="Writes one file about a run that is over.")
+    parser = Parser("report", "Writes one file about a run that is over.")
     parser.add_argument("log", type=Path, help="of its scheduler: log_dir= or sdpipe scheduler --log keeps it")
-    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: %(default)s")
+    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="file to write")
     options = parser.parse_args(arguments)
     write(options.log, options.output)
     print(f"Report: {options.output}")
@@ -49,7 +49,7 @@ def write(log: Path, output: Path) -> None:
     record = read_log(log)[-1]
     recording, beginning = of_record(record), record.beginning
     facts = (
-        f"{_method(record, recording)}; {beginning.num_stages} stages, {beginning.num_pipelines} pipelines; from "
+        f"{_method(record, recording)}; {shape(beginning.num_stages, beginning.num_pipelines)}; from "
         f"{beginning.time} on, {recording.now - beginning.at:.0f} s"
     )
     charts = [*speed(recording), *_groups(record), *_lag(record)]

@@ -8,7 +8,6 @@ with spans, so they are ``b`` and ``e``.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from lightning_sdpipe import meter
+from lightning_sdpipe.command_line import Parser
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import check_integer
@@ -66,16 +66,14 @@ def main(arguments: Sequence[str]) -> None:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sdpipe trace",
-        description="Writes what the workers of a living run did in their newest updates, for ui.perfetto.dev.",
+def _parser() -> Parser:
+    parser = Parser(
+        "trace",
+        "Writes what the workers of a living run did in their newest updates, for ui.perfetto.dev.",
     )
     add_scheduler(parser)
-    parser.add_argument(
-        "--updates", type=int, default=20, help=f"the newest of each worker, up to {MOST_UPDATES} (default: 20)"
-    )
-    parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="default: %(default)s")
+    parser.add_argument("--updates", type=int, default=20, help=f"the newest of each worker, up to {MOST_UPDATES}")
+    parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="file to write")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds to wait for an answer")
     return parser
 

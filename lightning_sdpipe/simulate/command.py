@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 
+from lightning_sdpipe.command_line import Parser, depths_of, numbers_of, shape_of, speeds_of
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Heterogeneity, Static, Trace, condition
 from lightning_sdpipe.policies import registry
@@ -14,7 +15,6 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.simulate.pipelines import Work
 from lightning_sdpipe.simulate.run import Run, jittered, simulate
-from lightning_sdpipe.topology.mesh import depths_of, shape_of, speeds_of
 
 _FACTORS = (1, 1, 1, 2)
 
@@ -26,8 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     """Print the outcome; the exit status is 1 when the policy gets stuck."""
     options = _parser().parse_args(arguments)
     config = registry.from_text(options.policy, options.set)
-    given, listed = options.num_pipelines, len(options.num_stages) > 1
-    num_stages, num_pipelines, depths = shape_of(options.num_stages, 4 if given is None and not listed else given)
+    given, listed = options.pipelines, len(options.stages) > 1
+    num_stages, num_pipelines, depths = shape_of(options.stages, 4 if given is None and not listed else given)
     of_each = depths or [num_stages] * num_pipelines
     work = Work(
         num_stages,
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         options.iterations,
         _seconds(options, of_each),
         options.schedule,
-        options.num_micro_batches,
+        options.micro_batches,
         _slowness(options, sum(of_each)),
         lambda group: options.exchange if len(group.members) > 1 else 0.0,
         options.announce,
@@ -80,14 +80,14 @@ def compared(run: Run, in_step: Run) -> str:
     )
 
 
-def _seconds(options: argparse.Namespace, depths: Sequence[int]) -> Callable[[Worker, int], float]:
+def _seconds(options: Namespace, depths: Sequence[int]) -> Callable[[Worker, int], float]:
     """Return the compute times of pipelines that are cut by the speeds of their devices, so that their stages take
     equally long; a shallow pipeline, or a slow one, takes longer.
 
     Raises:
         ConfigurationError: the speeds do not fit these pipelines.
     """
-    of_deepest = jittered(options.seconds, options.jitter, options.seed)
+    of_deepest = jittered(options.batch_seconds, options.jitter, options.seed)
     given = options.speeds or [[1.0] * depth for depth in depths]
     speeds = given if isinstance(given[0], list) else [given] * len(depths)
     if [*map(len, speeds)] != [*depths] or min(map(min, speeds)) <= 0:
@@ -96,7 +96,7 @@ def _seconds(options: argparse.Namespace, depths: Sequence[int]) -> Callable[[Wo
     return lambda worker, iteration: of_deepest(worker, iteration) * max(depths) / sum(speeds[worker.pipeline])
 
 
-def _slowness(options: argparse.Namespace, devices: int) -> Heterogeneity | None:
+def _slowness(options: Namespace, devices: int) -> Heterogeneity | None:
     """Return what slows the devices down.
 
     Raises:
@@ -105,13 +105,13 @@ def _slowness(options: argparse.Namespace, devices: int) -> Heterogeneity | None
     kind, factors = options.heterogeneity, options.factors
     if factors and kind not in (None, "static"):
         raise ConfigurationError(f"--factors go with --heterogeneity static, not with {kind}; leave one of the two out")
-    if factors and devices % len(factors):
+    if factors and devices != len(factors):
         raise ConfigurationError(
             f"--factors are {len(factors)}, and there are {devices} devices: give one for each, by global rank"
         )
     match kind or ("static" if factors else "b"):
         case "a" | "b" as letter:
-            scale = options.seconds / NOMINAL_ITERATION_SECONDS
+            scale = options.batch_seconds / NOMINAL_ITERATION_SECONDS
             return condition("A" if letter == "a" else "B", "resnet", scale=scale, seed=options.seed)
         case "static":
             return Static(factors or _FACTORS)
@@ -121,23 +121,19 @@ def _slowness(options: argparse.Namespace, devices: int) -> Heterogeneity | None
             return None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sdpipe simulate",
-        description="Runs a policy around pipelines under a virtual clock.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def _parser() -> Parser:
+    parser = Parser("simulate", "Runs a policy in virtual time, and compares an epoch with all-reduce's.")
     add = parser.add_argument
     add("--policy", default="semi_decentralized", help="a name, or my_package.policies:RoundRobin")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
     add(
-        "--num-stages",
+        "--stages",
         type=depths_of,
-        default=(4,),
+        default="4",
         metavar="M",
         help="the stages of a pipeline; or of each, as in 1,2,2, which hold equal parts of one model",
     )
-    add("--num-pipelines", type=int, help="N, the pipelines; 4 unless --num-stages lists them")
+    add("--pipelines", type=int, help="N, the pipelines; 4 unless --stages lists them")
     add(
         "--speeds",
         type=speeds_of,
@@ -146,8 +142,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--iterations", type=int, default=100, help="mini-batches of each pipeline")
     add("--schedule", default="1f1b", help="1f1b, gpipe or pipedream")
-    add("--num-micro-batches", type=int, help="of a mini-batch; M, and 1 under pipedream")
-    add("--seconds", type=float, default=0.1, help="that a stage computes for a mini-batch, of the deepest pipeline")
+    add("--micro-batches", type=int, help="of a mini-batch; M, and 1 under pipedream")
+    add(
+        "--batch-seconds",
+        type=float,
+        default=0.1,
+        help="of a stage for a mini-batch, in the deepest pipeline",
+    )
     add("--jitter", type=float, default=0.05, help="share by which that varies")
     add("--exchange", type=float, default=0.0, help="seconds that a group takes to average")
     add(
@@ -162,9 +163,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--factors",
-        type=float,
-        nargs="+",
-        help=f"how many times as slow each device is, by global rank (default of static: {_FACTORS})",
+        type=numbers_of,
+        help=f"how many times as slow each device is, by global rank (default of static: {_FACTORS}, in turn)",
     )
     add("--seed", type=int, default=0, help="of everything that is drawn")
     return parser

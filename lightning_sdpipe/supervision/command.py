@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.command_line import Parser
+from lightning_sdpipe.errors import ConfigurationError, counted
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import check_integer
@@ -51,9 +52,10 @@ def main(arguments: Sequence[str]) -> int:
             options.min_pipelines, options.pipelines, options.gather, options.hold_limit, resume=options.resume
         ),
         worker_keys=keys,
+        script=options.script,
     )
     scheduler = SchedulerProcess(of_scheduler, logs / "scheduler.log", environment, keeps_port=True)
-    shape = f"{settings.num_pipelines} pipelines × {settings.num_stages} stages"
+    shape = f"{counted(settings.num_pipelines, 'pipeline')} × {counted(settings.num_stages, 'stage')}"
     terminal.say(f"{shape}; scheduler at {scheduler.address}; logs in {logs}")
 
     def look(asked: float) -> Seen:
@@ -69,31 +71,29 @@ def main(arguments: Sequence[str]) -> int:
         terminal.close()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sdpipe run",
+def _parser() -> Parser:
+    parser = Parser(
+        "run",
+        "Trains on this machine with N pipelines of M processes each, which start again when they die.",
         usage="sdpipe run --pipelines N [--stages M] [options] [-m] SCRIPT [ARGUMENT …]",
-        description="Trains on this machine with N pipelines of M processes each, which start again when they die.",
     )
     add = parser.add_argument
     add("--pipelines", type=int, required=True, metavar="N", help="pipelines, each a job of its own")
-    add("--stages", type=int, default=1, metavar="M", help="processes of each pipeline (%(default)s)")
-    add("--restarts", type=int, default=10, metavar="K", help="of each pipeline, until it is given up (%(default)s)")
-    add("--min-pipelines", type=int, default=1, metavar="P", help="fewer than these do not train (%(default)s)")
+    add("--stages", type=int, default=1, metavar="M", help="processes of each pipeline")
+    add("--restarts", type=int, default=10, metavar="K", help="of each pipeline, until it is given up")
+    add("--min-pipelines", type=int, default=1, metavar="P", help="fewer than these do not train")
     add(
         "--gather",
         type=float,
         default=60.0,
-        help="seconds until it begins without those that have not come (%(default)s)",
+        help="seconds until it begins without those that have not come",
     )
-    add("--hold-limit", type=float, default=1800.0, help="seconds of waiting for --min-pipelines at most (%(default)s)")
+    add("--hold-limit", type=float, default=1800.0, help="seconds of waiting for --min-pipelines at most")
     add("--resume", action="store_true", help="go on from the newest checkpoint if all pipelines are lost at once")
-    add(
-        "--worker-timeout", type=float, default=30.0, help="seconds until a silent process counts as lost (%(default)s)"
-    )
+    add("--worker-timeout", type=float, default=30.0, help="seconds until a silent process counts as lost")
     add("--policy", help="of the scheduler; that of the script's sync= by default")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
-    bind = "where the scheduler listens (%(default)s); beyond loopback pipelines may come from other machines"
+    bind = "where the scheduler listens; beyond loopback pipelines may come from other machines"
     add("--bind", default="tcp://127.0.0.1:*", help=bind)
     add("--logs", type=Path, help="a directory to be made for logs, keys and the scheduler's journal")
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")

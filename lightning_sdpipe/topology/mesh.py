@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate
@@ -111,51 +110,6 @@ class Mesh:
     def pipeline_ranks(self, pipeline: int) -> Sequence[int]:
         """Return the ranks of one pipeline, by stage."""
         return self.ranks[pipeline]
-
-
-def depths_of(text: str) -> tuple[int, ...]:
-    """Parse the numbers of stages of a command line: ``2`` for all pipelines, ``1,2,2`` for each.
-
-    Raises:
-        argparse.ArgumentTypeError: the text has no such numbers.
-    """
-    try:
-        depths = tuple(map(int, text.split(",")))
-    except ValueError:
-        depths = (0,)
-    if min(depths) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give a number of at least 1, or one for each pipeline, like 1,2,2")
-    return depths
-
-
-def speeds_of(text: str) -> list[float] | list[list[float]]:
-    """Parse the speeds of a command line: ``1,0.5`` for the stages of each pipeline, or, with slashes, a list for each
-    pipeline, as in ``1/0.5,0.5``.
-
-    Raises:
-        ValueError: the text has no numbers.
-    """
-    rows = [[float(speed) for speed in row.split(",")] for row in text.split("/")]
-    return rows if len(rows) > 1 else rows[0]
-
-
-def shape_of(stages: Sequence[int], num_pipelines: int | None) -> tuple[int, int, tuple[int, ...]]:
-    """Return the stages of the deepest pipeline, the number of pipelines, and the stages of each if a command line
-    lists them.
-
-    Raises:
-        ConfigurationError: the number of pipelines is missing, or differs from that of the list.
-    """
-    if len(stages) == 1:
-        if num_pipelines is None:
-            raise ConfigurationError(f"--num-stages {stages[0]} are those of each pipeline; give --num-pipelines too.")
-        return stages[0], num_pipelines, ()
-    if num_pipelines not in (None, len(stages)):
-        listed = ",".join(map(str, stages))
-        raise ConfigurationError(
-            f"--num-stages {listed} lists {len(stages)} pipelines; leave --num-pipelines {num_pipelines} out."
-        )
-    return max(stages), len(stages), tuple(stages)
 
 
 def rows_of(depths: Sequence[int]) -> tuple[tuple[int, ...], ...]:

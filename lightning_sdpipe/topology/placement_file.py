@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, shape
 from lightning_sdpipe.topology.mesh import Mesh
 
 FORMAT = "sdpipe-placement/2"
@@ -73,7 +73,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         devices = ", ".join(f"{count} on {host}" for host, count in sorted(hosts.items()))
         if len(set(self.depths)) > 1:
             return f"pipelines of {_listed(self.depths)} stages ({devices})"
-        return f"{self.num_stages} stages × {self.num_pipelines} pipelines ({devices})"
+        return f"{shape(self.num_stages, self.num_pipelines)} ({devices})"
 
 
 def read_placement(path: str | Path) -> Placement:

@@ -15,7 +15,8 @@ from statistics import fmean
 
 import torch
 
-from lightning_sdpipe.errors import ConfigurationError, carried_out
+from lightning_sdpipe.command_line import carried_out
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.speed import matrix_product, name_of, sample
 from lightning_sdpipe.heterogeneity.tracks import write_tracks
 

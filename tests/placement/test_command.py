@@ -107,14 +107,14 @@ def test_a_rectangle_is_proposed_where_unlike_depths_gain_little(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["place", a_fleet(tmp_path, "5090 + 4060 Ti"), "--micro-batches", "8", "--moves", "6000"]) == 0
-    assert "2 devices as 2 stages × 1 pipelines" in capsys.readouterr().out
+    assert "2 devices as 2 stages × 1 pipeline" in capsys.readouterr().out
     network = fleet(
         [Devices("a", 2, 1.0, 22.5), Devices("b", 1, 0.04, 22.5)], 1.3e9
     )  # of which one adds next to nothing
     write_network(tmp_path / "fleet.json", network)
     assert cli.main(["place", str(tmp_path / "fleet.json"), "--micro-batches", "8", "--moves", "6000"]) == 0
     text = capsys.readouterr().out
-    assert "3 devices as 1 stages × 3 pipelines" in text
+    assert "3 devices as 1 stage × 3 pipelines" in text
 
 
 def test_depths_may_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +148,7 @@ def test_depths_may_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ({}, ["--stages", "2", "--first", "north:0"], "north:0 is none of the devices: east:0"),
         ({}, ["--stages", "2", "--picture", "mesh.gif"], r"must end in \.svg"),
         ({}, ["--stages", "2", "--micro-batches", "0"], "--micro-batches"),
-        ({}, ["--stages", "2", "--seconds", "nan"], "--seconds"),
+        ({}, ["--stages", "2", "--for", "nan"], "--for"),
         ({}, ["--stages", "2", "--moves", "-1"], "--moves"),
         ({}, ["--stages", "2", "--optimizer-state", "-1"], "--optimizer-state"),
         ({}, ["--stages", "2", "--output", "nowhere/placement.json"], "nowhere"),
@@ -180,5 +180,5 @@ def test_what_cannot_be_placed_gets_one_message(
 
 
 def test_a_search_that_is_cut_short_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["place", network(tmp_path), "--stages", "2", "--moves", "10000000", "--seconds", "0.2"]) == 0
-    assert re.search(r"^Search         \d+ moves: cut short, so more --seconds", capsys.readouterr().out, re.MULTILINE)
+    assert cli.main(["place", network(tmp_path), "--stages", "2", "--moves", "10000000", "--for", "0.2"]) == 0
+    assert re.search(r"^Search         \d+ moves: cut short, so a longer --for", capsys.readouterr().out, re.MULTILINE)

@@ -52,7 +52,7 @@ def measured(names: Sequence[str], file: Path) -> list[str]:
                 rdzv_backend="static", rdzv_endpoint=f"{namespaces.address(0)}:29557",
                 rdzv_configs={"rank": rank, "timeout": 120}, max_restarts=0, start_method="fork",
             )  # fmt: skip
-            measuring = ["measure", str(file), "--pair-timeout", "2"]
+            measuring = ["measure", "-o", str(file), "--pair-timeout", "2"]
             own = {"SDPIPE_HOST": f"m{rank}", "GLOO_SOCKET_IFNAME": namespaces.INTERFACE, "OMP_NUM_THREADS": "1"}
             directory = file.parent / f"m{rank}"
             directory.mkdir()
@@ -157,14 +157,14 @@ def test_two_machines_of_one_name_are_refused() -> None:
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
 def test_times_must_be_positive(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["measure", "network.json", "--patience", seconds])
+        cli.main(["measure", "--patience", seconds])
     assert "not a number of seconds above 0" in capsys.readouterr().err
 
 
 def test_it_says_how_it_is_started(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("RANK", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
-    assert cli.main(["measure", "network.json"]) == 2
+    assert cli.main(["measure"]) == 2
     assert "start it with torchrun" in capsys.readouterr().err
 
 
@@ -174,5 +174,5 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in (alone | {"MASTER_PORT": str(free_port())}).items():
         monkeypatch.setenv(name, value)
-    assert cli.main(["measure", str(tmp_path / "nowhere" / "network.json")]) == 2
+    assert cli.main(["measure", "-o", str(tmp_path / "nowhere" / "network.json")]) == 2
     assert "nowhere is no directory where this user may write" in capsys.readouterr().err

@@ -115,7 +115,7 @@ def test_the_commands_find_it_in_the_working_directory(
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    arguments = ["--policy", NAME, "--num-stages", "2", "--num-pipelines", "3"]
+    arguments = ["--policy", NAME, "--stages", "2", "--pipelines", "3"]
     assert main(["simulate", *arguments, "--set", "size=3", "--iterations", "5"]) == 0
     assert "by reason        its turn: " in capsys.readouterr().out
     assert main(["scheduler", *arguments, "--set", "size=1"]) == 2

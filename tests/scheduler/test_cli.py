@@ -42,7 +42,7 @@ def test_versions_for_a_report(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_keys_are_readable_by_their_owner_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["keygen", str(tmp_path / "keys")]) == 0
+    assert main(["keygen", "-o", str(tmp_path / "keys")]) == 0
     printed = capsys.readouterr()
     for name in ("scheduler.key", "worker.key"):
         path = tmp_path / "keys" / name
@@ -52,7 +52,7 @@ def test_keys_are_readable_by_their_owner_only(tmp_path: Path, capsys: pytest.Ca
     scheduler = read_scheduler_keys(tmp_path / "keys" / "scheduler.key")
     worker = read_worker_keys(tmp_path / "keys" / "worker.key")
     assert (worker.scheduler_public, scheduler.worker_public) == (scheduler.public, worker.public)
-    assert main(["keygen", str(tmp_path / "keys")]) == 2
+    assert main(["keygen", "-o", str(tmp_path / "keys")]) == 2
     assert "exists already" in capsys.readouterr().err
 
 
@@ -172,14 +172,14 @@ def test_status_of_nobody_is_one_clear_error(capsys: pytest.CaptureFixture[str])
 def test_a_scheduler_that_cannot_start_says_why(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = ["scheduler", "--num-stages", "1", "--num-pipelines", "2", "--bind", "tcp://127.0.0.1:*"]
+    base = ["scheduler", "--stages", "1", "--pipelines", "2", "--bind", "tcp://127.0.0.1:*"]
     assert main(base + arguments) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_pipeline_has_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["scheduler", "--num-stages", "0", "--num-pipelines", "2"])
+        main(["scheduler", "--stages", "0", "--pipelines", "2"])
     assert "0: give a number of at least 1, or one for each pipeline, like 1,2,2" in capsys.readouterr().err
 
 
@@ -204,7 +204,7 @@ def test_a_scheduler_that_is_started_by_hand_answers_its_own_account_only(capsys
     """The lines of docs/scheduler.md, which name no keys."""
     command = [sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", "--bind", "tcp://127.0.0.1:*"]
     process = subprocess.Popen(
-        [*command, "--num-stages", "2", "--num-pipelines", "2"],
+        [*command, "--stages", "2", "--pipelines", "2"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -227,7 +227,7 @@ def test_a_scheduler_that_is_started_by_hand_answers_its_own_account_only(capsys
 def test_a_scheduler_of_its_own_serves_with_keys_until_told_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     scheduler_key, worker_key = write_keys(tmp_path)
     command = [sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", "--bind", "tcp://127.0.0.1:*"]
-    command += ["--num-stages", "1", "--num-pipelines", "1", "--key-file", str(scheduler_key)]
+    command += ["--stages", "1", "--pipelines", "1", "--key-file", str(scheduler_key)]
     command += ["--policy", "local_sgd", "--set", "every=2", "--verbose"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -96,8 +97,8 @@ def test_status_finds_the_only_scheduler_of_a_run_and_lists_several(
         with SchedulerProcess.embedded(AllReduceModels(), 2, 2) as second:
             assert main(["status"]) == 2
             said = capsys.readouterr().err
-            assert f"{first.address}: 1 stages × 2 pipelines, since" in said
-            assert f"{second.address}: 2 stages × 2 pipelines, since" in said
+            assert f"{first.address}  {sys.argv[0]} in {os.getcwd()}, process {os.getpid()}, since 20" in said
+            assert re.search(rf"{second.address}  .* since [-\d]+ [:\d]+: 2 pipelines × 2 stages\n", said)
             for scheduler in (first, second):
                 assert scheduler.credentials is not None
                 assert scheduler.credentials.secret not in said

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_sdpipe.cli import main
 
-SMALL = ["simulate", "--num-stages", "2", "--num-pipelines", "3", "--iterations", "20"]
+SMALL = ["simulate", "--stages", "2", "--pipelines", "3", "--iterations", "20"]
 
 
 def test_it_shows_what_a_policy_costs_and_how_its_groups_were(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,7 +23,7 @@ def test_it_shows_what_a_policy_costs_and_how_its_groups_were(capsys: pytest.Cap
 
 def test_unequal_devices_gain_what_dealing_can_give(capsys: pytest.CaptureFixture[str]) -> None:
     """Six devices of three generations: while the slowest trains one batch, all of them could train eleven."""
-    six = ["--num-stages", "1", "--num-pipelines", "6", "--jitter", "0"]
+    six = ["--stages", "1", "--pipelines", "6", "--jitter", "0"]
     assert main(["simulate", *six, "--factors", "1", "1", "2", "2", "3", "3"]) == 0
     (gain,) = re.findall(r"([\d.]+) times as long", capsys.readouterr().out)
     assert 1.69 <= float(gain) <= 11 / 6
@@ -31,15 +31,15 @@ def test_unequal_devices_gain_what_dealing_can_give(capsys: pytest.CaptureFixtur
 
 def test_a_pipeline_of_unlike_devices_is_as_fast_as_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     """The fleet of one large device and four of half its speed: 1 + 2 × (½ + ½) mini-batches, less two bubbles."""
-    fleet = ["--num-stages", "1,2,2", "--num-micro-batches", "8", "--heterogeneity", "none", "--jitter", "0"]
+    fleet = ["--stages", "1,2,2", "--micro-batches", "8", "--heterogeneity", "none", "--jitter", "0"]
     rates = []
     for speeds in ("1/0.5,0.5/0.5,0.5", "1/0.8,0.2/0.4,0.6"):
-        assert main(["simulate", *fleet, "--policy", "no_sync", "--seconds", "0.5", "--speeds", speeds]) == 0
+        assert main(["simulate", *fleet, "--policy", "no_sync", "--batch-seconds", "0.5", "--speeds", speeds]) == 0
         page = capsys.readouterr().out
         assert "ρ of pipelines" in page
         rates += map(float, re.findall(r"mini-batches/s +([\d.]+)", page))
     assert rates == [pytest.approx(1 + 2 / (1 + 1 / 8), rel=0.01)] * 2, "only their sum counts"
-    assert main(["simulate", *fleet, "--policy", "no_sync", "--seconds", "0.5"]) == 0
+    assert main(["simulate", *fleet, "--policy", "no_sync", "--batch-seconds", "0.5"]) == 0
     assert float(re.findall(r"mini-batches/s +([\d.]+)", capsys.readouterr().out)[0]) > rates[0]
 
 
@@ -57,7 +57,7 @@ def test_it_knows_the_conditions(heterogeneity: str, capsys: pytest.CaptureFixtu
         (["--schedule", "zero_bubble"], "not simulated"),
         (["--speeds", "1,1,1"], "one for each stage of each pipeline: like 1,1/1,1/1,1 here"),
         (["--speeds", "1,1/1,1/1,0"], "--speeds are above 0"),
-        (["--num-stages", "1,2", "--num-pipelines", "2", "--speeds", "1/1"], "like 1/1,1 here"),
+        (["--stages", "1,2", "--pipelines", "2", "--speeds", "1/1"], "like 1/1,1 here"),
         (["--factors", "1", "1", "1", "2"], "--factors are 4, and there are 6 devices: give one for each"),
         (["--heterogeneity", "b", "--factors", "1", "2"], "--factors go with --heterogeneity static, not with b"),
     ],

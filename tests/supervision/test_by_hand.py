@@ -121,15 +121,15 @@ def test_the_manifest_starts_a_scheduler_that_there_is() -> None:
     container = stateful["template"]["spec"]["containers"][0]
     (text,) = container["args"]
     command = text.partition("exec ")[2].replace('"tcp://$POD_IP:5555"', "tcp://127.0.0.1:5555").split()
-    from lightning_sdpipe.cli import _parser
+    from lightning_sdpipe.scheduler.command import _parser
 
-    options = _parser().parse_args(command[1:])
-    assert command[0] == "sdpipe"
+    options = _parser().parse_args(command[2:])
+    assert command[:2] == ["sdpipe", "scheduler"]
     assert {port["port"] for port in service["spec"]["ports"]} == {5555, options.lifeline_port}
     assert str(options.journal).startswith(
         stateful["template"]["spec"]["containers"][0]["volumeMounts"][0]["mountPath"]
     )
-    assert options.num_pipelines == parts["Job"]["spec"]["completions"]
+    assert options.pipelines == parts["Job"]["spec"]["completions"]
     assert stateful["serviceName"] == service["metadata"]["name"]
 
 

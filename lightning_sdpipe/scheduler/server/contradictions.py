@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_sdpipe.dealing.leases import Lease, Segment
+from lightning_sdpipe.errors import shape
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.policies.decisions import BrokenRule, Group, check_group
 from lightning_sdpipe.policies.events import Worker
@@ -72,15 +73,13 @@ def _said(mesh: m.Shape) -> str:
     stages, pipelines, *depths = mesh
     if depths:
         return f"{pipelines} pipelines of {', '.join(map(str, depths))} stages"
-    return f"{stages} stages × {pipelines} pipelines"
+    return shape(stages, pipelines)
 
 
 def _started(mesh: m.Shape) -> str:
     """Return the options with which a scheduler serves the mesh."""
     stages, pipelines, *depths = mesh
-    return (
-        f"--num-stages {','.join(map(str, depths))}" if depths else f"--num-stages {stages} --num-pipelines {pipelines}"
-    )
+    return f"--stages {','.join(map(str, depths))}" if depths else f"--stages {stages} --pipelines {pipelines}"
 
 
 def contradiction(

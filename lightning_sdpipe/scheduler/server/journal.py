@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from lightning_sdpipe.dealing.leases import Asked, Done, Lease, LeaseEvent, Returned, Segment, Told, Trained
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, shape
 from lightning_sdpipe.membership.members import MemberDecision, MemberEvent, Published, RunOver
 from lightning_sdpipe.policies.events import Widened, Worker
 from lightning_sdpipe.scheduler.log.event_log import Entry, cut_half_a_line, write_whole
@@ -47,7 +47,7 @@ class _Beginning(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="for
         """Description of the shape for people."""
         if self.depths:
             return f"{self.num_pipelines} pipelines of {', '.join(map(str, self.depths))} stages"
-        return f"{self.num_stages} stages × {self.num_pipelines} pipelines"
+        return shape(self.num_stages, self.num_pipelines)
 
 
 class Journal:

@@ -59,6 +59,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     level: int = logging.INFO
     worker_keys: WorkerKeys | None = None
     """Keys for commands that find the scheduler by its :mod:`~lightning_sdpipe.scheduler.run_file`."""
+    script: str = ""
+    """Name of the script that trains, if the scheduler is a child of its run."""
 
     def server(self) -> Server:
         """Return a server with these settings, not open yet.
@@ -86,7 +88,10 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         """Return what commands must know of the scheduler with these settings that listens at ``address``."""
         log = None if self.files.log is None else str(self.files.log.absolute())
         time = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
-        return run_file.RunFile(address, self.worker_keys, log, self.num_stages, self.num_pipelines, time)
+        pid = os.getppid() if self.script else os.getpid()
+        return run_file.RunFile(
+            address, self.worker_keys, log, self.num_stages, self.num_pipelines, time, self.script, pid, os.getcwd()
+        )
 
     @staticmethod
     def from_line(line: bytes) -> SchedulerSettings:
@@ -192,6 +197,7 @@ class SchedulerProcess:
             elastic=ElasticConfig.of_fixed(num_pipelines, depths=depths) if depths else None,
             level=logging.WARNING,
             worker_keys=credentials,
+            script=sys.argv[0] or "python",
         )
         scheduler = cls(settings)
         scheduler.credentials = credentials

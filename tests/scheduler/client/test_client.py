@@ -151,7 +151,7 @@ def test_a_scheduler_of_another_mesh_refuses_by_name() -> None:
         clients(server.address, W(0, 1), mesh=(2, 3)) as (right,),
     ):
         with pytest.raises(
-            SchedulerError, match=r"serves a run of 2 stages × 3 pipelines.*belongs to one of 1 stages × 4"
+            SchedulerError, match=r"serves a run of 2 stages × 3 pipelines.*belongs to one of 1 stage × 4"
         ):
             other.greet()
         right.join()

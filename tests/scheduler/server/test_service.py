@@ -554,10 +554,10 @@ def test_another_mesh_is_refused_by_name() -> None:
         ((_, reply),) = d.say(kind, A, (4, 2))
         assert isinstance(reply, e.Refused)
         said = (
-            "a run of 1 stages × 2 pipelines, and worker (stage 0, pipeline 0) belongs to one of 4 stages × 2 pipelines"
+            "a run of 1 stage × 2 pipelines, and worker (stage 0, pipeline 0) belongs to one of 4 stages × 2 pipelines"
         )
         assert said in reply.reason
-        assert "--num-stages 4 --num-pipelines 2" in reply.reason
+        assert "--stages 4 --pipelines 2" in reply.reason
     ((_, reply),) = d.say(m.Hello, A, (1, 2))
     assert isinstance(reply, m.Welcome)
     assert registry.from_json(reply.policy) == AllReduceModels()
@@ -628,8 +628,8 @@ class TestPipelinesOfUnlikeDepths:
     def test_another_shape_is_refused_by_name(self) -> None:
         d = self.dialogue()
         for theirs, said in (
-            ((2, 2), "one of 2 stages × 2 pipelines; .*--num-stages 2 --num-pipelines 2"),
-            ((2, 2, 2, 1), "one of 2 pipelines of 2, 1 stages; .*--num-stages 2,1"),
+            ((2, 2), "one of 2 stages × 2 pipelines; .*--stages 2 --pipelines 2"),
+            ((2, 2, 2, 1), "one of 2 pipelines of 2, 1 stage; .*--stages 2,1"),
         ):
             ((_, reply),) = d.say(m.Hello, A, theirs)
             assert isinstance(reply, e.Refused)

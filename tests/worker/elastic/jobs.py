@@ -278,7 +278,7 @@ class ElasticRun:
 
     def start_scheduler(self) -> None:
         stages, pipelines = str(self.num_stages), str(self.num_pipelines)
-        mesh = ["--num-stages", stages, "--num-pipelines", pipelines, "--bind", self.address]
+        mesh = ["--stages", stages, "--pipelines", pipelines, "--bind", self.address]
         with open(self.directory / "scheduler.txt", "a") as output:
             waits = ["sh", "-c", 'until [ -e "$0" ]; do sleep 0.2; done; exec "$@"', str(self.policy)]
             command = [*waits, sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", *mesh, *self._options]

@@ -1,0 +1,129 @@
+"""What all commands have in common: their parser, lists of numbers, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
+
+_NUMBERS = re.compile(r"[\d.,/]+")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of ``sdpipe COMMAND``, whose help shows all defaults and whose errors are one line. The numbers of a
+    list may have spaces between them as well as commas."""
+
+    def __init__(self, command: str, description: str, **more: Any) -> None:
+        super().__init__(f"sdpipe {command}".strip(), description=description, formatter_class=_Help, **more)
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        lists = {name for each in self._actions if each.type in _LISTS for name in each.option_strings}
+        words: list[str] = []
+        listing = False
+        for word in sys.argv[1:] if args is None else args:
+            if listing and _NUMBERS.fullmatch(word) and words[-1] not in lists:
+                words[-1] = f"{words[-1].rstrip(',')},{word.lstrip(',')}"
+                continue
+            listing = word.partition("=")[0] in lists or (listing and words[-1] in lists)
+            words.append(word)
+        return super().parse_known_args(words, namespace)
+
+
+class _Help(argparse.HelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        shown = action.option_strings and action.default not in (None, False, [], argparse.SUPPRESS)
+        return text + (" (default: %(default)s)" if shown and "default" not in text else "")
+
+
+def depths_of(text: str) -> tuple[int, ...]:
+    """Parse numbers of stages: ``2`` for all pipelines, ``1,2,2`` for each.
+
+    Raises:
+        argparse.ArgumentTypeError: the text has no such numbers.
+    """
+    try:
+        depths = tuple(map(int, text.split(",")))
+    except ValueError:
+        depths = (0,)
+    if min(depths) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a number of at least 1, or one for each pipeline, like 1,2,2")
+    return depths
+
+
+def numbers_of(text: str) -> list[float]:
+    """Parse numbers, as in ``1,1,2``.
+
+    Raises:
+        argparse.ArgumentTypeError: the text has no numbers.
+    """
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: give numbers, like 1,1,2") from error
+
+
+def speeds_of(text: str) -> list[float] | list[list[float]]:
+    """Parse speeds: ``1,0.5`` for the stages of each pipeline, or a list for each pipeline, as in ``1/0.5,0.5``.
+
+    Raises:
+        argparse.ArgumentTypeError: the text has no numbers.
+    """
+    rows = [numbers_of(row) for row in text.split("/")]
+    return rows if len(rows) > 1 else rows[0]
+
+
+_LISTS = (depths_of, numbers_of, speeds_of)
+
+
+def shape_of(stages: Sequence[int], pipelines: int | None) -> tuple[int, int, tuple[int, ...]]:
+    """Return the stages of the deepest pipeline, the number of pipelines, and the stages of each if a command line
+    lists them.
+
+    Raises:
+        ConfigurationError: the number of pipelines is missing, or differs from that of the list.
+    """
+    if len(stages) == 1:
+        if pipelines is None:
+            raise ConfigurationError(f"--stages {stages[0]} are those of each pipeline; give --pipelines too.")
+        return stages[0], pipelines, ()
+    if pipelines not in (None, len(stages)):
+        listed = ",".join(map(str, stages))
+        raise ConfigurationError(f"--stages {listed} lists {len(stages)} pipelines; leave --pipelines {pipelines} out.")
+    return max(stages), len(stages), tuple(stages)
+
+
+def carried_out(command: Callable[[], int | None], name: str) -> int:
+    """Return the exit status of ``command``: 2, with one line after its ``name``, if it cannot be carried out, 1 if a
+    worker or the system failed, 130 if it is interrupted, and 141, in silence, if its reader has gone."""
+    try:
+        try:
+            return command() or 0
+        finally:
+            sys.stdout.flush()
+    except (ConfigurationError, SchedulerError, WorkerFailedError) as error:
+        said, status = str(error), 1 if isinstance(error, WorkerFailedError) else 2
+    except BrokenPipeError:
+        said, status = "", 141
+    except OSError as error:
+        said = ": ".join(str(part) for part in (error.filename, error.strerror or error) if part)
+        status = 1 if error.filename is None else 2
+    except KeyboardInterrupt:
+        return 130
+    with contextlib.suppress(OSError):  # of a full disk, for example
+        if said:
+            print(f"{name}: {said}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # what could not be printed is not tried again when Python ends
+        sys.stdout.flush()
+        return status
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
