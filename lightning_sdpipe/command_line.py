@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 
+_Number = TypeVar("_Number", int, float)
 _NUMBERS = re.compile(r"[\d.,/]+")
 
 
@@ -51,13 +53,7 @@ def depths_of(text: str) -> tuple[int, ...]:
     Raises:
         argparse.ArgumentTypeError: the text has no such numbers.
     """
-    try:
-        depths = tuple(map(int, text.split(",")))
-    except ValueError:
-        depths = (0,)
-    if min(depths) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give a number of at least 1, or one for each pipeline, like 1,2,2")
-    return depths
+    return tuple(_listed(text, int, 1, "a number of at least 1, or one for each pipeline, like 1,2,2"))
 
 
 def numbers_of(text: str) -> list[float]:
@@ -66,10 +62,15 @@ def numbers_of(text: str) -> list[float]:
     Raises:
         argparse.ArgumentTypeError: the text has no numbers.
     """
-    try:
-        return [float(number) for number in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: give numbers, like 1,1,2") from error
+    return _listed(text, float, -math.inf, "numbers, like 1,1,2")
+
+
+def _listed(text: str, kind: Callable[[str], _Number], least: float, what: str) -> list[_Number]:
+    with contextlib.suppress(ValueError):
+        numbers = [kind(number) for number in text.split(",")]
+        if min(numbers) >= least:
+            return numbers
+    raise argparse.ArgumentTypeError(f"{text}: give {what}")
 
 
 def speeds_of(text: str) -> list[float] | list[list[float]]:
