@@ -629,7 +629,7 @@ class TestPipelinesOfUnlikeDepths:
         d = self.dialogue()
         for theirs, said in (
             ((2, 2), "one of 2 stages × 2 pipelines; .*--stages 2 --pipelines 2"),
-            ((2, 2, 2, 1), "one of 2 pipelines of 2, 1 stage; .*--stages 2,1"),
+            ((2, 2, 2, 1), "one of 2 pipelines of 2, 1 stages; .*--stages 2,1"),
         ):
             ((_, reply),) = d.say(m.Hello, A, theirs)
             assert isinstance(reply, e.Refused)
