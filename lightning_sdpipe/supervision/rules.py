@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeAlias
 
-from lightning_sdpipe.errors import LOST_CONNECTION
+from lightning_sdpipe.errors import LOST_CONNECTION, counted
 from lightning_sdpipe.scheduler.log.status import MembersStatus
 
 NO_MEMBERS = MembersStatus(0, "", None, {}, "", {}, [], [], None)
@@ -191,6 +191,9 @@ class Rules:
         """Incarnations that trained when the scheduler last answered."""
         self._scheduler_again = 0
         self._all_came = self._any_came = self._blemished = False
+        self._losses = self._returns = 0
+        self._missed = 0.0
+        """Seconds that pipelines were away before they came back, added up."""
         self._over_since = math.inf
         """Time at which the first pipeline had finished, and the training with it."""
         self.code: int | None = None
@@ -220,6 +223,9 @@ class Rules:
         alive = [pipeline.number for pipeline in self._pipelines if pipeline.alive]
         self.shown = next((one for one in (self._leader, self.shown) if one in alive), min(alive, default=None))
         if not alive and all(pipeline.phase is _Phase.GONE for pipeline in self._pipelines):
+            if self._returns and self.code is None:
+                lost, back = counted(self._losses, "time"), counted(self._returns, "time")
+                self._say(f"pipelines were lost {lost} and came back {back}, after {self._missed:.1f} s in all")
             code = 0 if self._over_since < math.inf and not self._blemished else FAILED
             self.code = code if self._ends_with is None else self._ends_with
         decided, self._out = self._out, []
@@ -302,6 +308,7 @@ class Rules:
 
     def _say_lost(self, pipeline: _Pipeline, reason: str) -> None:
         pipeline.told = True
+        self._losses += 1
         others = sum(bool(one.alive) and one.life is not None for one in self._pipelines)
         go_on = f"{others} of {len(self._pipelines)} go on" if self._any_came else "no pipeline trains yet"
         self._say(f"pipeline {pipeline.number} lost ({reason}); {go_on}")
@@ -349,6 +356,7 @@ class Rules:
         if pipeline.lost_at is not None:
             where = "" if update is None else f", at update {update}"
             self._say(f"pipeline {pipeline.number} is back after {now - pipeline.lost_at:.1f} s{where}")
+            self._returns, self._missed = self._returns + 1, self._missed + now - pipeline.lost_at
             pipeline.lost_at = None
         if not self._all_came and all(other.life is not None for other in self._pipelines):
             self._all_came = True

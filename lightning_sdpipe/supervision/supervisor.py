@@ -158,7 +158,7 @@ class Supervisor:
         self._ports[number] = reserve_port()
         restart = f" (restart {again})" if again else ""
         self._logs[number].write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} started{restart} ---".encode())
-        size = self._mesh.num_stages
+        size, started = self._mesh.num_stages, []
         for rank in range(size):
             environment = self._environment | {
                 "RANK": str(rank),
@@ -180,8 +180,12 @@ class Supervisor:
                 output.close()
                 self._events.append(rules.ProcessEnded(number, stage, rules.FAILED, str(error)))
             else:
+                started.append(process.pid)
                 self._ranks[number, stage] = process, output
                 self._selector.register(source, selectors.EVENT_READ, output)
+
+        processes = "process" if size == 1 else "processes, the last stage first,"
+        self._say(f"pipeline {number} is {processes} {', '.join(map(str, started))}{restart}")
 
     def _show(self, number: int, data: bytes) -> None:
         if number == self._rules.shown:

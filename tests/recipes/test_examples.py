@@ -98,7 +98,7 @@ def test_the_hydra_application_is_the_one_of_the_page() -> None:
 @pytest.mark.distributed
 def test_an_elastic_run(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_sdpipe.cli", "run", "--pipelines", "1", str(EXAMPLES / "elastic.py")],
+        [sys.executable, "-m", "lightning_sdpipe.cli", "run", "--pipelines", "1", str(EXAMPLES / "elastic.py"), "3"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

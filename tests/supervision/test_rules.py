@@ -224,6 +224,16 @@ def test_what_is_not_back_when_the_others_have_finished_does_not_begin_anew() ->
     assert made.code == 0
 
 
+def test_the_last_line_says_what_losses_have_cost() -> None:
+    made = training(2)
+    for stage in (1, 0):
+        made.on(ProcessEnded(1, stage, KILLED), 10.0)
+    made.on(seen(0, at=26.0, lives={1: 7}, update=90), 26.0)
+    said = [line for p in (0, 1) for stage in (1, 0) for line in lines(made.on(ProcessEnded(p, stage, 0), 30.0))]
+    assert said == ["pipelines were lost 1 time and came back 1 time, after 16.0 s in all"]
+    assert made.code == 0
+
+
 def test_what_trains_when_another_finishes_is_left_alone() -> None:
     made = training(2)
     made.on(ProcessEnded(0, 1, 0), 12.0)
