@@ -42,6 +42,43 @@ def test_two_methods_in_two_situations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("seconds", "accuracies", "says"),
+    [
+        (
+            (2.0, 4.0),
+            (0.93, 0.94),
+            "took 2.00 times as long with all-reduce as with SDPipe; SDPipe's accuracy is 1.0 points",
+        ),
+        (
+            (4.0, 4.1),
+            (0.95, 0.94),
+            "took as long with all-reduce as with SDPipe; SDPipe's accuracy is 1.0 points higher.",
+        ),
+        (
+            (4.0, 2.0),
+            (0.94, 0.94),
+            "SDPipe did not help here: its epochs took 2.00 times as long as those with all-reduce; ",
+        ),
+    ],
+)
+def test_the_verdict_follows_from_the_figures(
+    seconds: tuple[float, float], accuracies: tuple[float, float], says: str
+) -> None:
+    rows = zip(demo.METHODS, seconds, accuracies, strict=True)
+    assert says in demo.verdict({name: demo.Figures([time], right, "") for name, time, right in rows})
+
+
+@pytest.mark.parametrize(
+    ("share", "late", "factor"), [(0.99, 1e-4, 1.0), (0.75, 1e-4, 1.02), (0.9, 1e-3, 1.63), (0.1, 0.02, 50.7)]
+)
+def test_a_busy_machine_makes_emulated_devices_slower_or_gives_no_verdict(
+    share: float, late: float, factor: float
+) -> None:
+    assert demo.longer(share, late) == pytest.approx(factor, rel=0.01)
+    assert (demo.longer(share, late) > demo.LONGEST) == (share < 0.5)
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [(["--epochs", "0"], "--epochs 0 must be at least 1."), ([], "sklearn not found; pip install")],
 )
