@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-all quick docs gpu versions lint clean
+.PHONY: help demo test test-all quick docs pictures gpu versions lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -21,6 +21,9 @@ quick: .venv/ready  ## the tests that start no other processes, in a minute
 
 docs: .venv/ready  ## the site in docs/_build, every warning an error
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+
+pictures: .venv/ready  ## the pictures of the documents, in headless Chromium: look at them
+	$(BIN)/python -m recipes.tools.pictures
 
 gpu: .venv/ready  ## what works on a CUDA device, in 11 minutes; writes gpu-report.md (DRY=1: on the CPU, tiny)
 	$(BIN)/python -m recipes.gpu $(if $(DRY),--dry)
