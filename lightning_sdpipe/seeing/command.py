@@ -87,7 +87,7 @@ def _look(options: argparse.Namespace) -> Look:
         raise ConfigurationError(
             f"there is no file {options.run}; give the log of a run, or a scheduler, as in tcp://10.0.0.1:5555"
         )
-    address, keys = scheduler_of(options.run, options.key_file)
+    address, keys, _ = scheduler_of(options.run, options.key_file)
     follower = Follower(address, keys, KEPT if options.watch is None else _WATCHED, NEWEST)
     return lambda: follower.poll(options.timeout)
 
@@ -106,8 +106,8 @@ def _watch(look: Look, seconds: float) -> None:
             time.sleep(max(seconds, (time.process_time() - begun) / _OF_A_CORE))
 
 
-def scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, WorkerKeys | None]:
-    """Return the scheduler's address, and the keys that open it.
+def scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, WorkerKeys | None, RunFile | None]:
+    """Return the scheduler's address, the keys that open it, and its run if that can be found from here.
 
     Raises:
         ConfigurationError: ``address`` is none, or none is given, and there is not exactly one scheduler.
@@ -123,9 +123,9 @@ def scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, Worke
             else "no scheduler of this account runs on this host; give the address of one, as in tcp://10.0.0.1:5555"
         )
     if runs and key_file is None and runs[0].keys is not None:
-        return runs[0].address, runs[0].keys
+        return runs[0].address, runs[0].keys, runs[0]
     address = address or runs[0].address
-    return address, worker_keys(address, key_file)
+    return address, worker_keys(address, key_file), runs[0] if runs else None
 
 
 def _answers(run: RunFile) -> bool:

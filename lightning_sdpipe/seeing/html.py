@@ -1,21 +1,26 @@
-"""The page about a run, alive or over: one template with drawings in SVG, without scripts, which loads nothing."""
+"""The page about a run, alive or over: one template with drawings in SVG, which loads nothing and works without
+scripts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from lightning_sdpipe.meter import OWN, PHASES
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.seeing.page import MEANINGS, RECENT
 from lightning_sdpipe.seeing.recording import Recording
 
 MOST_WORKERS = 64
-"""Largest number of workers whose phases are shown."""
+"""Largest number of workers that are shown one by one."""
 STRETCHES, OF_UPDATES = 60, 8
 """Largest number of parts of the run whose speed is shown, and least number of updates of each."""
+MOST_PARTS = 6000
+"""Largest number of parts of all lanes together."""
 COLOURS = dict(
     zip(
         PHASES,
@@ -26,6 +31,79 @@ COLOURS = dict(
         strict=True,
     )
 )
+DOES = {
+    "computes": "#1e88e5",
+    "exchanges": "#8e24aa",
+    "waits for replicas": "#f6a21e",
+    "waits for its pipeline": "#ffd9a0",
+}
+"""What a worker does at a time, with its colour."""
+SCRIPT = """setInterval(async () => {
+  try {
+    const page = new DOMParser().parseFromString(await (await fetch(location)).text(), "text/html");
+    const focus = document.activeElement?.parentElement?.id;
+    for (const each of document.querySelectorAll("details[open]"))
+      page.getElementById(each.id)?.setAttribute("open", "");
+    document.title = page.title;
+    document.body.replaceWith(page.body);
+    if (focus) document.querySelector(`#${focus} > summary`)?.focus();
+  } catch { document.body.className = "left"; }
+}, 2000);"""
+"""Asks for the page again and leaves open what is open."""
+_EXCHANGE, _WAIT_GROUP = PHASES.index("exchange"), PHASES.index("wait_group")
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What one worker does over time: for each thing that it ``does`` the path of its shares, from 0 to 1 along the
+    time of the run and from 0 to 1 across; and marks, like ``("was lost", 0.2, "pipeline 1 was lost after 28 s")``."""
+
+    name: str
+    device: str
+    does: Sequence[tuple[str, str]]
+    marks: Sequence[tuple[str, float, str]]
+
+
+def lanes(recording: Recording) -> list[Lane]:
+    """Return a lane for each worker, with the ends and beginnings of its lives."""
+    workers = sorted(recording.series, key=lambda worker: (worker.pipeline, worker.stage))[:MOST_WORKERS]
+    begun = _begun(recording)
+    return [_lane(recording, worker, begun, MOST_PARTS // max(25, len(workers))) for worker in workers]
+
+
+def _begun(recording: Recording) -> float:
+    """Return when the drawings begin: with the scheduler, or with rows of one that was there before it."""
+    firsts = (life.begun() for series in recording.series.values() for life in series.lives if len(life))
+    return min([recording.begun or math.inf, *firsts, recording.now])
+
+
+def _lane(recording: Recording, worker: Worker, begun: float, parts: int) -> Lane:
+    series, long = recording.series[worker], (recording.now - begun) / parts or 1.0
+    shares = [[0.0] * len(DOES) for _ in range(parts)]
+    for life in series.lives:
+        for end, us in zip(life.ends, life.us, strict=True):
+            whole = sum(us) / 1e6
+            spent = [sum(us[:OWN]) / 1e6, us[_EXCHANGE] / 1e6, us[_WAIT_GROUP] / 1e6]
+            start, spent = end - whole, [*spent, whole - sum(spent)]
+            for at in range(max(0, int((start - begun) / long)), min(parts - 1, int((end - begun) / long)) + 1):
+                within = min(end, begun + (at + 1) * long) - max(start, begun + at * long)
+                for kind, seconds in enumerate(spent):
+                    shares[at][kind] += seconds * within / (whole or 1.0) / long
+    paths, w = [], 1 / parts
+    for kind, name in enumerate(DOES):
+        drawn = [(at * w, sum(of[:kind]), of[kind]) for at, of in enumerate(shares) if of[kind] > 0.01]
+        paths.append((name, "".join(f"M{x:.4f} {low:.2f}h{w:.4f}v{high:.2f}h-{w:.4f}z" for x, low, high in drawn)))
+    lives = [life for life in series.lives if len(life)]
+    turns = [turn for a, b in pairwise(lives) for turn in (("was lost", a.ends[-1]), ("is back", b.begun()))]
+    if worker in recording.gone:
+        turns.append(("was lost", recording.gone[worker]))
+    marks = [
+        (said, (at - begun) / (parts * long), f"pipeline {worker.pipeline} {said} after {at - begun:.0f} s")
+        for said, at in turns
+    ]
+    about = recording.about.get(worker)
+    stage = f", stage {worker.stage}" if recording.num_stages > 1 else ""
+    return Lane(f"pipeline {worker.pipeline}{stage}", "" if about is None else str(about), paths, marks)
 
 
 @dataclass(frozen=True)
@@ -38,6 +116,8 @@ class Chart:
     y: str
     lines: Sequence[tuple[str, Sequence[tuple[float, float]]]] = ()
     boxes: Sequence[tuple[str, Sequence[tuple[float, float, float, float]]]] = ()
+    until: float | None = None
+    """Right end of the x axis, of a drawing below the lanes."""
 
     @property
     def names(self) -> list[str]:
@@ -47,7 +127,9 @@ class Chart:
     @property
     def width(self) -> float:
         """Right end of the x axis."""
-        return max([x for _, line in self.lines for x, _ in line] + [b[2] for _, some in self.boxes for b in some])
+        return self.until or max(
+            [x for _, line in self.lines for x, _ in line] + [b[2] for _, some in self.boxes for b in some]
+        )
 
     @property
     def height(self) -> float:
@@ -59,28 +141,36 @@ class Chart:
 
 def speed(recording: Recording) -> list[Chart]:
     """Return the drawing of each pipeline's speed over time, once there is enough to draw."""
-    last: dict[int, int] = {}
-    for worker in recording.series:
-        last[worker.pipeline] = max(worker.stage, last.get(worker.pipeline, 0))
-    ends = {w.pipeline: s.ends for w, s in sorted(recording.series.items()) if w.stage == last[w.pipeline] and s.ends}
-    begun = min((times[0] for times in ends.values()), default=0.0)
-    stretches = min([STRETCHES, *(len(times) // OF_UPDATES for times in ends.values())])
-    if not ends or stretches < 2 or recording.now <= begun:
+    last: dict[int, Worker] = {}
+    for worker in sorted(recording.series):
+        last[worker.pipeline] = worker
+    ends = {
+        pipeline: [end for life in recording.series[worker].lives for end in life.ends]
+        for pipeline, worker in sorted(last.items())
+    }
+    begun = _begun(recording)
+    stretches = min(STRETCHES, max((len(times) // OF_UPDATES for times in ends.values()), default=0))
+    if stretches < 2 or recording.now <= begun:
         return []
     length = (recording.now - begun) / stretches
+    samples = {pipeline: about.samples for pipeline, worker in last.items() if (about := recording.about.get(worker))}
+    known = all(samples.get(pipeline) for pipeline in ends)
     lines = []
     for pipeline, times in ends.items():
         counts = [0] * stretches
         for end in times:
             counts[min(stretches - 1, int((end - begun) / length))] += 1
-        points = [((stretch + 0.5) * length, count / length) for stretch, count in enumerate(counts)]
+        each = (samples[pipeline] or 1) if known else 1
+        points = [((stretch + 0.5) * length, count * each / length) for stretch, count in enumerate(counts)]
         lines.append((f"pipeline {pipeline}", points))
-    return [Chart("Speed of each pipeline", "seconds since the first update shown", "mini-batches per second", lines)]
+    y = "samples per second" if known else "mini-batches per second"
+    return [Chart("Speed of each pipeline", "seconds since the start", y, lines, until=recording.now - begun)]
 
 
 def page(
     title: str,
     plain: dict[str, Any],
+    recording: Recording | None = None,
     charts: Iterable[Chart] = (),
     *,
     facts: str = "",
@@ -92,8 +182,9 @@ def page(
 
     Args:
         title: name of the run.
-        plain: :func:`~lightning_sdpipe.seeing.page.to_plain` of it, or empty if nothing is known.
-        charts: drawings.
+        plain: :func:`~lightning_sdpipe.seeing.page.to_plain` of ``recording``, or empty if nothing is known.
+        recording: the run.
+        charts: drawings of details.
         facts: a line about the run, below the title.
         silence: reason why nothing new is known, if so.
         scheduler: the scheduler's page, as text.
@@ -107,22 +198,46 @@ def page(
         each["own"] = sum([*each["us"].values()][:OWN]) / 1e3
     slowest = sorted(workers, key=lambda each: -each["own"])[:MOST_WORKERS]
     shown = [each for each in workers if each in slowest]
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    unknown = {"findings": (), "abstains": None, "healthy": False, "state": "unknown", "pipelines": None}
     rendered = template.render(
         title=title,
-        plain={"findings": (), "abstains": None, "healthy": False, "line": ""} | plain,
+        plain=unknown | plain,
+        lanes=[] if recording is None else lanes(recording),
+        left_out=len(workers) - len(shown),
+        gone=0.0 if recording is None else recording.now - _begun(recording),
+        speed=[] if recording is None else speed(recording),
         charts=charts,
         facts=facts,
         silence=silence,
         scheduler=scheduler,
-        live=live,
+        script=SCRIPT if live else "",
         workers=shown,
-        left_out=len(workers) - len(shown),
         longest=max((each["ms"] for each in shown), default=1.0),
         phases=[name for name in PHASES if any(each["us"][name] for each in shown)],
+        does=DOES,
         colours=COLOURS,
         meanings=MEANINGS,
         recent=RECENT,
+        lasted=lasted,
+        ticks=ticks,
     )
     return rendered.encode()
+
+
+def lasted(seconds: float) -> str:
+    """Return a length of time in its two largest units."""
+    minutes, hours = divmod(round(seconds), 60)[0], int(seconds) // 3600
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min {round(seconds) % 60} s" if minutes else f"{seconds:.0f} s"
+
+
+def ticks(length: float) -> list[float]:
+    """Return round numbers from 0 to ``length``, three to six of them."""
+    digit = 10 ** math.floor(math.log10(length or 1.0))
+    step = next(step * digit for step in (0.2, 0.25, 0.5, 1, 2) if length < 5.5 * step * digit)
+    return [number * step for number in range(int(length / step + 1e-9) + 1)]

@@ -18,7 +18,7 @@ from lightning_sdpipe.seeing.finding import Advice, Finding
 from lightning_sdpipe.seeing.following import NEWEST, Follower
 from lightning_sdpipe.seeing.recording import Recording, Series
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the result of :func:`to_plain`; it grows where a key has gone, or has another meaning."""
 LAST_LINE_WITHIN = 1.0
 """Seconds in which a run prints its last line, or none."""
@@ -63,6 +63,9 @@ def to_plain(recording: Recording, status: Status | None, found: Sequence[Findin
     return plain | {
         "schema": SCHEMA,
         "line": in_one_line(recording, found),
+        "state": recording.state,
+        "seconds": round(recording.now - recording.begun, 1),
+        "pipelines": _pipelines_to_plain(recording),
         "healthy": why is None and all(finding.severity == "note" for finding in found),
         "findings": [
             {
@@ -183,11 +186,24 @@ def _worker_to_plain(recording: Recording, worker: Worker) -> dict[str, Any]:
         "rank": None if about is None else about.rank,
         "host": None if about is None else about.host,
         "device": None if about is None else about.device,
-        "updates": len(series),
+        "updates": sum(life.made for life in series.lives),
+        "updates_of_lives": [life.made for life in series.lives],
         "dropped": series.dropped,
         "phases_us": _means(series),
         "recent_us": _means(series.newest(RECENT)),
         "without_a_core_us": round(sum(series.core) / len(series), 1),
+    }
+
+
+def _pipelines_to_plain(recording: Recording) -> dict[str, Any]:
+    """Return how many pipelines train, of how many that ever did or were lost; and which were lost, and since when."""
+    gone = {worker.pipeline: recording.now - since for worker, since in sorted(recording.gone.items())}
+    ever = {worker.pipeline for worker in (*recording.series, *recording.active)} | gone.keys()
+    return {
+        "training": len({worker.pipeline for worker in recording.active} - gone.keys()),
+        "of": len(ever),
+        "lost": [{"pipeline": pipeline, "seconds_ago": round(ago, 1)} for pipeline, ago in gone.items()],
+        "came_back": max((len(series.earlier) for series in recording.series.values()), default=0),
     }
 
 

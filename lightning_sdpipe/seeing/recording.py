@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from lightning_sdpipe.errors import counted
 from lightning_sdpipe.meter import OWN, PHASES
 from lightning_sdpipe.policies.events import Joined, Left, Lost, Worker
 from lightning_sdpipe.scheduler import protocol as m
@@ -33,6 +34,10 @@ class Series:
     core: list[float] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     dropped: int = 0
+    made: int = 0
+    """Number of updates of this life, with those that are kept no longer."""
+    earlier: tuple[Series, ...] = ()
+    """Those of the worker's lives that have ended."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -54,6 +59,7 @@ class Series:
                 self.ends.append(end)
                 self.us.append(us)
                 self.core.append(core)
+            self.made += row.count
 
     def newest(self, updates: int) -> Series:
         """Return the last ``updates`` updates."""
@@ -66,6 +72,15 @@ class Series:
     def _part(self, of: slice) -> Series:
         columns = self.numbers[of], self.ends[of], self.us[of], self.core[of], self.groups[of]
         return Series(self.life, *columns, self.dropped)
+
+    @property
+    def lives(self) -> tuple[Series, ...]:
+        """All lives of the worker in which it made updates, the present one last."""
+        return (*self.earlier, self)
+
+    def begun(self) -> float:
+        """Return when the first of these updates began."""
+        return self.ends[0] - sum(self.us[0]) / 1e6
 
     def own(self) -> list[float]:
         """Return the microseconds of each update that were no wait for another worker."""
@@ -97,6 +112,12 @@ class Recording:
     """Policy of the scheduler, as plain values."""
     reasons: dict[int, str] = field(default_factory=dict)
     """Reasons of groups, by their sequence, as far as known."""
+    state: str = "training"
+    """What the run does, or how it ended."""
+    begun: float = 0.0
+    """When its scheduler was started."""
+    gone: dict[Worker, float] = field(default_factory=dict)
+    """Workers that were lost and have not come back, and since when."""
 
     def replicas(self, worker: Worker) -> list[Worker]:
         """Return other workers of the same stage that have reported updates, in pipelines of as many stages."""
@@ -146,6 +167,20 @@ def of_answers(status: Status, reply: m.RowsReply, series: dict[Worker, Series],
         for j, stage in enumerate(status.stages)
         for i in stage.active()
     }
+    gone = {
+        Worker(j, i): reply.now - (stage.silent[i] or 0.0)
+        for j, stage in enumerate(status.stages)
+        for i, letter in enumerate(stage.states)
+        if letter == "l"
+    }
+    members = status.members
+    failure = status.failure or (members and members.over) or None
+    if failure is not None:
+        state = f"failed: {failure}"
+    elif members is not None and members.held:
+        state = f"waiting: {members.held}"
+    else:
+        state = "training" if active else "stopped" if gone else "finished" if any(status.workers()) else "starting"
     return Recording(
         len(status.stages),
         reply.now,
@@ -153,7 +188,10 @@ def of_answers(status: Status, reply: m.RowsReply, series: dict[Worker, Series],
         active,
         dict(reply.workers),
         lost,
-        status.failure,
+        failure,
+        state=state,
+        begun=reply.now - status.uptime,
+        gone=gone,
         policy=msgspec.json.decode(status.policy),
         reasons={group.number: group.reason for stage in status.stages for group in stage.groups},
     )
@@ -172,13 +210,17 @@ def of_record(record: Record) -> Recording:
     """Return the final recording of a scheduler."""
     ever: set[Worker] = set()
     left: set[Worker] = set()
+    gone: dict[Worker, float] = {}
     for entry in record.entries:
         match entry.event:
             case Joined(worker):
                 ever.add(worker)
                 left.discard(worker)
+                gone.pop(worker, None)
             case Left(worker) | Lost(worker):
                 left.add(worker)
+                if isinstance(entry.event, Lost):
+                    gone[worker] = entry.at
     taking_part = ever - left or ever
     now = max([entry.at for entry in record.entries] + [update.rows.at for update in record.updates], default=0.0)
     about = {update.rows.worker: update.about for update in record.updates if update.about is not None}
@@ -192,13 +234,22 @@ def of_record(record: Record) -> Recording:
         about,
         lost,
         over=True,
+        state=_ended(ever, left, gone),
+        begun=record.beginning.at,
+        gone=gone,
         policy=record.beginning.policy,
         reasons={group.sequence: group.reason for entry in record.entries for group in entry.decisions},
     )
 
 
+def _ended(ever: set[Worker], left: set[Worker], gone: dict[Worker, float]) -> str:
+    if ever - left:
+        return f"the log ends while {counted(len(ever - left), 'worker')} took part"
+    return "finished" if ever - gone.keys() else "stopped: all workers were lost" if ever else "no worker came"
+
+
 def series_of(chunks: Iterable[Chunk]) -> dict[Worker, Series]:
-    """Return the updates of each worker's newest life, since a restarted worker is a new one."""
+    """Return the updates of each worker, apart by life, since a restarted worker is a new one."""
     found: dict[Worker, Series] = {}
     for chunk in chunks:
         add(found, chunk)
@@ -211,6 +262,6 @@ def add(found: dict[Worker, Series], chunk: Chunk) -> bool:
         return False
     series = found.get(chunk.worker)
     if series is None or series.life != chunk.life:
-        series = found[chunk.worker] = Series(chunk.life)
+        series = found[chunk.worker] = Series(chunk.life, earlier=() if series is None else series.lives)
     series.add(chunk)
     return True

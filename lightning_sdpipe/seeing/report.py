@@ -12,7 +12,8 @@ from lightning_sdpipe.errors import ConfigurationError, shape
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Lost, Worker
 from lightning_sdpipe.scheduler.log.event_log import Record, read_log
-from lightning_sdpipe.seeing.html import Chart, page, speed
+from lightning_sdpipe.scheduler.log.status_page import policy_of
+from lightning_sdpipe.seeing.html import Chart, page
 from lightning_sdpipe.seeing.page import to_plain
 from lightning_sdpipe.seeing.recording import Recording, of_record
 from lightning_sdpipe.simulate.run import lags
@@ -50,11 +51,11 @@ def write(log: Path, output: Path) -> None:
     recording, beginning = of_record(record), record.beginning
     facts = (
         f"{_method(record, recording)}; {shape(beginning.num_stages, beginning.num_pipelines)}; from "
-        f"{beginning.time} on, {recording.now - beginning.at:.0f} s"
+        f"{beginning.time[:16].replace('T', ' ')} on, by the clock of the scheduler's machine"
     )
-    charts = [*speed(recording), *_groups(record), *_lag(record)]
+    charts = [*_groups(record), *_lag(record)]
     try:
-        output.write_bytes(page(log.name, to_plain(recording, None), charts, facts=facts))
+        output.write_bytes(page(str(log), to_plain(recording, None), recording, charts, facts=facts))
     except OSError as error:
         raise ConfigurationError(f"the report {output} cannot be written: {error.strerror}") from error
 
@@ -62,7 +63,7 @@ def write(log: Path, output: Path) -> None:
 def _method(record: Record, recording: Recording) -> str:
     """Return the method as workers say it; for an older log, the scheduler's policy."""
     said = sorted({about.sync for about in recording.about.values()} - {""})
-    return ", ".join(said or [f"{name}={value}" for name, value in record.beginning.policy.items()])
+    return ", ".join(said or [policy_of(record.beginning.policy)])
 
 
 def _groups(record: Record) -> Iterator[Chart]:

@@ -32,17 +32,20 @@ def main(arguments: Sequence[str]) -> None:
         )
     from lightning_sdpipe.seeing import web
 
-    address, keys = scheduler_of(options.address, options.key_file)
+    address, keys, run = scheduler_of(options.address, options.key_file)
     follower = Follower(address, keys)
     follower.poll(options.timeout)  # an unreachable scheduler is reported at once
     names = {"localhost", "127.0.0.1", "::1", options.host, socket.gethostname(), *options.allow_host}
     hosts = frozenset(name.lower() for name in names)
 
+    title = f"the run at {address}" if run is None or not run.script else f"{Path(run.script).name} in {run.directory}"
+    view = web.View(follower, options.timeout, title, None if run is None or run.log is None else Path(run.log))
+
     def opened(at: str) -> None:
         print(f"{at} shows the run at {address}; /status.json, /metrics and /healthz are for machines", flush=True)
 
     try:
-        asyncio.run(web.serve(web.View(follower, options.timeout), options.host, options.port, hosts, token, opened))
+        asyncio.run(web.serve(view, options.host, options.port, hosts, token, opened))
     except OSError as error:
         raise ConfigurationError(
             f"nothing can listen at {options.host}, port {options.port} ({error.strerror}); give another --port"

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     check_integer("--updates", options.updates, 1, "updates")
     if options.updates > MOST_UPDATES:
         raise ConfigurationError(f"--updates {options.updates} is not allowed; give at most {MOST_UPDATES}")
-    address, keys = scheduler_of(options.address, options.key_file)
+    address, keys, _ = scheduler_of(options.address, options.key_file)
     question = m.AskSpans(options.updates)
     reply = ask(question, m.SpansReply, address, credentials=keys, timeout=options.timeout)
     chunks = [msgspec.msgpack.decode(data, type=SpanChunk) for data in reply.chunks]

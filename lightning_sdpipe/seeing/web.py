@@ -6,13 +6,18 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
+import hashlib
 import hmac
 import json
 import math
+import socket
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -20,7 +25,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.meter import PHASES
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.log import status_page
@@ -28,9 +33,9 @@ from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.seeing.detectors import findings
 from lightning_sdpipe.seeing.finding import Finding
 from lightning_sdpipe.seeing.following import Follower
-from lightning_sdpipe.seeing.html import page, speed
+from lightning_sdpipe.seeing.html import SCRIPT, page
 from lightning_sdpipe.seeing.page import to_plain
-from lightning_sdpipe.seeing.recording import Recording
+from lightning_sdpipe.seeing.recording import Recording, of_log
 
 MOST_WORKERS = 256
 """Largest number of workers that each have metrics; above, those of a stage are added up."""
@@ -42,9 +47,12 @@ MOST_CONNECTIONS = 64
 """Largest number of connections; for one more, the oldest is closed."""
 _SOON = 0.01
 """Seconds until an accepted connection counts."""
+UNHEARD = 30.0
+"""Seconds after which a scheduler that does not answer is a reason for an alarm."""
+_HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
+    "Content-Security-Policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_HASH}'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
@@ -54,13 +62,22 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(eq=False)
 class Seen(Collector):
-    """A run as it was when its scheduler was asked, or as it was before that, for the reason ``silence``. Each form is
-    made once for all requests."""
+    """A run as it was when its scheduler was asked, or as it was before that, for the reason ``silence``, which has
+    lasted for ``unheard`` seconds. Each form is made once for all requests."""
 
-    address: str
+    title: str
     told: tuple[Recording, Status] | None
     totals: Mapping[Worker, list[int]]
     silence: str
+    unheard: float = 0.0
+
+    @property
+    def alarm(self) -> str:
+        """Reason to look after the run, if there is one."""
+        state = "unknown" if self.told is None else self.told[0].state
+        if state.startswith(("failed", "stopped")):
+            return state
+        return self.silence if self.unheard > UNHEARD and state != "finished" else ""
 
     @cached_property
     def found(self) -> list[Finding]:
@@ -75,12 +92,11 @@ class Seen(Collector):
     @cached_property
     def page(self) -> bytes:
         """Page for people."""
-        title = f"the run at {self.address}"
         if self.told is None:
-            return page(title, {}, silence=self.silence, live=True)
+            return page(self.title, {}, silence=self.silence, live=True)
         recording, status = self.told
         scheduler = status_page.render(status)
-        return page(title, self.view, speed(recording), silence=self.silence, scheduler=scheduler, live=True)
+        return page(self.title, self.view, recording, silence=self.silence, scheduler=scheduler, live=True)
 
     @cached_property
     def plain(self) -> bytes:
@@ -126,7 +142,7 @@ class Seen(Collector):
             who = " ".join(f"{worker.stage}.{worker.pipeline}" for worker in finding.workers)
             cost.add_metric([finding.kind, who], math.nan if finding.cost is None else finding.cost.stood)
         yield cost
-        blind = bool(self.silence) or any(finding.severity == "blind" for finding in self.found)
+        blind = bool(self.alarm) or any(finding.severity == "blind" for finding in self.found)
         yield GaugeMetricFamily("sdpipe_blind", "1 if too little is known to call the run healthy.", value=blind)
 
 
@@ -135,22 +151,34 @@ class View:
 
     Args:
         follower: asks the scheduler.
-        timeout: seconds in which the scheduler must answer.
+        timeout: seconds in which the scheduler must answer each question.
+        title: name of the run.
+        log: file on this machine with the scheduler's log, which tells how the run ended.
     """
 
-    def __init__(self, follower: Follower, timeout: float) -> None:
-        self._follower, self._timeout = follower, timeout
-        self.seen = Seen(follower.address, None, {}, "it was not asked yet")
+    def __init__(self, follower: Follower, timeout: float, title: str, log: Path | None = None) -> None:
+        self._follower, self._timeout, self._title, self._log = follower, timeout, title, log
+        self._heard = time.monotonic()
+        self.seen = Seen(title, None, {}, "it was not asked yet")
 
     def refresh(self) -> None:
         """Ask the scheduler."""
         told, silence = self.seen.told, ""
         try:
             told = self._follower.poll(self._timeout)
-        except SchedulerError as error:  # the scheduler may be restarted
-            silence = str(error)
+            self._heard = time.monotonic()
+        except SchedulerError as error:
+            silence = f"the scheduler is slow to answer ({error})"
+            if _refuses(self._follower.address):  # the run is over, or the scheduler is started again
+                silence = f"nothing listens at {self._follower.address} any more"
+                if told is not None and self._log is not None and not told[0].over:
+                    with contextlib.suppress(ConfigurationError):  # the log has left
+                        told = of_log(self._log), told[1]
+                silence = f"{silence}: the run is over, or its machine is down"
+                if told is not None and told[0].state == "finished":
+                    silence = ""
         totals = {worker: [*sums] for worker, sums in self._follower.totals.items()}
-        self.seen = Seen(self._follower.address, told, totals, silence)
+        self.seen = Seen(self._title, told, totals, silence, time.monotonic() - self._heard)
 
 
 def application(view: View, hosts: Collection[str], token: str | None) -> web.Application:
@@ -183,8 +211,8 @@ def application(view: View, hosts: Collection[str], token: str | None) -> web.Ap
         return show
 
     async def health(_: web.Request) -> web.Response:
-        silence = view.seen.silence
-        return web.Response(text=f"{silence or 'ok'}\n", status=503 if silence else 200)
+        alarm = view.seen.alarm
+        return web.Response(text=f"{alarm or 'ok'}\n", status=503 if alarm else 200)
 
     app = web.Application(middlewares=[guard], client_max_size=0)
     app.router.add_get("/", shows("page", "text/html; charset=utf-8"), allow_head=False)
@@ -229,6 +257,18 @@ async def serve(
             listening.close()
     finally:
         await runner.cleanup()
+
+
+def _refuses(address: str) -> bool:
+    """Return whether no program listens at ``address``, for certain."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), EVERY).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        pass
+    return False
 
 
 def _name(host: str) -> str:

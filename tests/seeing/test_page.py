@@ -69,7 +69,7 @@ def test_a_bar_has_one_letter_for_each_part_of_it() -> None:
 
 def test_machines_are_told_the_same_with_a_number_for_what_it_means() -> None:
     plain = json.loads(json.dumps(to_plain(pair(128, 1.5), None), allow_nan=False))
-    assert plain["schema"] == 2
+    assert plain["schema"] == 3
     (finding,) = plain["findings"]
     assert (finding["kind"], finding["workers"]) == ("compute_straggler", [{"stage": 0, "pipeline": 1}])
     assert finding["evidence"]["ratio"] == 1.5
@@ -82,6 +82,7 @@ def test_machines_are_told_the_same_with_a_number_for_what_it_means() -> None:
     assert plain["samples_per_second"] == 703.297
     assert plain["updates"][0]["phases_us"]["wait_group"] == 31_000.0
     assert plain["updates"][0]["host"] == "gpu7"
+    assert (plain["state"], plain["pipelines"]) == ("training", {"training": 2, "of": 2, "lost": [], "came_back": 0})
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lightning_sdpipe.cli import main
+from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.rows import About
+from lightning_sdpipe.seeing import html
+from lightning_sdpipe.seeing.page import to_plain
 from lightning_sdpipe.simulate import Work, jittered, simulate
-from tests.seeing.recordings import simulated_log
+from tests.seeing.recordings import chunks, recording, simulated_log
 
 GOLDEN = Path(__file__).parent / "golden"
 VOID = {"meta", "img", "br"}
@@ -83,6 +88,22 @@ def test_a_run_in_groups_has_their_sizes_and_its_lag(tmp_path: Path) -> None:
     for title in ("Speed of each pipeline", "Groups by size and reason", "Lag of models"):
         assert title in page.text
     assert "everybody came" in page.text
+
+
+def test_all_lives_of_a_pipeline_are_counted_and_their_ends_are_marked() -> None:
+    """A pipeline is lost after 28 s and back 10 s later; another is lost for good."""
+    one, two, three = (Worker(0, pipeline) for pipeline in range(3))
+    lives = [chunks(two, [200.0] * 140), chunks(two, [200.0] * 560, life=2)]
+    later = [msgspec.structs.replace(chunk, at=chunk.at + 38) for chunk in lives[1]]
+    told = {one: chunks(one, [200.0] * 750), two: [*lives[0], *later], three: chunks(three, [200.0] * 50)}
+    seen = dataclasses.replace(recording(told, active=[one, two]), gone={three: 11.0})
+    page = Page(html.page("train.py", to_plain(seen, None), seen).decode())
+    assert "140 + 560 = 700" in page.text
+    assert "2 of 3: 2 lost 2 min 19 s ago" in page.text
+    for words in ("pipeline 1 was lost after 28 s", "pipeline 1 is back after 38 s", "pipeline 2 was lost after 11 s"):
+        assert words in page.text
+    assert "Training" in page.text
+    assert "1,500" in page.text, "updates of all"
 
 
 def test_a_log_without_rows_has_a_report(tmp_path: Path) -> None:

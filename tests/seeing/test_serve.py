@@ -53,7 +53,7 @@ class Page(HTMLParser):
         assert self.stack == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag != "script"
+        assert tag != "script" or attrs == []
         for name, value in attrs:
             assert not name.startswith("on"), (tag, name)
             assert name not in ("src", "srcset", "action"), (tag, name)
@@ -83,8 +83,8 @@ class Samples:
 class Fixed(Follower):
     """One that has looked already, or that the scheduler does not answer."""
 
-    def __init__(self, seen: Any = None) -> None:
-        super().__init__("tcp://10.0.0.1:5555", None)
+    def __init__(self, seen: Any = None, port: int = 9) -> None:
+        super().__init__(f"tcp://127.0.0.1:{port}", None)
         self.seen = seen
 
     def poll(self, timeout: float) -> Any:
@@ -138,7 +138,8 @@ def seen(status: Any, host: str = "gpu7") -> Any:
     one, two = Worker(0, 0), Worker(0, 1)
     about = {worker: About(host, f"cuda:{worker.pipeline}", worker.pipeline) for worker in (one, two)}
     slow = chunks(two, [90.0] * 128, every=100.0)
-    shown = web.View(Fixed((recording({one: chunks(one, [60.0] * 128, every=100.0), two: slow}, about), status)), 1.0)
+    told = recording({one: chunks(one, [60.0] * 128, every=100.0), two: slow}, about)
+    shown = web.View(Fixed((told, status)), 1.0, "train.py")
     shown.refresh()
     return shown
 
@@ -152,7 +153,7 @@ def test_what_is_shown_is_what_the_log_has(tmp_path: Path) -> None:
         clients(server.address, Worker(0, 0), Worker(0, 1), credentials=credentials) as both,
     ):
         follower = Follower(server.address, credentials)
-        shown = web.View(follower, 5.0)
+        shown = web.View(follower, 5.0, "train.py")
         for client in both:
             client.join()
         for iteration in range(50):
@@ -210,24 +211,55 @@ def test_a_page_has_findings_and_bars_and_takes_nothing_for_markup(status: Any) 
     assert any(word.startswith("→ ") for word in page.words), "what to do"
     assert any("others stood still 15.0 %" in word for word in page.words)
     assert "<title>forward 40.0 ms, 40.0 %</title>" in text
-    Page(web.View(Fixed(), 1.0).seen.page.decode())
+    Page(web.View(Fixed(), 1.0, "train.py").seen.page.decode())
 
 
-def test_a_scheduler_that_is_silent_does_not_look_healthy(status: Any) -> None:
+def test_a_scheduler_that_is_silent_for_long_does_not_look_healthy(status: Any) -> None:
     follower = Fixed(seen(status).seen.told)
-    shown = web.View(follower, 1.0)
+    shown = web.View(follower, 1.0, "train.py")
     with at(shown) as connection:
         assert get(connection, "/healthz")[:2] == (200, "ok\n")
         follower.seen = None
         shown.refresh()
-        assert get(connection, "/healthz")[:2] == (503, "nothing <listens> there\n")
+        assert get(connection, "/healthz")[:2] == (200, "ok\n"), "it may be restarted"
+        shown._heard -= web.UNHEARD
+        shown.refresh()
+        silence = "nothing listens at tcp://127.0.0.1:9 any more: the run is over, or its machine is down"
+        assert get(connection, "/healthz")[:2] == (503, f"{silence}\n")
         assert Samples(get(connection, "/metrics")[1])("blind") == 1
         plain = json.loads(get(connection, "/status.json")[1])
-        assert plain["silence"] == "nothing <listens> there"
+        assert plain["silence"] == silence
         assert plain["findings"][0]["kind"] == "compute_straggler"
         words = Page(get(connection, "/")[1]).words
-        assert "the scheduler does not answer" in words
+        assert silence in words
         assert not any("healthy" in word for word in words if "background" not in word and "border" not in word)
+
+
+def test_a_scheduler_that_answers_slowly_is_not_called_gone(status: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as slow:
+        follower = Fixed(seen(status).seen.told, slow.getsockname()[1])
+        shown = web.View(follower, 1.0, "train.py")
+        shown.refresh()
+        follower.seen = None
+        shown.refresh()
+    assert shown.seen.silence == "the scheduler is slow to answer (nothing <listens> there)"
+    assert shown.seen.alarm == ""
+
+
+@pytest.mark.parametrize(("kept", "state"), [(1.0, "finished"), (0.5, "the log ends while 4 workers took part")])
+def test_a_run_whose_scheduler_has_left_is_told_from_its_log(
+    kept: float, state: str, status: Any, tmp_path: Path
+) -> None:
+    whole = (Path(__file__).parent / "golden" / "straggler.jsonl").read_bytes()
+    (tmp_path / "log.jsonl").write_bytes(whole[: int(len(whole) * kept)])
+    follower = Fixed(seen(status).seen.told)
+    shown = web.View(follower, 1.0, "train.py", tmp_path / "log.jsonl")
+    shown.refresh()
+    follower.seen = None
+    shown._heard -= web.UNHEARD
+    shown.refresh()
+    assert shown.seen.view["state"] == state
+    assert bool(shown.seen.silence) == bool(shown.seen.alarm) == (state != "finished")
 
 
 def test_only_get_only_known_hosts_and_nothing_for_other_sites(status: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -69,7 +71,7 @@ def render(status: Status) -> str:
     lines = _table(status, rows) if rows else ["no worker has joined yet"]
     lines += [
         "",
-        f"policy          {status.policy}",
+        f"policy          {policy_of(json.loads(status.policy))}",
         f"signals         {status.signals} ({status.signals_per_second:.1f}/s), up for {status.uptime:.0f} s",
         f"groups by size  {_counts(status.groups_by_size)}",
         f"by reason       {_counts(status.groups_by_reason)}",
@@ -91,6 +93,12 @@ def render(status: Status) -> str:
         if len(stage.active()) > 1:
             lines += ["", *_sync_graph(number, stage, status)]
     return "\n".join(lines)
+
+
+def policy_of(plain: Mapping[str, Any]) -> str:
+    """Return a policy's plain values in words."""
+    values = ", ".join(f"{name} {value}" for name, value in plain.items() if name != "type")
+    return f"{plain['type']}{': ' if values else ''}{values}"
 
 
 def _table(status: Status, rows: list[WorkerStatus]) -> list[str]:
