@@ -41,7 +41,9 @@ def main() -> None:
 def _elastic(output: Path) -> None:
     script = str(ROOT / "recipes/examples/elastic.py")
     with Path("printed").open("wb") as printed:
-        run = subprocess.Popen([*SDPIPE, "run", "--pipelines", "2", "--logs", "logs", script], stdout=printed)
+        run = subprocess.Popen(
+            [*SDPIPE, "run", "--pipelines", "2", "--logs", "logs", script], stdout=printed, stderr=printed
+        )
     _until(lambda: _said("all 2 pipelines train"), run)
     (address,) = re.findall(r"scheduler at (\S+);", Path("printed").read_text(errors="replace"))
     serving = subprocess.Popen([*SDPIPE, "serve", address, "--port", "0"], stdout=subprocess.PIPE, text=True)
