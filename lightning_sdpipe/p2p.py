@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import socket as sockets
 import struct
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ from lightning_sdpipe import meter
 from lightning_sdpipe.errors import LOST_CONNECTION, WorkerFailedError
 
 _ASKED = 2**31 - 1  # a tag of no message
+_CLOSES = 2**30  # another
 
 
 _waited_for: dict[Transfer | waiting_for, None] = {}
@@ -145,6 +150,14 @@ def lost_connection(group: Any, rank: int) -> str:
     return ""
 
 
+def close_connections(group: Any) -> None:
+    """Close all connections of ``group``, of gloo, so that all waits for its messages end: a wait that times out does
+    that."""
+    for peer in {*range(group.size())} - {group.rank()}:  # one that is gone cannot time out
+        with suppress(RuntimeError):  # the timeout is expected
+            group.recv([torch.zeros(1)], peer, _CLOSES).wait(timedelta(milliseconds=1))
+
+
 def waited_for() -> set[Transfer | waiting_for]:
     """Return what threads of this process wait for at this moment."""
     return set(_waited_for)
@@ -153,30 +166,86 @@ def waited_for() -> set[Transfer | waiting_for]:
 _TCP_INFO = struct.Struct("=24xI28xI60xQQ")
 """Of Linux's ``tcp_info``: segments without an acknowledgement, milliseconds since the last one, and bytes that the
 peer has acknowledged, and that have come."""
+_MOMENT, _ASKING = 0.25, 256  # seconds, and more bytes than a few questions of gloo in that time (48 each)
+_libc = ctypes.CDLL(None)
 
 
 def traffic(without: int, silence: float) -> tuple[int, set[str]] | None:
     """Return the bytes that this process's TCP connections have moved so far, and the addresses of peers whose machines
     have acknowledged nothing of what was sent for ``silence`` seconds; connections to the port ``without`` do not
     count. Return None on systems other than Linux."""
-    moved, silent, libc = 0, set(), ctypes.CDLL(None)
-    info, peer = ctypes.create_string_buffer(_TCP_INFO.size), ctypes.create_string_buffer(28)
-    try:
-        descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
-    except OSError:
-        return None
-    for descriptor in descriptors:
-        sizes = [ctypes.byref(ctypes.c_uint32(len(buffer))) for buffer in (info, peer)]
-        if libc.getpeername(descriptor, peer, sizes[1]) or int.from_bytes(peer.raw[2:4]) == without:
+    moved, silent = 0, set()
+    peer, size = ctypes.create_string_buffer(28), ctypes.c_uint32()
+    for descriptor in (found := _sockets()):
+        size.value = len(peer)
+        if _libc.getpeername(descriptor, peer, ctypes.byref(size)) or int.from_bytes(peer.raw[2:4]) == without:
             continue
-        if libc.getsockopt(descriptor, sockets.IPPROTO_TCP, sockets.TCP_INFO, info, sizes[0]) == 0:
-            unanswered, since, acknowledged, received = _TCP_INFO.unpack(info.raw)
+        if info := _tcp_info(descriptor):
+            unanswered, since, acknowledged, received = info
             moved += acknowledged + received
             if unanswered and since > 1000 * silence:
                 v6 = int.from_bytes(peer.raw[:2], sys.byteorder) == sockets.AF_INET6
                 address = peer.raw[8:24] if v6 else peer.raw[4:8]
                 silent.add(sockets.inet_ntop(sockets.AF_INET6 if v6 else sockets.AF_INET, address))
-    return moved, silent
+    return (moved, silent) if found else None
+
+
+class Connections:
+    """The connections that this process makes within the block, those of a process group of gloo, and what they carry.
+    What another thread connects meanwhile is taken for one of them."""
+
+    def __init__(self) -> None:
+        self.given_up = threading.Event()
+        """Set when nothing more is to move over them: waits for messages end soon after."""
+        self._made: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._carried: dict[int, int] = {}
+        self._looked_at, self._moved = -math.inf, 0
+
+    def __enter__(self) -> Connections:
+        self._made = _sockets()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._made = dict(_sockets().items() - self._made.items())
+
+    def moved(self) -> int:
+        """Return the bytes that they have moved so far, as of a moment ago; any thread may ask. gloo's questions
+        whether a connection is there (:func:`lost_connection`) are not counted, so what carries less than a kilobyte a
+        second stands still. Systems other than Linux do not tell, and nothing stands still there."""
+        now = time.monotonic()
+        with self._lock:
+            if now >= self._looked_at + _MOMENT:
+                here = _sockets()
+                carried = {
+                    each: sum(info[2:])
+                    for each in self._made
+                    if here.get(each) == self._made[each] and (info := _tcp_info(each))
+                }
+                more = (count - self._carried.get(each, 0) for each, count in carried.items())
+                self._moved += sum(count for count in more if count >= _ASKING) if here else 1
+                self._carried, self._looked_at = carried, now
+            return self._moved
+
+
+def _sockets() -> dict[int, str]:
+    """Return the descriptors of this process's sockets, and a name of each that no other socket has; empty on systems
+    other than Linux."""
+    found: dict[int, str] = {}
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # it was closed meanwhile
+                if (where := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
+                    found[int(name)] = where
+    return found
+
+
+def _tcp_info(descriptor: int) -> tuple[int, int, int, int] | None:
+    """Return what :data:`_TCP_INFO` has of a connection; None for another kind of socket."""
+    info, size = ctypes.create_string_buffer(_TCP_INFO.size), ctypes.c_uint32(_TCP_INFO.size)
+    if _libc.getsockopt(descriptor, sockets.IPPROTO_TCP, sockets.TCP_INFO, info, ctypes.byref(size)):
+        return None
+    return _TCP_INFO.unpack(info.raw)
 
 
 def labelled(what: str, micro_batch: int | None = None) -> AbstractContextManager[object]:

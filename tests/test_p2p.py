@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.topology.groups import Replicas
+from tests.patience import until
 from tests.workers import run_workers
 
 
@@ -47,3 +51,30 @@ def test_a_wait_in_vain_tells_its_usual_cause(monkeypatch: pytest.MonkeyPatch) -
         p2p.waiting_for(group, "beginning a run", ". Every rank must call fit"),
     ):
         raise RuntimeError("timed out\nmore")
+
+
+def test_bytes_of_connections_are_counted_but_for_questions_and_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(p2p, "_MOMENT", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as opened:
+
+        def connect() -> Callable[[int], None]:
+            one = opened.enter_context(socket.create_connection(listener.getsockname()))
+            another = opened.enter_context(listener.accept()[0])
+
+            def send(count: int) -> None:
+                one.sendall(bytes(count))
+                another.recv(count, socket.MSG_WAITALL)
+
+            return send
+
+        others = connect()
+        with p2p.Connections() as connections:
+            send = connect()
+        others(2**16)
+        for _ in range(100):
+            send(48)
+            assert connections.moved() == 0
+        send(2**16)
+        until(lambda: connections.moved() > 2**16)  # they came, and were acknowledged

@@ -102,10 +102,10 @@ class SumInPlace:
         Raises:
             WorkerFailedError: a member is gone, or the group is given up.
         """
-        given_up = self.replicas.given_up
+        connections = self.replicas.connections
         try:
-            while not _is_done(work, None if given_up is None else _LOOK):
-                if given_up is not None and given_up.is_set():
+            while not _is_done(work, None if connections is None else _LOOK):
+                if connections is not None and connections.given_up.is_set():
                     raise RuntimeError("the process group is given up")
         except RuntimeError as error:
             left = [each for each in self._under_way if not each.is_completed()]

@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -133,9 +133,8 @@ class Scratch:
         self._free = scratch
 
 
-def finish(pending: Pending, moved: Callable[[], None] = lambda: None) -> float:
-    """Commit all remaining pieces, and call ``moved`` after each; after a failure, drop pieces that are not
-    committed.
+def finish(pending: Pending) -> float:
+    """Commit all remaining pieces; after a failure, drop pieces that are not committed.
 
     Returns:
         Seconds waited for the other members.
@@ -144,7 +143,6 @@ def finish(pending: Pending, moved: Callable[[], None] = lambda: None) -> float:
         with labelled("exchange"):
             while pending.wait():
                 pending.commit()
-                moved()
     except BaseException:
         pending.abort()
         raise

@@ -17,7 +17,7 @@ takes one byte of each value, where the base and its momentum take eight.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -234,9 +234,8 @@ class OuterState:
         group: Group,
         mover: EncodedMean,
         replicas: Replicas,
-        moved: Callable[[], None] = lambda: None,
     ) -> NewBase:
-        """Compute the outcome of a round, and call ``moved`` after each piece.
+        """Compute the outcome of a round.
 
         Args:
             tensors: the model, or a copy of it; they are not changed.
@@ -256,8 +255,7 @@ class OuterState:
             for number, piece in enumerate(pieces_of(tensors)):
                 sent.append([])
                 means.append(mover.average(piece, number, team, tag, sent[-1]))
-                moved()
-            missed, received = self._share(sharing, group, replicas, moved)
+            missed, received = self._share(sharing, group, replicas)
             flat = mover.hosts is None  # else members of one host have read the mean from different messages
             made = MadeBase(sharing.newest, group.sequence, sent) if flat else None
             return NewBase(group.sequence, means, received, missed, made)
@@ -357,9 +355,7 @@ class OuterState:
         in_full = [member for member, rounds in missed.items() if rounds is None]
         return _Sharing(newest, sends=send(missed, replicas, tag), in_full=in_full)
 
-    def _share(
-        self, sharing: _Sharing, group: Group, replicas: Replicas, moved: Callable[[], None]
-    ) -> tuple[list[MadeBase], list[Tensor]]:
+    def _share(self, sharing: _Sharing, group: Group, replicas: Replicas) -> tuple[list[MadeBase], list[Tensor]]:
         """End what :meth:`_begin_to_share` has begun; return the rounds that this worker has missed, or the newest
         base."""
         missed: list[MadeBase] | None = []
@@ -367,7 +363,6 @@ class OuterState:
         begun = sharing.sends
         if sharing.arriving is not None:
             missed = sharing.arriving.wait()
-            moved()
         if missed is None:
             state = [torch.empty_like(tensor) for tensor in self.codec.state()]
             begun = [transfers.begin({}, {sharing.source: each}, replicas, tag_of(group)) for each in state]
@@ -378,7 +373,6 @@ class OuterState:
             ]
         for each in begun:
             each.wait()
-            moved()
         return missed or [], state
 
 

@@ -13,6 +13,7 @@ import itertools
 import os
 import queue
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,6 +31,7 @@ LONG = 2**16
 """Bytes of messages from which on a thread waits for them. Shorter ones are on their way for a moment only."""
 _GLANCE = 0.05
 """Seconds between two looks at whether the wait was given up."""
+_FOREVER = timedelta(days=1000)
 _LOOKS = 20
 """Number of these looks, of which the last is also at the connection."""
 
@@ -55,46 +57,51 @@ class Transfers:
     def wait(self) -> None:
         """Wait until all messages have arrived and left; raises as :func:`complete` does."""
         meter.current().waiting()  # one that is in an exchange already waits anew
-        complete(self.messages, self.replicas.group, self.replicas.limit, self.replicas.given_up)
+        complete(self.messages, self.replicas.group, self.replicas.limit, self.replicas.connections)
         for arrived, aim in self.staged:
             aim.copy_(arrived)
         self.messages, self.staged = [], []
 
 
 def complete(
-    messages: Sequence[PendingMessage], group: Any, limit: timedelta, given_up: threading.Event | None = None
+    messages: Sequence[PendingMessage], group: Any, limit: timedelta, connections: p2p.Connections | None = None
 ) -> None:
     """Wait until ``messages`` over ``group`` have arrived and left.
 
-    With ``given_up``, which takes a group of gloo, the wait for long messages also ends when the connection to the one
-    that is waited for has ended, or soon after that event is set.
+    With ``connections``, those of a group of gloo, long messages may take any time: the wait for them ends when these
+    have moved nothing for ``limit``, when the one to the member that is waited for has ended, or soon after they are
+    given up. A thread goes on waiting then, until the group's connections are closed.
 
     Args:
         messages: all that are waited for, in this order.
         group: the process group.
         limit: timeout of each; zero for that of the group.
-        given_up: set when the wait is in vain; None if only the timeout ends it.
+        connections: those of ``group``; None if only the timeout ends a wait.
 
     Raises:
         WorkerFailedError: one of these; the message names the member.
     """
-    if given_up is None or sum(tensor.nbytes for each in messages for tensor in each.tensors) < LONG:
+    if connections is None or sum(tensor.nbytes for each in messages for tensor in each.tensors) < LONG:
         for message in messages:
             _wait(message, limit)
         return
-    wait = _LongWait(messages, limit)
+    wait, moved, since = _LongWait(messages), -1, time.monotonic()
     try:
         waiter = _idle.pop()
     except IndexError:
         waiter = _Waiter()
-    waiter.waits.put(wait)  # a thread that is left alone, with the tensors, if its wait goes on to the timeout
+    waiter.waits.put(wait)
     for look in itertools.count(1):
         if wait.done.wait(_GLANCE):
             break
         message = messages[wait.at]
-        reason = "the process group is given up" if given_up.is_set() else ""
+        reason = "the process group is given up" if connections.given_up.is_set() else ""
         if not reason and look % _LOOKS == 0:
             reason = p2p.lost_connection(group, message.rank)
+            if (now := connections.moved()) != moved:
+                moved, since = now, time.monotonic()
+            elif time.monotonic() - since >= limit.total_seconds():
+                reason = f"no byte has come or gone for {limit.total_seconds():g} s"
         if reason and not wait.done.wait(_GLANCE):
             raise WorkerFailedError(f"exchanging with {message.peer} was broken off: {reason}")
     if wait.failure is not None:
@@ -106,7 +113,6 @@ class _LongWait:
     """A wait for messages, whose tensors it keeps alive."""
 
     messages: Sequence[PendingMessage]
-    limit: timedelta
     at: int = 0  # which of them is waited for
     failure: BaseException | None = None
     done: threading.Event = field(default_factory=threading.Event)
@@ -128,7 +134,7 @@ class _Waiter:
         try:
             for at, message in enumerate(wait.messages):
                 wait.at = at
-                _wait(message, wait.limit)
+                _wait(message, _FOREVER)
         except BaseException as error:  # raised where it is waited for
             wait.failure = error
         _idle.append(self)

@@ -123,7 +123,7 @@ class Stuck:
 
     Two members that cannot reach each other would wait for each other, and the others of their group for them. An
     exchange is stuck when all of its members that are there have begun it, some have not left it, and none of these has
-    moved a piece for a limit. Until the last one has begun, the others only wait for a slow one.
+    moved a byte for a limit. Until the last one has begun, the others only wait for a slow one.
     """
 
     def __init__(self, limit: float) -> None:

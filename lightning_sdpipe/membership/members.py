@@ -50,7 +50,8 @@ class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, tag="epoch"):
 
 
 class Exchanging(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A worker averages with the workers of its stage in ``pipelines``, and has ``moved`` so many pieces."""
+    """A worker averages with the workers of its stage in ``pipelines``, and its connections have ``moved`` so many
+    bytes."""
 
     sequence: Count
     pipelines: tuple[Count, ...]

@@ -5,8 +5,9 @@ The functions are pure. All examine the newest updates of each worker (:func:`~l
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -37,18 +38,24 @@ MEETINGS = 16
 """Least number of meetings by which a link is judged."""
 SLOW_LINK, OF_ITS_UPDATE = 1.5, 0.05
 EXCHANGE_BOUND, DATA_BOUND, UNBALANCED = 0.10, 0.05, 1.03
+LONG, LONG_BOUND, LEFT = 1.0, 0.20, 0.05
+"""Seconds of an exchange from which on the first one tells, the share of the time of which it is told, and the share
+that should be left of it."""
 NOT_HELD = {"", Reason.EVERYBODY_CAME, Reason.MATCHED}
 """Reasons of groups that the scheduler did not hold back: the last member waits for nothing but the exchange."""
+OF_GRADIENTS = ("no_sync", "all_present")
+"""Policies of methods that average gradients, or nothing."""
 
 
 def bottlenecks(recording: Recording, slow: bool) -> list[Finding]:
     """Return all bottlenecks; ``slow`` says that a worker has been found to be slow, so that stalls may be its own."""
-    seen = recent(recording)
-    if not seen.series:
-        return []
+    seen, early = recent(recording), recent(recording, least=1)
     met = meetings(seen)
+    exchanges = exchange_bound(seen, met) or exchange_bound(early, meetings(early), LONG_BOUND, LONG)
+    if not seen.series:
+        return exchanges
     found = [] if slow else stalling(seen)
-    found += slow_link(seen, met) + exchange_bound(seen, met) + data_bound(seen)
+    found += slow_link(seen, met) + exchanges + data_bound(seen)
     return found + unbalanced_cut(seen)
 
 
@@ -165,46 +172,66 @@ def _link(seen: Recording, worker: Worker, text: str, evidence: dict[str, float]
     return Finding("slow_link", severity(cost), (worker,), _since(seen, [worker]), text, evidence, cost, advice)
 
 
-def exchange_bound(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
-    """Find stages that spend much of their time on moving tensors between replicas, whether or not a member is late."""
+def exchange_bound(
+    seen: Recording, met: Sequence[Meeting], most: float = EXCHANGE_BOUND, long: float = 0.0
+) -> list[Finding]:
+    """Find stages that spend ``most`` of their time on moving tensors between replicas, whether or not a member is
+    late. There must be enough exchanges, or, if ``long`` is given, one that takes so many seconds."""
     found = []
-    times = transfers(seen, met)
-    for stage, (spent, members, total) in sorted(times.items()):
-        if spent >= EXCHANGE_BOUND * total:
-            cost = Charge(spent / _total(seen.series.values()))
-            text = f"stage {stage} spends {spent / total:.0%} of its time on exchanges"
-            overlap = Advice(
-                "exchange while the next batch is computed",
-                'SDPipeStrategy(exchange=Exchange(overlap="step"))',
-                "exchange=full exchange.overlap=step",
-                cost.gain,
-            )
-            advice: tuple[Advice, ...] = () if seen.policy.get("type") == "no_sync" else (overlap,)
-            advice = (
-                *advice,
-                Advice("send 8 bits per value", 'SDPipeStrategy(exchange="eight_bit")', "exchange=eight_bit"),
-            )
-            workers = tuple(worker for worker in sorted(seen.series) if worker.stage == stage)
-            evidence = {"exchange_ms": round(spent / members / 1e3, 3)}
-            found.append(
-                Finding("exchange_bound", severity(cost), workers, _since(seen, workers), text, evidence, cost, advice)
-            )
+    for stage, (spent, members, updates, total) in sorted(transfers(seen, met).items()):
+        each, alone = spent / members / 1e6, (total - spent) / updates / 1e6
+        if spent < most * total or (members < 2 * MEETINGS and not each >= long > 0):
+            continue
+        share, every = spent / total, max(1, round(updates / members))
+        often = "in every update" if every == 1 else f"every {every} updates"
+        text = f"stage {stage} spends {share:.0%} of its time on exchanges, of {each:.3g} s {often}"
+        cost = Charge(spent / _total(seen.series.values()))
+        overlap = Advice(
+            "exchange while the next batch is computed",
+            'SDPipeStrategy(exchange=Exchange(overlap="step"))',
+            "exchange=full exchange.overlap=step",
+            Charge(cost.stood * min(1.0, alone / each)).gain,
+        )
+        eight_bit = Advice(
+            "send 8 bits per value",
+            'SDPipeStrategy(exchange="eight_bit")',
+            "exchange=eight_bit",
+            Charge(0.75 * cost.stood).gain,
+        )
+        rarely = math.ceil((1 - LEFT) / LEFT * each / max(alone, 1e-3))
+        seldom = Advice(
+            f"exchange every {rarely} updates, so that it takes {LEFT:.0%} of the time",
+            f"SDPipeStrategy(sync=DiLoCo(every={rarely}))",
+            f"sync=diloco sync.every={rarely}",
+            Charge(max(0.0, cost.stood - LEFT)).gain,
+        )
+        advice = () if seen.policy.get("type") in OF_GRADIENTS else (overlap,)
+        advice = (*advice, eight_bit, *((seldom,) if each >= LONG else ()))
+        workers = tuple(worker for worker in sorted(seen.series) if worker.stage == stage)
+        evidence = {"exchange_ms": round(1e3 * each, 3), "share": round(share, 3), "every": float(every)}
+        since = _since(seen, workers)
+        found.append(Finding("exchange_bound", severity(cost), workers, since, text, evidence, cost, advice))
     return found
 
 
-def transfers(seen: Recording, met: Sequence[Meeting]) -> dict[int, tuple[float, int, float]]:
-    """Return for each stage the microseconds that members of groups spent on exchanges, the number of their updates,
-    and the microseconds in all. Where the scheduler holds groups back, their members wait for it, too; these groups are
-    left out."""
-    found = dict[int, tuple[float, int, float]]()
+def transfers(seen: Recording, met: Sequence[Meeting]) -> dict[int, tuple[float, int, int, float]]:
+    """Return for each stage the microseconds that members of groups spent on exchanges, and their number, counted for
+    each member; the number of all updates, and the microseconds of these. Where the scheduler holds groups back, their
+    members wait for it, too; the updates of these groups are left out."""
     unknown = None if seen.reasons else ""  # a scheduler tells the reasons of its last rounds only
+    updates, totals, found = Counter[int](), Counter[int](), dict[int, tuple[float, int]]()
+    for worker, series in seen.series.items():
+        updates[worker.stage] += len(series)
+        totals[worker.stage] += round(_total([series]))
     for meeting in met:
         worker, at = meeting[0]
         if seen.reasons.get(seen.series[worker].groups[at], unknown) in NOT_HELD:
-            spent, members, total = found.get(worker.stage, (0.0, 0, 0.0))
-            total += sum(sum(seen.series[member].us[place]) for member, place in meeting)
-            found[worker.stage] = spent + len(meeting) * _transfer(seen, meeting), members + len(meeting), total
-    return {stage: each for stage, each in found.items() if each[1] >= 2 * MEETINGS}
+            spent, members = found.get(worker.stage, (0.0, 0))
+            found[worker.stage] = spent + len(meeting) * _transfer(seen, meeting), members + len(meeting)
+        else:
+            updates[worker.stage] -= len(meeting)
+            totals[worker.stage] -= round(sum(sum(seen.series[member].us[place]) for member, place in meeting))
+    return {stage: (*of_stage, updates[stage], totals[stage]) for stage, of_stage in found.items()}
 
 
 def data_bound(seen: Recording) -> list[Finding]:

@@ -99,9 +99,9 @@ def severity(cost: Charge | None) -> str:
     return "note" if cost.stood < WARNING else "critical"
 
 
-def recent(recording: Recording) -> Recording:
-    """Return the newest updates of workers that have reported enough."""
-    enough = {worker: series.newest(RECENT) for worker, series in recording.series.items() if len(series) >= LEAST}
+def recent(recording: Recording, least: int = LEAST) -> Recording:
+    """Return the newest updates of workers that have reported at least so many."""
+    enough = {worker: series.newest(RECENT) for worker, series in recording.series.items() if len(series) >= least}
     return replace(recording, series=enough)
 
 

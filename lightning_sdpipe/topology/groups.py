@@ -52,8 +52,8 @@ class Replicas:
     limit: timedelta = timedelta(0)
     """Timeout of a message. Zero leaves that of the process group: for gloo, the time in which it was to be made. With
     NCCL a timeout would block the host."""
-    given_up: threading.Event | None = field(default=None, compare=False, repr=False)
-    """Set when no member exchanges in ``group`` any more, where members may go: waits for messages end soon after."""
+    connections: p2p.Connections | None = field(default=None, compare=False, repr=False)
+    """Those of ``group``, of gloo, where members may go. The limit is then that of messages that do not move."""
 
     @property
     def pipelines(self) -> Sequence[int]:

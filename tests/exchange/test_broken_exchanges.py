@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import LOST_CONNECTION, WorkerFailedError
 from lightning_sdpipe.exchange import moving, transfers
 from lightning_sdpipe.exchange.background import Overlapped
@@ -194,14 +196,14 @@ LONG = 2**25
 @pytest.mark.parametrize("is_given_up", [False, True])
 def test_a_wait_ends_on_both_sides_if_the_connection_is_lost_in_the_midst_of_a_message(is_given_up: bool) -> None:
     """gloo itself would go on waiting until the timeout."""
-    given_up = threading.Event()
+    connections = p2p.Connections()
     if is_given_up:
-        given_up.set()
+        connections.given_up.set()
 
     with relay.lost_after(10**6, sender=1) as groups:
 
         def move(rank: int) -> None:
-            mine = Replicas(groups[rank], range(2), 0, rank, limit=limit(), given_up=given_up)
+            mine = Replicas(groups[rank], range(2), 0, rank, limit=limit(), connections=connections)
             outgoing, into = {0: torch.ones(2**23)}, {1: torch.zeros(2**23)}
             under_way = transfers.begin(outgoing if rank else {}, {} if rank else into, mine, 7)
             while not rank and not into[1][0]:
@@ -218,13 +220,13 @@ def test_a_wait_ends_on_both_sides_if_the_connection_is_lost_in_the_midst_of_a_m
 
 def test_a_sum_ends_if_the_connection_is_lost_amid_its_last_message() -> None:
     """gloo itself would go on waiting until the timeout, on either side, and so would the destructor of the group."""
-    given_up, start = threading.Event(), time.monotonic()
+    connections, start = p2p.Connections(), time.monotonic()
     with relay.lost_after(3_900_000, sender=1) as groups:
-        gives_up = threading.Timer(1.0, given_up.set)
+        gives_up = threading.Timer(1.0, connections.given_up.set)
         gives_up.start()
 
         def add_up(rank: int) -> None:
-            mover = SumInPlace(Replicas(groups[rank], range(2), 0, rank, given_up=given_up))
+            mover = SumInPlace(Replicas(groups[rank], range(2), 0, rank, connections=connections))
             pending = mover.start([torch.ones(10**6)], group(range(2), (1.0, 1.0)))
             if rank:
                 with suppress(WorkerFailedError):  # all that it waits for may have come
@@ -253,22 +255,32 @@ def test_threads_that_wait_for_long_messages_wait_again_and_one_that_is_left_alo
     monkeypatch.setattr(threading.Thread, "start", starts)
     crew, broken = Crew(2), Crew(2)
 
-    def replicas(crew: Crew, rank: int, given_up: threading.Event) -> Replicas:
-        return replace(crew.replicas(rank), given_up=given_up)
+    def replicas(crew: Crew, rank: int, connections: p2p.Connections) -> Replicas:
+        return replace(crew.replicas(rank), connections=connections)
 
     def work(rank: int) -> Tensor:
         into = torch.empty(LONG)
         for number in range(6):
             outgoing = {1 - rank: torch.full((LONG,), float(number + rank))}
-            transfers.begin(outgoing, {1 - rank: into}, replicas(crew, rank, threading.Event()), number).wait()
+            transfers.begin(outgoing, {1 - rank: into}, replicas(crew, rank, p2p.Connections()), number).wait()
         return into
 
     assert [into[-1] for into in together(2, work)] == [6.0, 5.0]
     assert len(made) <= 2
-    is_given_up = threading.Event()
-    is_given_up.set()
+    given_up = p2p.Connections()
+    given_up.given_up.set()
     for number in range(3):
         with pytest.raises(WorkerFailedError, match="given up"):
-            transfers.begin({}, {1: torch.empty(LONG)}, replicas(broken, 0, is_given_up), number).wait()
+            transfers.begin({}, {1: torch.empty(LONG)}, replicas(broken, 0, given_up), number).wait()
     together(2, work)
     assert len(made) <= 5
+
+
+def test_long_messages_may_take_any_time_as_long_as_bytes_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew, connections, moved = Crew(2), p2p.Connections(), iter([1, 2, 3])
+    monkeypatch.setattr(transfers, "_LOOKS", 1)
+    monkeypatch.setattr(connections, "moved", lambda: next(moved, 3))
+    silent = replace(crew.replicas(0), limit=timedelta(seconds=0.01), connections=connections)
+    with pytest.raises(WorkerFailedError, match=r"was broken off: no byte has come or gone for 0\.01"):
+        transfers.begin({}, {1: torch.empty(LONG)}, silent, 0).wait()
+    assert not list(moved), "it was not broken off while they did"

@@ -127,6 +127,8 @@ class World:
         """After which updates the stages of a donor have copied their state, by its start and the transfer."""
         self.knows_leases = True
         """Has no scheduler been killed? It has no journal here."""
+        self.published = False
+        """Has a checkpoint been written?"""
         self.finishes_after: int | None = None
         """Which segment is the last one."""
         self.seen: dict[str, int] = defaultdict(int)
@@ -386,6 +388,8 @@ class World:
         if not (begins or process.segment.stop):
             self.die(process, "it has no state, and the scheduler takes it for a member")
             return
+        if begins and not reply.checkpoint:
+            self.check_that_nothing_is_lost(process)
         if begins:
             process.update, process.segment = 0, Segment(self.run_number, 0, 0, BATCHES)
         else:
@@ -394,6 +398,12 @@ class World:
         self.begin_segment(process, process.segment)
         self.set_state(process, "joining")
         self.join(process)
+
+    def check_that_nothing_is_lost(self, newcomer: Process) -> None:
+        """It begins with what its script has made of the model: nothing that has been trained may be left."""
+        left = [p for p in self.processes if p.update and p.segment.run != self.run_number and not p.dead]
+        assert not left, f"{newcomer.worker} begins anew, and {left[0].worker} has made {left[0].update} updates"
+        assert not self.published, f"{newcomer.worker} begins anew, and there is a checkpoint"
 
     def copied(self, process: Process, receive: Receive) -> None:
         if process.dead:
@@ -416,6 +426,7 @@ class World:
     def joined(self, process: Process) -> None:
         if process.update:
             process.talk.tell(e.Publish, "checkpoint", process.update, True)
+            self.published = True
         self.set_state(process, "training")
         self.after(self.rng.uniform(0.02, 0.1), lambda: self.ready(process))
 

@@ -15,7 +15,7 @@ from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.rows import About, Chunk
@@ -158,6 +158,24 @@ def test_exchanges_that_take_long(tmp_path: Path) -> None:
         "exchange=full exchange.overlap=step",
         "exchange=eight_bit",
     ]
+
+
+def test_long_exchanges_are_told_of_from_the_first_one_on_and_what_would_help(tmp_path: Path) -> None:
+    def early(seconds: float) -> Recording:
+        def exchange(group: Group) -> float:
+            return seconds if len(group.members) > 1 else 0.0
+
+        seen = log_of(tmp_path / str(seconds), policy=LocalSGD(every=8), exchange=exchange)
+        return replace(seen, series={worker: series.oldest(10) for worker, series in seen.series.items()})
+
+    (finding,) = bottlenecks(early(4.0), slow=False)
+    assert finding.kind == "exchange_bound"
+    assert finding.evidence["exchange_ms"] == pytest.approx(4000, rel=0.1)
+    assert "on exchanges, of 4" in finding.text
+    rarely = next(int(advice.override.rpartition("=")[2]) for advice in finding.advice if "diloco" in advice.override)
+    assert 4 / (4 + 0.06 * rarely) == pytest.approx(0.05, rel=0.1)
+    assert max(finding.advice, key=lambda advice: advice.gain or 0.0).python.startswith("SDPipeStrategy(sync=DiLoCo(")
+    assert bottlenecks(early(0.9), slow=False) == [], "which may have been the only one"
 
 
 @pytest.mark.parametrize("known", [10**6, 20], ids=["all", "of the last rounds"])

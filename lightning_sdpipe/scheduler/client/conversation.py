@@ -32,6 +32,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
+import msgspec
+
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership.failure_detection import BARRIERS
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Met
@@ -128,6 +130,7 @@ class Conversation:
         self.held: tuple[int, ...] = ()
         """Epochs whose process group this worker has."""
         self._exchange: Exchanging | None = None
+        self._moved: Callable[[], int] = lambda: 0
         self._misses: tuple[int, tuple[int, ...]] = (0, ())
         """Number of an epoch, and the pipelines that cannot be reached in it."""
         self._since = 0
@@ -172,9 +175,9 @@ class Conversation:
         self._misses = epoch, tuple(sorted(pipelines))
         self._beat_at = -math.inf
 
-    def exchanges(self, exchange: Exchanging | None) -> None:
-        """Set the exchange that this worker is in, if any."""
-        before, self._exchange = self._exchange, exchange
+    def exchanges(self, exchange: Exchanging | None, moved: Callable[[], int] = lambda: 0) -> None:
+        """Set the exchange that this worker is in, if any, and what returns how much it has ``moved``."""
+        before, self._exchange, self._moved = self._exchange, exchange, moved
         if before is not None and (exchange is None or exchange.sequence != before.sequence):
             last, (groups, barriers) = before.sequence, self._left
             self._left = (groups, last) if last >= BARRIERS else (last, barriers)
@@ -406,7 +409,8 @@ class Conversation:
     def _beat(self) -> e.Request:
         missed_in, misses = self._misses
         enrolled, number = self._enrolment is not None, self.epoch.number
-        exchange = self._exchange, self._left, misses if missed_in == number else ()
-        fields = self._now.version, *exchange, self.updates, *self.training.told(), self.awaits
+        exchange = self._exchange and msgspec.structs.replace(self._exchange, moved=self._moved())
+        told = exchange, self._left, misses if missed_in == number else ()
+        fields = self._now.version, *told, self.updates, *self.training.told(), self.awaits
         self._unanswered += 1
         return self._make(e.Beat, self.held, number, enrolled, *fields)

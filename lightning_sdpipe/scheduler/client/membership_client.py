@@ -176,10 +176,10 @@ class MembershipClient:
         with self.thread.talking() as talk:
             talk.holds(epochs)
 
-    def exchanges(self, exchange: Exchanging | None) -> None:
-        """Set the exchange that this worker is in, if any; cheap."""
+    def exchanges(self, exchange: Exchanging | None, moved: Callable[[], int]) -> None:
+        """Set the exchange that this worker is in, if any, and what returns how much it has ``moved``; cheap."""
         with self.thread.talking() as talk:
-            talk.exchanges(exchange)
+            talk.exchanges(exchange, moved)
 
     def misses(self, epoch: int, pipelines: Collection[int]) -> None:
         """Set the pipelines whose worker of this stage cannot be reached in the epoch ``epoch``, which tries

@@ -136,7 +136,7 @@ class Barriers:
         """
 
         def exchange(mean: GroupMean, group: Group) -> None:
-            finish(mean.start(tensors, group), self._epochs.moved)
+            finish(mean.start(tensors, group))
 
         return self._exchanged(met, weights, self._epochs.mean, exchange)
 
@@ -169,7 +169,6 @@ class Barriers:
 
         def exchange(replicas: Replicas, group: Group) -> None:
             transfers.begin(dict.fromkeys(into, mine), into, replicas, _RESULTS).wait()
-            self._epochs.moved()
 
         if not self._exchanged(self._last, dict.fromkeys(sizes, 1.0), self._epochs.replicas, exchange):
             return None

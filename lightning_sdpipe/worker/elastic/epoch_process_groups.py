@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import GroupMean, Mover
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
@@ -43,7 +44,6 @@ CONNECTING = timedelta(seconds=20)
 """Time in which all members must connect to make a group."""
 KEPT = 3
 """Newest epochs whose groups are always kept."""
-_POISON = 2**30  # a tag of no message
 
 _TRYING = 4.0  # seconds, to reach all others; the scheduler's next epoch comes after 5
 _TRYING_TO_CONNECT = timedelta(seconds=1)  # gloo listens five times as long
@@ -98,7 +98,6 @@ class EpochGroups:
         self._in_use: Group | None = None
         self._beside: dict[int, Group] = {}
         """Groups that are used beside that one, by sequence."""
-        self._moved = 0  # pieces of the exchange that were taken over
         self._closed = False
 
     def enter(self, epoch: Epoch) -> None:
@@ -179,8 +178,9 @@ class EpochGroups:
             self._in_use = group
             made = None if group is None else self._made.get(group.epoch)
             gone = group is not None and self._has_lost(group)
-            self._moved = 0
-            self._tell_of_exchange()
+            pipelines = () if group is None else tuple(member.pipeline for member in group.members)
+        exchange = None if group is None else Exchanging(group.sequence, pipelines, 0)
+        self._report.exchanges(exchange, lambda: 0 if group is None else self._moved(group.epoch))
         if gone and group is not None and made is not None and _holds(made.replicas, group):
             self._poison(group.epoch)
 
@@ -208,16 +208,10 @@ class EpochGroups:
             with self._lock:
                 del self._beside[group.sequence]
 
-    def moved(self) -> None:
-        """Note that a piece of the present exchange has been taken over."""
-        with self._lock:
-            self._moved += 1
-            self._tell_of_exchange()
-
-    def _tell_of_exchange(self) -> None:
-        used = self._in_use
-        pipelines = () if used is None else tuple(member.pipeline for member in used.members)
-        self._report.exchanges(None if used is None else Exchanging(used.sequence, pipelines, self._moved))
+    def _moved(self, number: int) -> int:
+        """Return the bytes that the process group of epoch ``number`` has moved."""
+        made = self._made.get(number)
+        return 0 if made is None or made.replicas.connections is None else made.replicas.connections.moved()
 
     def give_up(self, group: Group) -> None:
         """Give up the process group of ``group``, in which an exchange has broken off."""
@@ -270,12 +264,9 @@ class EpochGroups:
                 self._given_up = max(self._given_up, number)
                 self._lock.notify_all()
         if made is not None:
-            group: Any = made.replicas.group
-            if made.replicas.given_up is not None:
-                made.replicas.given_up.set()
-            for peer in {*range(group.size())} - {group.rank()}:  # one that is gone cannot time out
-                with suppress(RuntimeError):  # the timeout is expected
-                    group.recv([torch.zeros(1)], peer, _POISON).wait(timedelta(milliseconds=1))
+            if made.replicas.connections is not None:
+                made.replicas.connections.given_up.set()
+            p2p.close_connections(made.replicas.group)
             self._report.holds(self.held)
 
     def _make(self, epoch: Epoch) -> None:
@@ -286,14 +277,15 @@ class EpochGroups:
         try:
             if self._host is not None:
                 store.set(f"host-{own.pipeline}", self._host)
-            group: Any = dist.ProcessGroupGloo(store, ranks[own.pipeline], len(ranks), CONNECTING)
+            with p2p.Connections() as connections:
+                group: Any = dist.ProcessGroupGloo(store, ranks[own.pipeline], len(ranks), CONNECTING)
             if self._host is not None:
                 hosts = {i: store.get(f"host-{i}").decode() for i in epoch.pipelines}
         except Exception as error:  # a later epoch is on its way, or the scheduler, which says so where it is asked
             log.info("the group of epoch %d was not made: %s", number, str(error).splitlines()[0])
             return
         group._set_default_timeout(self._timeout)  # of collectives
-        replicas = Replicas(group, ranks, own.stage, own.pipeline, limit=self._timeout, given_up=threading.Event())
+        replicas = Replicas(group, ranks, own.stage, own.pipeline, limit=self._timeout, connections=connections)
         made = _OfEpoch(replicas, self._among(replace(replicas, traffic=self._traffic), hosts), hosts)
         with self._lock:
             if self._is_over:

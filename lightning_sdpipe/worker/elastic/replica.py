@@ -73,7 +73,6 @@ class _Surviving:
     def commit(self) -> None:
         assert self._inner is not None
         self._inner.commit()
-        self._epochs.moved()
 
     def abort(self) -> None:
         if self._inner is not None:

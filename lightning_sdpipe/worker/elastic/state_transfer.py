@@ -12,7 +12,6 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.utils._pytree import tree_map_only
 
+from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.transfers import PendingMessage, complete
 from lightning_sdpipe.lightning_internals import checkpoint_of
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 CONNECTING = timedelta(seconds=10)
 """Time in which both sides must connect to make their group."""
-_CHUNK = 2**23  # bytes that are sent at once, and must arrive in time
+_CHUNK = 2**23  # bytes that are sent at once
 _GLANCE = 0.05  # seconds
 
 _WHAT_TO_KEEP = (
@@ -54,20 +54,19 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
 
 
 def send_state(state: Mapping[str, Any], store: Store, timeout: timedelta) -> None:
-    """Send ``state`` in a thread; a newcomer that goes away meanwhile is no failure. If the state cannot be sent, the
-    newcomer is told why, and the donor goes on."""
+    """Send ``state`` in a thread, unless no byte of it moves for ``timeout``; a newcomer that goes away meanwhile is no
+    failure. If the state cannot be sent, the newcomer is told why, and the donor goes on."""
 
     def send() -> None:
         try:
-            group = _connect(store, 0)  # first: the newcomer has begun to connect
+            give = _Peer("the newcomer", 0, store, timeout, p2p.Connections())  # first: the newcomer connects already
             packed, refused = _pack(state)
             if refused:
                 log.warning("a newcomer did not get the state that it was to be given, which %s", refused)
             data = torch.frombuffer(packed, dtype=torch.uint8)
-            give = _Peer("the newcomer", 1, group, timeout, threading.Event())
-            give.move(group.send, torch.tensor([data.numel(), int(bool(refused))]))
+            give.move(give.group.send, torch.tensor([data.numel(), int(bool(refused))]))
             for part in torch.split(data, _CHUNK):
-                give.move(group.send, part.clone())  # which alone is kept if a wait is given up
+                give.move(give.group.send, part)
         except RuntimeError as error:
             log.warning("a newcomer did not get the state that it was to be given: %s", str(error).splitlines()[0])
 
@@ -77,17 +76,17 @@ def send_state(state: Mapping[str, Any], store: Store, timeout: timedelta) -> No
 def receive_state(
     store: Store, timeout: timedelta, donor: str, cancelled: Callable[[], bool] = lambda: False
 ) -> dict[str, Any]:
-    """Receive the state that :func:`send_state` sends; each part of it may take ``timeout``.
+    """Receive the state that :func:`send_state` sends.
 
     Raises:
-        WorkerFailedError: the donor is gone, or does not answer; or ``cancelled`` returns true, as when another donor
-            is there. gloo connects for up to five times :data:`CONNECTING` and cannot be told to stop, so that is left
-            to a thread.
+        WorkerFailedError: the donor is gone, or no byte has moved for ``timeout``; or ``cancelled`` returns true, as
+            when another donor is there. gloo connects for up to five times :data:`CONNECTING` and cannot be told to
+            stop, so that is left to a thread.
         ConfigurationError: the state holds objects that cannot be sent, or are not taken from another process.
     """
     outcome: SimpleQueue[tuple[Tensor, bool] | Exception] = SimpleQueue()
-    in_vain = threading.Event()
-    arguments = store, timeout, donor, in_vain, outcome
+    connections = p2p.Connections()
+    arguments = store, timeout, donor, connections, outcome
     threading.Thread(target=_receive, args=arguments, name="receiving", daemon=True).start()
     while True:
         try:
@@ -95,7 +94,7 @@ def receive_state(
             break
         except Empty:
             if cancelled():
-                in_vain.set()
+                connections.given_up.set()
                 raise WorkerFailedError(f"{donor} need no longer give its state") from None
     if isinstance(came, RuntimeError | CancelledError):
         raise WorkerFailedError(f"{donor} did not give its state: {str(came).splitlines()[0]}") from came
@@ -118,35 +117,36 @@ def _receive(
     store: Store,
     timeout: timedelta,
     donor: str,
-    in_vain: threading.Event,
+    connections: p2p.Connections,
     outcome: SimpleQueue[tuple[Tensor, bool] | Exception],
 ) -> None:
     try:
-        group = _connect(store, 1)
-        take = _Peer(donor, 0, group, timeout, in_vain)
-        size, refused = take.move(group.recv, torch.zeros(2, dtype=torch.int64)).tolist()
-        data, landing = torch.empty(size, dtype=torch.uint8), torch.empty(min(size, _CHUNK), dtype=torch.uint8)
+        take = _Peer(donor, 1, store, timeout, connections)
+        size, refused = take.move(take.group.recv, torch.zeros(2, dtype=torch.int64)).tolist()
+        data = torch.empty(size, dtype=torch.uint8)
         for part in torch.split(data, _CHUNK):
-            part.copy_(take.move(group.recv, landing[: part.numel()]))
+            take.move(take.group.recv, part)
         outcome.put((data, bool(refused)))
     except Exception as error:  # receive_state() raises it
         outcome.put(error)
 
 
-@dataclass(frozen=True)
 class _Peer:
-    """The other side of a transfer, of that ``rank`` in ``group``."""
+    """The other side of a transfer, in which this side has the rank ``own``, over ``connections`` that are made."""
 
-    name: str
-    rank: int
-    group: Any
-    timeout: timedelta
-    in_vain: threading.Event
+    def __init__(self, name: str, own: int, store: Store, timeout: timedelta, connections: p2p.Connections) -> None:
+        self._name, self._rank, self._timeout, self._connections = name, 1 - own, timeout, connections
+        with connections:
+            self.group: Any = _connect(store, own)
 
     def move(self, begin: Callable[..., dist.Work], part: Tensor) -> Tensor:
         """Send or receive ``part``, and return it."""
-        message = PendingMessage(self.name, self.rank, begin([part], self.rank, 0), [part])
-        complete([message], self.group, self.timeout, self.in_vain)
+        message = PendingMessage(self._name, self._rank, begin([part], self._rank, 0), [part])
+        try:
+            complete([message], self.group, self._timeout, self._connections)
+        except WorkerFailedError:
+            p2p.close_connections(self.group)
+            raise
         return part
 
 

@@ -349,7 +349,7 @@ class SurvivingBases(HandOvers):
                 replicas = replace(self._epochs.replicas(group), traffic=self._traffic)
                 hosts = self._epochs.hosts(group)
                 begun = True
-            return state.make(tensors, group, EncodedMean(replicas, state.codec, hosts), replicas, self._epochs.moved)
+            return state.make(tensors, group, EncodedMean(replicas, state.codec, hosts), replicas)
         except WorkerFailedError:
             if begun:
                 self._epochs.give_up(group)

@@ -73,9 +73,6 @@ class Epochs:
     def wait_for_newest(self) -> None:
         pass
 
-    def moved(self) -> None:
-        pass
-
     def mean(self, group: Group) -> Epochs:
         return self
 

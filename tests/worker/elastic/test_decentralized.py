@@ -12,7 +12,7 @@ import pytest
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import EightBit
 from lightning_sdpipe.sync import Decentralized
-from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
+from lightning_sdpipe.worker.elastic.replica import _Surviving
 from tests.worker.elastic.jobs import SAMPLES, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
@@ -21,15 +21,15 @@ pytestmark = pytest.mark.distributed
 def kill_in_exchange(number: int) -> None:
     """Ends this process in its exchange of that number, when it has taken a piece over, and the others wait for it or
     have gone on."""
-    moved, seen = EpochGroups.moved, [0]
+    commit, seen = _Surviving.commit, [0]
 
-    def moves(epochs: EpochGroups) -> None:
-        moved(epochs)
+    def commits(pending: _Surviving) -> None:
+        commit(pending)
         seen[0] += 1
         if seen[0] == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    EpochGroups.moved = moves  # type: ignore[method-assign]
+    _Surviving.commit = commits  # type: ignore[method-assign]
 
 
 def train(directory: Path, sync: Decentralized, exchange: Exchange, num_stages: int, dies: bool = False) -> None:

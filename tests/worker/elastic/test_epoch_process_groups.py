@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 
@@ -41,8 +41,9 @@ class Reports:
     def holds(self, epochs: Iterable[int]) -> None:
         pass
 
-    def exchanges(self, exchange: Exchanging | None) -> None:
+    def exchanges(self, exchange: Exchanging | None, moved: Callable[[], int]) -> None:
         self.exchanged.append(exchange)
+        self.moved = moved
 
     def misses(self, epoch: int, pipelines: Iterable[int]) -> None:
         self.missed[epoch] = sorted(pipelines)
@@ -333,12 +334,20 @@ def test_who_cannot_be_reached_is_told_in_an_epoch_that_tries(monkeypatch: pytes
 
 
 def test_what_a_worker_exchanges_is_told_with_how_far_it_is() -> None:
-    reports = Reports()
-    groups = EpochGroups(Worker(0, 0), lambda name, cancelled: dist.HashStore(), limit(), reports)
-    groups.use(group(1, 0, 1))
-    groups.moved()
-    groups.use(None)
-    assert reports.exchanged == [Exchanging(7, (0, 1), 0), Exchanging(7, (0, 1), 1), None]
+    store, both = dist.HashStore(), group(1, 0, 1)
+
+    def work(pipeline: int) -> list[Exchanging | None]:
+        reports = Reports()
+        groups = EpochGroups(Worker(0, pipeline), lambda name, cancelled: store, limit(), reports)
+        groups.use(both)
+        assert reports.moved() == 0
+        groups.enter(epoch(1, 0, 1))
+        finish(groups.mean(both).start([torch.ones(2**18)], both))
+        until(lambda: reports.moved() >= 2**20)  # half of it each way
+        groups.use(None)
+        return reports.exchanged
+
+    assert together(2, work) == [[Exchanging(7, (0, 1), 0), None]] * 2
 
 
 ENDS = """

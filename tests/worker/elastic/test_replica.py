@@ -59,9 +59,6 @@ class Epochs:
     def wait_for_newest(self) -> None:
         pass
 
-    def moved(self) -> None:
-        pass
-
     def exchange(self, group: Group) -> Any:
         if self.failures.get(group.sequence) == -1:
             raise WorkerFailedError("the process group is gone")
