@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
@@ -100,6 +101,7 @@ def _shown(value: Any) -> str:
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
 def main(config: DictConfig) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that contexts end what they began
     name = HydraConfig.get().runtime.choices["suite"]
     parameters: Any = OmegaConf.to_container(config.suite, resolve=True)
     command = shlex.join(["python", "-m", "recipes.bench", *sys.argv[1:]])

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _NETWORK = 0x40000000  # CLONE_NEWNET
@@ -31,6 +33,7 @@ def hosts(count: int, rate_mbit: float | None = None) -> Iterator[list[str]]:
     """
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise NotAllowed("network namespaces need root and the commands ip and tc (package iproute2)")
+    _remove_what_was_left()
     switch = _switch()
     names = [_name(number) for number in range(count)]
     try:
@@ -90,6 +93,17 @@ def inside(name: str) -> Iterator[None]:
 
 def address(number: int) -> str:
     return f"10.232.1.{number + 1}"
+
+
+def _remove_what_was_left() -> None:
+    """Remove the namespaces of processes that were killed in the midst of :func:`hosts`, and what runs in them."""
+    for namespace in Path("/run/netns").glob("sd[hs]*"):
+        if (made := re.match(r"sd(?:h|sw)(\d+)", namespace.name)) and not Path("/proc", made[1]).exists():
+            left = subprocess.run(["ip", "netns", "pids", namespace.name], capture_output=True, text=True, check=False)
+            for process in left.stdout.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", namespace.name], capture_output=True, check=False)
 
 
 def _enter(namespace: int, name: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
-from lightning_sdpipe.membership.members import Epoch, Exchanging, Met, Receive
+from lightning_sdpipe.membership.members import Epoch, Exchanging, Met, Published, Receive
 from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.policies import Group, PolicyConfig, Worker
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
@@ -127,8 +127,8 @@ class World:
         """After which updates the stages of a donor have copied their state, by its start and the transfer."""
         self.knows_leases = True
         """Has no scheduler been killed? It has no journal here."""
-        self.published = False
-        """Has a checkpoint been written?"""
+        self.checkpoint: Published | None = None
+        """The newest of which a scheduler has heard, as it keeps it for the next one."""
         self.finishes_after: int | None = None
         """Which segment is the last one."""
         self.seen: dict[str, int] = defaultdict(int)
@@ -191,7 +191,14 @@ class World:
         self.service = SchedulerService(
             self.config, self.stages, self.pipelines, worker_timeout=SILENCE, elastic=self.terms, now=self.now
         )
+        if self.checkpoint is not None:
+            self.service.members.membership.on(self.checkpoint, self.now)
+        self.service.members.on_decided = self.decided
         self.tell("the scheduler starts")
+
+    def decided(self, now: float, event: object, decisions: object) -> None:
+        if isinstance(event, Published):
+            self.checkpoint = event
 
     def kill_scheduler(self, away: float) -> None:
         self.tell(f"the scheduler is killed, and away for {away:.2f} s")
@@ -403,7 +410,7 @@ class World:
         """It begins with what its script has made of the model: nothing that has been trained may be left."""
         left = [p for p in self.processes if p.update and p.segment.run != self.run_number and not p.dead]
         assert not left, f"{newcomer.worker} begins anew, and {left[0].worker} has made {left[0].update} updates"
-        assert not self.published, f"{newcomer.worker} begins anew, and there is a checkpoint"
+        assert self.checkpoint is None, f"{newcomer.worker} begins anew, and there is {self.checkpoint}"
 
     def copied(self, process: Process, receive: Receive) -> None:
         if process.dead:
@@ -426,7 +433,6 @@ class World:
     def joined(self, process: Process) -> None:
         if process.update:
             process.talk.tell(e.Publish, "checkpoint", process.update, True)
-            self.published = True
         self.set_state(process, "training")
         self.after(self.rng.uniform(0.02, 0.1), lambda: self.ready(process))
 
