@@ -85,7 +85,7 @@ def complete(
         for message in messages:
             _wait(message, limit)
         return
-    wait, moved, since = _LongWait(messages), -1, time.monotonic()
+    wait, moved, since = _LongWait(messages, _FOREVER if limit else limit), -1, time.monotonic()
     try:
         waiter = _idle.pop()
     except IndexError:
@@ -100,7 +100,7 @@ def complete(
             reason = p2p.lost_connection(group, message.rank)
             if (now := connections.moved()) != moved:
                 moved, since = now, time.monotonic()
-            elif time.monotonic() - since >= limit.total_seconds():
+            elif limit and time.monotonic() - since >= limit.total_seconds():
                 reason = f"no byte has come or gone for {limit.total_seconds():g} s"
         if reason and not wait.done.wait(_GLANCE):
             raise WorkerFailedError(f"exchanging with {message.peer} was broken off: {reason}")
@@ -113,6 +113,7 @@ class _LongWait:
     """A wait for messages, whose tensors it keeps alive."""
 
     messages: Sequence[PendingMessage]
+    limit: timedelta
     at: int = 0  # which of them is waited for
     failure: BaseException | None = None
     done: threading.Event = field(default_factory=threading.Event)
@@ -134,7 +135,7 @@ class _Waiter:
         try:
             for at, message in enumerate(wait.messages):
                 wait.at = at
-                _wait(message, _FOREVER)
+                _wait(message, wait.limit)
         except BaseException as error:  # raised where it is waited for
             wait.failure = error
         _idle.append(self)
