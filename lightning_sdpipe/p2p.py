@@ -12,11 +12,11 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,28 @@ _ASKED = 2**31 - 1  # a tag of no message
 _CLOSES = 2**30  # another
 
 
-_waited_for: dict[Transfer | waiting_for, None] = {}
+class Wait(Protocol):
+    """A wait of a thread for other workers; its description is for people."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Those that are waited for, by their global ranks."""
+
+    def lost(self) -> WorkerFailedError | None:
+        """Return an error if what is waited for can never come; any thread may ask."""
+
+
+_waited_for: dict[Wait, None] = {}
+
+
+@contextmanager
+def awaiting(wait: Wait) -> Iterator[None]:
+    """Note that this thread is in ``wait`` during the block."""
+    _waited_for[wait] = None
+    try:
+        yield
+    finally:
+        del _waited_for[wait]
 
 
 @dataclass(eq=False)
@@ -71,6 +92,10 @@ class Transfer:
 
     def __str__(self) -> str:
         return f"{'receiving from' if self.receiving else 'sending to'} {self.peer}"
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return [] if self.where is None else [self.where[1]]
 
     def lost(self) -> WorkerFailedError | None:
         """Return the error of this transfer if there is no connection to the peer any more; any thread may ask."""
@@ -122,6 +147,10 @@ class waiting_for:
     def __str__(self) -> str:
         return f"{self._purpose} among ranks {sorted(dist.get_process_group_ranks(self._group))}"
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        return dist.get_process_group_ranks(self._group)
+
     def lost(self) -> None:
         """Do nothing: gloo tells all that wait in a collective."""
 
@@ -158,7 +187,7 @@ def close_connections(group: Any) -> None:
             group.recv([torch.zeros(1)], peer, _CLOSES).wait(timedelta(milliseconds=1))
 
 
-def waited_for() -> set[Transfer | waiting_for]:
+def waited_for() -> set[Wait]:
     """Return what threads of this process wait for at this moment."""
     return set(_waited_for)
 

@@ -278,9 +278,23 @@ class EpochCallback(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._meet("on_validation_epoch_end")
+        self._draws.between_batches("on_validation_epoch_end")
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._meet("on_test_epoch_end")
+        self._draws.between_batches("on_test_epoch_end")
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._draws.between_batches("on_predict_epoch_end")
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._draws.between_batches("on_test_end")
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._draws.between_batches("on_predict_end")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._draws.between_batches("on_fit_end")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._share_metrics(trainer)

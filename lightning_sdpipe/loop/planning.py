@@ -40,6 +40,7 @@ from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.partition.sample import last_batch_size, sample_batch
+from lightning_sdpipe.pipeline import lock_step
 from lightning_sdpipe.pipeline.micro_batches import split
 
 
@@ -371,6 +372,7 @@ def _made(planning: Planning, steps: Sequence[StepCalls], trial: _Trial) -> list
         module, _cuts(planning), planning.names, trial.measure, rehearse, count, planning.memory, trial.attempt
     )
     planning.notes.extend(dict.fromkeys(each.note for each in made if each.note))
+    planning.notes.extend(lock_step.costs(*each) for each in made[0].lock_step.items())
     return made
 
 

@@ -114,6 +114,8 @@ class PythonState:
         self._buffers = [name for name, _ in module.named_buffers() if len(ownership.stages[name]) > 1]
         self._over_parameters = {id(tensor) for tensor, _ in ownership.memory.attributes}
         self._before: dict[Address, Any] | None = None
+        self._hook = ""
+        self._offer: bytes | None = None  # what other stages get before they run the hook; empty when they have it
 
     def make_alike(self) -> None:
         """Give the other stages the last one's generators, tensors and arrays where theirs are others: each process has
@@ -184,11 +186,39 @@ class PythonState:
                 found |= {".".join(map(str, address[1:])): _print(place.value) for address, place in places}
         return found
 
-    def hand_on(self, hook: str) -> None:
-        """Give the other stages what has changed on the last one since :meth:`begin`; all stages must call it, when
-        ``hook`` has run."""
-        self._exchange(hook, self._changes)
+    def hand_on(self, hook: str, run: Callable[[], Any], everywhere: bool, instead: Callable[[], Any] | None) -> Any:
+        """Return what ``run`` returns, which is the ``hook`` at the end of an evaluation, or nothing on stages without
+        its results. Then give the other stages what has changed on the last one since :meth:`begin`, unless they have
+        run ``everywhere``; all stages must call it. Where the last stage calls others to the hook, they get what had
+        changed before it, and run it ``instead``; None if it is not the user's."""
+        if everywhere or len(self._ranks) == 1:
+            output = run()
+        elif not self._is_last:
+            output = run()
+            sent = self._from_last(hook, bytes)
+            assert sent is not None
+            called, changes = json.loads(sent)
+            self._apply(changes, hook)
+            if called and instead is not None:
+                instead()
+        else:
+            self._hook = hook
+            if instead is not None:
+                self._offer = json.dumps([True, self._changes()]).encode()
+            output = run()
+            called, self._offer = self._offer == b"", None
+            if not called:
+                self._from_last(hook, lambda: json.dumps([False, self._changes()]).encode())
+        self._before = None
         self.hand_on_metrics(hook)
+        return output
+
+    def call_others(self) -> bool:
+        """Call the other stages to the module's hook at the end of an evaluation. Return whether this is one."""
+        if self._offer:
+            offer, self._offer = self._offer, b""
+            self._from_last(self._hook, lambda: offer)
+        return self._offer is not None
 
     def hand_on_metrics(self, hook: str) -> None:
         """Give the other stages the states of torchmetrics objects as the last one has them, where steps come to their
@@ -228,8 +258,7 @@ class PythonState:
             return p2p.receive_bytes(last, group, _TAG, f"the last stage (rank {last}), which runs {hook}")
 
     def _changes(self) -> list[_Change]:
-        before, self._before = self._before or {}, None
-        places = self._places()
+        before, places = self._before or {}, self._places()
         gone: list[_Change] = [(address, "gone", None) for address in before.keys() - places.keys()]
         here = ((a, place) for a, place in places.items() if not isinstance(place.value, Placeholder))
         changed = (a for a, place in here if a not in before or before[a] != _print(place.value))

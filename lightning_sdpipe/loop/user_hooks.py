@@ -24,6 +24,7 @@ from typing import Any, NoReturn, Self
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torchmetrics import Metric
@@ -99,6 +100,11 @@ class CollectiveGuard:
         """Answer a metric that would be gathered from all pipelines."""
         self.communicates = True
         return False
+
+    @property
+    def ends_evaluation(self) -> bool:
+        """True while a hook for the end of an evaluation runs on last stages only."""
+        return self._now.endswith("_epoch_end")
 
     def check(self, what: str) -> None:
         """Raise ConfigurationError if ``what``, which all ranks must call, is called where some do not come."""
@@ -211,24 +217,41 @@ def leave_results_to_the_last_stage(
     callbacks: Sequence[Callback],
     is_last: bool,
     within: Within,
-    hand_on: Callable[[str], None],
+    together: Callable[[], bool],
+    hand_on: Callable[[str, Callable[[], Any], bool, Callable[[], Any] | None], Any],
 ) -> Callable[[], None]:
     """Make hooks that deal with the results of evaluation, those of ``module`` and of callbacks that write predictions,
-    run on last stages only; ``within(hook)`` is held meanwhile. Those of other callbacks run everywhere, and end on the
-    other stages where they use a result. All stages call ``hand_on(hook)`` after the module's hooks for the end of an
-    evaluation. Return a function that undoes it."""
+    run on last stages only; ``within(hook)`` is held meanwhile. Those of ``module`` run everywhere if all stages have
+    the results ``together``. Those of other callbacks run everywhere, and end on the other stages where they use a
+    result. The module's hooks for the end of an evaluation run in
+    :meth:`~lightning_sdpipe.loop.python_state.PythonState.hand_on`. Return a function that undoes it."""
     writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
-    own = [(module, name) for name in _RESULT_HOOKS] + [(writer, name) for writer in writers for name in _WRITER_HOOKS]
     hooks = _Hooks()
-    for owner, name in own:
-        hook = _within(getattr(owner, name), partial(within, name)) if is_last else _nothing
-        hooks.put(owner, name, _then(hook, hand_on, name) if owner is module and name.endswith("_epoch_end") else hook)
+    for writer in writers:
+        for name in _WRITER_HOOKS:
+            hooks.put(writer, name, _within(getattr(writer, name), partial(within, name)) if is_last else _nothing)
+
+    def result_hook(name: str) -> Callable[..., Any]:
+        own, is_own = getattr(module, name), is_overridden(name, module)
+        alone = _within(own, partial(within, name)) if is_last else _nothing
+
+        def hook(*arguments: Any, **kwargs: Any) -> Any:
+            everywhere = together()
+            run = partial(own if everywhere else alone, *arguments, **kwargs)
+            if not name.endswith("_epoch_end"):
+                return run()
+            return hand_on(name, run, everywhere, partial(own, *arguments, **kwargs) if is_own else None)
+
+        return hook
+
+    for name in _RESULT_HOOKS:
+        hooks.put(module, name, result_hook(name))
     if not is_last:
-        hooks.put(module, _EPOCH_END, _ending(getattr(module, _EPOCH_END), module, _EPOCH_END))
+        hooks.put(module, _EPOCH_END, _ending(getattr(module, _EPOCH_END), module, _EPOCH_END, together))
         for callback in (c for c in callbacks if not isinstance(c, EpochCallback)):
             for name in (_EPOCH_END, *(_RESULT_HOOKS if callback not in writers else ())):
                 if getattr(type(callback), name) is not getattr(Callback, name) or name in callback.__dict__:
-                    hooks.put(callback, name, _ending(getattr(callback, name), callback, name))
+                    hooks.put(callback, name, _ending(getattr(callback, name), callback, name, together))
     return hooks.undo
 
 
@@ -236,20 +259,13 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Take the place of a hook."""
 
 
-def _then(hook: Callable[..., Any], hand_on: Callable[[str], None], name: str) -> Callable[..., Any]:
-    def then(*arguments: Any, **kwargs: Any) -> Any:
-        outcome = hook(*arguments, **kwargs)
-        hand_on(name)
-        return outcome
-
-    return then
-
-
-def _ending(hook: Callable[..., Any], owner: Callback | LightningModule, name: str) -> Callable[..., None]:
+def _ending(
+    hook: Callable[..., Any], owner: Callback | LightningModule, name: str, together: Callable[[], bool]
+) -> Callable[..., None]:
     place = f"{type(owner).__name__}.{name}"
 
     def ending(*arguments: Any, **kwargs: Any) -> None:
-        if name in _BATCH_END_HOOKS:
+        if name in _BATCH_END_HOOKS and not together():
             trainer, module, _, *more = arguments
             result = StandIn(f"{place} uses what a step returned, which exists on last stages only.")
             arguments = (trainer, module, result, *more)

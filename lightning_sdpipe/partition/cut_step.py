@@ -18,11 +18,13 @@ from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.effects import (
+    Effect,
     EffectRecorder,
     Original,
     hear_assignments,
@@ -33,6 +35,9 @@ from lightning_sdpipe.partition.effects import (
 from lightning_sdpipe.partition.message import NOTHING_MORE, Message, Receiving, Sending, Travel
 from lightning_sdpipe.partition.placeholder import refuse_placeholders
 from lightning_sdpipe.random_streams import AFTER, WITHIN, RandomStreams
+
+Together = Callable[[int, Callable[[], tuple[Any, list[Effect]]], Callable[[list[Effect]], Any]], Any]
+"""Returns the output of a block of this number: computed, with its effects, where it is, repeated elsewhere."""
 
 
 @dataclass
@@ -75,12 +80,14 @@ class CutModel:
         self._device = device
         self._streams_of = [crc32(path.encode()) for path in chain]
         self._run: _Run | None = None
+        self.together: Together | None = None
+        """Calls a block on all workers of the pipeline, where there are others, outside of training."""
         self._watches = {
             index: EffectRecorder(chain[index], module.get_submodule(chain[index])) for index in self._owned
         }
-        sends = any(span.stop < len(chain) for span in owned)
-        self._restore: list[Callable[[], None]] = [hear_assignments()] if sends else []
-        if sends or any(span.start for span in owned):
+        is_cut = any(len(span) < len(chain) for span in owned)
+        self._restore: list[Callable[[], None]] = [hear_assignments()] if is_cut else []
+        if is_cut:
             fast = torch.backends.mha  # its layers hand each other nested tensors in evaluation, which do not travel
             self._restore.append(partial(fast.set_fastpath_enabled, fast.get_fastpath_enabled()))
             fast.set_fastpath_enabled(False)
@@ -133,8 +140,8 @@ class CutModel:
     def _call(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         seed = self.streams.current()
         run = self._run
-        if run is None or run.in_block:  # outside a step, or recomputed by activation checkpointing during backward
-            output = self._recompute(index, seed, original, args, kwargs)
+        if run is None or run.in_block:
+            output = self._outside(index, seed, original, args, kwargs)
         elif index < run.next_block and not run.whole:
             raise ConfigurationError(
                 f"Block {self._chain[index]!r} ran after block {self._chain[run.next_block - 1]!r}: the blocks do not "
@@ -149,17 +156,34 @@ class CutModel:
         self.streams.begin(seed, self._streams_of[index], AFTER)
         return output
 
-    def _recompute(
-        self, index: int, seed: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _outside(self, index: int, seed: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a block outside of a step, or while activation checkpointing recomputes it during a backward."""
+        recomputes = torch._C._current_graph_task_id() >= 0  # no other function tells
+        if self.together is not None and not recomputes and self._run is None:
+            if torch.is_grad_enabled():
+                self._refuse_gradients(index, args, kwargs)
+
+            def compute() -> tuple[Any, list[Effect]]:
+                self.streams.begin(seed, self._streams_of[index], WITHIN)
+                return self._watches[index].call(original, args, kwargs, fills=True)
+
+            return self.together(index, compute, lambda effects: replay(effects, self._module, args, kwargs))
         if index not in self._owned:
             raise ConfigurationError(
-                f"Block {self._chain[index]!r} was called on a worker that does not hold it, outside of training_step, "
-                f"validation_step, test_step and predict_step. Call the model once, within one of these. {_SAMPLE} If "
-                "torch.utils.checkpoint recomputes this block, make all that it recomputes one block (blocks=[...])."
+                f"Block {self._chain[index]!r} was called on a worker that does not hold it. If torch.utils.checkpoint "
+                "recomputes this block, make all that it recomputes one block (blocks=[...])."
             )
         self.streams.begin(seed, self._streams_of[index], WITHIN)
         return original(*args, **kwargs)
+
+    def _refuse_gradients(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [*tree_leaves((args, kwargs)), *self._module.get_submodule(self._chain[index]).parameters()]
+        if any(isinstance(each, Tensor) and each.requires_grad for each in given):
+            raise ConfigurationError(
+                f"Block {self._chain[index]!r} was called outside of training_step where gradients are recorded, and "
+                "they would not reach the blocks of other stages. Call it within torch.no_grad(), or train with "
+                "num_stages=1."
+            )
 
     def _stand_in(self, run: _Run, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert run.receiving is not None
@@ -216,8 +240,8 @@ _AGREE = (
     "numpy or random."
 )
 _SAMPLE = (
-    "A loop that runs the model many times, such as generate, does not work with several stages: run it after fit, in "
-    "one process, on MyModule.load_from_checkpoint(path), or train with num_stages=1."
+    "A loop that runs the model many times, such as generate, works in hooks and in steps of evaluation, without "
+    "gradients, and not in training_step."
 )
 _MEND = "name blocks that do with SDPipeStrategy(blocks=[...]), or cut elsewhere with partition=[...]."
 

@@ -10,18 +10,20 @@ that a block makes elsewhere (a global list, an object of the user's own) are no
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, Self, TypeAlias
 
 import numpy as np
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.placeholder import Placeholder, refuse_placeholders
+from lightning_sdpipe.partition.placeholder import Placeholder, refuse_placeholders, written_by
 from lightning_sdpipe.partition.python_values import attributes_of_object
 
 Original = Callable[..., Any]
@@ -85,7 +87,7 @@ def _refuse_copies(name: str, protocol: Any) -> NoReturn:
     )
 
 
-Kind: TypeAlias = Literal["output", "hook", "attribute", "extend", "update", "replace", "write"]
+Kind: TypeAlias = Literal["output", "hook", "attribute", "extend", "update", "replace", "write", "fill"]
 Place: TypeAlias = tuple[str | int, ...]
 
 
@@ -102,6 +104,7 @@ class Effect(NamedTuple):
     extend, update,         where the list or     what was appended to the list, the entries of the dict that are new,
     replace                 dict is               all that it holds now
     write                   where the tensor is   the output, if that is one of the arguments, written to
+    fill                    where the tensor is   another tensor in the arguments that was written to, as it is now
     ======================  ====================  ==============================================
 
     A list or dict is either an attribute, ``("attribute", module, name, ...)``, or in the arguments,
@@ -150,8 +153,11 @@ class EffectRecorder:
         self._kept: list[tuple[Place, _Container]] = []  # those in attributes
         self._looked = -1  # the number of assignments of containers at the last look
 
-    def call(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Effect]]:
-        """Return the result of ``original(*args, **kwargs)``, and its effects, the output first."""
+    def call(
+        self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any], fills: bool = False
+    ) -> tuple[Any, list[Effect]]:
+        """Return the result of ``original(*args, **kwargs)``, and its effects, the output first; tensors that are
+        written to and are not the output only if they are asked for as ``fills``."""
         hooked: list[Effect] = []
         attributes: dict[tuple[nn.Module, str], None] = {}
         containers = [(place, c, _copy(c)) for place, c in self._containers(args, kwargs)]
@@ -161,10 +167,12 @@ class EffectRecorder:
             for w, n, each in _given(args, kwargs)
             if isinstance(each, Tensor)
         ]
+        writes = _Writes([*tensors, *_held(containers)]) if fills else None
         handles = [handle for m in self._modules if m._forward_hooks for handle in self._listen(m, hooked)]
         _assignments.listeners.append(lambda module, name: attributes.setdefault((module, name)))
         try:
-            output = original(*args, **kwargs)
+            with writes or nullcontext():
+                output = original(*args, **kwargs)
         finally:
             _assignments.listeners.pop()
             for handle in handles:
@@ -174,6 +182,8 @@ class EffectRecorder:
         effects += (
             Effect("write", p, output) for p, each, before in tensors if each is output and _written(each, before)
         )
+        if writes is not None:
+            effects += (Effect("fill", p, each) for p, each in writes.found() if each is not output)
         effects += (
             Effect("attribute", (self._modules[m], name), getattr(m, name))
             for m, name in attributes
@@ -227,6 +237,50 @@ def version_of(tensor: Tensor) -> int:
 def _written(tensor: Tensor, before: int) -> bool:
     """Return whether ``tensor`` may have been written to since :func:`version_of` it was ``before``."""
     return tensor.is_inference() or version_of(tensor) != before
+
+
+def _held(containers: Iterable[tuple[Place, _Container, _Container]]) -> Iterator[tuple[Place, Tensor, int]]:
+    """Yield the tensors that lie in containers of the arguments, with their places and versions."""
+    for place, _, container in containers:
+        if place[0] == "argument" and isinstance(container, (list, Mapping)):
+            for key, each in container.items() if isinstance(container, Mapping) else enumerate(container):
+                if isinstance(each, Tensor) and isinstance(key, (str, int)):
+                    yield (*place, key), each, version_of(each)
+
+
+class _Writes(TorchDispatchMode):
+    """Finds out which of the tensors ``held`` are written to within the context. Those of inference mode do not count
+    the writes to them, so that every operation is looked at."""
+
+    def __init__(self, held: Sequence[tuple[Place, Tensor, int]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._held = held
+        self._watches = any(each.is_inference() for _, each, _ in held)
+        self._written: set[int] = set()  # storages
+
+    def __enter__(self) -> Self:
+        if self._watches:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._watches:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for each in tree_leaves(written_by(func, args, kwargs or {})):
+            if isinstance(each, Tensor):
+                self._written.add(each.untyped_storage()._cdata)
+        return func(*args, **(kwargs or {}))
+
+    def found(self) -> Iterator[tuple[Place, Tensor]]:
+        """Yield the tensors that were written to, with their places."""
+        for place, each, before in self._held:
+            counted = not each.is_inference() and version_of(each) != before
+            if counted or (self._written and each.untyped_storage()._cdata in self._written):
+                yield place, each
 
 
 def _nested(
@@ -320,6 +374,8 @@ def replay(effects: Sequence[Effect], root: nn.Module, args: tuple[Any, ...], kw
                 if not isinstance(argument, Placeholder) and not isinstance(value, Placeholder):
                     # who holds the argument sees what the block has made of it
                     result = argument if argument is value else argument.copy_(value)
+            case Effect("fill", (_, *inside), value):
+                _reach((args, kwargs), inside).copy_(value)
             case Effect("hook", (path,), (arguments, returned)):
                 module = root.get_submodule(str(path))
                 given, named = (args, kwargs) if arguments is None else arguments

@@ -399,6 +399,24 @@ def _located(number: int, block: BlockLayout, at: Mapping[LeafKey, int]) -> Bloc
     return tuple(located(effect) for effect in block) if any(key.block == number for key in at) else block
 
 
+def whole_message(effects: Sequence[Effect]) -> Message:
+    """Return a message about the call of one block, by itself, with which all of its tensors travel."""
+    apart = [take_apart(effect.value) for effect in effects]
+    layout = tuple(EffectLayout(e.kind, e.place, s) for e, (_, s) in zip(effects, apart, strict=True))
+    at: dict[LeafKey, int] = {}
+    tensors: dict[int, Tensor] = {}  # by their identities
+    numbers: list[float] = []
+    leaves = (leaf for of_effect, _ in apart for leaf in of_effect)
+    for leaf, (key, part) in zip(leaves, leaves_of(0, layout), strict=True):
+        if isinstance(part, Number):
+            numbers.append(float(leaf))
+        elif isinstance(part, TensorMeta):
+            tensors.setdefault(id(leaf), leaf)
+            at[key] = list(tensors).index(id(leaf))
+    values = tuple(map(TensorMeta.of, tensors.values()))
+    return Message([*tensors.values()], numbers, Layout(values, (_located(0, layout, at),)))
+
+
 class Receiving:
     """Data that a stage received about one micro-batch.
 

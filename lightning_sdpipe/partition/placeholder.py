@@ -220,12 +220,18 @@ def refuse_placeholders(value: Any, where: str) -> None:
             leaf._refuse()
 
 
-def _writes_to_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operation of torch changes."""
     if not func._schema.is_mutable:
-        return False
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    written = (given.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    return any(isinstance(t, Tensor) and not isinstance(t, Placeholder) for t in tree_leaves(list(written)))
+        return []
+    arguments = func._schema.arguments
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    return [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _writes_to_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    written = tree_leaves(written_by(func, args, kwargs))
+    return any(isinstance(t, Tensor) and not isinstance(t, Placeholder) for t in written)
 
 
 def _without_values(placeholder: Placeholder) -> Tensor:

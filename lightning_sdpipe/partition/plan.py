@@ -57,6 +57,8 @@ class Plan:
     spans: tuple[range, ...]
     travel: Mapping[str, Travel] = field(default_factory=dict)
     readers: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    lock_step: Mapping[str, int] = field(default_factory=dict)
+    """Steps of evaluation that no pipeline can run, with the calls of blocks that a batch makes at least."""
     note: str = ""
     """Why the stages of ``"auto"`` are far from even, if they are."""
 
@@ -363,7 +365,7 @@ def _cut_into(
         return made
     travel = {step: rehearsed.travel(step, made.module_spans) for step in rehearsed.traces}
     readers = {name: sorted(stages) for name, stages in rehearsed.readers(made.module_spans).items()}
-    return replace(made, travel=travel, readers=readers)
+    return replace(made, travel=travel, readers=readers, lock_step=rehearsed.lock_step)
 
 
 def with_crossing(profile: Profile, blocks: Sequence[Block], rehearsed: RehearsalResult | None) -> Profile:
@@ -437,14 +439,14 @@ def check_same_chain(module: nn.Module, blocks: Sequence[Block], sizes: Sequence
 def encode(plan: Plan) -> bytes:
     """Return the plan as JSON."""
     return msgspec.json.encode(
-        _Encoded(plan.blocks, [(s.start, s.stop) for s in plan.spans], plan.travel, plan.readers)
+        _Encoded(plan.blocks, [(s.start, s.stop) for s in plan.spans], plan.travel, plan.readers, plan.lock_step)
     )
 
 
 def decode(data: bytes) -> Plan:
     """Reverse :func:`encode`."""
     plain = msgspec.json.decode(data, type=_Encoded)
-    return Plan(plain.blocks, tuple(range(*span) for span in plain.spans), plain.travel, plain.readers)
+    return Plan(plain.blocks, tuple(range(*span) for span in plain.spans), plain.travel, plain.readers, plain.lock_step)
 
 
 class _Encoded(msgspec.Struct):
@@ -452,6 +454,7 @@ class _Encoded(msgspec.Struct):
     spans: Sequence[tuple[int, int]]
     travel: Mapping[str, Travel]
     readers: Mapping[str, Sequence[int]]
+    lock_step: Mapping[str, int]
 
 
 def num_parameters(module: nn.Module, block: Block) -> int:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe.partition.effects import EffectRecorder, Original, hear_assignments, intercept
 from lightning_sdpipe.partition.message import EffectLayout, LeafKey, TensorMeta, leaves_of, take_apart
-from lightning_sdpipe.partition.placeholder import FROM_METADATA, READS
+from lightning_sdpipe.partition.placeholder import FROM_METADATA, READS, written_by
 from lightning_sdpipe.partition.python_values import tensors_within
 from lightning_sdpipe.partition.same_memory import kept_over_steps, tensors_in_attributes
 
@@ -360,15 +360,6 @@ def tensors_in(values: Any) -> list[Tensor]:
     elif not isinstance(values, (tuple, list)):
         return []
     return [tensor for value in values for tensor in tensors_in(value)]
-
-
-def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operation of torch changes."""
-    if not func._schema.is_mutable:
-        return []
-    arguments = func._schema.arguments
-    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
-    return [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -36,12 +36,14 @@ class RehearsalResult:
         traces: traces by the name of the step.
         weights: the blocks that hold each parameter and buffer.
         watched: the Python state of each step, where it was watched.
+        lock_step: steps of evaluation that no pipeline can run, with the calls of blocks that each made.
     """
 
     chain: Sequence[str]
     traces: Mapping[str, Sequence[StepTrace]]
     weights: Mapping[str, set[int]]
     watched: Mapping[str, Watched] = field(default_factory=dict)
+    lock_step: Mapping[str, int] = field(default_factory=dict)
     _missed: dict[tuple[str, range], Change | None] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -58,14 +60,8 @@ class RehearsalResult:
         Raises:
             ConfigurationError: they run in different orders.
         """
-        follows: TopologicalSorter[int] = TopologicalSorter()
-        for trace in (trace for traces in self.traces.values() for trace in traces):
-            for block in trace.order:
-                follows.add(block)
-            for before, after in pairwise(dict.fromkeys(trace.order)):
-                follows.add(after, before)
         try:
-            follows.prepare()
+            follows = in_one_order(trace.order for traces in self.traces.values() for trace in traces)
         except CycleError as error:
             circle = [self.chain[block] for block in error.args[1][:-1]]
             raise ConfigurationError(
@@ -195,6 +191,23 @@ class RehearsalResult:
             "attribute of its own; or keep both places on one stage with partition=[...], or name one larger block "
             "that holds them with blocks=[...]."
         )
+
+
+def in_one_order(orders: Iterable[Iterable[int]]) -> TopologicalSorter[int]:
+    """Return a sorter of the blocks that ran in these ``orders``.
+
+    Raises:
+        CycleError: they contradict each other.
+    """
+    follows: TopologicalSorter[int] = TopologicalSorter()
+    for order in orders:
+        ran = list(dict.fromkeys(order))
+        for block in ran:
+            follows.add(block)
+        for before, after in pairwise(ran):
+            follows.add(after, before)
+    follows.prepare()
+    return follows
 
 
 def _list_of(path: str) -> str:

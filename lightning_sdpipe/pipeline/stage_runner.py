@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -25,6 +26,7 @@ from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.message import Message, Travel
 from lightning_sdpipe.pipeline.digest import BatchDigest, options_of
 from lightning_sdpipe.pipeline.link import StageLink
+from lightning_sdpipe.pipeline.lock_step import LockStep
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, Portion, whole
 
 StepContext = Callable[[], AbstractContextManager[Any]]
@@ -186,6 +188,13 @@ class StageRunner:
             self.link.send_activations(outcome, key)
             return None
         return outcome
+
+    def evaluate_together(self, batch: Any, step: Step, lock_step: LockStep) -> Any:
+        """Run a whole step on a mini-batch, on all stages at the same time."""
+        self.cut_model.streams.begin(*step.stream, 0)
+        run = partial(getattr(self.module, step.name), batch, *step.arguments)
+        with logging_through(self.module, _synchronised(self.module.log)), step.context():
+            return lock_step.evaluate(step.name, batch, run)
 
     def _run(self, micro_batch: MicroBatch, number: int, step: Step, received: Message | None) -> Any:
         method = getattr(self.module, step.name)

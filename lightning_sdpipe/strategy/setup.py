@@ -243,9 +243,15 @@ class Setup:
         def held() -> list[Tensor]:
             return [bucket.buffer for bucket in self.parts.freezing.buckets]
 
-        guarded = partial(guard.result_hook, parameters=held)
+        lock_step, guarded = self.parts.lock_step, partial(guard.result_hook, parameters=held)
+
+        def together() -> bool:
+            return lock_step is not None and lock_step.together
+
+        if lock_step is not None:
+            lock_step.on_entry, lock_step.first_failure = self._meet_in_a_call, self.first_failure
         undo = [
-            leave_results_to_the_last_stage(module, callbacks, is_last, guarded, self.state.hand_on),
+            leave_results_to_the_last_stage(module, callbacks, is_last, guarded, together, self.state.hand_on),
             gather_metrics_over(module, callbacks, groups.stage, lambda: not is_last and guard.in_step),
         ]
         if is_cut:
@@ -338,6 +344,14 @@ class Setup:
         with waiting_for(groups.world, "gathering how many rounds there were"):
             dist.all_reduce(rounds, dist.ReduceOp.MAX)
         return {"rounds": rounds.tolist()}
+
+    def _meet_in_a_call(self, block: str) -> None:
+        """Have all stages come to a call of ``block`` outside of training, or refuse it."""
+        self.parts.pipeline.settle()
+        if self.guard.ends_evaluation and self.state.call_others():
+            return
+        if not self.guard.in_step:
+            self.guard.check(f"block {block!r}")
 
     def _meet_at_the_end(self, hook: str) -> None:
         """Agree with other workers on what ``hook`` finds, which ends an epoch."""

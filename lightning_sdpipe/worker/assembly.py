@@ -23,6 +23,7 @@ from lightning_sdpipe.partition.same_memory import SameMemory, held_together
 from lightning_sdpipe.partition.sections import Sections, sections_of
 from lightning_sdpipe.pipeline.flush import FlushPipeline
 from lightning_sdpipe.pipeline.link import StageLink
+from lightning_sdpipe.pipeline.lock_step import LockStep
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.pipeline import Pipeline
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
@@ -48,6 +49,8 @@ class Assembled:
     """Sections that this worker averages."""
     shared: SharedParameters | None = None
     """Parameters with copies that are kept equal, where there are sections."""
+    lock_step: LockStep | None = None
+    """Calls of blocks outside of training, if the pipeline has other workers."""
 
     @property
     def changed_late(self) -> Sequence[str]:
@@ -121,7 +124,14 @@ def assemble(
 
     numbers = range(worker, len(spans), num_workers)
     cut_model = CutModel(module, chain, [spans[number] for number in numbers], device)
-    ranks = tuple(groups.mesh.pipeline_ranks(pipeline_number)) * options.stages_per_worker
+    workers_of = tuple(groups.mesh.pipeline_ranks(pipeline_number))
+    lock_step = None
+    if num_workers > 1:
+        owners = [workers_of[number % num_workers] for number, span in enumerate(spans) for _ in span]
+        steps = dict.fromkeys(plan.travel, False) | dict.fromkeys(plan.lock_step, True)
+        lock_step = LockStep(groups.pipeline, workers_of, owners, chain, device, steps)
+        cut_model.together = lock_step.call
+    ranks = workers_of * options.stages_per_worker
     bound = 2 if options.stages_per_worker == 1 else None
     lanes = groups.lanes(options.stages_per_worker, device, options.run_timeout)
     runners = [
@@ -144,7 +154,8 @@ def assemble(
             runners, num_workers, freezing.trained, shared, delays, options.schedule, options.num_micro_batches
         )
     copies = None if sections is None else shared
-    return Assembled(ownership, cut_model, runners, pipeline, freezing, buffers, delays, sections, own_sections, copies)
+    parts = ownership, cut_model, runners, pipeline, freezing, buffers, delays
+    return Assembled(*parts, sections, own_sections, copies, lock_step)
 
 
 def _open_sections(

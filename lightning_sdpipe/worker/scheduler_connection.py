@@ -31,6 +31,7 @@ from lightning_sdpipe.lightning_internals import is_local_path
 from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.partition.pipeline_cut import PipelineCut
 from lightning_sdpipe.partition.plan import Plan
+from lightning_sdpipe.pipeline.lock_step import tell_waits
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
@@ -100,10 +101,11 @@ class Watchdog:
             self._timer.cancel()
 
     def _look(self) -> None:
-        before: set[p2p.Transfer | p2p.waiting_for] = set()
+        before: set[p2p.Wait] = set()
         moved, since, stalled = 0, time.monotonic(), tuple[str, ...]()
         while not self._noticed.wait(_LOOK):
             now = p2p.waited_for()
+            tell_waits(before & now)
             for error in (transfer.lost() for transfer in before & now):
                 if error is not None:
                     self._lost(str(error))

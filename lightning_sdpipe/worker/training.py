@@ -402,7 +402,11 @@ class Training:
         """Run another of the user's steps: return what the last of this worker's stages returned."""
         with self.guard.running(name), self.first_failure:
             step = Step(name, arguments, context, self.draws.stream)
-            output = [runner.evaluate(batch, step) for runner in self.parts.runners][-1]
+            lock_step, runners = self.parts.lock_step, self.parts.runners
+            if lock_step is not None and lock_step.runs(name):
+                output = runners[-1].evaluate_together(batch, step, lock_step)
+            else:
+                output = [runner.evaluate(batch, step) for runner in runners][-1]
         self.draws.between_steps(Point.STEP_ENDED)
         return output
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from recipes.suites.exchange.averages import measure_group_mean
 from recipes.suites.grid import Parts, run_parts
-from recipes.suites.pipeline import bare_torch, bubble, memory, rehearsal, step_cost
+from recipes.suites.pipeline import bare_torch, bubble, lock_step, memory, rehearsal, step_cost
 
 LOWER_IS_BETTER = frozenset({"exchange", "memory", "rehearsal", "step_cost"})
 PARTS: Parts = {
@@ -17,5 +17,6 @@ PARTS: Parts = {
     "rehearsal": rehearsal.measure,
     "group_mean": measure_group_mean,
     "step_cost": step_cost.measure,
+    "lock_step": lock_step.measure,
 }
 run = partial(run_parts, "pipeline", PARTS)

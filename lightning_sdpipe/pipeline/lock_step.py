@@ -1,0 +1,268 @@
+"""Lock step: calls of blocks outside of training, which all workers of a pipeline make together.
+
+Hooks run on every stage, and so do steps of evaluation that call blocks in an order which no pipeline has (a loop that
+generates text). The stage that holds a block computes its call. The others receive the output and all other effects,
+and repeat them. So user code outside of blocks sees true values on every stage, and takes the same turns.
+
+A call that some stages make and others do not would wait for ever. So a worker that waits leaves word of that in the
+run's store (:func:`tell_waits`). If a worker that has not come to the call waits for one that has, it never will.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_sdpipe import p2p
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.partition.effects import Effect
+from lightning_sdpipe.partition.message import Layout, Message, Receiving, TensorMeta, unpickled, whole_message
+from lightning_sdpipe.pipeline.digest import BatchDigest
+
+_TAG = 2**31 - 9  # that no link uses
+_FIRST = 2**14  # bytes of the first part of a message
+_TOGETHER = (
+    "Outside of training steps, all ranks of a pipeline call a block together: call it on every rank, and let one of "
+    "them report, as in `text = self.generate(prompt)` and then `if self.trainer.is_global_zero: print(text)`. Neither "
+    "rank_zero_only nor trainer.is_global_zero nor trainer.strategy.has_results may decide whether it is called."
+)
+
+
+def costs(step: str, calls: int) -> str:
+    """Return what to tell the user about a ``step`` of evaluation in lock step with so many ``calls`` for a batch."""
+    return (
+        f"{step} calls blocks more than once, or in an order that values decide, so it runs in lock step: stages do "
+        f"not overlap, and each call of a block (at least {calls} in a batch) is sent to all stages of the pipeline. "
+        "A batch takes about as long as on one device that holds the whole model, and a message for each call."
+    )
+
+
+@dataclass(eq=False)
+class LockStep:
+    """One worker's part of the calls.
+
+    Args:
+        group: the pipeline's process group.
+        ranks: global ranks of its workers.
+        owners: the global rank that holds each block.
+        chain: paths of the blocks.
+        device: where this worker computes.
+        steps: whether a step runs in lock step, by its name. One that was not rehearsed does for one batch, which shows
+            whether it has to.
+    """
+
+    group: dist.ProcessGroup
+    ranks: Sequence[int]
+    owners: Sequence[int]
+    chain: Sequence[str]
+    device: torch.device
+    steps: dict[str, bool] = field(default_factory=dict)
+    on_entry: Callable[[str], None] = lambda _: None
+    """Called with the block before each call; raises where not all workers come."""
+    first_failure: AbstractContextManager[None] = field(default_factory=nullcontext)
+    together: bool = False
+    """Whether the evaluation that is under way runs in lock step: then its results are on every stage."""
+    _digest: BatchDigest | None = None  # of the batch of a step that is under way
+    _order: list[int] = field(default_factory=list)  # of the blocks that it has called
+    _calls: int = 0
+
+    def runs(self, step: str) -> bool:
+        """Return whether the next batch of ``step`` runs in lock step."""
+        self.together = self.steps.get(step, False)
+        return self.steps.get(step, True)
+
+    def evaluate(self, step: str, batch: Any, run: Callable[[], Any]) -> Any:
+        """Return what ``run``, a whole step on ``batch``, returns."""
+        self._digest, self._order = BatchDigest(batch), []
+        try:
+            output = run()
+        finally:
+            self._digest = None
+        if step not in self.steps:
+            self.together = self.steps[step] = any(before >= after for before, after in pairwise(self._order))
+            if self.together:
+                rank_zero_info(costs(step, len(self._order)))
+            elif self.owners[-1] != dist.get_rank():
+                return None
+        return output
+
+    def call(
+        self, block: int, compute: Callable[[], tuple[Any, list[Effect]]], repeat: Callable[[list[Effect]], Any]
+    ) -> Any:
+        """Call a block: ``compute`` its output and effects if it is here, else ``repeat`` its effects.
+
+        Raises:
+            ConfigurationError: other workers call another block, or from another hook, or have another batch.
+            WorkerFailedError: a worker is gone.
+        """
+        self.on_entry(self.chain[block])
+        self._calls += 1
+        if self._digest is not None:
+            self._order.append(block)
+        owner, rank = self.owners[block], dist.get_rank()
+        others = [other for other in self.ranks if other != rank]
+        place = f"block {self.chain[block]!r} in {_hook()}"
+        numbers = [] if self._digest is None else self._digest.numbers
+        if owner == rank:
+            output, effects = compute()
+            message = whole_message(effects)
+            values = [_bytes(tensor) for tensor in message.tensors]
+            sent = (message.layout.values, message.layout.blocks), message.numbers, values
+            data = pickle.dumps(((place, self._calls, numbers), *sent))
+            with self.first_failure, p2p.awaiting(_Call(place, self._calls, self.ranks, others)):
+                parts = _parts(data)
+                for transfer in [p2p.send(parts, to, self.group, _TAG, f"rank {to}") for to in others]:
+                    transfer.wait()
+            return output
+        with self.first_failure, p2p.awaiting(_Call(place, self._calls, self.ranks, [owner])):
+            data = self._receive(owner)
+        (there, calls, digest), layout, found, values = unpickled(data)
+        if (there, calls) != (place, self._calls):
+            raise ConfigurationError(f"Rank {owner} has called {there}, and rank {rank} {place}. {_TOGETHER}")
+        if self._digest is not None:
+            self._digest.compare(digest, self.ranks.index(owner))
+        tensors = [self._tensor(each, meta) for each, meta in zip(values, layout[0], strict=True)]
+        message = Message(tensors, found, Layout(*layout))
+        return repeat(Receiving(message, [self.chain[block]], self.device, frozenset()).effects(0) or [])
+
+    def _receive(self, owner: int) -> bytes:
+        first = torch.empty(_FIRST, dtype=torch.uint8)
+        p2p.receive([first], owner, self.group, _TAG, f"rank {owner}").wait()
+        begun = first.numpy().tobytes()
+        rest = torch.empty(max(0, int.from_bytes(begun[:8], "little") + 8 - _FIRST), dtype=torch.uint8)
+        p2p.receive([rest], owner, self.group, _TAG, f"rank {owner}").wait()
+        return begun[8:] + rest.numpy().tobytes()
+
+    def _tensor(self, values: bytes, meta: TensorMeta) -> Tensor:
+        if not values:
+            return meta.empty(self.device)
+        return torch.frombuffer(bytearray(values), dtype=meta.dtype).reshape(meta.shape).to(self.device)
+
+
+def _parts(data: bytes) -> list[Tensor]:
+    """Return what is sent of a byte string: the first part has one length, so that most are one message."""
+    whole = torch.frombuffer(
+        bytearray(len(data).to_bytes(8, "little") + data.ljust(_FIRST - 8, b"\0")), dtype=torch.uint8
+    )
+    return [whole[:_FIRST], whole[_FIRST:]]
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _hook() -> str:
+    """Return the hook or step from which a block is called now, for people."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = frame.f_code.co_name
+        if name.startswith("on_") or name.endswith("_step"):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, (LightningModule, Callback)):
+                return f"{type(owner).__name__}.{name}"
+    return "no hook of a module or callback"
+
+
+@dataclass(eq=False)
+class _Call:
+    """This worker's wait, in a call of a block, for other ``ranks`` of its pipeline's ``members``."""
+
+    place: str
+    number: int
+    members: Sequence[int]
+    ranks: Sequence[int]
+    _before: Mapping[int, _Said] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"a call of {self.place}"
+
+    def lost(self) -> WorkerFailedError | None:
+        """Return an error if an awaited worker waits, through others perhaps, for one that waits in this call. Each
+        must have said so at two looks, so that no wait is taken for one that is over."""
+        before, self._before = self._before, _told(self.members)
+        lasting = {rank: said for rank, said in self._before.items() if said.goes_on(before.get(rank))}
+        here = {rank for rank, said in lasting.items() if said.call == [self.place, self.number]} | {dist.get_rank()}
+        missing = [rank for rank in self.ranks if rank not in here and _leads(rank, here, lasting)]
+        if not missing:
+            return None
+        elsewhere = " and ".join(f"rank {rank} waits in {lasting[rank].what}" for rank in missing)
+        return WorkerFailedError(
+            f"{self.place} is called on ranks {sorted(here)}, which wait for ranks {missing}, and these do not call "
+            f"it: {elsewhere}. {_TOGETHER}"
+        )
+
+
+class _Said(NamedTuple):
+    """What a worker has left in the run's store: its wait, how often it has said so, the call of a block if it is one,
+    the ranks that it waits for, and its description."""
+
+    wait: int
+    times: int
+    call: list[Any] | None
+    ranks: list[int]
+    what: str
+
+    def goes_on(self, before: _Said | None) -> bool:
+        return before is not None and before.wait == self.wait and before.times < self.times
+
+
+def _leads(start: int, goals: Collection[int], said: Mapping[int, _Said]) -> bool:
+    """Return whether the worker ``start`` waits, through others perhaps, for one of ``goals``."""
+    seen, todo = set[int](), [start]
+    while todo:
+        rank = todo.pop()
+        if rank in goals:
+            return True
+        if rank not in seen and rank in said:
+            todo += said[rank].ranks
+        seen.add(rank)
+    return False
+
+
+_times = count()
+
+
+def tell_waits(waits: Collection[p2p.Wait]) -> None:
+    """Leave word in the run's store of what this worker has been waiting for. A thread beside the training calls it at
+    each of its looks, as long as that lasts."""
+    if not waits or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    call = next((each for each in waits if isinstance(each, _Call)), None)
+    ranks = sorted({rank for each in waits for rank in each.ranks})
+    what = " and ".join(sorted(map(str, waits if call is None else [call])))
+    key = None if call is None else [call.place, call.number]
+    said = _Said(hash(frozenset(map(id, waits))), next(_times), key, ranks, what)
+    with suppress(RuntimeError):  # the store may have ended with its process
+        _store().set(f"waits/{dist.get_rank()}", json.dumps(said))
+
+
+def _told(ranks: Sequence[int]) -> dict[int, _Said]:
+    keys = {rank: f"waits/{rank}" for rank in ranks if rank != dist.get_rank()}
+    with suppress(RuntimeError):
+        return {rank: _Said(*json.loads(_store().get(key))) for rank, key in keys.items() if _store().check([key])}
+    return {}
+
+
+_stores: dict[int, Any] = {}
+
+
+def _store() -> Any:
+    """Return a connection of this thread's own to the store of the run."""
+    default: Any = dist.distributed_c10d._get_default_store()
+    if id(default) not in _stores:
+        _stores.clear()
+        _stores[id(default)] = default.clone()
+    return _stores[id(default)]

@@ -1,0 +1,67 @@
+"""Cost of lock step: a loop that calls a cut model again and again outside of training, with *emulated* compute.
+
+Every block sleeps for the time of its call, which is the same in one process. So what is compared is the messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recipes.harness.processes import run_processes
+from recipes.suites.emulated import FEATURES, EmulatedChain
+from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
+from recipes.suites.stages import open_pipeline, open_stage
+
+
+def measure(
+    *, num_stages: int, blocks: int, block_seconds: float, tokens: int, repeats: int, seed: int
+) -> tuple[list[Row], Ratios]:
+    """Return tokens per second of a loop in which each token is a call of all blocks.
+
+    Args:
+        num_stages: M.
+        blocks: of the model.
+        block_seconds: of a call of one of them.
+        tokens: of one timing.
+        repeats: timings of each.
+        seed: of the data.
+    """
+    rows: list[Row] = []
+    for repeat, seconds in enumerate(
+        run_processes(num_stages, _compare, blocks, block_seconds, tokens, repeats, seed)[0]
+    ):
+        for name, elapsed in seconds.items():
+            row = {"what": name, "emulated": True, "stages": num_stages, "repeat": repeat}
+            rows.append(row | {"tokens_per_s": tokens / elapsed})
+    meaning = (
+        f"tokens per second, {num_stages} stages, {blocks} blocks of {1e3 * block_seconds:g} ms, emulated: lock step "
+        "over one process"
+    )
+    goal = Goal(meaning, "tokens_per_s", {"what": "lock step"}, {"what": "one process"}, 0.4)
+    return rows, ratios(rows, {f"lock_step/M{num_stages}": goal})
+
+
+def _compare(
+    rank: int, blocks: int, block_seconds: float, tokens: int, repeats: int, seed: int
+) -> list[dict[str, float]]:
+    """Return the seconds on this rank, of each in each repeat."""
+    batch = torch.rand(1, FEATURES, generator=torch.Generator().manual_seed(seed))
+    cut, whole = (EmulatedChain(blocks, block_seconds, 0.0) for _ in range(2))
+    open_stage(open_pipeline(), cut, ["blocks.*"], batch)
+    models: dict[str, Callable[[Tensor], Tensor]] = {"lock step": cut.blocks, "one process": whole.blocks}
+    return [{name: _seconds(models[name], batch, tokens) for name in rotated([*models], r)} for r in range(repeats)]
+
+
+def _seconds(model: Callable[[Tensor], Tensor], state: Tensor, tokens: int) -> float:
+    with torch.no_grad():
+        state = model(state)
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(tokens):
+            state = model(state)
+        return time.perf_counter() - start

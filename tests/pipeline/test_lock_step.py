@@ -1,0 +1,104 @@
+"""Text of Hugging Face's models on two and three ranks, none of which holds all blocks, beside one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from lightning_sdpipe.partition.cut_step import CutModel
+from lightning_sdpipe.partition.materialise import Initialisation
+from lightning_sdpipe.partition.plan import plan
+from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.topology.mesh import Mesh
+from lightning_sdpipe.worker.assembly import assemble
+from lightning_sdpipe.worker.options import Options
+from tests.partition.architectures import BATCH, DECODER, IMAGES, SAMPLE, TEXT, build, ids, pixels, spectra
+from tests.patience import limit
+from tests.workers import run_workers
+
+CPU = torch.device("cpu")
+IMAGE = 9  # the token in the place of a patch
+NAMES = [
+    name for name in SAMPLE if name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel"))
+]
+NAMES += ["GemmaForCausalLM", "PhiForCausalLM", "LlavaForConditionalGeneration"]
+FIRST = ("GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration")
+
+
+class Speaking(L.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def made(name: str) -> tuple[Any, dict[str, Tensor]]:
+    """A model, and what to let it go on with."""
+    torch.manual_seed(0)
+    prompt = {"input_ids": ids(1)[:2, :5]}
+    if name == "LlavaForConditionalGeneration":
+        config_of: Any = hf.LlavaConfig
+        both = {"vision_config": hf.CLIPVisionConfig(**IMAGES), "text_config": hf.LlamaConfig(**DECODER)}
+        model: Any = hf.LlavaForConditionalGeneration(config_of(**both, image_token_index=IMAGE))
+        patches = torch.full((2, 16), IMAGE)
+        return model, {"input_ids": torch.cat([patches, prompt["input_ids"]], 1), "pixel_values": pixels(1)[:2]}
+    if name == "GemmaForCausalLM":
+        return hf.GemmaForCausalLM(hf.GemmaConfig(**DECODER)), prompt
+    if name == "PhiForCausalLM":
+        return hf.PhiForCausalLM(hf.PhiConfig(**TEXT)), prompt
+    model, _ = build(name)
+    if name == "WhisperForConditionalGeneration":
+        prompt = {"input_features": spectra(1)["input_features"][:2]}
+    return model, prompt
+
+
+def _speak(rank: int, stages: int, names: list[str]) -> dict[str, int]:
+    """The number of tokens of each; all kinds are compared."""
+    assert BATCH >= 2
+    groups = ProcessGroups.open(Mesh.build(stages, stages), limit())
+    counted: dict[str, int] = {}
+    for name in names:
+        model, prompt = made(name)
+        module = Speaking(model).eval()
+        whole = copy.deepcopy(module)
+        stages_of = plan(module, stages, "uniform")
+        options = Options(stages, num_micro_batches=1, run_timeout=limit())
+        cut = assemble(module, [stages_of], groups, options, Initialisation(), CPU).cut_model
+        assert any(parameter.is_meta for parameter in module.parameters())
+        both: Any = (module, cut), (whole, CutModel(whole, stages_of.chain, [range(len(stages_of.chain))], CPU))
+        kinds: list[dict[str, Any]] = [
+            {"use_cache": cache, "do_sample": sample} for cache in (True, False) for sample in (True, False)
+        ]
+        if name == "LlamaForCausalLM":
+            kinds += [{"cache_implementation": "static", "do_sample": True}, {"num_beams": 2}]
+        for mode in (torch.no_grad, torch.inference_mode):
+            for kind in kinds if mode is torch.no_grad else kinds[-2:]:
+                tokens = []
+                for each, streams in both:
+                    streams.streams.begin(1)
+                    with mode():
+                        tokens.append(each.model.generate(**prompt, max_new_tokens=8, pad_token_id=1, **kind))
+                assert torch.equal(*tokens), (name, kind, mode)
+                counted[name] = counted.get(name, 0) + tokens[0].numel()
+        for _, each in both:
+            each.restore()
+    return counted
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("stages", "names"),
+    [
+        (2, FIRST),
+        pytest.param(3, FIRST, marks=pytest.mark.slow),
+        *(pytest.param(2, [name], marks=pytest.mark.slow, id=name) for name in NAMES if name not in FIRST),
+    ],
+)
+def test_generate_gives_the_tokens_of_one_process(stages: int, names: list[str]) -> None:
+    for counted in run_workers(stages, _speak, stages, names):
+        assert all(counted[name] >= 2 * 8 for name in names)
