@@ -7,7 +7,7 @@ without them; the names below are loaded when they are first used.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
@@ -23,17 +23,11 @@ if TYPE_CHECKING:
     from lightning_sdpipe.exchange.payloads import OneBit as OneBit
     from lightning_sdpipe.loop.weight_averaging import SDPipeWeightAveraging as SDPipeWeightAveraging
     from lightning_sdpipe.partition.pipeline_cut import Balanced as Balanced
+    from lightning_sdpipe.policies.built_in import *  # noqa: F403
     from lightning_sdpipe.seeing.callback import RunMetrics as RunMetrics
     from lightning_sdpipe.strategy import SDPipeStrategy as SDPipeStrategy
-    from lightning_sdpipe.sync import ADPSGD as ADPSGD
-    from lightning_sdpipe.sync import PHDPSGD as PHDPSGD
     from lightning_sdpipe.sync import AllReduce as AllReduce
-    from lightning_sdpipe.sync import Decentralized as Decentralized
     from lightning_sdpipe.sync import DiLoCo as DiLoCo
-    from lightning_sdpipe.sync import LocalSGD as LocalSGD
-    from lightning_sdpipe.sync import NoSync as NoSync
-    from lightning_sdpipe.sync import PartialReduce as PartialReduce
-    from lightning_sdpipe.sync import SemiDecentralized as SemiDecentralized
 
 __version__ = VERSION
 
@@ -48,21 +42,20 @@ _HOMES = {
     "RunMetrics": "lightning_sdpipe.seeing.callback",
     "SDPipeStrategy": "lightning_sdpipe.strategy",
     "SDPipeWeightAveraging": "lightning_sdpipe.loop.weight_averaging",
-    "ADPSGD": "lightning_sdpipe.sync",
-    "PHDPSGD": "lightning_sdpipe.sync",
-    "AllReduce": "lightning_sdpipe.sync",
-    "Decentralized": "lightning_sdpipe.sync",
-    "DiLoCo": "lightning_sdpipe.sync",
-    "LocalSGD": "lightning_sdpipe.sync",
-    "NoSync": "lightning_sdpipe.sync",
-    "PartialReduce": "lightning_sdpipe.sync",
-    "SemiDecentralized": "lightning_sdpipe.sync",
 }
-__all__ = [*_HOMES]
+
+
+def _methods() -> Mapping[str, Any]:
+    """Return the classes of the methods, by their own names."""
+    return {kind.__name__: kind for kind in import_module("lightning_sdpipe.sync").METHODS}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return [*_HOMES, *_methods()]
     if name not in _HOMES:
+        if name[:1].isupper() and name in (methods := _methods()):
+            return methods[name]
         if name[:1].isupper() and (left := import_module("lightning_sdpipe.errors").LEFT.get(name)):
             raise ImportError(f"{name} has left lightning_sdpipe: {left}.")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sdpipe.exchange import payloads
+from lightning_sdpipe.sync.methods import METHODS
+
 ROOT = Path(__file__).parents[1]
 
 PUBLIC = {
@@ -71,7 +74,14 @@ def test_programs_stay(program: str) -> None:
 
 
 def test_the_package_lists_its_names() -> None:
-    assert set(import_module("lightning_sdpipe").__all__) == set(PUBLIC["lightning_sdpipe"])
+    package = import_module("lightning_sdpipe")
+    assert {*PUBLIC["lightning_sdpipe"], *(kind.__name__ for kind in METHODS)} == {*package.__all__}
+    assert all(getattr(package, kind.__name__) is kind for kind in METHODS)
+
+
+def test_the_payloads_are_names_of_the_package() -> None:
+    package = import_module("lightning_sdpipe")
+    assert all(getattr(package, kind.__name__) is kind for kind in payloads.NAMES.values())
 
 
 def test_a_name_that_has_left_says_what_to_use() -> None:
@@ -86,4 +96,7 @@ def test_configurations_name_what_is_there() -> None:
     assert targets
     for target in targets:
         module, _, name = target.rpartition(".")
-        assert name in PUBLIC.get(module, ()), f"{target} is not in the list of public names"
+        derived = {
+            kind.__name__ for kind in (METHODS if module == "lightning_sdpipe.sync" else payloads.NAMES.values())
+        }
+        assert name in {*PUBLIC.get(module, ()), *derived}, f"{target} is not in the list of public names"

@@ -39,9 +39,9 @@ from torch import Tensor
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.codec import Members, Offset, refusal
 from lightning_sdpipe.exchange.moving import pieces_of
-from lightning_sdpipe.exchange.payloads import EightBit, ErrorFeedback, Full, Half, Modulo, Payload, Spread
+from lightning_sdpipe.exchange.payloads import ErrorFeedback, Modulo, Payload, Spread
 from lightning_sdpipe.exchange.payloads.eight_bit import largest_magnitudes
-from lightning_sdpipe.exchange.payloads.payload import Pieces, residual_dtype
+from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 
 BROKEN_OFF = (
     "an average was broken off, and models have had nothing in common since then: all replicas must be made equal first"
@@ -195,18 +195,18 @@ class OwnReference:
     """A :class:`~lightning_sdpipe.exchange.codec.Codec` for members with nothing in common.
 
     Args:
-        payload: ``Full``, ``Half``, or ``EightBit`` without feedback, which goes modulo.
+        payload: one whose :attr:`~lightning_sdpipe.exchange.payloads.Payload.modulo` says how models travel.
 
     Raises:
         ConfigurationError: another payload.
     """
 
     def __init__(self, payload: Payload) -> None:
-        if not isinstance(payload, Full | Half | EightBit) or payload.feedback:
+        if payload.modulo is None:
             raise ConfigurationError(f"{payload} needs a common reference, which groups that change do not have.")
         self._payload = payload
-        self._modulo = Modulo(payload.block) if isinstance(payload, EightBit) else None
-        self.block = payload.block if isinstance(payload, EightBit) else 1
+        self._modulo = Modulo(payload.block, payload.modulo) if payload.modulo else None
+        self.block = payload.block if payload.modulo else 1
         self._spreads: dict[int, Spread] = {}
         self._lengths: dict[int, int] = {}  # of pieces
 
@@ -242,7 +242,7 @@ class OwnReference:
                 return None
             mean.add_(read, alpha=share)
             if self._modulo is not None:
-                reach.take_in(read, message)
+                reach.take_in(read, self._modulo.step(message, len(x)))
         if not torch.isfinite(mean.sum()):
             return None
         payload = self._modulo or self._payload.on(x.dtype)
@@ -299,10 +299,9 @@ class _Reach:
         self._furthest: Tensor | None = None
         self._step: Tensor | None = None
 
-    def take_in(self, read: Tensor, message: Tensor) -> None:
-        """Take in a member's values, as read from its message. Overwrites ``read``."""
+    def take_in(self, read: Tensor, step: Tensor) -> None:
+        """Take in a member's values, as read from a message with these steps. Overwrites ``read``."""
         away = largest_magnitudes(read.sub_(self._x), self._block)
-        step = Pieces(self._x, self._block).read_header(message, 2)[0]
         self._furthest = away if self._furthest is None else torch.maximum(self._furthest, away)
         self._step = step.view_as(away) if self._step is None else torch.maximum(self._step, step.view_as(away))
 

@@ -15,6 +15,10 @@ ever.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lightning_sdpipe.policies.capabilities import BESIDE, CHANGING, DEALT, FLAT, GROUPS, SHARDED, Capabilities
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
@@ -30,11 +34,29 @@ class ADPSGD(PolicyConfig, frozen=True):
     neighbour, which goes on computing.
     """
 
+    registered = "ad_psgd"
+    forms = ({}, {"asynchronous": True})
+    in_step = True
+
     seed: int = 0
     asynchronous: bool = False
 
     def __post_init__(self) -> None:
         check_integer("seed", self.seed, 0, "any")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        if self.asynchronous:
+            return Capabilities(CHANGING, BESIDE, data=DEALT, elastic={})
+        return replace(GROUPS, hierarchies=FLAT, data=SHARDED)
+
+    @property
+    def half(self) -> str:
+        return "lightning_sdpipe.sync.methods:asynchronously" if self.asynchronous else super().half
+
+    @property
+    def must_hold(self) -> Mapping[str, object]:
+        return {"asynchronous": True} if self.asynchronous else {}
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> GroupPolicy:
         if self.asynchronous:

@@ -13,6 +13,9 @@ class AllReduceModels(PolicyConfig, frozen=True):
     """All-reduce of models: all are averaged after every step. (:class:`lightning_sdpipe.AllReduce` averages
     gradients.)"""
 
+    registered = "all_reduce"
+    in_step = True
+
     def make_policy(self, num_stages: int, num_pipelines: int) -> AllReducePolicy:
         return AllReducePolicy(num_stages, num_pipelines)
 
@@ -27,6 +30,8 @@ class AllReducePolicy(LocalSGDPolicy):
 class AllPresent(PolicyConfig, frozen=True):
     """Rounds of gradients of all present pipelines: the policy of :class:`lightning_sdpipe.AllReduce` in an elastic
     run. Replicas are equal after each round, so every pipeline is in every round."""
+
+    registered = "all_present"
 
     @property
     def keeps_equal(self) -> bool:

@@ -22,6 +22,7 @@ import msgspec
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import pairing as places
 from lightning_sdpipe.policies.ad_psgd import ADPSGDPolicy
+from lightning_sdpipe.policies.capabilities import BESIDE, CHANGING, FREELY, LIKE, RING, Capabilities
 from lightning_sdpipe.policies.decisions import Decision, Group, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
@@ -40,6 +41,10 @@ class Decentralized(PolicyConfig, frozen=True):
     half and one of the second, which shift by one each time; ``"random"``: in pairs that are drawn from ``seed``.
     """
 
+    registered = "decentralized"
+    forms = ({}, {"peers": "shift_one"}, {"peers": "random"})
+    in_step = True
+
     peers: Peers = "ring"
     every: int = 1
     seed: int = 0
@@ -49,6 +54,22 @@ class Decentralized(PolicyConfig, frozen=True):
             raise ConfigurationError(f"peers={self.peers!r} is not allowed; give 'ring', 'shift_one' or 'random'.")
         check_integer("every", self.every, 1, "updates")
         check_integer("seed", self.seed, 0, "any")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        overlaps = FREELY if self.every == 1 else BESIDE
+        if self.peers == "ring":
+            return Capabilities(RING, overlaps, unlike=LIKE, elastic={})
+        # a newcomer cannot know the number of the average by which pairs meet freely
+        return Capabilities(CHANGING, overlaps, unlike=LIKE, elastic={"overlaps": BESIDE})
+
+    @property
+    def half(self) -> str:
+        return f"lightning_sdpipe.sync.methods:{'in_a_ring' if self.peers == 'ring' else 'in_pairs'}"
+
+    @property
+    def elastic_policy(self) -> PolicyConfig:
+        return PresentPeers(self.peers, self.every, self.seed)
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> GroupPolicy:
         if self.peers == "ring":
@@ -61,6 +82,9 @@ class Decentralized(PolicyConfig, frozen=True):
 class PresentPeers(Decentralized, frozen=True):
     """Decentralised averaging among the pipelines that are there: the policy of :class:`Decentralized` in an elastic
     run."""
+
+    registered = "present_peers"
+    in_step = False
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> GroupPolicy:
         if self.peers == "ring":

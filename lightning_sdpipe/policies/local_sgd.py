@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_sdpipe.policies.capabilities import BASES, BESIDE, DEALT, FREELY, FULL, HOSTS, LIKE, Capabilities
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.following_stages import FollowingStages, PlannedGroup, PlannedPart
@@ -14,10 +15,23 @@ class LocalSGD(PolicyConfig, frozen=True):
     """Local SGD: models of all pipelines are averaged in each update that ``every`` divides; in others no pipeline
     waits."""
 
+    registered = "local_sgd"
+    forms = ({"every": 1}, {"every": 8})
+    in_step = True
+
     every: int
 
     def __post_init__(self) -> None:
         check_integer("every", self.every, 1, "updates")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        overlaps = FREELY if self.every == 1 else BESIDE
+        return Capabilities(BASES, overlaps, HOSTS, unlike=LIKE, elastic={"payloads": FULL})
+
+    @property
+    def half(self) -> str:
+        return "lightning_sdpipe.sync.methods:among_all"
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> LocalSGDPolicy:
         return LocalSGDPolicy(num_stages, num_pipelines, every=self.every)
@@ -26,6 +40,17 @@ class LocalSGD(PolicyConfig, frozen=True):
 class NoSync(PolicyConfig, frozen=True):
     """No synchronisation: pipelines train alone until the next sync point; the bound on throughput that no method can
     beat."""
+
+    registered = "no_sync"
+    in_step = True
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(data=DEALT, unlike={}, elastic={})
+
+    @property
+    def half(self) -> str:
+        return "lightning_sdpipe.sync.methods:alone"
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> LocalSGDPolicy:
         return LocalSGDPolicy(num_stages, num_pipelines, every=None)

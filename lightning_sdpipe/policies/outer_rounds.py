@@ -48,6 +48,9 @@ class OuterRounds(PolicyConfig, frozen=True):
     """Rounds of an outer optimizer: when all pipelines together have made ``every`` updates for each that was planned;
     or, if it is None, whenever all that take part are ready."""
 
+    registered = "outer_rounds"
+    in_step = True
+
     every: int | None = 500
 
     def __post_init__(self) -> None:

@@ -33,10 +33,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies.capabilities import GROUPS, SHARDED, Capabilities
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Progress, Worker
 from lightning_sdpipe.policies.following_stages import FollowingStages, PlannedGroup, PlannedPart, mean_of_groups
@@ -62,6 +64,10 @@ class PHDPSGD(PolicyConfig, frozen=True):
     ``within="models"`` averages models instead of gradients in a group, too, and in one piece with those of groups that
     it meets; elastic runs need that.
     """
+
+    registered = "phd_psgd"
+    forms = ({}, {"group_size": 2, "within": "models"})
+    in_step = True
 
     groups: str | tuple[tuple[int, ...], ...] = "auto"
     group_size: int | None = None
@@ -103,6 +109,17 @@ class PHDPSGD(PolicyConfig, frozen=True):
     def names_a_network(self) -> bool:
         """True if the groups are still to be read from a file."""
         return isinstance(self.groups, str) and self.groups.endswith(".json")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        if self.within == "gradients":
+            return Capabilities()
+        by_machine = self.groups == "auto" and self.group_size is None  # which newcomers' are not known
+        return replace(GROUPS, data=SHARDED, unlike=None, elastic=None if by_machine else {})
+
+    @property
+    def half(self) -> str:
+        return super().half if self.within == "models" else "lightning_sdpipe.sync.hybrid_groups:HybridGroups"
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> PHDPSGDPolicy:
         groups = self.groups_of(num_pipelines)

@@ -15,12 +15,14 @@ group goes out, and of which members.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal, Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError, nearest
+from lightning_sdpipe.policies.capabilities import ASKED, GROUPS, Capabilities
 from lightning_sdpipe.policies.decisions import Decision
 from lightning_sdpipe.policies.events import Event
 
@@ -65,8 +67,37 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, meta
     """The values of a policy, as a user writes them and as they cross process borders.
 
     A subclass has a field for each value, and checks them in ``__post_init__`` (:func:`refusal` and
-    :func:`check_integer` word the errors). The class is found by its name in the registry, or by its import path.
+    :func:`check_integer` word the errors). The class is found by its name in the registry, or by its import path. It
+    also says all else about the method that goes by the policy: names, refusals and tables are derived from that.
     """
+
+    registered: ClassVar[str] = ""
+    """Name of a built-in policy, as users give it and as ``conf/sync`` has it."""
+    forms: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
+    """Values for an example of each form of the policy that takes something else, or is carried out otherwise."""
+    in_step: ClassVar[bool] = False
+    """True if each pipeline trains equally many batches, so that none can be dealt."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the method takes."""
+        return replace(GROUPS, data=ASKED)
+
+    @property
+    def half(self) -> str:
+        """Import path of what builds the worker's half of the method from a
+        :class:`~lightning_sdpipe.sync.synchronizer.Replica` and these values."""
+        return "lightning_sdpipe.sync.model_averaging:in_groups"
+
+    @property
+    def elastic_policy(self) -> PolicyConfig:
+        """Policy for pipelines that come and go."""
+        return self
+
+    @property
+    def must_hold(self) -> Mapping[str, object]:
+        """Values that a scheduler must have, too, for the workers' half to work."""
+        return {}
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> Policy:
         """Make a policy in its first state, for ``num_stages`` × ``num_pipelines`` workers."""

@@ -16,23 +16,12 @@ from typing import Any
 import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError, nearest
+from lightning_sdpipe.policies.built_in import POLICIES
 from lightning_sdpipe.policies.per_pipeline import PerPipeline
 from lightning_sdpipe.policies.policy import Policy, PolicyConfig, check_integer
 
-BUILT_IN: Mapping[str, str] = {
-    "semi_decentralized": "lightning_sdpipe.policies.semi_decentralized:SemiDecentralized",
-    "all_reduce": "lightning_sdpipe.policies.all_reduce:AllReduceModels",
-    "all_present": "lightning_sdpipe.policies.all_reduce:AllPresent",
-    "outer_rounds": "lightning_sdpipe.policies.outer_rounds:OuterRounds",
-    "local_sgd": "lightning_sdpipe.policies.local_sgd:LocalSGD",
-    "partial_reduce": "lightning_sdpipe.policies.partial_reduce:PartialReduce",
-    "ad_psgd": "lightning_sdpipe.policies.ad_psgd:ADPSGD",
-    "decentralized": "lightning_sdpipe.policies.decentralized:Decentralized",
-    "present_peers": "lightning_sdpipe.policies.decentralized:PresentPeers",
-    "phd_psgd": "lightning_sdpipe.policies.phd_psgd:PHDPSGD",
-    "no_sync": "lightning_sdpipe.policies.local_sgd:NoSync",
-}
-"""Import path of each built-in policy's values, by name."""
+BUILT_IN: Mapping[str, type[PolicyConfig]] = {kind.registered: kind for kind in POLICIES}
+"""The class of each built-in policy's values, by name."""
 
 _TYPE = "type"
 
@@ -62,8 +51,9 @@ def find(name: str) -> type[PolicyConfig]:
     Raises:
         ConfigurationError: there is no such policy, or its module cannot be imported.
     """
-    path = BUILT_IN.get(name, name)
-    module_name, separator, class_name = path.partition(":")
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module_name, separator, class_name = name.partition(":")
     if not separator:
         raise ConfigurationError(
             f"there is no policy {name!r}{nearest(name, BUILT_IN)} One of your own is given by its import path, as in "
@@ -93,6 +83,8 @@ def name_of(config: PolicyConfig) -> str:
         ConfigurationError: another process cannot import it.
     """
     kind = type(config)
+    if BUILT_IN.get(kind.registered) is kind:
+        return kind.registered
     path = f"{kind.__module__}:{kind.__qualname__}"
     if kind.__module__ == "__main__" or "<locals>" in path:
         where = "a function" if "<locals>" in path else "the script that is run"
@@ -100,7 +92,7 @@ def name_of(config: PolicyConfig) -> str:
             f"{kind.__qualname__} is defined in {where}, where the scheduler, a process of its own, cannot import it; "
             f"move it to a module: from my_policies import {kind.__name__}"
         )
-    return next((name for name, place in BUILT_IN.items() if place == path), path)
+    return path
 
 
 def make(name: str, values: Mapping[str, object]) -> PolicyConfig:

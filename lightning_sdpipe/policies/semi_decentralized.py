@@ -34,10 +34,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies.capabilities import ASKED, GROUPS, Capabilities
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
@@ -73,6 +75,9 @@ class SemiDecentralized(PolicyConfig, frozen=True):
     groups than ``max_group`` are split; None is 4 beyond eight pipelines, else no limit.
     """
 
+    registered = "semi_decentralized"
+    forms = ({}, {"window": math.inf})
+
     window: float | str = "auto"
     connectivity: int | None = 10
     min_group: int = MIN_GROUP
@@ -104,6 +109,10 @@ class SemiDecentralized(PolicyConfig, frozen=True):
                 f"max_group={self.max_group} contradicts window=inf, which makes one group of all workers; "
                 "leave max_group out or choose a finite window"
             )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(GROUPS, data=ASKED) if self.window == math.inf else GROUPS
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> GroupPolicy:
         if self.window == math.inf:  # to wait for all without a token is right only if all stages do it

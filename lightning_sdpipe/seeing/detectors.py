@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_sdpipe.meter import OWN, PHASES
+from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.seeing.bottlenecks import bottlenecks
 from lightning_sdpipe.seeing.finding import FOR_CAUSE, Advice, Charge, Finding, bound, costs, recent, severity
@@ -59,10 +60,6 @@ _ENOUGH_SEEN = 0.8
 _INTERVALS = 3
 _SHORTEST_INTERVAL = 1.0
 """Seconds between heartbeats."""
-
-
-_IN_STEP = ("no_sync", "all_reduce", "local_sgd", "ad_psgd", "decentralized", "phd_psgd", "outer_rounds")
-"""Policies of methods that train equally many batches in each pipeline, so that none can be dealt."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +216,8 @@ def _for_slow_ones(recording: Recording, slow: Sequence[_Slow]) -> tuple[Advice,
         if recording.num_stages > 1:
             text += "; if not, sdpipe place finds which stage costs least there"
         return (Advice(text),)
-    if recording.policy.get("type") in _IN_STEP:
+    policy = registry.BUILT_IN.get(recording.policy.get("type", ""))
+    if policy is not None and policy.in_step:
         return (
             Advice(
                 "let the others go on without it",

@@ -417,7 +417,7 @@ class SDPipeStrategy(DDPStrategy):
 
     @property
     def _batches(self) -> BatchSource:
-        source = self._made.source
+        source = None if self._set_up is None else self._set_up.source
         assert source is not None, "setup makes it for a fit"
         return source
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov
+from lightning_sdpipe.policies.capabilities import OUTER, Capabilities
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig, refusal, refuse_unknown
-from lightning_sdpipe.sync.capabilities import OUTER, Capabilities
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
 from lightning_sdpipe.sync.own_base_averaging import OwnBaseAveraging
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
@@ -47,6 +48,8 @@ class DiLoCo(metaclass=_Refusing):
     as a round begins. That goes with ``fragments=1``, and with ``delay`` if ``overlap="step"``.
     """
 
+    registered: ClassVar[str] = "diloco"
+    forms: ClassVar[tuple[Mapping[str, Any], ...]] = ({}, {"weights": "samples"})
     every: int = 500
     lr: float = 0.7
     momentum: float = 0.9

@@ -6,11 +6,13 @@ worker's half that carries its decisions out.
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from importlib import import_module
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_debug
@@ -20,27 +22,18 @@ from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllPresent
-from lightning_sdpipe.policies.decentralized import Decentralized, PresentPeers, with_neighbours
+from lightning_sdpipe.policies.built_in import METHODS as BY_POLICY
+from lightning_sdpipe.policies.capabilities import BY_SAMPLES, EQUALLY, GRADIENTS
+from lightning_sdpipe.policies.decentralized import Decentralized, with_neighbours
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.pairing import random_pair, shift_one
-from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, refusal
 from lightning_sdpipe.sync.background_averaging import AsynchronousPairs, BackgroundAveraging, FreeAveraging
-from lightning_sdpipe.sync.capabilities import (
-    BY_SAMPLES,
-    EQUALLY,
-    GRADIENTS,
-    SENTENCES,
-    Capabilities,
-    Combination,
-    capabilities_of,
-    of_policy,
-)
+from lightning_sdpipe.sync.capabilities import SENTENCES, Capabilities, Combination, capabilities_of, refusals
 from lightning_sdpipe.sync.diloco import DiLoCo
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging, PresentAveraging
-from lightning_sdpipe.sync.hybrid_groups import HybridGroups
-from lightning_sdpipe.sync.model_averaging import LateAveraging, ModelAveraging
+from lightning_sdpipe.sync.model_averaging import ModelAveraging
 from lightning_sdpipe.sync.mover_choice import Begin, mover_among_all, mover_among_groups, mover_in_a_ring
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
 
@@ -57,6 +50,8 @@ class AllReduce:
     but samples in elastic runs in which gradients travel in full.
     """
 
+    registered: ClassVar[str] = "all_reduce"
+    forms: ClassVar[tuple[Mapping[str, Any], ...]] = ({}, {"weights": "samples"})
     bucket_mib: float = 25.0
     weights: Literal["samples", "equal"] | None = None
 
@@ -96,36 +91,43 @@ class ByPolicy:
     @property
     def elastic_policy(self) -> PolicyConfig:
         """Policy for pipelines that come and go."""
-        match self.policy:
-            case Decentralized(peers, every, seed):
-                return PresentPeers(peers, every, seed)
-            case _:
-                return self.policy
+        return self.policy.elastic_policy
 
     @property
     def capabilities(self) -> Capabilities:
-        return of_policy(self.policy)
+        return self.policy.capabilities
 
     def build(self, replica: Replica) -> Synchronizer:
-        match self.policy:
-            case NoSync():
-                return Synchronizer(replica)
-            case LocalSGD(every):
-                return _averaging(replica, every, *mover_among_all(replica), lambda all_replicas: all_replicas)
-            case Decentralized("ring", every):
-                return _averaging(
-                    replica, every, *mover_in_a_ring(replica), partial(with_neighbours, num_pipelines=replica.count)
-                )
-            case Decentralized() as pairs:
-                return _averaging(
-                    replica, pairs.every, mover_among_groups(replica), None, partial(_pair, pairs, replica.pipeline)
-                )
-            case ADPSGD(asynchronous=True):
-                return AsynchronousPairs(replica)
-            case PHDPSGD(within="gradients"):
-                return HybridGroups(replica, self.policy)
-            case _:
-                return ModelAveraging(replica) if self.policy.announces == "early" else LateAveraging(replica)
+        module, _, name = self.policy.half.partition(":")
+        half: Synchronizer = getattr(import_module(module), name)(replica, self.policy)
+        return half
+
+
+def alone(replica: Replica, policy: NoSync) -> Synchronizer:
+    """Return the half that never synchronises."""
+    return Synchronizer(replica)
+
+
+def among_all(replica: Replica, policy: LocalSGD) -> Synchronizer:
+    """Return the half that averages models with all replicas."""
+    return _averaging(replica, policy.every, *mover_among_all(replica), lambda all_replicas: all_replicas)
+
+
+def in_a_ring(replica: Replica, policy: Decentralized) -> Synchronizer:
+    """Return the half that averages models with two neighbours."""
+    meet = partial(with_neighbours, num_pipelines=replica.count)
+    return _averaging(replica, policy.every, *mover_in_a_ring(replica), meet)
+
+
+def in_pairs(replica: Replica, policy: Decentralized) -> Synchronizer:
+    """Return the half that averages models with a partner, whom the number of the round names."""
+    meet = partial(_pair, policy, replica.pipeline)
+    return _averaging(replica, policy.every, mover_among_groups(replica), None, meet)
+
+
+def asynchronously(replica: Replica, policy: ADPSGD) -> Synchronizer:
+    """Return the half that averages models with a neighbour that trains on."""
+    return AsynchronousPairs(replica)
 
 
 def _averaging(
@@ -147,6 +149,47 @@ def _pair(peers: Decentralized, pipeline: int, all_replicas: Group) -> Group:
         partner = random_pair(pipeline, size, number, peers.seed)
     together = [worker for worker in all_replicas.members if worker.pipeline in (pipeline, partner)]
     return msgspec.structs.replace(all_replicas, members=tuple(together), weights=(1 / len(together),) * len(together))
+
+
+METHODS: tuple[Any, ...] = (AllReduce, *BY_POLICY, DiLoCo)
+"""All methods, in the order in which they are offered."""
+
+
+def examples() -> list[Any]:
+    """Return an example of each form of each method, from which the tables of the documentation and tests are made."""
+    return [kind(**values) for kind in METHODS for values in kind.forms]
+
+
+def check(method: SyncMethod, asked: Combination) -> None:
+    """Refuse a combination that does not go with ``method``.
+
+    Raises:
+        ConfigurationError: the combination is not allowed; the message says what was asked, why it is refused, and what
+            to do instead.
+    """
+    for refused in refusals(capabilities_of(method), asked):
+        use = [" or ".join(refused.words)] if refused.words else []
+        if others := alternatives(asked):
+            use.append(f"sync={', '.join(others)}")
+        instead = ", or ".join(use) or "one or the other"
+        raise ConfigurationError(f"{refused.said}: {SENTENCES[refused.why]}. Use {instead}.")
+
+
+def alternatives(asked: Combination) -> list[str]:
+    """Return the methods that take all of what was asked, in the words that make them."""
+    found: dict[type, str] = {}
+    for each in examples():
+        if not any(refusals(capabilities_of(each), asked)):
+            found.setdefault(type(each), in_words(each))
+    return [*found.values()]
+
+
+def in_words(method: SyncMethod | PolicyConfig) -> str:
+    """Return the words that make ``method``, as ``LocalSGD(every=8)``."""
+    parameters = inspect.signature(type(method)).parameters.values()
+    given = {each.name: getattr(method, each.name) for each in parameters}
+    off = [f"{each.name}={given[each.name]!r}" for each in parameters if given[each.name] != each.default]
+    return f"{type(method).__name__}({', '.join(off)})"
 
 
 def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pipelines: int, held: str | None) -> bool:

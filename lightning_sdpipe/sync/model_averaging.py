@@ -13,6 +13,7 @@ from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.mover_choice import Begin, mover_among_groups
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
@@ -115,6 +116,12 @@ class ModelAveraging(Synchronizer):
         self._groups = min(self._groups + 1, _REMEMBERED)
         inequality = len(group.weights) * sum(weight**2 for weight in group.weights)
         self._inequality += (inequality - self._inequality) / self._groups
+
+
+def in_groups(replica: Replica, policy: PolicyConfig) -> ModelAveraging:
+    """Return the half of a policy that forms groups of models, after each step or, if they announce late, before the
+    next one."""
+    return ModelAveraging(replica) if policy.announces == "early" else LateAveraging(replica)
 
 
 class LateAveraging(ModelAveraging):

@@ -26,7 +26,7 @@ from lightning_sdpipe.partition.pipeline_cut import in_flight as in_flight_of
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import capabilities
 from lightning_sdpipe.sync.measured_groups import on_hosts, with_measured_groups
-from lightning_sdpipe.sync.methods import method_for, method_of
+from lightning_sdpipe.sync.methods import check, method_for, method_of
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.placement_file import Placement, placed_blocks, read_placement
@@ -218,7 +218,7 @@ def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
         unlike=depths if cuts else (),
     )
     method = with_measured_groups(method_for(asked), num_stages, placement is not None)
-    capabilities.check(method, asked)
+    check(method, asked)
     if options.batch_by_speed:
         _check_division(schedule, num_micro_batches)
     standing = standing_scheduler(given["scheduler"], given["scheduler_key_file"])

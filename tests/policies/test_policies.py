@@ -25,7 +25,8 @@ from lightning_sdpipe.policies import (
     Worker,
 )
 from lightning_sdpipe.policies.ad_psgd import ADPSGD, ADPSGDPolicy, AsynchronousADPSGDPolicy, matching
-from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.all_reduce import AllPresent
+from lightning_sdpipe.policies.built_in import POLICIES
 from lightning_sdpipe.policies.decentralized import PresentPeers
 from lightning_sdpipe.policies.decisions import check_group
 from lightning_sdpipe.policies.local_sgd import LocalSGD, LocalSGDPolicy, NoSync
@@ -57,13 +58,10 @@ specs = st.one_of(
         [
             SemiDecentralized(window=math.inf),
             SemiDecentralized(window=0.5, min_group=1),
-            AllReduceModels(),
+            *(kind(**form) for kind in POLICIES if kind not in (PHDPSGD, AllPresent) for form in kind.forms),
             LocalSGD(every=3),
-            NoSync(),
             ADPSGD(seed=1),
-            ADPSGD(asynchronous=True),
             OuterRounds(None),
-            PresentPeers("ring"),
             PresentPeers("shift_one", every=2),
             PresentPeers("random", seed=3),
             PHDPSGD(staleness=2),

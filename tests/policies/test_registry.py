@@ -57,9 +57,11 @@ def test_a_policy_survives_json(config: PolicyConfig) -> None:
 
 @pytest.mark.parametrize("name", registry.BUILT_IN)
 def test_every_built_in_policy_is_found_by_its_name_and_built(name: str) -> None:
-    config = registry.make(name, {"every": 2} if name == "local_sgd" else {})
-    assert registry.name_of(config) == name
-    assert registry.build(config, 2, 3).deadline() is None
+    for form in registry.BUILT_IN[name].forms:
+        config = registry.make(name, form)
+        assert registry.name_of(config) == name
+        assert registry.from_json(registry.to_json(config)) == config
+        assert registry.build(config, 2, 4).deadline() is None
 
 
 @pytest.mark.parametrize(

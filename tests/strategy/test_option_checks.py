@@ -58,7 +58,7 @@ ROOT = Path(__file__).parents[2]
         ),
         ({"batch_size": 8}, "the loader's batch_size holds, and is that of one pipeline."),
         ({"sync": NoSync(), "exchange": Exchange(EightBit())}, "Use Full(), or sync=AllReduce(), SemiDecentralized()"),
-        ({"exchange": Exchange(OneBit())}, "LocalSGD(every=1), LocalSGD(every=8), DiLoCo()"),
+        ({"exchange": Exchange(OneBit())}, "sync=AllReduce(), LocalSGD(every=1), DiLoCo()"),
         ({"exchange": Exchange(EightBit(feedback=True))}, "Use Full() or Half() or EightBit(), or sync=AllReduce()"),
         ({"exchange": Exchange(overlap="free")}, "or sync=LocalSGD(every=1), Decentralized()."),
         (
@@ -136,5 +136,12 @@ def test_names_are_those_of_the_configuration_groups() -> None:
             if "_target_: recipes." not in path.read_text()
         }
         assert targets == {name: kind.__name__ for name, kind in names.items()}
+    for name, kind in sync.NAMES.items():
+        written = OmegaConf.load(ROOT / "conf" / "sync" / f"{name}.yaml")
+        assert {*written} - {"_target_"} == {*inspect.signature(kind).parameters}, name
+    for name, kind in payloads.NAMES.items():
+        written = OmegaConf.load(ROOT / "conf" / "exchange" / f"{name}.yaml")
+        given = {*inspect.signature(kind).parameters}
+        assert {*written.payload} - {"_target_"} == (given if name != "full" else set()), name
     strategy = SDPipeStrategy(sync="ad_psgd", exchange="half")
     assert (strategy.sync, strategy.exchange) == (ADPSGD(), Exchange(Half()))

@@ -1,11 +1,11 @@
-"""The tables of what goes with which method, in three pages of the docs, are what the check says.
+"""The tables of what goes with which method, in the docs, are what the check says.
 
 ``python -m tests.sync.test_capabilities`` writes them anew.
 """
 
 from __future__ import annotations
 
-import math
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,8 @@ import pytest
 from lightning_sdpipe import SDPipeStrategy, sync
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
-from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit
+from lightning_sdpipe.exchange.payloads import FORMS, OneBit
+from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import Policy, PolicyConfig
 from lightning_sdpipe.sync import (
     ADPSGD,
@@ -26,8 +27,6 @@ from lightning_sdpipe.sync import (
     AllReduce,
     Decentralized,
     DiLoCo,
-    LocalSGD,
-    NoSync,
     PartialReduce,
     SemiDecentralized,
 )
@@ -36,12 +35,11 @@ from lightning_sdpipe.sync.capabilities import (
     WORDS,
     Capabilities,
     Combination,
-    alternatives,
     capabilities_of,
-    check,
+    kinds,
     refusals,
 )
-from lightning_sdpipe.sync.methods import deals, method_for, method_of
+from lightning_sdpipe.sync.methods import alternatives, check, deals, examples, in_words, method_for, method_of
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -73,35 +71,19 @@ class ForEightBits(OwnMethod):
     )
 
 
-KINDS = {kind.__name__ for kind in sync.NAMES.values()}
+def worded(method: Any) -> str:
+    """The method in the tables' words, which leave an example's values out if its class has no form but these."""
+    words = in_words(method).replace("'", '"')
+    name = type(method).__name__
+    return f"`{name}`" if words == f"{name}()" else f"`{words}`"
+
+
 METHODS: dict[str, Any] = {
-    "`AllReduce`": AllReduce(),
-    "`SemiDecentralized`": SemiDecentralized(),
-    "`SemiDecentralized(window=inf)`": SemiDecentralized(window=math.inf),
-    "`PartialReduce`": PartialReduce(),
-    "`ADPSGD`": ADPSGD(),
-    "`ADPSGD(asynchronous=True)`": ADPSGD(asynchronous=True),
-    "`LocalSGD(every=1)`": LocalSGD(every=1),
-    "`LocalSGD`": LocalSGD(every=8),
-    "`DiLoCo`": DiLoCo(),
-    '`DiLoCo(weights="samples")`': DiLoCo(weights="samples"),
-    '`Decentralized("ring")`': Decentralized("ring"),
-    '`Decentralized("shift_one")`': Decentralized("shift_one"),
-    '`Decentralized("random")`': Decentralized("random"),
-    "`PHDPSGD`": PHDPSGD(),
-    '`PHDPSGD(within="models")`': PHDPSGD(within="models", group_size=2),
-    "`NoSync`": NoSync(),
+    **{worded(each): each for each in examples()},
     "a policy of your own": OwnPolicy(),
     "a method of your own": OwnMethod(),
 }
-PAYLOADS = {
-    "`Full`": Full(),
-    "`Half`": Half(),
-    "`EightBit`": EightBit(),
-    "`EightBit(feedback=True)`": EightBit(feedback=True),
-    "`OneBit`": OneBit(),
-    "momentum": OneBit(momentum=0.9, after=100),
-}
+PAYLOADS = {f"`{words.removesuffix('()')}`": payload for words, payload in FORMS.items()}
 
 
 def goes(given: Any, **asked: Any) -> bool:
@@ -157,49 +139,75 @@ def is_cut_unlike(given: Any) -> list[str]:
 
 
 TABLES: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
-    "exchange.md": ("| method | payloads | overlap | hierarchy | schedule |", moves),
-    "data.md": ('| method | `data="dealt"` | `data="auto"` deals | `batch_by_speed` |', trains),
-    "faults.md": ("| method | payloads | overlap | hierarchy |", comes_and_goes),
-    "partition.md": ("| method, where pipelines are cut unlike | payloads | overlap |", is_cut_unlike),
+    "moves": ("| method | payloads | overlap | hierarchy | schedule |", moves),
+    "trains": ('| method | `data="dealt"` | `data="auto"` deals | `batch_by_speed` |', trains),
+    "comes_and_goes": ("| method, in elastic jobs | payloads | overlap | hierarchy |", comes_and_goes),
+    "is_cut_unlike": ("| method, where pipelines are cut unlike | payloads | overlap |", is_cut_unlike),
 }
 
 
-def table(page: str) -> str:
+def table(header: str, rows: Iterable[Iterable[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n".join([header, "|" + "---|" * (header.count("|") - 1), *lines]) + "\n"
+
+
+def table_of_combinations(header: str, cells_of: Callable[[Any], list[str]]) -> str:
     """A line for the methods of which the same is true, and for values only where they differ; none for methods that
     go with nothing."""
-    header, cells_of = TABLES[page]
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, given in METHODS.items():
         if cells := cells_of(given):
             rows.setdefault(tuple(cells), []).append(name)
     for names in rows.values():
         names[:] = [name for name in names if "(" not in name or f"{name.partition('(')[0]}`" not in names]
-    lines = [f"| {' | '.join([', '.join(names), *cells])} |" for cells, names in rows.items()]
-    return "\n".join([header, "|" + "---|" * (header.count("|") - 1), *lines]) + "\n"
+    return table(header, ((", ".join(names), *cells) for cells, names in rows.items()))
 
 
-def written(page: str) -> str:
-    """The page's text with the table as it has to be."""
-    text, header = (DOCS / page).read_text(), TABLES[page][0]
-    before, found, after = text.partition(f"\n{header}\n")
-    assert found, f"{page} has no table that begins with {header}"
-    below = dropwhile(lambda line: line.startswith("|"), after.splitlines(keepends=True))
-    return f"{before}\n{table(page)}{''.join(below)}"
+def first_sentence(kind: type) -> str:
+    text = " ".join(str(inspect.getdoc(kind)).split("\n\n")[0].split()).replace("``", "`")
+    return re.split(r"(?<=;) |(?<=\.) (?=[A-Z`])", re.sub(r":\w+:`~?([\w.]+\.)?(\w+)`", r"`\2`", text))[0].rstrip(".;")
 
 
-@pytest.mark.parametrize("page", TABLES)
-def test_the_tables_of_the_docs_are_what_the_check_says(page: str) -> None:
-    assert (DOCS / page).read_text() == written(page), "write them anew: python -m tests.sync.test_capabilities"
+def table_of_policies() -> str:
+    rows = [
+        (f"`{name}`", ", ".join(f"`{each}`" for each in kind.__struct_fields__), first_sentence(kind))
+        for name, kind in registry.BUILT_IN.items()
+    ]
+    return table("| policy | values | what it does |", rows)
+
+
+def table_of_payloads() -> str:
+    rows = [
+        (f"`{words}`", f"{payload.nbytes(2**20) / 2**20:.3g}", first_sentence(type(payload)))
+        for words, payload in FORMS.items()
+    ]
+    return table("| payload | bytes of a float32 | what it is |", rows)
+
+
+PAGE = DOCS / "combinations.md"
+
+
+def written() -> str:
+    """The page's text with its tables as they have to be."""
+    text = PAGE.read_text()
+    made = [table_of_combinations(*each) for each in TABLES.values()] + [table_of_policies(), table_of_payloads()]
+    for each in made:
+        header = each.partition("\n")[0]
+        before, found, after = text.partition(f"\n{header}\n")
+        assert found, f"{PAGE.name} has no table that begins with {header}"
+        below = dropwhile(lambda line: line.startswith("|"), after.splitlines(keepends=True))
+        text = f"{before}\n{each}{''.join(below)}"
+    return text
+
+
+def test_the_tables_of_the_docs_are_what_the_check_says() -> None:
+    assert PAGE.read_text() == written(), "write them anew: python -m tests.sync.test_capabilities"
 
 
 def test_unlike_pipelines_go_with_what_needs_no_replicas_of_a_stage() -> None:
     refused = {type(given).__name__ for given in METHODS.values() if not goes(given, unlike=(1, 2))}
     assert refused == {"ADPSGD", "DiLoCo", "PHDPSGD", "OwnMethod"}
     assert goes(ADPSGD(), unlike=(1, 2)), "only if it is waited for"
-
-
-def test_every_method_has_a_row() -> None:
-    assert {type(method).__name__ for method in METHODS.values()} == {*KINDS, "OwnPolicy", "OwnMethod"}
 
 
 def test_a_method_of_ones_own_goes_with_what_it_says() -> None:
@@ -263,7 +271,10 @@ def test_every_refusal_offers_what_is_accepted(given: Any) -> None:
         asked = Combination(given, num_stages=2, **{**one, **other, "exchange": exchange})
         found = list(refusals(capabilities_of(method_for(asked)), asked))
         for refusal in found:
-            assert refusal.takes <= WORDS.get(refusal.dimension, {}).keys() | {"auto", "by_speed", "several"}
+            known = WORDS.get(refusal.dimension, {}).keys() | {"auto", "by_speed", "several"}
+            if refusal.dimension == "payloads":
+                known = {kind for payload in FORMS.values() for kind in kinds(payload)}
+            assert refusal.takes <= known
         for words in alternatives(asked):
             method = eval(words, vars(sync))
             check(method_of(method), replace(asked, sync=method))
@@ -274,8 +285,7 @@ def test_every_refusal_offers_what_is_accepted(given: Any) -> None:
 
 
 def write() -> None:
-    for page in TABLES:
-        (DOCS / page).write_text(written(page))
+    PAGE.write_text(written())
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network, write_network
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.sync import PHDPSGD, SemiDecentralized
-from lightning_sdpipe.sync.capabilities import Combination, check
+from lightning_sdpipe.sync.capabilities import Combination
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.measured_groups import on_hosts, with_measured_groups
-from lightning_sdpipe.sync.methods import method_of
+from lightning_sdpipe.sync.methods import check, method_of
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_sdpipe import ADPSGD, AllReduce, ConfigurationError, LocalSGD, SDPipeStrategy
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.sync import PartialReduce, SemiDecentralized
-from lightning_sdpipe.sync.capabilities import Combination, check
-from lightning_sdpipe.sync.methods import deals, method_of
+from lightning_sdpipe.sync.capabilities import Combination
+from lightning_sdpipe.sync.methods import check, deals, method_of
 from tests.features.running import Regression, samples
 from tests.strategy.test_strategy import fit
 

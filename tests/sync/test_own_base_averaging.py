@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.sync import DiLoCo, outer_averaging
-from lightning_sdpipe.sync.capabilities import Combination, check
+from lightning_sdpipe.sync.capabilities import Combination
+from lightning_sdpipe.sync.methods import check
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from tests.sync.stage import SIZE, Stage, change, equal

@@ -1,10 +1,23 @@
 """Payloads: encodings of tensors in messages, which trade precision for bytes."""
 
+from collections.abc import Mapping
+
 from lightning_sdpipe.exchange.payloads.eight_bit import EightBit, Modulo, Spread
 from lightning_sdpipe.exchange.payloads.few_bits import OneBit
 from lightning_sdpipe.exchange.payloads.payload import ErrorFeedback, Full, Half, Payload
 
-NAMES = {"eight_bit": EightBit, "full": Full, "half": Half, "one_bit": OneBit}
+FORMS: Mapping[str, Payload] = {
+    "Full()": Full(),
+    "Half()": Half(),
+    "EightBit()": EightBit(),
+    "EightBit(feedback=True)": EightBit(feedback=True),
+    "OneBit()": OneBit(),
+    "OneBit(momentum=…)": OneBit(momentum=0.9, after=100),
+}
+"""An example of each form of a payload that methods take or refuse, by the words that make it. Names, refusals, the
+tables of the documentation and tests follow from this list."""
+
+NAMES = {payload.name: type(payload) for payload in FORMS.values() if payload == type(payload)()}
 """Payloads with their defaults by the names that users give, as in ``conf/exchange``."""
 
-__all__ = ["NAMES", "EightBit", "ErrorFeedback", "Full", "Half", "Modulo", "OneBit", "Payload", "Spread"]
+__all__ = ["FORMS", "NAMES", "EightBit", "ErrorFeedback", "Full", "Half", "Modulo", "OneBit", "Payload", "Spread"]

@@ -51,6 +51,14 @@ class OneBit(Payload):
     momentum: float = 0.0
     after: int = 0
 
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "momentum" if self.momentum else "one_bit"
+
+    @property
+    def needs(self) -> str:  # type: ignore[override]
+        return "gradients" if self.momentum else "base"
+
     def __post_init__(self) -> None:
         check_block(self.block, 8)
         if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:

@@ -36,6 +36,16 @@ class Payload(ABC):
     that for float64.
     """
 
+    name: str = "feedback"
+    """Name by which methods say that they take it (:class:`~lightning_sdpipe.sync.capabilities.Capabilities`)."""
+    needs: str = "neighbours"
+    """What the members of an exchange must have in common: ``"full"`` and ``"nothing"``, ``"neighbours"`` that stay the
+    same, a common ``"base"``, or ``"gradients"``, which are sums."""
+    block: int = 1
+    """Values that share a scale."""
+    modulo: int | None = None
+    """Bits of a value where members know nothing of each other's models but that they are close
+    (:class:`~lightning_sdpipe.exchange.payloads.Modulo`); 0 if models travel as they are, None if they cannot."""
     feedback: bool = False
     """Whether what a message leaves out is added to the next one (:class:`ErrorFeedback`)."""
     momentum: float = 0.0
@@ -284,6 +294,8 @@ class Full(_Cast):
     """All bits of the buffer's type: 4 bytes per value for float32, 2 for bfloat16."""
 
     dtype: torch.dtype = torch.float32
+    name = needs = "full"
+    modulo = 0
 
     @property
     def _wire(self) -> torch.dtype:
@@ -308,6 +320,10 @@ class Half(_Cast):
     def __post_init__(self) -> None:
         if self.dtype not in ("float16", "bfloat16"):
             raise refusal("dtype", self.dtype, '"float16" or "bfloat16", or use Full()')
+
+    name = "half"
+    needs = "nothing"
+    modulo = 0
 
     @property
     def overflows(self) -> bool:  # type: ignore[override]

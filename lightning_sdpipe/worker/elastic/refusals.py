@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from lightning.pytorch import Trainer
@@ -12,11 +13,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
-from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.decentralized import PresentPeers
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.sync.capabilities import Combination, check
+from lightning_sdpipe.sync.capabilities import Combination
+from lightning_sdpipe.sync.methods import check
 from lightning_sdpipe.worker.options import Options
 
 _HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
@@ -46,7 +47,7 @@ def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) 
     """Raise ConfigurationError if the scheduler decides by another policy than a method needs, or only one of the two
     lets pipelines average while they compute."""
     others = (needed.keeps_equal or isinstance(needed, OuterRounds | PresentPeers)) and type(held) is not type(needed)
-    if others or _is_asynchronous(needed) != _is_asynchronous(held):
+    if others or needed.must_hold != held.must_hold:
         name = _named(needed)
         raise ConfigurationError(
             f"sync={options.sync!r} needs a scheduler that decides by {name}, and this one decides by {_named(held)}. "
@@ -68,8 +69,5 @@ def check_trainer(trainer: Trainer, options: Options) -> None:
 
 def _named(policy: PolicyConfig) -> str:
     """Return the name of ``policy``, as it is given to a scheduler."""
-    return registry.name_of(policy) + (" --set asynchronous=true" if _is_asynchronous(policy) else "")
-
-
-def _is_asynchronous(policy: PolicyConfig) -> bool:
-    return isinstance(policy, ADPSGD) and policy.asynchronous
+    values = [f" --set {name}={json.dumps(value)}" for name, value in policy.must_hold.items()]
+    return registry.name_of(policy) + "".join(values)

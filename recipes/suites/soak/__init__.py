@@ -35,6 +35,7 @@ from lightning_sdpipe.exchange.options import Overlap
 from lightning_sdpipe.exchange.payloads import NAMES
 from lightning_sdpipe.scheduler.server.server import Limits
 from lightning_sdpipe.sync import capabilities
+from lightning_sdpipe.sync.methods import check as check_combination
 from lightning_sdpipe.sync.methods import method_for
 from lightning_sdpipe.worker.options import Schedule
 from recipes.harness.namespaces import NotAllowed, hosts, inside
@@ -169,7 +170,7 @@ def _going_with(
         exchange = Exchange(NAMES[chosen[1]](), chosen[2])
         asked = capabilities.Combination(sync, exchange, chosen[0], num_stages, elastic=True)
         with suppress(ConfigurationError):
-            capabilities.check(method_for(asked), asked)
+            check_combination(method_for(asked), asked)
             return chosen[2], chosen[1], chosen[0]
     raise ConfigurationError(f"sync={sync!r} does not go with elastic runs")
 

@@ -15,7 +15,8 @@ from torch import nn
 
 from lightning_sdpipe import ConfigurationError, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.simulate import Work, simulate
-from lightning_sdpipe.sync.capabilities import Combination, check
+from lightning_sdpipe.sync.capabilities import Combination
+from lightning_sdpipe.sync.methods import check
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh

@@ -8,8 +8,8 @@ import hydra
 import pytest
 
 from lightning_sdpipe import Exchange
-from lightning_sdpipe.sync.capabilities import Combination, check
-from lightning_sdpipe.sync.methods import method_for
+from lightning_sdpipe.sync.capabilities import Combination
+from lightning_sdpipe.sync.methods import check, method_for
 from recipes.suites import far_apart, faults, soak
 from recipes.suites.elastic import PHASES, Record, Work
 from recipes.suites.far_apart.samples import WINDOW, losses, reached, target

@@ -95,7 +95,7 @@ def test_rounds_of_all_send_payloads_as_diloco_does() -> None:
 
 def test_groups_by_machine_are_refused_since_machines_come_later() -> None:
     for machines in (PHDPSGD(within="models"), PHDPSGD()):
-        with pytest.raises(ConfigurationError, match=r"PHDPSGD\(within='models', group_size=2\)"):
+        with pytest.raises(ConfigurationError, match=r"PHDPSGD\(group_size=2, within='models'\)"):
             SDPipeStrategy(sync=machines)
     SDPipeStrategy(sync=PHDPSGD(within="models", group_size=1))
 
