@@ -7,9 +7,8 @@ without them; the names below are loaded when they are first used.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
-from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 from lightning_sdpipe.tested import VERSION
@@ -62,41 +61,10 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_HOMES[name]), name)
 
 
-def _register() -> None:
-    from lightning.fabric.strategies import STRATEGY_REGISTRY as fabric
+if "lightning.pytorch" in sys.modules:  # Trainer(strategy="sdpipe")
     from lightning.pytorch.strategies import StrategyRegistry
 
-    def build(**options: Any) -> Any:
+    def _build(**options: Any) -> Any:
         return import_module("lightning_sdpipe.strategy").SDPipeStrategy(**options)
 
-    StrategyRegistry.register("sdpipe", build, "SDPipe: pipeline and data parallel training on unequal workers")
-    fabric.register("sdpipe", _refuse)
-
-
-def _register_with_the_other_package() -> None:
-    import_module("pytorch_lightning.strategies").StrategyRegistry.register("sdpipe", _refuse)
-
-
-def _refuse(**options: Any) -> None:
-    errors = import_module("lightning_sdpipe.errors")
-    raise errors.ConfigurationError(errors.ONLY_LIGHTNING)
-
-
-class _RegisterWithLightning(MetaPathFinder):
-    """Registers the strategy's name just before a package loads the module that looks names up."""
-
-    def __init__(self, package: str, register: Callable[[], None]) -> None:
-        self._place = f"{package}.trainer.connectors.accelerator_connector"
-        self._register = register
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        if fullname == self._place:
-            sys.meta_path.remove(self)
-            self._register()
-
-
-for _package, _registers in (("lightning.pytorch", _register), ("pytorch_lightning", _register_with_the_other_package)):
-    if _package in sys.modules:
-        _registers()
-    else:
-        sys.meta_path.insert(0, _RegisterWithLightning(_package, _registers))
+    StrategyRegistry.register("sdpipe", _build, "SDPipe: pipeline and data parallel training on unequal workers")

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_sdpipe import meter
 from lightning_sdpipe.data.loader import Drawn, drawing_copy, naming_the_limit
 from lightning_sdpipe.data.shards import Shards
-from lightning_sdpipe.dealing.joint_rounds import MicroBatchKey
+from lightning_sdpipe.dealing.joint_rounds import PartKey
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.micro_batches import Portion, part_sizes
 from lightning_sdpipe.random_streams import beginning_again, mix
@@ -52,8 +52,8 @@ class PlacedBatches:
         self._shards, self._num_pipelines, self._parts = Shards(loader), num_pipelines, parts
         self._epoch: int | None = None
         self._seed = 0
-        self._turns: Iterator[Sequence[MicroBatchKey]] = iter(())
-        self._given: deque[tuple[Sequence[MicroBatchKey], Portion]] = deque()
+        self._turns: Iterator[Sequence[PartKey]] = iter(())
+        self._given: deque[tuple[Sequence[PartKey], Portion]] = deque()
         self._iterator: Iterator[Any] | None = None
         self._loader = drawing_copy(loader, self)
         self.ahead = loader.num_workers * (loader.prefetch_factor or 0)
@@ -65,7 +65,7 @@ class PlacedBatches:
             self._shards.begin(mix(seed, epoch))
         self._epoch, self._seed, self._iterator = epoch, seed, None
 
-    def take(self, places: Sequence[MicroBatchKey], ahead: Iterator[Sequence[MicroBatchKey]]) -> tuple[Any, Portion]:
+    def take(self, places: Sequence[PartKey], ahead: Iterator[Sequence[PartKey]]) -> tuple[Any, Portion]:
         """Return the batch of the micro-batches at ``places``, and the portion, which is the whole of it. The loader
         may prefetch those of ``ahead``, as long as they turn out to be the next.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_sdpipe.dealing.proportional import shares_by_speed
 
-MicroBatchKey = tuple[int, int, int]
+PartKey = tuple[int, int, int]
 """A micro-batch of an epoch: home shard, number of the batch in it, and part of that."""
 
 LONGEST = 32
@@ -45,7 +45,7 @@ class JointRounds:
         """The division: seconds of a micro-batch of each of its pipelines."""
         self.number = self.stop = 0
         """Round that comes next, and the one after the segment's last."""
-        self.missed: list[MicroBatchKey] = []
+        self.missed: list[PartKey] = []
         self.members: tuple[int, ...] = ()
         """Pipelines in the last round."""
         self.heard: dict[int, float] = {}
@@ -55,14 +55,12 @@ class JointRounds:
         self.counts = False
         """Whether the last turn counts."""
         self._epoch = 0  # of membership, of the last round
-        self._last: tuple[list[MicroBatchKey], list[MicroBatchKey]] = ([], [])
+        self._last: tuple[list[PartKey], list[PartKey]] = ([], [])
         """Micro-batches of the last turn, and those of them that were not in its round."""
-        self._before: tuple[int, list[MicroBatchKey]] = (0, [])
+        self._before: tuple[int, list[PartKey]] = (0, [])
         """Round and missed micro-batches before the last turn."""
         self._turns, self._look_at = 0, 1
-        self._recent: deque[tuple[list[MicroBatchKey], list[MicroBatchKey]]] = deque(
-            maxlen=_TURNS + 1
-        )  # one may be undone
+        self._recent: deque[tuple[list[PartKey], list[PartKey]]] = deque(maxlen=_TURNS + 1)  # one may be undone
 
     def begin(self, start: int, stop: int) -> None:
         """Begin a segment of the rounds ``start`` to ``stop`` − 1."""
@@ -80,11 +78,11 @@ class JointRounds:
         """True if a new division is to be made before the next turn."""
         return self._turns > 0 and ({*self.members} != {*self.seconds} or self._turns >= self._look_at)
 
-    def turn(self) -> dict[int, list[MicroBatchKey]]:
+    def turn(self) -> dict[int, list[PartKey]]:
         """Return what each pipeline of the division trains in the next turn."""
         return self._divide(self._places(self.number), self.seconds)
 
-    def ahead(self, pipeline: int) -> Iterator[list[MicroBatchKey]]:
+    def ahead(self, pipeline: int) -> Iterator[list[PartKey]]:
         """Yield what ``pipeline`` trains in the rounds after the next one by the division of the time when that
         is asked for."""
         numbers = range(self.number + 1, self.stop)
@@ -183,13 +181,13 @@ class JointRounds:
         self._last = _as_places(state["last"][0]), _as_places(state["last"][1])
         self._before, self.counts = (state["before"][0], _as_places(state["before"][1])), state["counts"]
 
-    def _places(self, number: int) -> list[MicroBatchKey]:
+    def _places(self, number: int) -> list[PartKey]:
         size = self._shards * self._parts
         if number >= self.stop:
             return self.missed[:size]
         return [(home, number, part) for home in range(self._shards) for part in range(self._parts)]
 
-    def _divide(self, places: Sequence[MicroBatchKey], seconds: Mapping[int, float]) -> dict[int, list[MicroBatchKey]]:
+    def _divide(self, places: Sequence[PartKey], seconds: Mapping[int, float]) -> dict[int, list[PartKey]]:
         chunks = [places[first : first + self._unit] for first in range(0, len(places), self._unit)]
         given = self._shares(len(chunks), seconds)
         left = iter(chunks)
@@ -204,7 +202,7 @@ class JointRounds:
         return max((self._bubble + self._unit * given[i]) * seconds[i] for i in given)
 
 
-def _as_places(given: Sequence[Sequence[int]]) -> list[MicroBatchKey]:
+def _as_places(given: Sequence[Sequence[int]]) -> list[PartKey]:
     return [(home, number, part) for home, number, part in given]
 
 

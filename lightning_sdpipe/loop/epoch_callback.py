@@ -37,7 +37,7 @@ from lightning_sdpipe.lightning_internals import (
 )
 from lightning_sdpipe.lightning_results import adopt_metrics, expect_values, values_to_reduce
 from lightning_sdpipe.loop import loop
-from lightning_sdpipe.loop.batch_source import Turns
+from lightning_sdpipe.loop.batch_source import BatchSource, Turns
 from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.random_streams import RandomStreams, mixed
@@ -67,7 +67,6 @@ class StreamSwitches:
         seed: of the run; equal on all workers, and kept in checkpoints.
         groups: this worker's place. Batch k of pipeline i, of N, is number k N + i of the epoch.
         ownership: which stage holds what.
-        dealt: the number of a training batch, if it was dealt.
     """
 
     def __init__(
@@ -77,12 +76,12 @@ class StreamSwitches:
         seed: Callable[[], int],
         groups: ProcessGroups,
         ownership: Ownership,
-        dealt: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._trainer: Any = trainer
         self._streams = streams
         self._seed = seed
-        self._dealt = dealt
+        self.source: BatchSource | None = None
+        """Source of training batches, which knows the number of one that was dealt."""
         self._stage, self._pipeline = groups.mesh.locate(groups.rank)
         self._num_pipelines = groups.mesh.num_pipelines
         self._alike = groups.mesh.alike
@@ -161,7 +160,7 @@ class StreamSwitches:
         else:
             loop = trainer.predict_loop if stage is RunningStage.PREDICTING else evaluation_loop(trainer)
         before = loop.batch_progress.current.ready
-        dealt = self._dealt() if training else None
+        dealt = self.source.position if training and self.source is not None else None
         position = before * self._num_pipelines + self._pipeline if dealt is None else dealt
         self.stream = (self._seed(), trainer.current_epoch, _KINDS[stage.value], dataloader_idx, position)
         self._common = mixed(*self.stream[:-1], before if dealt is None else dealt, _BETWEEN_STEPS)

@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 
 from lightning_sdpipe.data.joint import PlacedBatches, divide
 from lightning_sdpipe.data.shards import why_sharded
-from lightning_sdpipe.dealing.joint_rounds import MicroBatchKey
+from lightning_sdpipe.dealing.joint_rounds import PartKey
 from lightning_sdpipe.dealing.proportional import shares_by_speed
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
@@ -164,7 +164,7 @@ class JointBatchSource:
     def _counts(self, number: int) -> Sequence[int]:
         return next(counts for start, counts in reversed(self._plan) if start <= number)
 
-    def _places(self, number: int) -> list[MicroBatchKey]:
+    def _places(self, number: int) -> list[PartKey]:
         """Return the micro-batches of round ``number`` that this pipeline trains."""
         return [(home, number, part) for home, part in divide(self._counts(number), self._parts)[self._pipeline]]
 

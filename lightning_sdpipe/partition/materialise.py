@@ -27,7 +27,7 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class _TensorView:
+class _View:
     """A part of a storage, in place of a meta tensor."""
 
     storage: int
@@ -50,7 +50,7 @@ class _Operation:
     kwargs: dict[str, Any]
     reads: frozenset[int]  # storages
     writes: frozenset[int]
-    outputs: Sequence[_TensorView]
+    outputs: Sequence[_View]
     draws: bool  # random numbers
     seed: Tensor | None = None  # the state that the random generator was set to just before
 
@@ -158,12 +158,10 @@ class Initialisation:
             return self._place(value) if value.device == _META else value.detach().clone()
         return _CPU if value == _META else value
 
-    def _place(self, tensor: Tensor) -> _TensorView:
+    def _place(self, tensor: Tensor) -> _View:
         storage = tensor.untyped_storage()
         self._storages.setdefault(storage._cdata, storage)
-        return _TensorView(
-            storage._cdata, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        )
+        return _View(storage._cdata, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def materialise(module: nn.Module, ownership: Ownership, stage: int, initialisation: Initialisation) -> None:
@@ -239,7 +237,7 @@ def _run(operation: _Operation, real: dict[int, torch.UntypedStorage], counts: b
         torch.set_rng_state(operation.seed)
 
     def tensor(value: Any) -> Any:
-        if not isinstance(value, _TensorView):
+        if not isinstance(value, _View):
             return value
         return value.over(real[value.storage]) if counts else value.filler()
 

@@ -12,9 +12,7 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD as PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized as SemiDecentralized
 
-METHODS: tuple[type[PolicyConfig], ...] = (
-    *(SemiDecentralized, PartialReduce, LocalSGD, Decentralized, ADPSGD, PHDPSGD, NoSync),
-)
+METHODS = (SemiDecentralized, PartialReduce, LocalSGD, Decentralized, ADPSGD, PHDPSGD, NoSync)
 """Policies that users choose as methods, in the order in which they are offered."""
 
 POLICIES: tuple[type[PolicyConfig], ...] = (*METHODS, AllReduceModels, AllPresent, OuterRounds, PresentPeers)

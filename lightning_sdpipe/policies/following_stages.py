@@ -26,7 +26,7 @@ from lightning_sdpipe.policies.versions import Versions
 
 
 @dataclass(frozen=True)
-class PlannedPart:
+class GroupPart:
     """One group's part in a meeting: the iterations of its pipelines, and whether it waits on afterwards.
 
     ``steps`` says that this is the group's first meeting since its last step.
@@ -42,7 +42,7 @@ class PlannedPart:
 class PlannedGroup:
     """A meeting that the last stage has decided. ``computing`` has the pipelines of groups that were not ready."""
 
-    parts: tuple[PlannedPart, ...]
+    parts: tuple[GroupPart, ...]
     computing: Mapping[int, tuple[int, ...]]
     reason: Reason
 
@@ -148,19 +148,19 @@ class FollowingStages:
         reported = self._participants.last_reported(self._stage, pipeline)
         return reported is None or reported < iteration
 
-    def _fresh(self, due: _Due, present: Sequence[tuple[PlannedPart, Sequence[int]]], earlier: set[int]) -> bool:
+    def _fresh(self, due: _Due, present: Sequence[tuple[GroupPart, Sequence[int]]], earlier: set[int]) -> bool:
         """Return whether no group that goes on would wait for one that has an earlier meeting to come."""
         self._step(due, present)
         nodes = [part.group for part, _ in present]
         return not any(self._versions.behind(part.group, nodes) & earlier for part, _ in present if not part.stays)
 
-    def _step(self, due: _Due, present: Sequence[tuple[PlannedPart, Sequence[int]]]) -> None:
+    def _step(self, due: _Due, present: Sequence[tuple[GroupPart, Sequence[int]]]) -> None:
         for part, _ in present:
             if part.steps and part.group not in due.stepped:
                 due.stepped.add(part.group)
                 self._versions.stepped(part.group)
 
-    def _goes_out(self, planned: PlannedGroup, present: Sequence[tuple[PlannedPart, Sequence[int]]]) -> Decision:
+    def _goes_out(self, planned: PlannedGroup, present: Sequence[tuple[GroupPart, Sequence[int]]]) -> Decision:
         active = self._participants.active[self._stage]
         asleep = {k: [p for p in pipelines if p in active] for k, pipelines in planned.computing.items()}
         asleep = {k: pipelines for k, pipelines in asleep.items() if pipelines}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_sdpipe.policies.capabilities import BASES, BESIDE, DEALT, FREELY, FULL, HOSTS, LIKE, Capabilities
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.following_stages import FollowingStages, PlannedGroup, PlannedPart
+from lightning_sdpipe.policies.following_stages import FollowingStages, GroupPart, PlannedGroup
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 from lightning_sdpipe.policies.versions import Versions
@@ -17,6 +17,7 @@ class LocalSGD(PolicyConfig, frozen=True):
 
     registered = "local_sgd"
     forms = ({"every": 1}, {"every": 8})
+    half = "lightning_sdpipe.sync.methods:among_all"  # type: ignore[assignment]
     in_step = True
 
     every: int
@@ -29,10 +30,6 @@ class LocalSGD(PolicyConfig, frozen=True):
         overlaps = FREELY if self.every == 1 else BESIDE
         return Capabilities(BASES, overlaps, HOSTS, unlike=LIKE, elastic={"payloads": FULL})
 
-    @property
-    def half(self) -> str:
-        return "lightning_sdpipe.sync.methods:among_all"
-
     def make_policy(self, num_stages: int, num_pipelines: int) -> LocalSGDPolicy:
         return LocalSGDPolicy(num_stages, num_pipelines, every=self.every)
 
@@ -43,14 +40,8 @@ class NoSync(PolicyConfig, frozen=True):
 
     registered = "no_sync"
     in_step = True
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(data=DEALT, unlike={}, elastic={})
-
-    @property
-    def half(self) -> str:
-        return "lightning_sdpipe.sync.methods:alone"
+    capabilities = Capabilities(data=DEALT, unlike={}, elastic={})  # type: ignore[assignment]
+    half = "lightning_sdpipe.sync.methods:alone"  # type: ignore[assignment]
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> LocalSGDPolicy:
         return LocalSGDPolicy(num_stages, num_pipelines, every=None)
@@ -102,7 +93,7 @@ class LocalSGDPolicy(GroupPolicy):
         decisions: list[Decision] = []
         if self.participants.all_wait(self._last):
             waiting = dict(self.participants.waiting[self._last])
-            parts = tuple(PlannedPart(p, {p: iteration}, stays=False, steps=True) for p, iteration in waiting.items())
+            parts = tuple(GroupPart(p, {p: iteration}, stays=False, steps=True) for p, iteration in waiting.items())
             for replay in self._replays:
                 replay.plan(PlannedGroup(parts, {}, reason))
             decisions.append(self.participants.group(self._last, list(waiting), reason))

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from itertools import islice, pairwise
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.policies.capabilities import GROUPS, Capabilities
+from lightning_sdpipe.policies.capabilities import GROUPS
 from lightning_sdpipe.policies.decisions import Decision, Group, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
@@ -56,6 +56,7 @@ class PartialReduce(PolicyConfig, frozen=True):
 
     registered = "partial_reduce"
     forms = ({}, {"decay": 0.5})
+    capabilities = GROUPS  # type: ignore[assignment]
 
     group_size: int = 3
     decay: float | None = None
@@ -74,10 +75,6 @@ class PartialReduce(PolicyConfig, frozen=True):
                 "missing out, or give a decay, such as 0.5"
             )
         check_integer("history", self.history, 1, "groups, or null to choose", optional=True)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return GROUPS
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> PartialReducePolicy:
         if self.group_size > num_pipelines:

@@ -41,7 +41,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.capabilities import GROUPS, SHARDED, Capabilities
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Progress, Worker
-from lightning_sdpipe.policies.following_stages import FollowingStages, PlannedGroup, PlannedPart, mean_of_groups
+from lightning_sdpipe.policies.following_stages import FollowingStages, GroupPart, PlannedGroup, mean_of_groups
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.pairing import draw, similarities, uniform
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent, check_integer, checked_groups, refusal
@@ -274,9 +274,7 @@ class PHDPSGDPolicy(GroupPolicy):
     def _alone(self, pipeline: int, group: int) -> Decision:
         iteration = self.participants.waiting[self._last][pipeline]
         for replay in self._replays:
-            replay.plan(
-                PlannedGroup((PlannedPart(group, {pipeline: iteration}, False, False),), {}, Reason.WORKER_LOST)
-            )
+            replay.plan(PlannedGroup((GroupPart(group, {pipeline: iteration}, False, False),), {}, Reason.WORKER_LOST))
         return self.participants.group(self._last, [pipeline], Reason.WORKER_LOST)
 
     def _becomes_ready(self, group: int) -> list[Decision]:
@@ -353,7 +351,7 @@ class PHDPSGDPolicy(GroupPolicy):
         participants, last = self.participants, self._last
         waiting = participants.waiting[last]
         parts = [
-            PlannedPart(k, {p: waiting[p] for p in self._waiting(k)}, k in stay, k not in self._counted)
+            GroupPart(k, {p: waiting[p] for p in self._waiting(k)}, k in stay, k not in self._counted)
             for k in (*go, *stay)
         ]
         self._counted.difference_update(go)

@@ -3,7 +3,7 @@ Lightning's loop, callbacks and module to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from lightning_sdpipe.checkpoints.distributed import directory_of
 from lightning_sdpipe.checkpoints.whole_module import make_whole, tie_again, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource, Split
 from lightning_sdpipe.loop.dealt import Dealing
@@ -41,12 +42,17 @@ from lightning_sdpipe.loop.user_hooks import (
 )
 from lightning_sdpipe.loop.weight_averaging import averaging_of, tensors_in
 from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.partition.chain import described
+from lightning_sdpipe.partition.ownership import assign_owners, parameters_held, saves_nothing
+from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.sync.methods import deals
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.run import TrainingRun
 from lightning_sdpipe.worker.training import FirstFailure, Training
+
+_SHOWN = 4  # ranks of a stage that are shown when the run begins
 
 
 @dataclass
@@ -56,11 +62,6 @@ class Origin:
     data_seed: int
     saved: Mapping[str, Any] = field(default_factory=dict)
     """Random states, and numbers of updates and rounds, of the checkpoint that was loaded."""
-
-    @property
-    def split(self) -> Split | None:
-        """Split of the data that the checkpoint counts by; None without a checkpoint."""
-        return self.saved.get("split")
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Begin where the run of a checkpoint was, which ``saved`` these values."""
@@ -128,14 +129,8 @@ class Setup:
             from_leader: returns the numbers of the first rank of the pipeline that leads; every worker must call it.
             random_states: returns all from which a resumed run continues; every worker must call it.
         """
-        draws = StreamSwitches(
-            self.trainer,
-            self.parts.cut_model.streams,
-            seed=lambda: self.origin.data_seed,
-            groups=self.groups,
-            ownership=self.parts.ownership,
-            dealt=lambda: None if self.source is None else self.source.position,
-        )
+        seed = partial(getattr, self.origin, "data_seed")  # which calls no Python
+        draws = StreamSwitches(self.trainer, self.parts.cut_model.streams, seed, self.groups, self.parts.ownership)
         self.undo.append(draws.undo)
         self._count_pipelines()
         replica = self._make_replica()
@@ -153,7 +148,7 @@ class Setup:
         ]
         checks = ClockChecks(loop.clocks(self.trainer), from_leader)
         if self._fits:
-            self.source = self._make_source(training, checks)
+            self.source = draws.source = self._make_source(training, checks)
             self.undo.append(self.source.close)
         loop.change(self.trainer, training, checks, self.source)
         share, meet, loaded = self.run.share, self._meet_at_the_end, self.origin.saved or None
@@ -201,19 +196,12 @@ class Setup:
             stage, pipeline = self.groups.mesh.locate(self.groups.rank)
             where, buckets = f"stage {stage} of pipeline {pipeline}", self.parts.freezing.buckets
             watch = NonfiniteWatch(where, buckets, self.strategy.root_device, losses=not self._scales)
+        rendezvous, client = self.run.rendezvous(sync), self.run.membership.client
+        late = self.state if self.parts.changed_late else None
         return Training(
-            self.trainer,
-            self.parts,
-            sync,
-            self.run.rendezvous(sync),
-            self.run.membership.client,
-            self.groups,
-            draws,
-            self.guard,
-            watch,
-            self.first_failure,
-            self.state if self.parts.changed_late else None,
-        )
+            self.trainer, self.parts, sync, rendezvous, client, self.groups, draws, self.guard, watch,
+            self.first_failure, late,
+        )  # fmt: skip
 
     def _refuse_by_hand(self, sync: Synchronizer) -> None:
         """Raise ConfigurationError for options that manual optimization does not go with, whose steps may run any
@@ -295,24 +283,20 @@ class Setup:
 
     def _make_source(self, training: Training, checks: ClockChecks) -> BatchSource:
         options, run, origin = self.options, self.run, self.origin
+        loaded: Callable[[], Split | None] = lambda: origin.saved.get("split")  # noqa: E731
         if options.batch_by_speed and options.job is None:
             parts, unit = options.division
             return JointBatchSource(
-                self.trainer, run.groups, self.parts.delays, parts, unit, lambda: origin.data_seed, lambda: origin.split
+                self.trainer, run.groups, self.parts.delays, parts, unit, lambda: origin.data_seed, loaded
             )
         method, asked = run.options.method, options.data == "dealt"
         if not deals(options.data, method, run.mesh.num_pipelines, training.client.policy):
-            return ShardBatchSource(self.trainer, training, lambda: origin.split)
+            return ShardBatchSource(self.trainer, training, loaded)
         reason = None if asked or not self.guard.communicates else "a step communicates with other pipelines"
         if takes_iterator(self.module):
             reason = "training_step takes batches from dataloader_iter itself"
-        dealing = Dealing(
-            seed=lambda: origin.data_seed,
-            origin=lambda: origin.split,
-            required=asked,
-            on_any_worker=partial(self.strategy.reduce_boolean_decision, all=False),
-            reason=reason,
-        )
+        on_any_worker = partial(self.strategy.reduce_boolean_decision, all=False)
+        dealing = Dealing(lambda: origin.data_seed, loaded, asked, on_any_worker, reason)
         return run.dealt_batches(self.trainer, training, self.checkpoints, checks, dealing)
 
     # ---------------------------------------------------------------- during the run
@@ -363,6 +347,55 @@ class Setup:
                 if (same := self.training.sync.same_gradients) is not None:
                     refuse_unlike_options(self.strategy.optimizers, same)
         self.state.hand_on_metrics(hook)
+
+    # ---------------------------------------------------------------- description
+
+    def what_runs(self, plans: Sequence[Plan], scheduler: str) -> str:
+        """Describe what each rank runs, and how: what a user looks at when a run is not what was meant. ``plans`` has
+        one for each pipeline, or one for all; ``scheduler`` is its address."""
+        options, mesh = self.options, self.run.mesh
+        assert self.source is not None
+        if mesh.alike:
+            lines = [f"SDPipe: pipelines × stages = {mesh.num_pipelines} × {len(plans[0].spans)}"]
+            lines += self._stages(plans[0], mesh.ranks, "")
+        else:
+            lines = [f"SDPipe: {mesh.num_pipelines} pipelines of {', '.join(map(str, options.depths))} stages"]
+            for pipeline, row in zip(mesh.pipelines, mesh.ranks, strict=True):
+                lines += self._stages(plans[pipeline], [row], f"pipeline {pipeline}, ")
+        lines += [
+            f"schedule: {options.schedule}, {options.num_micro_batches} micro-batches of a mini-batch",
+            f"method: {options.sync!r}",
+            f"exchange: {'in full precision' if options.exchange == Exchange() else repr(options.exchange)}",
+            f"data: {self.source.description}",
+            f"scheduler: {self._where_to_look(scheduler)}",
+        ]
+        return "\n  ".join(lines)
+
+    def _stages(self, plan: Plan, ranks: Sequence[Sequence[int]], name: str) -> Iterator[str]:
+        module, memory = self.module, self.parts.ownership.memory
+        ownership = assign_owners(module, plan.chain, plan.module_spans, readers=plan.readers, memory=memory)
+        for stage, span in enumerate(plan.spans):
+            parameters = parameters_held(module, ownership, stage)
+            where = [self._named(row[stage % len(row)]) for row in ranks]
+            shown = ", ".join(where[:_SHOWN]) + (f" and {len(where) - _SHOWN} more" if len(where) > _SHOWN else "")
+            blocks = described(plan.blocks[span.start : span.stop])
+            yield f"{name}stage {stage}: {blocks}, {parameters:,} parameters, on {shown}"
+        if saves := saves_nothing(module, ownership):
+            yield saves
+
+    def _named(self, rank: int) -> str:
+        devices, nodes = self.strategy.parallel_devices or [self.strategy.root_device], self.strategy.num_nodes
+        if self.options.depths and nodes > 1:  # machines may have unlike numbers of devices
+            return f"rank {rank}"
+        node = f" of node {rank // len(devices)}" if nodes > 1 else ""
+        return f"rank {rank} ({devices[rank % len(devices)]}{node})"
+
+    def _where_to_look(self, address: str) -> str:
+        if self.options.standing_scheduler is not None:
+            return f"see `sdpipe status {address}`"
+        where, log = "" if self.strategy.num_nodes == 1 else " on its machine", self.options.scheduler_log
+        kept = "log_dir=… keeps its decisions" if log is None else f"its log is {log}"
+        return f"{address}, started by rank 0: see `sdpipe status`{where}; {kept}"
 
     # ---------------------------------------------------------------- the end
 

@@ -66,7 +66,6 @@ from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.pipeline.data import shared_seed
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.seeing.page import last_line
-from lightning_sdpipe.strategy.description import what_runs
 from lightning_sdpipe.strategy.optimizer_states import added_to, taken_from
 from lightning_sdpipe.strategy.setup import Origin, Setup
 from lightning_sdpipe.sync.synchronizer import SyncMethod, SyncStatistics
@@ -350,14 +349,8 @@ class SDPipeStrategy(DDPStrategy):
             self._undo = [*self._undo, keep_gloo_on_loopback(environment)]
         if dist.is_initialized():
             return
-        store = open_store(
-            environment.main_address,
-            environment.main_port,
-            self.global_rank,
-            self.world_size,
-            one_machine,
-            self.options.run_timeout,
-        )
+        host, port, timeout = environment.main_address, environment.main_port, self.options.run_timeout
+        store = open_store(host, port, self.global_rank, self.world_size, one_machine, timeout)
         lightning_internals.open_process_group(
             environment,
             backend,
@@ -520,16 +513,10 @@ class SDPipeStrategy(DDPStrategy):
         return self._plans[1]
 
     def _make_plans(self, trainer: Trainer, cuts: Sequence[PipelineCut]) -> Sequence[plan.Plan]:
-        planning = Planning(
-            trainer,
-            cuts,
-            self.options.blocks,
-            self.options.num_micro_batches,
-            self.root_device,
-            self._guard,
-            self.options.run_timeout.total_seconds(),
-            memory_of(self.root_device, len(self.parallel_devices or [self.root_device])),
-        )
+        options, device = self.options, self.root_device
+        memory = memory_of(device, len(self.parallel_devices or [device]))
+        timeout, batches = options.run_timeout.total_seconds(), options.num_micro_batches
+        planning = Planning(trainer, cuts, options.blocks, batches, device, self._guard, timeout, memory)
         return plan_on_rank_zero(planning)
 
     def model_to_device(self) -> None:
@@ -554,16 +541,7 @@ class SDPipeStrategy(DDPStrategy):
 
     def _what_runs(self) -> str:
         assert self._plans is not None
-        return what_runs(
-            self,
-            self.options,
-            self.mesh,
-            self._plans[1],
-            self.module,
-            self._parts.ownership.memory,
-            data=self._batches.description,
-            scheduler=self.membership.client.address,
-        )
+        return self._made.what_runs(self._plans[1], self.membership.client.address)
 
     # -------------------------------------------------------------------- data
 
@@ -703,9 +681,8 @@ class SDPipeStrategy(DDPStrategy):
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another
         there, and logged values are reduced at the end of the epoch."""
-        made = self._set_up
-        updating = made is not None and made.training is not None and made.training.updating
-        if self._guard.in_step or updating or self._ends_alone:
+        training = None if self._set_up is None else self._set_up.training
+        if self._guard.in_step or (training is not None and training.updating) or self._ends_alone:
             return tensor
         group = group or self.groups.stage
         number = isinstance(tensor, Tensor) and tensor.ndim == 0 and tensor.is_floating_point()

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import FORMS
-from lightning_sdpipe.exchange.payloads.payload import Payload
 from lightning_sdpipe.policies.capabilities import FLUSH, SHARDED, Dimension
 from lightning_sdpipe.policies.capabilities import Capabilities as Capabilities
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -78,13 +77,8 @@ class Refusal(NamedTuple):
     def words(self) -> list[str]:
         """Values that go together, in the words of users."""
         if self.dimension == "payloads":
-            return [words for words, payload in FORMS.items() if kinds(payload) & self.takes]
+            return [words for words, payload in FORMS.items() if payload.kinds & self.takes]
         return [words for value, words in WORDS.get(self.dimension, {}).items() if value in self.takes]
-
-
-def kinds(payload: Payload) -> frozenset[str]:
-    """Return the words by which a set of payloads has ``payload``: its name, and what it needs."""
-    return frozenset({payload.name, payload.needs})
 
 
 def capabilities_of(method: SyncMethod | PolicyConfig) -> Capabilities:
@@ -106,7 +100,7 @@ def refusals(row: Capabilities, asked: Combination) -> Iterator[Refusal]:
     flushes = "pipedream" if asked.schedule == "pipedream" else "flush"
     several = "one" if asked.accumulate_grad_batches == 1 else "several"
     demands: list[tuple[Dimension, Set[str], str]] = [
-        ("payloads", kinds(exchange.payload), f"exchange={exchange}"),
+        ("payloads", exchange.payload.kinds, f"exchange={exchange}"),
         ("overlaps", {exchange.overlap}, f"exchange={exchange}"),
         ("hierarchies", {exchange.hierarchy}, f"exchange={exchange}"),
         ("schedules", {flushes}, f"schedule={asked.schedule!r} with num_stages={asked.num_stages}"),

@@ -10,8 +10,7 @@ import pytest
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import GroupPolicy, Policy, PolicyConfig, registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
-from lightning_sdpipe.policies.all_reduce import AllReduceModels
-from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
+from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
@@ -37,14 +36,9 @@ class Empty(PolicyConfig, frozen=True):
 @pytest.mark.parametrize(
     "config",
     [
-        AllReduceModels(),
-        NoSync(),
-        LocalSGD(every=4),
         ADPSGD(seed=5, asynchronous=True),
-        PHDPSGD(),
         PHDPSGD(groups=[[0, 2], [1, 3]], gamma=0.5, staleness=None, times=[1, 2.5, 3, 4]),
         PartialReduce(group_size=4, decay=0.25, missing="oldest", history=9),
-        SemiDecentralized(),
         SemiDecentralized(window=math.inf, connectivity=None),
         SemiDecentralized(window=0.25, connectivity=3, min_group=3, max_group=4, connectivity_unit="groups"),
         SemiDecentralized(window="paper", min_group=3),

@@ -21,22 +21,13 @@ from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import FORMS, OneBit
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import Policy, PolicyConfig
-from lightning_sdpipe.sync import (
-    ADPSGD,
-    PHDPSGD,
-    AllReduce,
-    Decentralized,
-    DiLoCo,
-    PartialReduce,
-    SemiDecentralized,
-)
+from lightning_sdpipe.sync import ADPSGD, PHDPSGD, AllReduce, Decentralized, DiLoCo, PartialReduce, SemiDecentralized
 from lightning_sdpipe.sync.capabilities import (
     SENTENCES,
     WORDS,
     Capabilities,
     Combination,
     capabilities_of,
-    kinds,
     refusals,
 )
 from lightning_sdpipe.sync.methods import alternatives, check, deals, examples, in_words, method_for, method_of
@@ -273,7 +264,7 @@ def test_every_refusal_offers_what_is_accepted(given: Any) -> None:
         for refusal in found:
             known = WORDS.get(refusal.dimension, {}).keys() | {"auto", "by_speed", "several"}
             if refusal.dimension == "payloads":
-                known = {kind for payload in FORMS.values() for kind in kinds(payload)}
+                known = {kind for payload in FORMS.values() for kind in payload.kinds}
             assert refusal.takes <= known
         for words in alternatives(asked):
             method = eval(words, vars(sync))

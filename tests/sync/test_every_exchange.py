@@ -17,15 +17,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange, Hierarchy, Overlap
 from lightning_sdpipe.exchange.payloads import FORMS, EightBit, Full, Half, OneBit, Payload
 from lightning_sdpipe.policies import registry
-from lightning_sdpipe.sync import (
-    PHDPSGD,
-    AllReduce,
-    Decentralized,
-    DiLoCo,
-    LocalSGD,
-    PartialReduce,
-    SemiDecentralized,
-)
+from lightning_sdpipe.sync import PHDPSGD, AllReduce, Decentralized, DiLoCo, LocalSGD, PartialReduce, SemiDecentralized
 from lightning_sdpipe.sync.capabilities import Combination
 from lightning_sdpipe.sync.methods import check, examples, method_of
 from lightning_sdpipe.sync.rendezvous import Rendezvous

@@ -1,5 +1,6 @@
 """Payloads: encodings of tensors in messages, which trade precision for bytes."""
 
+import re
 from collections.abc import Mapping
 
 from lightning_sdpipe.exchange.payloads.eight_bit import EightBit, Modulo, Spread
@@ -17,7 +18,7 @@ FORMS: Mapping[str, Payload] = {
 """An example of each form of a payload that methods take or refuse, by the words that make it. Names, refusals, the
 tables of the documentation and tests follow from this list."""
 
-NAMES = {payload.name: type(payload) for payload in FORMS.values() if payload == type(payload)()}
+NAMES = {re.sub("(?<!^)(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in map(type, FORMS.values())}
 """Payloads with their defaults by the names that users give, as in ``conf/exchange``."""
 
 __all__ = ["FORMS", "NAMES", "EightBit", "ErrorFeedback", "Full", "Half", "Modulo", "OneBit", "Payload", "Spread"]

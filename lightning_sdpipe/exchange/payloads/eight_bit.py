@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,16 +112,9 @@ class EightBit(Payload):
             raise refusal("rounding", self.rounding, '"nearest" or "stochastic"')
 
     @property
-    def _is_plain(self) -> bool:
-        return self.rounding == "nearest" and not self.feedback
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return "eight_bit" if self._is_plain else "feedback"
-
-    @property
-    def needs(self) -> str:  # type: ignore[override]
-        return "nothing" if self._is_plain else "neighbours"
+    def kinds(self) -> Set[str]:  # type: ignore[override]
+        plain = self.rounding == "nearest" and not self.feedback
+        return {"eight_bit", "nothing"} if plain else super().kinds
 
     @property
     def modulo(self) -> int | None:  # type: ignore[override]
@@ -174,21 +168,20 @@ class EightBit(Payload):
 def write_codes(codes: Tensor, into: Tensor, bits: int) -> None:
     """Write whole numbers of ``bits``, in rows of float32, to rows of int8; two of 4 bits in a byte, the first one
     low."""
-    if bits == 8:
-        into.copy_(codes)
-        return
-    flat = codes.reshape(-1).to(torch.int8)
-    into.view(-1).copy_(flat[::2].bitwise_and(15))
-    into.view(-1)[: flat.numel() // 2].bitwise_or_(flat[1::2].bitwise_left_shift(4))
+    flat = codes.view(-1)
+    if bits == 4:
+        whole = flat.to(torch.int8)
+        flat = whole[::2].bitwise_and(15)
+        flat[: len(whole) // 2].bitwise_or_(whole[1::2].bitwise_left_shift(4))
+    into.view(-1).copy_(flat)
 
 
 def read_codes(codes: Tensor, into: Tensor, bits: int) -> Tensor:
     """Reverse :func:`write_codes`."""
-    if bits == 8:
-        return into.copy_(codes)
-    flat, packed = into.view(-1), codes.reshape(-1)
-    flat[::2].copy_(packed.bitwise_left_shift(4).bitwise_right_shift(4))
-    flat[1::2].copy_(packed[: flat.numel() // 2].bitwise_right_shift(4))
+    flat = codes.view(-1)
+    if bits == 4:
+        flat = torch.stack([flat.bitwise_left_shift(4), flat], 1).bitwise_right_shift_(4).view(-1)
+    into.view(-1).copy_(flat[: into.numel()])
     return into
 
 
@@ -216,19 +209,14 @@ class Modulo:
             raise refusal("bits", self.bits, "8 or 4 (of a value)")
         check_block(self.block, 8 // self.bits)
 
-    @property
-    def steps(self) -> int:
-        """Number of steps within θ."""
-        return (1 << self.bits - 1) - 2
-
     def nbytes(self, n: int) -> int:
         """Return the bytes of a message with ``n`` values."""
         return -(-n * self.bits // 8) + 8 * num_blocks(n, self.block)
 
     @torch.no_grad()
     def encode(self, x: Tensor, theta: Tensor, into: Tensor) -> None:
-        """Write ``x`` into a message, with an error of at most half of a step, θ / (2 :attr:`steps`), + 2⁻²¹ · the
-        block's largest magnitude per value.
+        """Write ``x`` into a message, with an error of at most half of a step, θ/252 or in 4 bits θ/12,
+        + 2⁻²¹ · the block's largest magnitude per value.
 
         Args:
             x: 1-D, contiguous, floating-point.
@@ -250,7 +238,7 @@ class Modulo:
             strict=True,
         ):
             exact = add_residual(values, None, scratch)
-            step.copy_(_step(exact, far, self.steps))
+            step.copy_(_step(exact, far, levels // 2 - 2))
             count = torch.mul(exact, step.reciprocal(), out=scratch).round_()
             torch.add(count, levels / 2, out=wrap).mul_(1 / levels).floor_()
             write_codes(count.sub_(wrap, alpha=levels), code, self.bits)

@@ -7,6 +7,7 @@ highest byte of the word times 0x0102040810204080 has the lowest byte of the wor
 from __future__ import annotations
 
 import functools
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
@@ -52,12 +53,8 @@ class OneBit(Payload):
     after: int = 0
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        return "momentum" if self.momentum else "one_bit"
-
-    @property
-    def needs(self) -> str:  # type: ignore[override]
-        return "gradients" if self.momentum else "base"
+    def kinds(self) -> Set[str]:  # type: ignore[override]
+        return {"momentum", "gradients"} if self.momentum else {"one_bit", "base"}
 
     def __post_init__(self) -> None:
         check_block(self.block, 8)

@@ -9,6 +9,7 @@ all values. So it does not depend on the length of pieces, which differs between
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -36,11 +37,9 @@ class Payload(ABC):
     that for float64.
     """
 
-    name: str = "feedback"
-    """Name by which methods say that they take it (:class:`~lightning_sdpipe.sync.capabilities.Capabilities`)."""
-    needs: str = "neighbours"
-    """What the members of an exchange must have in common: ``"full"`` and ``"nothing"``, ``"neighbours"`` that stay the
-    same, a common ``"base"``, or ``"gradients"``, which are sums."""
+    kinds: Set[str] = frozenset({"feedback", "neighbours"})
+    """Its name, and what the members of an exchange must have in common, by which methods say that they take it
+    (:class:`~lightning_sdpipe.sync.capabilities.Capabilities`)."""
     block: int = 1
     """Values that share a scale."""
     modulo: int | None = None
@@ -294,7 +293,7 @@ class Full(_Cast):
     """All bits of the buffer's type: 4 bytes per value for float32, 2 for bfloat16."""
 
     dtype: torch.dtype = torch.float32
-    name = needs = "full"
+    kinds = frozenset({"full"})
     modulo = 0
 
     @property
@@ -321,8 +320,7 @@ class Half(_Cast):
         if self.dtype not in ("float16", "bfloat16"):
             raise refusal("dtype", self.dtype, '"float16" or "bfloat16", or use Full()')
 
-    name = "half"
-    needs = "nothing"
+    kinds = frozenset({"half", "nothing"})
     modulo = 0
 
     @property
