@@ -24,26 +24,3 @@ from lightning_sdpipe.policies.policy import PolicyConfig as PolicyConfig
 from lightning_sdpipe.policies.policy import RefusedEvent as RefusedEvent
 from lightning_sdpipe.policies.policy import check_integer as check_integer
 from lightning_sdpipe.policies.policy import refusal as refusal
-
-__all__ = [
-    "Answered",
-    "Decision",
-    "Event",
-    "Group",
-    "GroupPolicy",
-    "Joined",
-    "Left",
-    "Lost",
-    "Participants",
-    "Policy",
-    "PolicyConfig",
-    "Progress",
-    "Ready",
-    "Reason",
-    "RefusedEvent",
-    "Restarted",
-    "Tick",
-    "Worker",
-    "check_integer",
-    "refusal",
-]

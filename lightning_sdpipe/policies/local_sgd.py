@@ -17,7 +17,7 @@ class LocalSGD(PolicyConfig, frozen=True):
 
     registered = "local_sgd"
     forms = ({"every": 1}, {"every": 8})
-    half = "lightning_sdpipe.sync.methods:among_all"  # type: ignore[assignment]
+    half = "lightning_sdpipe.sync.methods:among_all"
     in_step = True
 
     every: int
@@ -40,8 +40,8 @@ class NoSync(PolicyConfig, frozen=True):
 
     registered = "no_sync"
     in_step = True
-    capabilities = Capabilities(data=DEALT, unlike={}, elastic={})  # type: ignore[assignment]
-    half = "lightning_sdpipe.sync.methods:alone"  # type: ignore[assignment]
+    capabilities = Capabilities(data=DEALT, unlike={}, elastic={})
+    half = "lightning_sdpipe.sync.methods:alone"
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> LocalSGDPolicy:
         return LocalSGDPolicy(num_stages, num_pipelines, every=None)

@@ -56,7 +56,7 @@ class PartialReduce(PolicyConfig, frozen=True):
 
     registered = "partial_reduce"
     forms = ({}, {"decay": 0.5})
-    capabilities = GROUPS  # type: ignore[assignment]
+    capabilities = GROUPS
 
     group_size: int = 3
     decay: float | None = None
