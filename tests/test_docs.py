@@ -22,6 +22,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import nn
 
+import lightning_sdpipe
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.cli import main
 from tests.own_session import script
@@ -178,6 +179,7 @@ _SHOWN = {"script.py", *(path.name for path in (ROOT / "recipes/examples").rglob
 def internal_names(text: str) -> list[str]:
     """Modules that the page of the API does not name, as dotted paths or files."""
     public = set(re.findall(r"lightning_sdpipe(?:\.\w+)*", PAGES["docs/api.md"].read_text()))
+    public |= {f"lightning_sdpipe.{name}" for name in lightning_sdpipe.__all__}
     public |= {".".join(name.split(".")[:length]) for name in public for length in range(1, name.count(".") + 2)}
     found = []
     for name in re.findall(r"(?<![\w/~.-])[\w./]*\w[./]\w+", text):

@@ -486,7 +486,7 @@ class SDPipeStrategy(DDPStrategy):
         self.setup_precision_plugin()
         self._origin.data_seed = self._run.set_out(trainer, self._origin.data_seed)
         if fits:
-            rank_zero_info(self._what_runs())
+            rank_zero_info(made.what_runs(self._plan_stages(trainer, fits), self.membership.client.address))
 
     def _cut(self, trainer: Trainer, fits: bool) -> Setup:
         """Cut the module: this rank keeps its stage, in flat buckets, equal on all pipelines."""
@@ -538,10 +538,6 @@ class SDPipeStrategy(DDPStrategy):
             self.optimizers = [corrected(optimizer, models, self.options.sync) for optimizer in self.optimizers]
         self._made.checkpoints.take_part_of(self.optimizers)
         restore_groups(trainer, self.optimizers)
-
-    def _what_runs(self) -> str:
-        assert self._plans is not None
-        return self._made.what_runs(self._plans[1], self.membership.client.address)
 
     # -------------------------------------------------------------------- data
 

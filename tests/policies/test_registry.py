@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 
+from lightning_sdpipe import policies
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import GroupPolicy, Policy, PolicyConfig, registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
@@ -47,6 +51,12 @@ class Empty(PolicyConfig, frozen=True):
 )
 def test_a_policy_survives_json(config: PolicyConfig) -> None:
     assert registry.from_json(registry.to_json(config)) == config
+
+
+def test_every_policy_of_the_package_is_listed() -> None:
+    modules = [import_module(f"lightning_sdpipe.policies.{each.name}") for each in iter_modules(policies.__path__)]
+    kinds = {kind for module in modules for kind in vars(module).values() if inspect.isclass(kind)}
+    assert {kind for kind in kinds if issubclass(kind, PolicyConfig)} - {PolicyConfig} == {*registry.BUILT_IN.values()}
 
 
 @pytest.mark.parametrize("name", registry.BUILT_IN)

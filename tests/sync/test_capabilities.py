@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from itertools import combinations_with_replacement, dropwhile
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,12 @@ def test_unlike_pipelines_go_with_what_needs_no_replicas_of_a_stage() -> None:
     refused = {type(given).__name__ for given in METHODS.values() if not goes(given, unlike=(1, 2))}
     assert refused == {"ADPSGD", "DiLoCo", "PHDPSGD", "OwnMethod"}
     assert goes(ADPSGD(), unlike=(1, 2)), "only if it is waited for"
+
+
+@pytest.mark.parametrize("policy", [each for each in examples() if isinstance(each, PolicyConfig)], ids=str)
+def test_the_workers_half_of_every_policy_is_where_it_says(policy: PolicyConfig) -> None:
+    module, _, name = policy.half.partition(":")
+    assert callable(getattr(import_module(module), name))
 
 
 def test_a_method_of_ones_own_goes_with_what_it_says() -> None:
