@@ -36,7 +36,7 @@ INTERRUPTED = 128
 """Base of the exit code of what a signal ended; the number of the signal is added to it."""
 
 _OF_OTHERS = re.compile(
-    f"WorkerFailedError|RunAborted|MustEndError|RunOverError|SIGTERMException|KeyboardInterrupt|{LOST_CONNECTION}"
+    f"WorkerFailedError|MustEndError|RunOverError|SIGTERMException|KeyboardInterrupt|{LOST_CONNECTION}"
 )
 """In the last words of a process that failed because of another one."""
 

@@ -34,9 +34,9 @@ from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.pipeline.lock_step import tell_waits
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
-from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
+from lightning_sdpipe.scheduler.client.client import Callbacks, Failure, SchedulerClient
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
+from lightning_sdpipe.scheduler.membership_protocol import End
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
 from lightning_sdpipe.topology.groups import keep_until_the_end, open_groups
 from lightning_sdpipe.topology.mesh import Mesh
@@ -235,25 +235,24 @@ class SchedulerConnection:
         self._worker = Worker(*mesh.locate(dist.get_rank()))
         self._scheduler, where = (None, standing) if standing else start_scheduler(policy, mesh, bind(), log)
         port = int(where.address.rpartition(":")[2])
-        self._watchdog = Watchdog(self._describe, give_up, self._lose, self._stalls, lambda: self._line.limit, port)
+        self._watchdog = Watchdog(self._describe, give_up, self._lose, self._stalls, lambda: self.client.limit, port)
         self._finishes = True
-        self._line = MembershipClient(
+        self.client = SchedulerClient(
             where.address,
             self._worker,
             incarnation,
             mesh=(mesh.num_stages, mesh.num_pipelines, *(() if mesh.alike else mesh.depths)),
             timeout=timeout,
             credentials=where.keys,
-            told=Callbacks(ended=self._must_end, over=self._over),
+            told=Callbacks(ends=self._must_end),
             host=Worker(*mesh.locate(0)) if standing is None else None,
         )
         try:
-            self.client = SchedulerClient(self._line, timeout)
             self.client.greet()
-            self._line.enrol(FIXED)
+            self.client.enrol(FIXED)
             self._watchdog.watch()
         except BaseException:
-            self._line.close()
+            self.client.close()
             raise
 
     def explain(self, error: Exception, told_to_end: Callable[[], bool]) -> None:
@@ -284,7 +283,7 @@ class SchedulerConnection:
         self._finishes = False
         if not isinstance(exception, WorkerFailedError) or LOST_CONNECTION in str(exception):
             by_signal = _BY_SIGNAL.get(type(exception))
-            self._line.failed(by_signal or f"{type(exception).__name__}: {exception}")
+            self.client.failed(by_signal or f"{type(exception).__name__}: {exception}")
             if by_signal:  # a signal ends a process without a message
                 print(f"{self._place(self._worker)} was {by_signal}.", file=sys.stderr, flush=True)
         if self._scheduler is not None and not alone:  # the others still have to hear of it
@@ -293,30 +292,27 @@ class SchedulerConnection:
 
     def close(self) -> None:
         self._watchdog.disarm()
-        if self._line.thread.talk.stop is None:
+        if self.client.stop is None:
             with suppress(SchedulerError, WorkerFailedError):  # all that had to be done is done
-                self._line.depart(finished=self._finishes, timeout=_LAST_WORDS)
+                self.client.depart(finished=self._finishes, timeout=_LAST_WORDS)
                 if self._scheduler is not None:  # the others still have to depart
                     self.client.first_failure(_OTHERS_DEPART)
-        self._line.close()
+        self.client.close()
         if self._scheduler is not None:
             self._scheduler.close()
 
     def _lose(self, reason: str) -> None:
-        self._line.failed(reason)
+        self.client.failed(reason)
         self._watchdog.arm(Failure(self._worker, reason))
 
     def _stalls(self, awaits: tuple[str, ...]) -> None:
-        with self._line.thread.talking() as talk:
-            talk.awaits = awaits
+        self.client.stalls(awaits)
 
-    def _must_end(self, reason: str) -> None:
-        self._watchdog.arm(Failure(self._worker, f"it must end: {reason}"))
-
-    def _over(self, reason: str, failed: bool) -> None:
-        stop = self._line.thread.talk.stop
-        if failed and stop is not None:
-            self._watchdog.arm(Failure(stop.worker, reason))
+    def _must_end(self, end: End) -> None:
+        if not end.run:
+            self._watchdog.arm(Failure(self._worker, f"it must end: {end.reason}"))
+        elif end.failed:
+            self._watchdog.arm(Failure(end.worker, end.reason))
 
     def _describe(self, failure: Failure) -> str:
         first = "The scheduler" if failure.worker is None else self._place(failure.worker)

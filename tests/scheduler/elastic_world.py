@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 import sys
 from collections import defaultdict
@@ -60,8 +61,6 @@ class Process:
     state: str = "enrolling"
     waits: dict[f.Key, Callable[[e.Reply], None]] = field(default_factory=dict)
     """What it does when an answer comes."""
-    session_waits: dict[f.Kind, Callable[[Any], None]] = field(default_factory=dict)
-    """The same, of what its training asks."""
     copies: dict[str, Copy] = field(default_factory=dict)
     receive: Receive | None = None
     update: int = 0
@@ -293,7 +292,7 @@ class World:
                 if process.asleep_until > self.now:
                     self.after(process.asleep_until - self.now, lambda: self.reach(peer, reply))
                     return
-                self.hear(process, peer, reply)
+                self.hear(process, reply)
                 return
 
     # ------------------------------------------------------------------- processes
@@ -311,9 +310,13 @@ class World:
             self.send(process, e.peer_of(process.worker, process.incarnation), request)
 
     def ask_session(self, process: Process, then: Callable[[Any], None], kind: f.Kind, *fields: object) -> None:
-        process.session_waits[kind] = then
-        request = process.talk.training.ask(kind, *fields)
-        self.send(process, m.routing_id(process.worker, process.incarnation), request)
+        process.waits[kind] = then
+        process.talk.ask(kind, *fields)
+        self.pump_training(process, self.now)
+
+    def pump_training(self, process: Process, until: float) -> None:
+        for request in process.talk.due_in_training(until):
+            self.send(process, m.routing_id(process.worker, process.incarnation), request)
 
     def live(self, process: Process) -> None:
         """Beats and repeats, a few times a second."""
@@ -322,31 +325,25 @@ class World:
         if process.asleep_until <= self.now:
             process.talk.updates = process.update
             self.pump(process)
-            for request in process.talk.training.again():
-                self.send(process, m.routing_id(process.worker, process.incarnation), request)
+            self.pump_training(process, math.inf)
         self.after(self.rng.uniform(0.15, 0.25), lambda: self.live(process))
 
     def set_state(self, process: Process, state: str) -> None:
         process.state, process.since = state, self.now
 
-    def hear(self, process: Process, peer: bytes, reply: m.Reply | e.Reply) -> None:
+    def hear(self, process: Process, reply: m.Reply | e.Reply) -> None:
         self.seen[type(reply).__name__] += 1
-        of_training = peer == m.routing_id(process.worker, process.incarnation)
-        for effect in process.talk.hear_training(reply) if of_training else process.talk.hear(reply):
+        for effect in process.talk.hear(reply):
             if not process.dead:
                 self.carry_out(process, effect)
         self.pump(process)
 
     def carry_out(self, process: Process, effect: f.Effect) -> None:
         match effect:
-            case f.Came(_, e.Refused(reason=reason)):
+            case f.Replied(_, e.Refused(reason=reason)):
                 raise AssertionError(f"{process}: {reason}")
-            case f.Came(kind, reply):
-                process.session_waits.pop(kind)(reply)
             case f.Replied(key, reply):
                 process.waits.pop(key)(reply)
-            case f.NotGranted(_, reason):
-                raise AssertionError(f"{process}: {reason}")
             case f.EpochBegan(epoch):
                 assert process.incarnation in {member.incarnation for member in epoch.members}
                 self.make_group(process, epoch)
@@ -487,7 +484,7 @@ class World:
         lease = process.lease
         resting = process.state == "resting"
         over = lease is not None and (lease.over or not (lease.size or resting))
-        if not process.talk.training.asks(m.AskLease) and not over and (lease is None or process.done == lease.size):
+        if not process.talk.asks(m.AskLease) and not over and (lease is None or process.done == lease.size):
             self.ask_session(
                 process, lambda reply: self.dealt(process, reply), m.AskLease, process.segment, process.ordinal
             )
@@ -519,7 +516,7 @@ class World:
         job, said = self.job(process), self.commands[process.incarnation, process.turns]
         if any(p.turns < process.turns or p.state in ("joining", "receiving") for p in job if p is not process):
             return False  # its neighbours have nothing for it yet
-        go, there = Command(CommandKind.GO), not process.talk.training.asks(m.AskLease)
+        go, there = Command(CommandKind.GO), not process.talk.asks(m.AskLease)
         if process.worker.stage == 0 and all(p.obeyed == len(said) and not p.copying for p in job) and go not in said:
             order = turn_order(process.leaving, process.talk.donations, process.talk.held_up)
             if order is not None and (order != go or there):
@@ -628,7 +625,7 @@ class World:
         process.update += 1
         process.done += 1
         process.trained += 1
-        process.talk.training.leases.trained(process.trained)
+        process.talk.leases.trained(process.trained)
         self.set_state(process, "training")
         self.after(self.rng.uniform(0.02, 0.1), lambda: self.ready(process))
 

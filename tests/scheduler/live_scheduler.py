@@ -15,7 +15,6 @@ from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
-from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits, Server
 from tests.patience import limit
 
@@ -44,25 +43,25 @@ class OrdinaryClient(SchedulerClient):
 
     def __init__(self, address: str, worker: Worker, job: int, *, timeout: float | None = None, **options: Any) -> None:
         timeout = timeout or limit().total_seconds()
-        super().__init__(MembershipClient(address, worker, job, timeout=timeout, **options), timeout)
+        super().__init__(address, worker, job, timeout=timeout, **options)
 
     def greet(self) -> None:
         if self.policy is None:
             super().greet()
-            self.line.enrol(FIXED)
+            self.enrol(FIXED)
 
     def close(self, finished: bool = True) -> None:
-        if self.policy is not None and self.line.thread.talk.stop is None:
+        if self.policy is not None and self.stop is None:
             with suppress(SchedulerError, WorkerFailedError):
-                self.line.depart(finished=finished, timeout=1.0)
-        self.line.close()
+                self.depart(finished=finished, timeout=1.0)
+        super().close()
 
 
 @contextmanager
 def clients(
     address: str, *workers: Worker, on_invitation: Callable[[Group, int | None], None] | None = None, **options: Any
 ) -> Iterator[list[OrdinaryClient]]:
-    """Of one job; ``options`` are those of :class:`MembershipClient`."""
+    """Of one job; ``options`` are those of :class:`SchedulerClient`."""
     incarnation = 1 + secrets.randbits(60)
     with ExitStack() as stack:
         made = []

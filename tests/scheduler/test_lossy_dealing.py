@@ -7,6 +7,7 @@ one pipeline, the same on all of its stages.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from hypothesis import settings
@@ -35,7 +36,6 @@ class WorkerModel:
         self.leases: list[Lease] = []
         self.started = False
         self.talk = Conversation(worker, RUN, clock=lambda: machine.now)
-        self.asks = self.talk.training
         self.line, self.beats = m.routing_id(worker, RUN), e.peer_of(worker, RUN)
         self.talk.ask(e.Enrol, FIXED)
 
@@ -47,16 +47,17 @@ class WorkerModel:
         """The ask that is unanswered, again, or the next; beats only, once there is none."""
         said: list[tuple[bytes, m.Request | e.Request]] = [(self.beats, request) for request in self.talk.due(now)]
         if self.started and not self.over:
-            asked = self.asks.again() or [self.asks.ask(m.AskLease, self.segment, len(self.leases))]
-            said += [(self.line, request) for request in asked]
+            if not self.talk.asks(m.AskLease):
+                self.talk.ask(m.AskLease, self.segment, len(self.leases))
+            said += [(self.line, request) for request in self.talk.due_in_training(math.inf)]
         return said
 
-    def hear(self, peer: bytes, reply: m.Reply | e.Reply) -> None:
-        for effect in self.talk.hear_training(reply) if peer == self.line else self.talk.hear(reply):
+    def hear(self, reply: m.Reply | e.Reply) -> None:
+        for effect in self.talk.hear(reply):
             match effect:
-                case f.Came(m.AskLease, m.Dealt(lease)):
+                case f.Replied(m.AskLease, m.Dealt(lease)):
                     self.leases.append(lease)
-                    self.asks.leases.trained(sum(lease.size for lease in self.leases))
+                    self.talk.leases.trained(sum(lease.size for lease in self.leases))
                 case f.Replied(_, e.Start()):
                     self.started = True
                 case f.EpochBegan() | f.Connect():
@@ -84,7 +85,7 @@ class LossyDealing(RuleBasedStateMachine):
 
     def deliver(self, at: int, again: bool) -> None:
         peer, reply = self.to_workers[at] if again else self.to_workers.pop(at)
-        self.by_peer[peer].hear(peer, reply)
+        self.by_peer[peer].hear(reply)
 
     @rule(data=st.data(), seconds=st.sampled_from([0.0, 0.1, 2.0]))
     def somebody_asks(self, data: st.DataObject, seconds: float) -> None:

@@ -8,6 +8,7 @@ iteration is lost or doubled, and a group that anybody hears of is heard of by e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from hypothesis import settings
@@ -42,7 +43,6 @@ class WorkerModel:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.talk = Conversation(worker, RUN, clock=lambda: 0.0)
-        self.asks = self.talk.training
         self.line, self.beats = m.routing_id(worker, RUN), e.peer_of(worker, RUN)
         self.iteration = 0
         self.answers: dict[int, m.Answer] = {}
@@ -50,23 +50,30 @@ class WorkerModel:
 
     @property
     def pauses(self) -> bool:
-        return not (self.asks.joined or self.asks.asks(m.Join, m.Leave))
+        return not (self.talk.joined or self.talk.asks(m.Join, m.Leave))
 
     @property
     def computes(self) -> bool:
-        return self.asks.joined and not self.asks.asks(m.Ready)
+        return self.talk.joined and not self.talk.asks(m.Ready)
 
     def beat(self, now: float) -> list[tuple[bytes, m.Request | e.Request]]:
-        if self.asks.joined:
-            self.asks.rows.add(self.iteration, MeterRow((1,) * len(PHASES), 0, 0, follows=True))
+        if self.talk.joined:
+            self.talk.rows.add(self.iteration, MeterRow((1,) * len(PHASES), 0, 0, follows=True))
         return [(self.beats, request) for request in self.talk.due(now)]
 
-    def hear(self, peer: bytes, reply: m.Reply | e.Reply) -> None:
-        for effect in self.talk.hear_training(reply) if peer == self.line else self.talk.hear(reply):
+    def ask(self, kind: f.Kind, *fields: object) -> list[m.Request]:
+        self.talk.ask(kind, *fields)
+        return self.talk.due_in_training(0.0)
+
+    def again(self) -> list[m.Request]:
+        return self.talk.due_in_training(math.inf)
+
+    def hear(self, reply: m.Reply | e.Reply) -> None:
+        for effect in self.talk.hear(reply):
             match effect:
-                case f.Came(m.Ready, m.Answer() as answer):
+                case f.Replied(m.Ready, m.Answer() as answer):
                     self.answers[self.iteration] = answer
-                case f.Came(_, e.Noted()) | f.Replied(_, e.Start()) | f.EpochBegan() | f.Connect() | f.IsLost():
+                case f.Replied(_, e.Noted() | e.Start()) | f.EpochBegan() | f.Connect() | f.Warned():
                     pass
                 case _:
                     raise AssertionError(effect)
@@ -100,10 +107,10 @@ class LossyNetwork(RuleBasedStateMachine):
         self.to_workers: list[Addressed] = []
         self.start_server()
         for model in self.models:  # the strategy's barrier: all join before any trains
-            for said in [*model.beat(self.now), (model.line, model.asks.ask(m.Join))]:
+            for said in [*model.beat(self.now), *((model.line, request) for request in model.ask(m.Join))]:
                 for peer, reply in self.serve(*said):
                     self.deliver(peer, reply)
-        assert all(model.asks.joined for model in self.models)
+        assert all(model.talk.joined for model in self.models)
 
     def start_server(self) -> None:
         """It waits until all are back, since all come back."""
@@ -143,7 +150,7 @@ class LossyNetwork(RuleBasedStateMachine):
     def train(self, model: WorkerModel) -> None:
         if model.computes:
             model.iteration += 1
-            self.send(model, [model.asks.ask(m.Ready, model.iteration)])
+            self.send(model, model.ask(m.Ready, model.iteration))
 
     def has_averaged(self, model: WorkerModel) -> bool:
         """All groups that the worker knows of are known to their members, so they can have averaged."""
@@ -167,14 +174,14 @@ class LossyNetwork(RuleBasedStateMachine):
     def somebody_pauses_or_comes_back(self, data: st.DataObject) -> None:
         model = data.draw(st.sampled_from(self.models))
         if model.pauses:
-            self.send(model, [model.asks.ask(m.Join)])
+            self.send(model, model.ask(m.Join))
         elif model.computes and self.has_averaged(model):
-            self.send(model, [model.asks.ask(m.Leave)])
+            self.send(model, model.ask(m.Leave))
 
     @rule(data=st.data())
     def somebody_asks_again(self, data: st.DataObject) -> None:
         model = data.draw(st.sampled_from(self.models))
-        self.send(model, model.asks.again())
+        self.send(model, model.again())
 
     @rule(data=st.data())
     def a_heart_beats(self, data: st.DataObject) -> None:
@@ -212,7 +219,7 @@ class LossyNetwork(RuleBasedStateMachine):
             self.deliver(peer, reply)
 
     def deliver(self, peer: bytes, reply: m.Reply | e.Reply) -> None:
-        self.by_peer[peer].hear(peer, reply)
+        self.by_peer[peer].hear(reply)
 
     @rule(data=st.data())
     def a_message_is_lost(self, data: st.DataObject) -> None:
@@ -267,9 +274,9 @@ class LossyNetwork(RuleBasedStateMachine):
         for _ in range(60 * goal):
             for model in self.models:
                 if model.pauses:
-                    self.send(model, [model.asks.ask(m.Join)])
+                    self.send(model, model.ask(m.Join))
                 self.train(model)
-                self.send(model, model.asks.again())
+                self.send(model, model.again())
                 self.beat(model)
             while self.to_server:
                 self.to_workers += self.serve(*self.to_server.pop(0))

@@ -81,7 +81,7 @@ class Bases(Rounds):
                     process.group = None
                 else:
                     self.brought[group.sequence, process.pipeline] = self.brought[broken.sequence, process.pipeline]
-            case f.Came(m.Ready, m.Answer(group=group)):
+            case f.Replied(m.Ready, m.Answer(group=group)):
                 self.brought[group.sequence, process.pipeline] = frozenset(process.since)
 
     def break_off(self, process: Process) -> None:
@@ -91,16 +91,16 @@ class Bases(Rounds):
 
     def go_on(self, process: Process) -> None:
         assert isinstance(process, Member)
-        asks = process.talk.training
+        talk = process.talk
         if process.taken is not None:
             self.rejoin(process)
         elif not process.talk.epoch.number or process.asked:
             return
-        elif not asks.joined:
-            if not asks.asks(m.Join):
-                self.say(process, asks.ask(m.Join), m.routing_id)
+        elif not talk.joined:
+            if not talk.asks(m.Join):
+                self.ask(process, m.Join)
         elif process.group is None:
-            if not asks.asks(m.Ready):
+            if not talk.asks(m.Ready):
                 self.train(process)
         elif process.given is not None:
             self.take(process, process.given)
@@ -112,8 +112,7 @@ class Bases(Rounds):
             process.made += 1
             process.since.add((process.pipeline, process.made))
             if process.made % EVERY == 0:
-                ask = process.talk.training.ask(m.Ready, process.made, process.base)
-                self.say(process, ask, m.routing_id)
+                self.ask(process, m.Ready, process.made, process.base)
 
     def exchange(self, process: Process, group: Group) -> None:
         assert isinstance(process, Member)
@@ -157,14 +156,14 @@ class Bases(Rounds):
                 process.taken = source.base
 
     def rejoin(self, process: Member) -> None:
-        asks = process.talk.training
+        talk = process.talk
         if not process.left:
-            if asks.joined:
-                self.say(process, asks.ask(m.Leave), m.routing_id)
+            if talk.joined:
+                self.ask(process, m.Leave)
             process.left = True
-        elif not asks.joined and not asks.asks(m.Join, m.Leave):
-            self.say(process, asks.ask(m.Join), m.routing_id)
-        elif asks.joined:
+        elif not talk.joined and not talk.asks(m.Join, m.Leave):
+            self.ask(process, m.Join)
+        elif talk.joined:
             assert process.taken is not None
             self.handed_on.add((process.pipeline, process.taken))
             self.adopt(process, process.taken)

@@ -4,6 +4,7 @@ not. Whatever happens, all that are left have the same means."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -109,6 +110,14 @@ class Rounds:
         peer = line(process.talk.worker, process.talk.incarnation)
         self.deliver(self.service.handle(peer, request, self.now))
 
+    def ask(self, process: Process, kind: f.Kind, *fields: object) -> None:
+        process.talk.ask(kind, *fields)
+        self.ask_in_training(process, 0.0)
+
+    def ask_in_training(self, process: Process, until: float) -> None:
+        for request in process.talk.due_in_training(until):
+            self.say(process, request, m.routing_id)
+
     def deliver(self, replies: Any) -> None:
         for peer, reply in replies:
             newcomer = self.unheard and isinstance(reply, e.Start) and not reply.fresh
@@ -124,12 +133,11 @@ class Rounds:
         for request in talk.due(self.now):
             self.say(process, request, e.peer_of)
         if self.restarts and self.rng.random() < 0.1:
-            for again in talk.training.again():
-                self.say(process, again, m.routing_id)
-        for line, hear in ((e.peer_of, talk.hear), (m.routing_id, talk.hear_training)):
+            self.ask_in_training(process, math.inf)
+        for line in (e.peer_of, m.routing_id):
             queue = self.lines.setdefault(line(talk.worker, talk.incarnation), deque())
             while queue and self.rng.random() < 0.7:
-                for effect in hear(queue.popleft()):
+                for effect in talk.hear(queue.popleft()):
                     self.obey(process, effect)
 
     def obey(self, process: Process, effect: f.Effect) -> None:
@@ -143,7 +151,7 @@ class Rounds:
                 process.group, process.given = (process.group, group) if source >= 0 else (group, None)
             case f.HandOver(sequence, _):
                 process.handed.add(sequence)
-            case f.Came(m.Ready, m.Answer(group=group)):
+            case f.Replied(m.Ready, m.Answer(group=group)):
                 process.group = group
             case f.Replied(key, e.Noted()):
                 process.tells.discard(key)
@@ -162,21 +170,21 @@ class Rounds:
             process.asked, process.given = True, None
 
     def go_on(self, process: Process) -> None:
-        asks, talk = process.talk.training, process.talk
+        talk = process.talk
         if process.offer is not None:
             self.receive(process, process.offer)
-        if process.begins and process.group is None and not asks.asks(m.Ready):
+        if process.begins and process.group is None and not talk.asks(m.Ready):
             for transfer in talk.donations:
                 process.copies[transfer] = list(process.model)
                 process.tells.add(talk.ask(e.TellSnapshot, transfer, len(process.model)))
         if process.tells or not process.begins or process.asked or len(process.model) == self.rounds:
             return
-        if not asks.joined:
-            if not asks.asks(m.Join):
-                self.say(process, asks.ask(m.Join), m.routing_id)
+        if not talk.joined:
+            if not talk.asks(m.Join):
+                self.ask(process, m.Join)
         elif process.group is None:
-            if not asks.asks(m.Ready):
-                self.say(process, asks.ask(m.Ready, process.number), m.routing_id)
+            if not talk.asks(m.Ready):
+                self.ask(process, m.Ready, process.number)
         elif process.given is not None:
             self.take(process, process.given)
         else:

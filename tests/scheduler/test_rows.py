@@ -13,7 +13,7 @@ from lightning_sdpipe.policies.events import Progress
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.training_asks import RowBuffer
+from lightning_sdpipe.scheduler.client.reporting import RowBuffer
 from lightning_sdpipe.scheduler.log.event_log import FORMAT, Beginning, EventLog, Updates, differences, read_log
 from lightning_sdpipe.scheduler.rows import MOST, About, Chunk, NewRows, UpdateRow
 from lightning_sdpipe.scheduler.server import row_desk

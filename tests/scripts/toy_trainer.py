@@ -13,8 +13,7 @@ from lightning_sdpipe.membership.members import Epoch
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import policy_file
-from lightning_sdpipe.scheduler.client.client import SchedulerClient
-from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient, Receive
+from lightning_sdpipe.scheduler.client.client import Callbacks, Receive, SchedulerClient
 from lightning_sdpipe.scheduler.credentials import worker_keys
 from lightning_sdpipe.worker.launching.elastic_job import from_environment
 
@@ -41,31 +40,30 @@ def main(updates: int) -> None:
                 while len(newest) == known:
                     changed.wait()
                 known, held = len(newest), newest[-4:]
-            line.holds(held)
+            client.holds(held)
 
-    line = MembershipClient(job.scheduler, worker, incarnation, credentials=keys, told=Callbacks(epoch=hear))
-    client = SchedulerClient(line)
+    client = SchedulerClient(job.scheduler, worker, incarnation, credentials=keys, told=Callbacks(epoch=hear))
     client.greet()
-    done, answer = 0, line.enrol({"model": "toy"})
+    done, answer = 0, client.enrol({"model": "toy"})
     while isinstance(answer, Receive):
         done = answer.update
-        answer = line.received(answer.transfer, done)
+        answer = client.received(answer.transfer, done)
     threading.Thread(target=hold, daemon=True).start()
-    line.holds([answer.epoch.number])
+    client.holds([answer.epoch.number])
     client.join()
     while done < updates:
         client.ready(done)
         group = client.group()
-        line.completed(group.sequence)
+        client.completed(group.sequence)
         done += 1
-        for transfer in line.donations:
-            line.snapshot_taken(transfer, done)
-        line.has_made(done)
+        for transfer in client.donations:
+            client.snapshot_taken(transfer, done)
+        client.has_made(done)
         print(f"\rupdate {done}", end="", flush=True)
         time.sleep(0.02)
     client.leave()
-    line.depart(finished=True)
-    line.close()
+    client.depart(finished=True)
+    client.close()
 
 
 if __name__ == "__main__":

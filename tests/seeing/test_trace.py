@@ -18,7 +18,7 @@ from lightning_sdpipe.cli import main
 from lightning_sdpipe.meter import Meter
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
-from lightning_sdpipe.scheduler.client.training_asks import SpanReport
+from lightning_sdpipe.scheduler.client.reporting import SpanReport
 from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys, read_worker_keys
 from lightning_sdpipe.scheduler.rows import About, SpanChunk
 from lightning_sdpipe.seeing.spans import Delivery, read, settle
@@ -256,7 +256,7 @@ def test_a_living_run_is_traced_and_workers_that_are_silent_are_named(
         assert capsys.readouterr().out.startswith(f"{path}: 3 updates of 1 workers, whose clocks are known to ")
         assert check(json.loads(path.read_text()))["updates"] == 3
         other.join()  # of the same thread, so its spans are the same
-        monkeypatch.setattr(one.line.thread.talk.training.spans, "want", lambda *_: None)
+        monkeypatch.setattr(one.wire.talk.spans, "want", lambda *_: None)
         assert main(command) == 0
         assert "did not answer in time: workers (stage 0, pipeline 0)" in capsys.readouterr().err
         assert main([*command[:2], "--updates", "65"]) == 2

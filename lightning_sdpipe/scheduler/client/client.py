@@ -1,65 +1,106 @@
-"""The scheduler client of a worker's training thread. It has a socket of its own, since requests through another thread
-arrived late.
+"""A worker's client of the scheduler.
 
-Its requests and beliefs are a part of the :class:`~lightning_sdpipe.scheduler.client.conversation.Conversation` of its
-process; a :class:`~lightning_sdpipe.scheduler.client.membership_client.MembershipClient` sends all other parts of it.
-An unanswered request is repeated, so a scheduler that restarts at the same address finds its workers again by itself: a
-worker that it does not know joins again and repeats its unanswered ready.
+In short, for one worker (stage j of pipeline i, ``incarnation`` drawn by its pipeline's first stage, equal on all)::
+
+    client = SchedulerClient(address, Worker(j, i), incarnation, credentials=keys, told=Callbacks(epoch=...))
+    answer = client.enrol({"version": ..., "model": ..., "seed": ...})      # waits: Start, or Receive
+    while isinstance(answer, Receive):                     # get the state from pipeline answer.donor, and then
+        answer = client.received(answer.transfer, n)       # that after n updates; waits: Start, or another Receive;
+        # or client.missed(answer.transfer, why), likewise, if it did not come
+    answer.epoch, answer.fresh                             # training may begin; fresh: there was nothing to receive
+
+    client.join()                                          # takes part in groups
+    client.ready(iteration); client.group()                # waits for its group, whose ``epoch`` names a process group
+    client.lease(segment, ordinal)                         # waits for batches
+    client.leave()
+
+    client.epoch                                           # the newest: .number, .pipelines (sorted: ranks), .leader
+    client.holds([3, 4])                                   # epochs of whose members this worker has a process group
+    client.donations, client.held_up                       # what stage 0 goes by before a turn (turn_order)
+    client.snapshot_taken(transfer, n)                     # the state after n updates is copied for that transfer
+    client.meet(key, value)                                # waits for all replicas of the stage: Met
+    client.completed(sequence)                             # the result of that group is in the model; cheap
+    client.regroup(group)                                  # it is not, though all are to have it or none
+    client.put(key, value)                                 # the key-value store of the run
+    client.depart(finished=True); client.failed(reason); client.close()
+
+Its state and its messages are those of a :class:`~lightning_sdpipe.scheduler.client.conversation.Conversation`, which a
+:class:`~lightning_sdpipe.scheduler.client.wire.Wire` carries. What is under "training" below belongs to one thread, the
+one that trains; every other method may be called from any thread. Every wait ends after its timeout with a
+SchedulerError that says what the scheduler was waiting for, with :class:`MustEndError` when this process was declared
+lost, or with :class:`RunOverError`.
+
+An unanswered request is repeated, so a scheduler that restarts at the same address finds its workers again by itself,
+and hears of the run from them.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import overload
 
 from lightning_sdpipe import meter
 from lightning_sdpipe.dealing.leases import Lease, Segment
-from lightning_sdpipe.errors import MustEndError, RefusedError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.errors import MustEndError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.membership.members import Epoch, Exchanging, Met, Receive
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import effects as f
-from lightning_sdpipe.scheduler.client.connection import GLANCE
-from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
-from lightning_sdpipe.scheduler.client.training_asks import Came, Kind
+from lightning_sdpipe.scheduler.client.conversation import Conversation
+from lightning_sdpipe.scheduler.client.wire import Callbacks, CancelledError, RunOverError, Wire
+from lightning_sdpipe.scheduler.credentials import WorkerKeys
+from lightning_sdpipe.scheduler.membership_protocol import Start
+from lightning_sdpipe.scheduler.protocol import Failure
 from lightning_sdpipe.scheduler.rows import About
 
-__all__ = ["Failure", "RunAborted", "SchedulerClient"]
-
-Failure = m.Failure
-_Reply = TypeVar("_Reply")
+__all__ = [
+    "Callbacks",
+    "CancelledError",
+    "Failure",
+    "MustEndError",
+    "Receive",
+    "RunOverError",
+    "SchedulerClient",
+    "Start",
+]
 
 CONNECT_TIMEOUT = 15.0
 """Seconds in which a scheduler must answer for the first time."""
-MEANWHILE = 0.02
-"""Seconds between calls of ``meanwhile`` during a wait."""
-REPEAT_AFTER = 1.0
-"""Seconds after which an unanswered request is repeated."""
-
-
-class RunAborted(WorkerFailedError):
-    """The scheduler ended the run; ``failure`` names the worker that failed first, and the reason."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(str(failure))
-        self.failure = failure
+LAST_WORDS = 1.0
+"""Most seconds that a failing process spends on reporting its failure."""
 
 
 class SchedulerClient:
-    """Speaks for one worker. Every wait ends after ``timeout`` seconds with a :class:`SchedulerError`, or with
-    :class:`MustEndError` when the run went on without this process.
-
-    All methods belong to one thread, the one that trains.
+    """The client of one process; see the module's text.
 
     Args:
-        line: the membership client of the same process, which enrols before this one joins.
-        timeout: seconds that a wait lasts at most.
+        address: of the scheduler.
+        worker: this process's worker.
+        incarnation: number of this start of its pipeline's job, above 0.
+        mesh: the shape of the run, which the scheduler must serve; None checks nothing.
+        timeout: seconds that a wait lasts at most, unless a method is given another.
+        credentials: the worker's keys; None on loopback.
+        told: functions to call when something happens.
+        host: the worker whose process the scheduler ends with; when it seems to have ended, that worker is taken to
+        have failed. None for a scheduler that may be restarted.
     """
 
-    def __init__(self, line: MembershipClient, timeout: float = 60.0) -> None:
-        self.line, self.address, self.worker = line, line.address, line.worker
-        self.credentials = line.credentials
+    def __init__(
+        self,
+        address: str,
+        worker: Worker,
+        incarnation: int,
+        *,
+        mesh: m.Shape | None = None,
+        timeout: float = 60.0,
+        credentials: WorkerKeys | None = None,
+        told: Callbacks | None = None,
+        host: Worker | None = None,
+    ) -> None:
+        self.address, self.worker, self.incarnation = address, worker, incarnation
+        self._host, self.credentials = host, credentials
         self.policy: str | None = None
         """Values of the scheduler's policy, as JSON, once it has answered."""
         self.serves: m.Shape | None = None
@@ -69,34 +110,230 @@ class SchedulerClient:
         self.meanwhile: Callable[[], object] | None = None
         """Called often during a wait for a lease."""
         self.on_invitation: Callable[[Group, int | None], None] | None = None
-        """Called in the other thread, in order, for each group that the worker is a passive member of, with the last
+        """Called in another thread, in order, for each group that the worker is a passive member of, with the last
         iteration that had been answered before, None if none had since the worker joined. It must be set before
         :meth:`join`."""
         self.invitations_are_lost_after: float | None = None
         """Seconds after which an invitation that was sent and has not come is not waited for any more; None if that
         is an error. It never comes if the connection has broken, or the scheduler was killed."""
-        self._timeout = timeout
-        self._thread, self._asks = line.thread, line.thread.talk.training
-        self._outcomes: dict[Kind, m.Reply | e.Reply] = {}
         self._invited = 0
         self._iteration: int | None = None
         """Iteration of the ready whose group was not fetched yet."""
-        self._repeat_at = 0.0
-        """Time at which a ready that is only looked at is repeated."""
         self._group = -1
         """Sequence of the group that was fetched since the last step, -1 for none."""
         self._leasing: tuple[Segment, int] | None = None
-        """The lease that was asked for, last at ``_lease_asked``, and has not come in time."""
-        self._lease_asked = 0.0
-        self._asks.spans.meter = meter.current()
-        line.thread.on_invitation = self._follow
-        self._connection = line.connect(m.routing_id(line.worker, line.incarnation))
+        """The lease that was asked for, and has not come in time."""
+        talk = Conversation(worker, incarnation, mesh, host)
+        talk.spans.meter = meter.current()
+        self.wire = Wire(address, talk, told or Callbacks(), timeout, credentials)
+        self.wire.on_invitation = self._follow
+
+    # ------------------------------------------------------------ coming and going
+
+    def enrol(self, fingerprint: Mapping[str, str], timeout: float | None = None) -> Start | Receive:
+        """Wait until the run has begun with this worker's pipeline (:class:`Start`), or a member is about to give it
+        its state (:class:`Receive`). ``fingerprint`` must be equal on all workers of a run.
+
+        Raises:
+            SchedulerError: the worker was refused (with what was found and expected), or waited in vain (with what is
+            missing).
+        """
+        return self._start_or_receive("training to begin with its pipeline", timeout, e.Enrol, dict(fingerprint))
+
+    def received(self, transfer: str, update: int) -> Start | Receive:
+        """Report that the state of ``transfer`` after ``update`` updates has arrived; wait until all stages have it, or
+        for another transfer if one does not get it."""
+        what = f"the other stages to have the state of {transfer}"
+        return self._start_or_receive(what, None, e.TellReceived, transfer, update)
+
+    def missed(self, transfer: str, reason: str) -> Start | Receive:
+        """Report that the state of ``transfer`` did not come; wait for another member to give its own."""
+        what = f"another state than that of {transfer}"
+        return self._start_or_receive(what, None, e.TellReceived, transfer, -1, reason or "it did not come")
+
+    def depart(self, *, finished: bool, timeout: float | None = None) -> None:
+        """Report that this process ends: its training has ``finished``, or it was told to. Return when the scheduler
+        knows."""
+        talk = self.wire.talk
+        ended = None if self._host is None else lambda: talk.away
+        what = "the scheduler to hear that it departs"
+        self.wire.ask_for(what, e.Depart, finished, timeout=timeout, cancelled=ended)
+
+    def failed(self, reason: str) -> None:
+        """Report that this process ends through an exception: ``reason`` is its type and text. Never raises."""
+        try:
+            what = "the scheduler to hear of its failure"
+            self.wire.ask_for(what, e.Depart, False, reason[: m.MAX_REASON_CHARACTERS], timeout=LAST_WORDS)
+        except (SchedulerError, WorkerFailedError):  # the failure that is being reported matters more
+            return
+
+    def close(self) -> None:
+        """End the thread and free the sockets; safe to call twice. The scheduler takes the process for ended."""
+        self.wire.close()
+
+    # ------------------------------------------------------------------ membership
 
     @property
-    def aborted(self) -> Failure | None:
-        """The first failure of the run, once this process has heard of it."""
-        stop = self._thread.talk.stop
-        return Failure(stop.worker, stop.reason) if stop is not None and stop.run and stop.failed else None
+    def epoch(self) -> Epoch:
+        """Newest epoch of membership that this process heard of."""
+        with self.wire.talking() as talk:
+            return talk.epoch
+
+    @property
+    def held_up(self) -> str:
+        """Reason why no turn may begin now; empty if one may.
+
+        Raises:
+            WorkerFailedError: the process must end, or the run is over.
+        """
+        self.wire.check()
+        with self.wire.talking() as talk:
+            return talk.held_up
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which a transfer that does not move is given up, as the scheduler said."""
+        with self.wire.talking() as talk:
+            return min(self.wire.timeout, talk.limit)
+
+    def holds(self, epochs: Collection[int]) -> None:
+        """Set the epochs whose process group this worker has."""
+        with self.wire.talking() as talk:
+            talk.holds(epochs)
+
+    def exchanges(self, exchange: Exchanging | None, moved: Callable[[], int]) -> None:
+        """Set the exchange that this worker is in, if any, and what returns how much it has ``moved``; cheap."""
+        with self.wire.talking() as talk:
+            talk.exchanges(exchange, moved)
+
+    def misses(self, epoch: int, pipelines: Collection[int]) -> None:
+        """Set the pipelines whose worker of this stage cannot be reached in the epoch ``epoch``, which tries
+        (:attr:`~lightning_sdpipe.membership.members.Epoch.tries`)."""
+        with self.wire.talking() as talk:
+            talk.misses(epoch, pipelines)
+
+    def stalls(self, awaits: tuple[str, ...]) -> None:
+        """Set what this worker waits for in vain, as a :class:`~lightning_sdpipe.scheduler.membership_protocol.Beat`
+        says it; nothing if it does not."""
+        with self.wire.talking() as talk:
+            talk.awaits = awaits
+
+    def has_made(self, updates: int) -> None:
+        """Set the number of updates that this worker has made, for people; cheap."""
+        with self.wire.talking() as talk:
+            talk.updates = updates
+
+    # ---------------------------------------------------------------------- states
+
+    @property
+    def donations(self) -> tuple[str, ...]:
+        """On stage 0: the transfers for which this pipeline still has to copy its state, between two turns."""
+        with self.wire.talking() as talk:
+            return talk.donations
+
+    @property
+    def offered(self) -> str:
+        """Newest transfer by which this pipeline is to get its state; earlier ones are in vain. Empty if it needs none
+        any more."""
+        with self.wire.talking() as talk:
+            return talk.offered
+
+    def snapshot_taken(self, transfer: str, update: int) -> None:
+        """Report that this worker has copied its state for ``transfer`` after ``update`` updates, as all other stages
+        have to. Return when the scheduler knows."""
+        self.wire.ask_for(f"the scheduler to hear of {transfer}", e.TellSnapshot, transfer, update)
+
+    def publish(self, path: str, update: int) -> None:
+        """Return when this worker may put a checkpoint of the state after ``update`` updates at ``path``.
+
+        Raises:
+            MustEndError: the run goes on without this process.
+            SchedulerError: the scheduler says nothing.
+        """
+        self.wire.ask_for(f"the scheduler to let it write {path}", e.Publish, path, update, False)
+
+    def keep(self, key: str, value: bytes) -> None:
+        """Keep ``value`` under ``key`` in the key-value store of the scheduler, and of each that follows it in this
+        run: one value at most. Do not wait."""
+        with self.wire.talking() as talk:
+            talk.tell(e.Store, "put", (key,), value)
+
+    def published(self, path: str, update: int) -> None:
+        """Report that the checkpoint is in its place."""
+        with self.wire.talking() as talk:
+            talk.tell(e.Publish, path, update, True)
+
+    # -------------------------------------------------------------- barriers, trying again
+
+    def meet(self, key: str, value: bytes = b"", timeout: float | None = None) -> Met:
+        """Wait for all replicas of this worker's stage at the barrier ``key``; one that dies is not waited for.
+
+        Every barrier has a new key, equal on all replicas. ``value`` is small (at most some kilobytes) and goes to all:
+        ``Met.values``, in the order of ``Met.pipelines``. ``Met.past``: the others have passed it already, without this
+        one.
+        """
+        reply: e.HasMet = self.wire.ask_for(f"the others at {key}", e.Meet, key, value, timeout=timeout)
+        return reply.met
+
+    def completed(self, sequence: int) -> None:
+        """Report that the result of the group ``sequence`` is in the model."""
+        with self.wire.talking() as talk:
+            talk.completed(sequence)
+
+    def regroup(self, group: Group) -> e.Again:
+        """Report that the result of ``group`` did not come, which all members are to have or none; say first which
+        process groups are left (:meth:`holds`).
+
+        Waits until each other member is gone, has it, or has said the same. Returns a group of the members that are
+        left without the result, to try again in (perhaps only of this worker), or the ``source`` that gives it to them.
+        If that breaks, too, ask about the same group again.
+        """
+        what = f"the other members of group {group.sequence} to try again"
+        reply: e.Again = self.wire.ask_for(what, e.AskRegroup, group, self.wire.talk.held)
+        return reply
+
+    def _start_or_receive(self, what: str, timeout: float | None, kind: f.Kind, *fields: object) -> Start | Receive:
+        reply: Start | e.Get = self.wire.ask_for(what, kind, *fields, timeout=timeout)
+        return reply.receive if isinstance(reply, e.Get) else reply
+
+    # ------------------------------------------------------------- key-value store
+
+    def put(self, key: str, value: bytes, timeout: float | None = None) -> None:
+        """Set ``key`` for all processes."""
+        self._store(f"the scheduler to keep {key}", timeout, "put", (key,), value)
+
+    def fetch(self, keys: Sequence[str], timeout: float | None = None) -> tuple[bytes | None, ...]:
+        """Return the present values of ``keys``, None where there is none."""
+        what = f"the scheduler to say what is at {', '.join(keys)}"
+        return self._store(what, timeout, "fetch", tuple(keys)).values
+
+    def wait(
+        self, keys: Sequence[str], timeout: float | None = None, cancelled: Callable[[], bool] | None = None
+    ) -> tuple[bytes, ...]:
+        """Return the values of ``keys`` when all are there.
+
+        Raises:
+            CancelledError: ``cancelled``, which is called often, has returned true.
+        """
+        what = f"another worker to set {', '.join(keys)}"
+        reply = self._store(what, timeout, "wait", tuple(keys), cancelled=cancelled)
+        return tuple(value for value in reply.values if value is not None)
+
+    def add(self, key: str, amount: int, timeout: float | None = None) -> int:
+        """Add to the number at ``key``, 0 at first; return the sum."""
+        return self._store(f"the scheduler to add to {key}", timeout, "add", (key,), b"", amount).count
+
+    def remove(self, key: str, timeout: float | None = None) -> bool:
+        """Remove ``key``; return whether it was there."""
+        return self._store(f"the scheduler to forget {key}", timeout, "remove", (key,)).count > 0
+
+    def _store(
+        self, what: str, timeout: float | None, *fields: object, cancelled: Callable[[], bool] | None = None
+    ) -> e.Stored:
+        stored: e.Stored = self.wire.ask_for(what, e.Store, *fields, timeout=timeout, cancelled=cancelled)
+        return stored
+
+    # -------------------------------------------------------------------- training
 
     def greet(self) -> None:
         """Make sure that the scheduler runs, and serves this run.
@@ -105,38 +342,34 @@ class SchedulerClient:
             SchedulerError: it does not answer, the keys do not fit, it speaks another version, or serves another mesh.
         """
         if self.policy is None:
-            what = f"the scheduler at {self.address} to answer"
-            self._ask(m.Hello)
-            welcome = self._wait(m.Hello, m.Welcome, what, min(self._timeout, CONNECT_TIMEOUT))
+            seconds = min(self.wire.timeout, CONNECT_TIMEOUT)
+            welcome = self.wire.ask_for(f"the scheduler at {self.address} to answer", m.Hello, timeout=seconds)
             self.serves, self.policy = welcome.mesh, welcome.policy
-            self._connection.established()
 
     def join(self) -> None:
         """Take part from now on; return when the scheduler has acknowledged it."""
         self.greet()
-        self._asks.about = self.about
-        self._ask(m.Join)
-        self._wait(m.Join, e.Noted, "the scheduler to let it join")
+        self.wire.talk.about = self.about
+        self.wire.ask_for("the scheduler to let it join", m.Join)
         meter.current().start()
 
     def leave(self) -> None:
         """Pause or end the epoch; return when the scheduler has acknowledged it."""
         self._iteration = None
-        self._ask(m.Leave)
-        noted = self._wait(m.Leave, e.Noted, "the scheduler to let it leave")
+        noted: e.Noted = self.wire.ask_for("the scheduler to let it leave", m.Leave)
         self._wait_for_invitations(noted.invitations)
 
     def withdraw(self) -> Group | None:
         """Leave, so that the last :meth:`ready` is void; return its group if that was decided before, and its members
         count on this worker."""
         self.leave()
-        answer = self._outcomes.pop(m.Ready, None)
+        answer = self.wire.take(m.Ready)
         return answer.group if isinstance(answer, m.Answer) else None
 
     def ready(self, iteration: int, base: int | None = None) -> None:
         """Report the local step of ``iteration`` as done, without waiting; :meth:`group` fetches the answer. ``base``
         is that of :class:`~lightning_sdpipe.policies.events.Ready`."""
-        if not self._asks.joined:
+        if not self.wire.talk.joined:
             raise SchedulerError(
                 f"worker {self.worker} reported iteration {iteration} without having joined; call join() first"
             )
@@ -145,14 +378,14 @@ class SchedulerClient:
                 f"worker {self.worker} reported iteration {iteration} before it fetched the group of "
                 f"iteration {self._iteration}; call group() after every ready()"
             )
-        self._iteration, self._repeat_at = iteration, time.monotonic() + REPEAT_AFTER
-        self._ask(m.Ready, iteration, base)
+        self._iteration = iteration
+        self.wire.ask(m.Ready, iteration, base)
 
     def group(self) -> Group:
         """Wait for the answer to the last :meth:`ready`, and for the invitations that were sent before it."""
         if self._iteration is None:
             raise SchedulerError(f"worker {self.worker} asked for a group without being ready; call ready() first")
-        answer = self._wait(m.Ready, m.Answer, f"the group of its iteration {self._iteration}")
+        answer: m.Answer = self.wire.wait(m.Ready, f"the group of its iteration {self._iteration}")
         self._iteration = None
         self._wait_for_invitations(m.invitations_of(self.worker, answer))
         self._group = answer.group.sequence
@@ -161,13 +394,7 @@ class SchedulerClient:
     def group_if_known(self) -> Group | None:
         """Return the group as :meth:`group` does, if the answer has come, else None. Called again and again, it repeats
         the ready as a wait would."""
-        if self._iteration is not None and m.Ready not in self._outcomes:
-            self._check()
-            if (now := time.monotonic()) >= self._repeat_at:
-                self._again()
-                self._repeat_at = now + REPEAT_AFTER
-            self._receive(0.0)
-        return self.group() if m.Ready in self._outcomes else None
+        return self.group() if self._iteration is not None and self.wire.comes(m.Ready, 0.0) else None
 
     @overload
     def lease(self, segment: Segment, ordinal: int) -> Lease: ...
@@ -183,24 +410,21 @@ class SchedulerClient:
         over. Returns None if that takes longer than ``seconds``. Then the lease can be asked for again, and the answer
         to an earlier request counts.
         """
-        now = time.monotonic()
         if self._leasing != (segment, ordinal):
-            self._leasing, self._lease_asked = (segment, ordinal), now
-            self._ask(m.AskLease, segment, ordinal)
-        elif now >= self._lease_asked + REPEAT_AFTER:
-            self._lease_asked = now
-            self._again()
+            self._leasing = segment, ordinal
+            self.wire.ask(m.AskLease, segment, ordinal)
         with meter.phase(meter.WAIT_GROUP):
-            if seconds is not None and not self._comes(m.AskLease, seconds):
+            if seconds is not None and not self.wire.comes(m.AskLease, seconds, meanwhile=self.meanwhile):
                 return None
             self._leasing = None
-            return self._wait(m.AskLease, m.Dealt, f"lease {ordinal} of {segment}").lease
+            dealt: m.Dealt = self.wire.wait(m.AskLease, f"lease {ordinal} of {segment}", meanwhile=self.meanwhile)
+            return dealt.lease
 
     def trained(self, batches: int, loose: int = 0) -> None:
         """Note that this worker has trained so many batches of the segment, the last ``loose`` of which no other model
         has; heartbeats report it."""
-        with self._thread.changed:
-            self._asks.leases.trained(batches, loose)
+        with self.wire.changed:
+            self.wire.talk.leases.trained(batches, loose)
 
     def step_ended(self, iteration: int, waited: float) -> None:
         """Note that the step of ``iteration`` is over; ``waited`` are all seconds so far that this worker waited for
@@ -214,127 +438,51 @@ class SchedulerClient:
         measured.mark(meter.UPDATE, iteration)
         if row is None:
             return
-        with self._thread.changed:
-            much = self._asks.rows.add(iteration, row, group)
+        with self.wire.changed:
+            much = self.wire.talk.rows.add(iteration, row, group)
         if much:
             self.beat_soon()
 
     def beat_soon(self) -> None:
         """Bring the next heartbeat forward, to an eighth of a second after the last one at the soonest."""
-        with self._thread.talking() as talk:
+        with self.wire.talking() as talk:
             talk.beat_soon()
+
+    # ------------------------------------------------------------------- failures
+
+    @property
+    def stop(self) -> e.End | None:
+        """The reason why this process must end, or the run is over."""
+        return self.wire.talk.stop
+
+    @property
+    def aborted(self) -> Failure | None:
+        """The first failure of the run, once this process has heard of it."""
+        stop = self.stop
+        return Failure(stop.worker, stop.reason) if stop is not None and stop.run and stop.failed else None
 
     def first_failure(self, timeout: float) -> Failure | None:
         """Return the run's first failure, if this process hears of one within ``timeout`` seconds."""
-        with self._thread.changed:
-            self._thread.changed.wait_for(lambda: self._thread.talk.stop is not None, timeout)
+        with self.wire.changed:
+            self.wire.changed.wait_for(lambda: self.stop is not None, timeout)
         return self.aborted
 
-    # ---------------------------------------------------------------------- inside
-
-    def _ask(self, kind: Kind, *fields: Any) -> None:
-        with self._thread.changed:
-            request = self._asks.ask(kind, *fields)
-            self._outcomes.pop(kind, None)
-        self._transmit([request])
-
-    def _again(self) -> None:
-        """Repeat the open requests."""
-        with self._thread.changed:
-            requests = self._asks.again()
-        self._transmit(requests)
-
-    def _transmit(self, requests: Iterable[m.Request]) -> None:
-        for request in requests:
-            if not self._connection.send(m.encode(request)) and self.policy is not None:
-                raise SchedulerError(
-                    f"worker {self.worker} has no connection to the scheduler at {self.address}; check that it "
-                    "runs, can be reached, and was started with the keys that belong to this worker's"
-                )
-
-    def _wait(self, kind: Kind, reply: type[_Reply], what: str, seconds: float | None = None) -> _Reply:
-        """Return the reply to the request of that ``kind``, which is repeated until the reply comes."""
-        now, seconds = time.monotonic(), self._timeout if seconds is None else seconds
-        until, repeat_at = now + seconds, min(now + REPEAT_AFTER, now + seconds / 2)
-        while (outcome := self._outcomes.pop(kind, None)) is None:
-            self._check()
-            if now >= until:
-                raise SchedulerError(f"worker {self.worker} waited {seconds:g} s for {what}; {self._who_is_missing()}")
-            if now >= repeat_at:
-                self._again()
-                repeat_at = now + REPEAT_AFTER
-            left = min(until, repeat_at) - now
-            if self.meanwhile is not None and kind is m.AskLease:
-                self.meanwhile()
-                left = min(left, MEANWHILE)
-            if self.policy is None:
-                self._connection.check()
-                left = min(left, GLANCE)
-            self._receive(left)
-            now = time.monotonic()
-        if isinstance(outcome, e.Refused):
-            raise RefusedError(f"the scheduler at {self.address} refused: {outcome.reason}")
-        assert isinstance(outcome, reply)
-        return outcome
-
-    def _comes(self, kind: Kind, seconds: float) -> bool:
-        """Return whether the reply to the request of that ``kind`` comes within ``seconds``."""
-        until = time.monotonic() + seconds
-        while kind not in self._outcomes and (left := until - time.monotonic()) > 0:
-            self._check()
-            if self.meanwhile is not None:
-                self.meanwhile()
-            self._receive(min(left, MEANWHILE))
-        return kind in self._outcomes
-
-    def _receive(self, seconds: float) -> None:
-        reply = self._connection.receive(seconds)
-        if reply is None:
-            return
-        others: list[f.Effect] = []
-        with self._thread.changed:
-            for effect in self._thread.talk.hear_training(reply):
-                match effect:
-                    case Came(kind, came):
-                        self._outcomes[kind] = came
-                    case _:
-                        others.append(effect)
-            self._thread.changed.notify_all()
-        if others:
-            self._thread.carry_out(others)
-
-    def _check(self) -> None:
-        stop = self._thread.talk.stop
-        if stop is None:
-            return
-        if not stop.run:
-            raise MustEndError(self.worker.pipeline, stop.reason)
-        raise RunAborted(Failure(stop.worker, stop.reason))
+    # ----------------------------------------------------------------- invitations
 
     def _wait_for_invitations(self, sent: int) -> None:
         lost_after = self.invitations_are_lost_after
-        seconds = self._timeout if lost_after is None else lost_after
-        with self._thread.changed:
-            talk = self._thread.talk
-            if not self._thread.changed.wait_for(lambda: self._invited >= sent or bool(talk.stop), seconds):
+        seconds = self.wire.timeout if lost_after is None else lost_after
+        with self.wire.changed:
+            if not self.wire.changed.wait_for(lambda: self._invited >= sent or bool(self.stop), seconds):
                 if lost_after is not None:
                     self._invited = sent
                     return
                 raise SchedulerError(
-                    f"worker {self.worker} waited {self._timeout:g} s for {sent - self._invited} invitations that it "
-                    f"was sent; its beats may not reach the scheduler at {self.address}"
+                    f"worker {self.worker} waited {seconds:g} s for {sent - self._invited} invitations that it was "
+                    f"sent; its beats may not reach the scheduler at {self.address}"
                 )
             if self._invited < sent:
-                self._check()
-
-    def _who_is_missing(self) -> str:
-        if self.policy is None:
-            return self._connection.silence()
-        if not self._asks.waits_for:
-            return f"the scheduler at {self.address} does not answer; check that it runs and can be reached"
-        return f"the scheduler at {self.address} answers and says that it waits for {self._asks.waits_for}"
-
-    # ------------------------------------------------------------- in the other thread
+                self.wire.check()
 
     def _follow(self, group: Group, after: int | None) -> None:
         if self.on_invitation is None:
@@ -342,10 +490,10 @@ class SchedulerClient:
                 f"the policy made it a passive member of group {group.sequence}, and it cannot average while it "
                 "computes; set SchedulerClient.on_invitation, or use another policy"
             )
-            with self._thread.talking() as talk:
+            with self.wire.talking() as talk:
                 talk.tell(e.Depart, False, reason)
             return
         self.on_invitation(group, after)
-        with self._thread.changed:
+        with self.wire.changed:
             self._invited += 1
-            self._thread.changed.notify_all()
+            self.wire.changed.notify_all()

@@ -70,6 +70,8 @@ class Connection:
         self._listens = self._speaks = False
         self._failures = 0
         self._greeted = False
+        self.heard_at: float | None = None
+        """Time of the last reply."""
         self._verdict: str | None = None
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
@@ -104,7 +106,7 @@ class Connection:
         if not self.socket.poll(max(0, int(seconds * 1000) + 1)):
             return None
         try:
-            return m.decode_reply(self.socket.recv())
+            reply = m.decode_reply(self.socket.recv())
         except m.WrongVersion as error:
             raise SchedulerError(
                 f"the scheduler at {self.address} speaks version {error.version} of the protocol, this side version "
@@ -112,6 +114,9 @@ class Connection:
             ) from error
         except m.MalformedFrame as error:
             raise SchedulerError(f"the program at {self.address} is no scheduler ({error})") from error
+        self.heard_at = time.monotonic()
+        self._close_monitor()  # which has no more to say
+        return reply
 
     def check(self) -> None:
         """Check whether the monitor knows by now that no reply will come.
@@ -127,13 +132,6 @@ class Connection:
             self._greeted = _greets(self.address)  # and the next failure counts: those before may be a proxy's
         if self._verdict is not None:
             raise SchedulerError(f"no connection to the scheduler at {self.address}: {self._verdict}")
-
-    def established(self) -> None:
-        """Close the monitor, which has no more to say once an answer came."""
-        if self._monitor is not None:
-            self.socket.disable_monitor()
-            self._monitor.close(0)
-            self._monitor = None
 
     def silence(self) -> str:
         """Describe what is known about why no answer came."""
@@ -151,8 +149,14 @@ class Connection:
 
     def close(self) -> None:
         """Free the socket; safe to call twice."""
-        self.established()
+        self._close_monitor()
         self.socket.close(0)
+
+    def _close_monitor(self) -> None:
+        if self._monitor is not None:
+            self.socket.disable_monitor()
+            self._monitor.close(0)
+            self._monitor = None
 
     def _hear(self, event: int) -> None:
         if event == zmq.EVENT_CONNECTED:

@@ -5,23 +5,27 @@ Its owner serialises the calls, carries out the effects, and says what time it i
 
     key = talk.ask(e.Meet, "pause/1", b"")           # or tell(...), of which nothing but that it was heard comes back
     for send in talk.due(now): ...                   # first times, repetitions, beats; again at talk.deadline
-    for effect in talk.hear(reply): ...              # Replied(key, reply) among them
-    send(talk.training.ask(m.Ready, iteration))      # the training thread's, over a line of its own
-    for effect in talk.hear_training(reply): ...     # Came(m.Ready, answer) among them
+    key = talk.ask(m.Ready, iteration)               # a request of the thread that trains, over a line of its own
+    for send in talk.due_in_training(now): ...
+    for effect in talk.hear(reply): ...              # over either line; Replied(key, reply) among them
 
 Rules:
 
-1. A request is open until it is answered, refused or forgotten, and is said every :data:`REPEAT_AFTER` seconds until
-   then. Only a reply of the kind that it asks for answers it, and only once.
-2. Beats say what the process believes (the epoch, process groups, an exchange), and a ``Now`` tells it what is true. An
+1. A request is open until it is answered, refused or forgotten, and is repeated until then. Only a reply of the kind
+   that it asks for answers it, and only once.
+2. A request of the thread that trains is open, too, until another one of its kind takes its place; joining and leaving
+   take each other's. It is repeated under new numbers, since the scheduler counts each number once.
+3. A worker that begins to leave no longer takes part. Its unanswered ready is not repeated, and dropped when the
+   scheduler has noted that: until then its group may have been decided.
+4. Beats say what the process believes (the epoch, process groups, an exchange), and a ``Now`` tells it what is true. An
    older version of either says nothing, so loss and reordering do no harm. A beat is due at once when something that
    others wait for has changed.
-3. A scheduler that does not know the process may have been restarted. It first hears what the process is, and then the
+5. A scheduler that does not know the process may have been restarted. It first hears what the process is, and then the
    open requests. What was told to the scheduler before it is forgotten, but for the newest checkpoint.
-4. Each transfer counts once: a delayed message never asks again for a snapshot that was taken or dropped, nor for a
+6. Each transfer counts once: a delayed message never asks again for a snapshot that was taken or dropped, nor for a
    state that this process has answered for.
-5. When the process must end, or the run is over, nothing is said any more but a departure and beats.
-6. A scheduler that answers no beats is missed; one that ends with a ``host`` has taken the run with it.
+7. When the process must end, or the run is over, nothing is said any more but a departure and beats.
+8. A scheduler that answers nothing is missed; one that ends with a ``host`` has taken the run with it.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
@@ -42,12 +46,13 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import effects as f
-from lightning_sdpipe.scheduler.client.training_asks import TrainingAsks
+from lightning_sdpipe.scheduler.client.reporting import HeardAnswers, HeardLeases, RowBuffer, SpanReport
+from lightning_sdpipe.scheduler.rows import About
 
 FIRST_BEAT, PROBE, SOONEST = 0.25, 0.05, 0.125
 """Seconds between beats: until the scheduler sets the interval, while it seems away, and with much to tell."""
-REPEAT_AFTER = 0.5
-"""Seconds after which an unanswered request is repeated."""
+REPEAT_AFTER, REPEAT_IN_TRAINING = 0.5, 1.0
+"""Seconds after which an unanswered request is repeated, and one of the thread that trains."""
 REMEMBERED, TRANSFERS = 1024, 64
 """Number of groups whose result is known to be in the model, and of last transfers that are known to be dealt with."""
 MET, INVITED = 8, 64
@@ -56,7 +61,10 @@ LAST_BEAT = 12
 """Beats without an answer after which a scheduler that cannot restart is given up, and any other is reported, if it
 has closed the lifeline; else once it has also been silent for as long as a worker may be."""
 
-_ANSWERS: dict[type[e.Request], tuple[type[e.Reply], ...]] = {
+_ANSWERS: dict[f.Kind, tuple[type[m.Reply] | type[e.Reply], ...]] = {
+    m.Hello: (m.Welcome,),
+    m.Ready: (m.Answer,),
+    m.AskLease: (m.Dealt,),
     e.Enrol: (e.Start, e.Get),
     e.TellReceived: (e.Start, e.Get),
     e.Meet: (e.HasMet,),
@@ -65,20 +73,18 @@ _ANSWERS: dict[type[e.Request], tuple[type[e.Reply], ...]] = {
 }
 """Replies that answer each kind of request; a ``Noted`` answers any other kind."""
 _DECIDED_LATER = e.Enrol | e.TellReceived | e.Meet | e.AskRegroup
-"""Requests whose answers name what they belong to; the others are answered by number."""
-
-_Request = TypeVar("_Request", bound=e.FromWorker)
+"""Requests that wait for others."""
 
 
 class _Open:
-    """A request that was not answered yet."""
+    """A request that was not answered yet: ``request`` is what was last said, ``numbers`` are all under which it was,
+    ``fields`` those that its owner gave it, and ``at`` is the time at which it is due again."""
 
-    __slots__ = ("at", "request", "told", "waits_for")
+    __slots__ = ("at", "fields", "numbers", "request", "told", "waits_for")
 
-    def __init__(self, request: e.Request, told: bool) -> None:
-        self.request, self.told, self.waits_for = request, told, ""
-        self.at = -math.inf
-        """Time at which the request is due again."""
+    def __init__(self, request: m.Request | e.Request, fields: tuple[object, ...], told: bool) -> None:
+        self.request, self.fields, self.told, self.waits_for = request, fields, told, ""
+        self.numbers, self.at = [request.number], -math.inf
 
 
 class Conversation:
@@ -101,9 +107,15 @@ class Conversation:
         host: Worker | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.worker, self.incarnation, self._host = worker, incarnation, host
-        self.training = TrainingAsks(worker, self._make, mesh, clock)
-        """Requests of the thread that trains."""
+        self.worker, self.incarnation, self._mesh, self._host = worker, incarnation, mesh, host
+        self.joined = False
+        """True if the worker takes part in groups, for all it knows."""
+        self.about: About | None = None
+        """Description of this worker for people, sent when it joins."""
+        self.leases, self.rows, self.spans = HeardLeases(clock), RowBuffer(), SpanReport()
+        self._heard = HeardAnswers(worker)
+        self._answered: int | None = None
+        """Iteration whose group was heard of last, since the worker joined."""
         self._unanswered, self._unanswered_since = 0.0, 0.0
         """Beats in a row without an answer, −∞ once their silence was reported; and when the first one was sent."""
         self._invitations: deque[m.Invitation] = deque(maxlen=INVITED)
@@ -141,24 +153,37 @@ class Conversation:
         self._completed: OrderedDict[int, None] = OrderedDict()
         self._asked_for: set[int] = set()
         """Broken groups whose result this worker does not have yet."""
-        self._lasting: dict[f.Key, e.Request] = {}  # what each scheduler of the run is told
+        self._lasting: dict[f.Key, tuple[f.Kind, tuple[object, ...]]] = {}  # what each scheduler of the run is told
         self._beaten = self._beat_at = -math.inf
         self.away = False
         """True if a lifeline existed and is gone."""
 
     # ------------------------------------------------------------------ what it says
 
-    def ask(self, kind: Callable[..., e.Request], *fields: object) -> f.Key:
-        """Ask from the next :meth:`due` on, until ``Replied`` or ``NotGranted`` names the key, or :meth:`forget`.
+    def ask(self, kind: f.Kind, *fields: Any) -> f.Key:
+        """Ask from the next :meth:`due` or :meth:`due_in_training` on, until ``Replied`` names the key, or
+        :meth:`forget`.
 
         Raises:
-            SchedulerError: the same request is open already.
+            SchedulerError: the same request is open already, and not of the thread that trains.
         """
-        return self._say(self._make(kind, *fields), told=False)
+        if kind is m.Join:
+            self._open.pop(m.Leave, None)
+        elif kind is m.Leave:
+            self._open.pop(m.Join, None)
+            self.joined, self._answered = False, None
+            self._heard.forget()
+        elif kind is m.AskLease:
+            self.leases.begin(fields[0])
+        return self._say(kind, fields, told=False)
 
-    def tell(self, kind: Callable[..., e.Request], *fields: object) -> None:
+    def tell(self, kind: type[e.Request], *fields: object) -> None:
         """Repeat a request until the scheduler has heard it; no reply comes back."""
-        self._say(self._make(kind, *fields), told=True)
+        self._say(kind, fields, told=True)
+
+    def asks(self, *keys: f.Key) -> bool:
+        """Return whether one of these requests is open."""
+        return any(key in self._open for key in keys)
 
     def forget(self, key: f.Key) -> str:
         """Stop asking, and return what the scheduler said is missing."""
@@ -207,8 +232,8 @@ class Conversation:
 
     @property
     def deadline(self) -> float:
-        """Time at which the next message is due."""
-        at = (request.at for request in self._open.values())
+        """Time at which :meth:`due` has something to say."""
+        at = (of.at for of in self._open.values() if isinstance(of.request, e.MemberRequest))
         return -math.inf if self._stranger is not None else min([self._beat_at, *at])
 
     def due(self, now: float) -> list[e.Request]:
@@ -219,10 +244,26 @@ class Conversation:
             said.append(self._beat())
             every = FIRST_BEAT if self._line is None else self._line.beat
             self._beaten, self._beat_at = now, now + (min(PROBE, every) if self.away else every)
-        for request in self._open.values():
-            if now >= request.at:
-                said.append(request.request)
-                request.at = now + REPEAT_AFTER
+        for of in self._open.values():
+            if isinstance(of.request, e.MemberRequest) and now >= of.at:
+                said.append(of.request)
+                of.at = now + REPEAT_AFTER
+        return said
+
+    def due_in_training(self, now: float) -> list[m.Request]:
+        """Return the messages of the thread that trains that are due now."""
+        said: list[m.Request] = []
+        for kind, of in self._open.items():
+            if not isinstance(of.request, m.Request) or now < of.at:
+                continue
+            if of.at > -math.inf:
+                if kind is m.Ready and m.Leave in self._open:
+                    continue
+                of.request = self._make(type(of.request), *of.fields, again=True)
+                assert isinstance(of.request, m.Request)
+                of.numbers.append(of.request.number)
+            said.append(of.request)
+            of.at = now + REPEAT_IN_TRAINING
         return said
 
     def given_up(self) -> list[f.Effect]:
@@ -234,7 +275,8 @@ class Conversation:
             return []
         self._unanswered = -math.inf
         if self._host is None:
-            return [f.Unheard(silent)]
+            said = "a worker that needs a group waits for it, and it can be started again at the same address"
+            return [f.Warned(f"worker {self.worker}: the scheduler has not answered for {silent:.0f} s; {said}")]
         what = (
             "it ended without a word, and the scheduler with it"
             if self.away
@@ -245,66 +287,61 @@ class Conversation:
 
     # ----------------------------------------------------------------- what it hears
 
-    def hear_training(self, reply: m.Reply | e.Reply) -> list[f.Effect]:
-        """Return what follows from ``reply``, which came on the training thread's socket."""
-        return self.hear(reply) if isinstance(reply, e.Now) else [*self.training.hear(reply)]
-
     def hear(self, reply: m.Reply | e.Reply) -> list[f.Effect]:
         """Return what follows from ``reply``; nothing follows from one that is repeated, or was overtaken."""
         self._unanswered = 0
         match reply:
             case e.Noted(wants=(updates, until, asked)):
-                self.training.spans.want(updates, until, asked)
+                self.spans.want(updates, until, asked)
                 self.beat_soon()
-            case e.Noted(number=number) | e.Stored(number=number):
-                return self._answered(
-                    reply, lambda of: of.request.number == number and not isinstance(of.request, _DECIDED_LATER)
-                )
+                return []
             case e.Waits(number=number, reason=reason):
-                for request in self._open.values():
-                    if request.request.number == number:
-                        request.waits_for = reason
+                for of in self._open.values():
+                    of.waits_for = reason if number in of.numbers else of.waits_for
+                return []
             case e.Start(epoch=epoch):
                 self._member, self.offered = True, ""
                 self._stranger = self._stranger if self._stranger and self._stranger.known else None  # said before that
-                return [*self._epoch_began(epoch), *self._answered(reply, lambda of: True)]
+                return [*self._epoch_began(epoch), *self._replied(reply)]
             case e.Get(receive=receive):
                 self.offered = receive.transfer
-                if receive.transfer not in self._dealt_with:
-                    return self._answered(reply, lambda of: True)
             case e.Now():
                 return self._hear_now(reply)
-            case e.HasMet(met=met):
-                if answered := self._answered(reply, lambda of: getattr(of.request, "key", None) == met.key):
-                    self._met.append(met)
-                return answered
-            case e.Again(sequence=sequence, group=group, source=source):
-                if source == self.worker.pipeline:
-                    return [f.HandOver(sequence, group)]  # repeated if the other members have not heard of it
-                answered = self._answered(reply, lambda of: of is self._open.get(("regroup", sequence)))
-                if answered and source < 0:  # with a source, the result is there only once it has come
-                    self._settle(sequence)
-                    self._regrouped.append((sequence, group))
-                return answered
-            case e.Refused(reason=reason, number=number):
-                return self._denied(reason, number)
-            case m.Invitation() if reply not in self._invitations:
+            case e.Again(sequence=sequence, group=group, source=source) if source == self.worker.pipeline:
+                return [f.HandOver(sequence, group)]  # repeated if the other members have not heard of it
+            case m.Invitation():
+                if reply in self._invitations:
+                    return []
                 self._invitations.append(reply)
                 return [reply]
-            case e.Stranger() if self.stop is None and (self._stranger is None or self._stranger.known):
-                if reply.life != self._now.version >> e.LIFE:  # else it was said before this process was let in
+            case e.Stranger(life=life):
+                said_before = life == self._now.version >> e.LIFE  # this process was let in
+                if self.stop is None and (self._stranger is None or self._stranger.known) and not said_before:
                     self._stranger = reply
-        return []
+                return []
+        return self._replied(reply)
 
     # ---------------------------------------------------------------------- inside
 
-    def _make(self, kind: Callable[..., _Request], *fields: object) -> _Request:
+    def _make(self, kind: f.Kind, *fields: object, again: bool = False) -> Any:
+        """Make a request under a new number; add to ``fields`` what the conversation knows."""
         self._number += 1
-        return kind(self.worker, self.incarnation, self._number, *fields)
+        if kind is m.Hello:
+            fields = (self._mesh,)
+        elif kind is m.Join:
+            fields = self._mesh, self.about
+        elif kind is m.Leave:
+            fields = (None if again else self.rows.take(),)  # they may have been heard, and would count twice
+        elif kind is m.AskLease:
+            fields = *fields, self.leases.done()
+        return kind(self.worker, self.incarnation, self._number, *fields)  # type: ignore[arg-type]
 
-    def _say(self, request: e.Request, told: bool) -> f.Key:
+    def _say(self, kind: f.Kind, fields: tuple[object, ...], told: bool) -> f.Key:
+        request: m.Request | e.Request = self._make(kind, *fields)
         key: f.Key = ("number", request.number)
         match request:
+            case m.TrainingRequest():
+                key = kind
             case e.Enrol():
                 key, self._enrolment = ("enrol", ""), request
             case e.TellReceived(transfer=transfer):
@@ -319,31 +356,67 @@ class Conversation:
             case e.TellSnapshot(transfer=transfer):
                 self._dealt_with.append(transfer)
             case e.Publish(done=True) | e.Store() if told:
-                self._lasting[key := ("lasts", type(request).__name__)] = request
+                self._lasting[key := ("lasts", kind.__name__)] = kind, fields
             case e.Depart():
+                key = "departs", request.number
                 self._enrolment, self._member = None, False
-        if key in self._open and not told:
-            raise SchedulerError(f"worker {self.worker} already asks for {' '.join(map(str, key))}, in another thread")
+        if isinstance(key, tuple) and key in self._open and not told:
+            raise SchedulerError(f"worker {self.worker} already asks for {key[0]} {key[1]}, in another thread")
         if self.stop is None or isinstance(request, e.Depart):
-            self._open[key] = _Open(request, told)
+            self._open[key] = _Open(request, fields, told)
         return key
 
-    def _answered(self, reply: e.Reply, belongs: Callable[[_Open], bool]) -> list[f.Effect]:
-        kind, found = type(reply), list[f.Effect]()
-        for key, request in list(self._open.items()):
-            if kind in _ANSWERS.get(type(request.request), (e.Noted,)) and belongs(request):
-                del self._open[key]
-                if not request.told:
-                    found.append(f.Replied(key, reply))
+    def _replied(self, reply: m.Reply | e.Reply) -> list[f.Effect]:
+        """Take ``reply`` for that to the open requests that it answers or refuses, and believe it."""
+        found = list[f.Effect]()
+        for key in [key for key, of in self._open.items() if self._is_answered(of, reply)]:
+            of = self._open.pop(key, None)
+            if of is None:
+                continue
+            if not of.told or isinstance(reply, e.Refused):
+                found.append(f.Replied(key, reply))
+            match of.request, reply:
+                case _, e.Refused():
+                    continue
+                case m.Ready(iteration=iteration), m.Answer():
+                    self._heard.hear(reply)
+                    self._answered = iteration
+                case _, m.Dealt(lease=lease):
+                    self.leases.hear(lease)
+                case m.Join(), _:
+                    self.joined = True
+                case m.Leave(), _:
+                    self._open.pop(m.Ready, None)
+                    self._answered = None
+                    self._heard.forget()
+                case _, e.HasMet(met=met):
+                    self._met.append(met)
+                case _, e.Again(sequence=sequence, group=group, source=source) if (
+                    source < 0
+                ):  # else it is still to come
+                    self._settle(sequence)
+                    self._regrouped.append((sequence, group))
         return found
 
-    def _denied(self, reason: str, number: int) -> list[f.Effect]:
-        """Drop the request ``number``, or with 0 all that wait for others; return the refusals."""
-        opened = [(key, request.request) for key, request in self._open.items()]
-        hit = [key for key, of in opened if (of.number == number if number else isinstance(of, _DECIDED_LATER))]
-        for key in hit:
-            del self._open[key]
-        return [f.NotGranted(key, reason) for key in hit]
+    def _is_answered(self, of: _Open, reply: m.Reply | e.Reply) -> bool:
+        if isinstance(reply, e.Refused):
+            return reply.number in of.numbers if reply.number else isinstance(of.request, _DECIDED_LATER)
+        if not isinstance(reply, _ANSWERS.get(type(of.request), (e.Noted,))):
+            return False
+        match of.request, reply:
+            case m.Ready(iteration=iteration), m.Answer():
+                return m.iteration_of(self.worker, reply) == iteration
+            case m.AskLease(segment=segment, ordinal=ordinal), m.Dealt(lease=lease):
+                return (lease.segment, lease.ordinal) == (segment, ordinal)
+            case e.Meet(key=key), e.HasMet(met=met):
+                return met.key == key
+            case e.AskRegroup(group=group), e.Again(sequence=sequence):
+                return group.sequence == sequence
+            case _, e.Get(receive=receive):
+                return receive.transfer not in self._dealt_with
+            case _, e.Noted(number=number) | e.Stored(number=number):
+                return number in of.numbers
+        return True
 
     def _hear_now(self, now: e.Now) -> list[f.Effect]:
         if now.over is not None:
@@ -360,7 +433,11 @@ class Conversation:
         if now.line is not None and now.line != self._line:
             self._line, self.limit = now.line, now.line.limit
             effects.append(f.Connect(now.line.port, now.line.nonce))
-        effects += [f.IsLost(*one) for one in now.lost if one not in self._now.lost]
+        effects += [
+            f.Warned(f"worker {worker} {reason}; the others go on without it")
+            for worker, reason in now.lost
+            if (worker, reason) not in self._now.lost
+        ]
         self._now, self.held_up = now, self.held_up if now.hold is None else now.hold
         for sequence in now.broken:
             if sequence in self._completed:
@@ -374,7 +451,7 @@ class Conversation:
         if self.stop is not None:
             return []
         self.stop, self._stranger, self.offered = stop, None, ""
-        self._open = {key: request for key, request in self._open.items() if isinstance(request.request, e.Depart)}
+        self._open = {key: of for key, of in self._open.items() if isinstance(of.request, e.Depart)}
         return [stop]
 
     def _epoch_began(self, epoch: Epoch) -> list[f.Effect]:
@@ -395,22 +472,48 @@ class Conversation:
         self._stranger = None
         if not known:
             self._dealt_with.extend(self.donations)
-            self._open = {key: request for key, request in self._open.items() if not request.told}
-            for lasting in tuple(self._lasting.values()) if self._member else ():
-                self._say(lasting, told=True)
-            for request in self._open.values():
-                request.at = -math.inf
+            self._open = {key: of for key, of in self._open.items() if not of.told}
+            for kind, fields in tuple(self._lasting.values()) if self._member else ():
+                self._say(kind, fields, told=True)
+            for of in self._open.values():
+                of.at = -math.inf if isinstance(of.request, e.MemberRequest) else of.at
         if self._enrolment is None:
             return []
-        before = tuple(self._met), self._since, tuple(self._regrouped)
-        resumes = e.Resumes(self.epoch, self.held, *before, **self.training.resumption())
+        resumes = e.Resumes(
+            self.epoch,
+            self.held,
+            tuple(self._met),
+            self._since,
+            tuple(self._regrouped),
+            self._heard.highest,
+            self.leases.book(),
+            self.joined,
+            self._answered if self.joined else None,
+            self._heard.to_report() if self.joined else (),
+            self.about,
+        )
         return [self._make(e.Enrol, self._enrolment.fingerprint, resumes if self._member else None)]
 
     def _beat(self) -> e.Request:
         missed_in, misses = self._misses
-        enrolled, number = self._enrolment is not None, self.epoch.number
+        epoch, waits = self.epoch.number, 0 if self.spans.meter is None else int(self.spans.meter.seconds_waiting())
         exchange = self._exchange and msgspec.structs.replace(self._exchange, moved=self._moved())
-        told = exchange, self._left, misses if missed_in == number else ()
-        fields = self._now.version, *told, self.updates, *self.training.told(), self.awaits
         self._unanswered += 1
-        return self._make(e.Beat, self.held, number, enrolled, *fields)
+        beat: e.Beat = self._make(
+            e.Beat,
+            self.held,
+            epoch,
+            self._enrolment is not None,
+            self._now.version,
+            exchange,
+            self._left,
+            misses if missed_in == epoch else (),
+            self.updates,
+            self.joined,
+            self.rows.take(),
+            self.leases.progress(),
+            self.spans.take(),
+            waits,
+            self.awaits,
+        )
+        return beat

@@ -7,28 +7,20 @@ from typing import TypeAlias
 
 from lightning_sdpipe.membership.members import Epoch
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.training_asks import Came
 
-Key: TypeAlias = tuple[str, str | int]
+Kind: TypeAlias = type[m.Request] | type[e.Request]
+Key: TypeAlias = tuple[str, str | int] | Kind
+"""Name of a request: its kind, where the thread that trains asks."""
 
 
 @dataclass(frozen=True)
 class Replied:
-    """The reply to the request ``key`` came."""
+    """The reply to the request ``key`` came, which may be its refusal."""
 
     key: Key
-    reply: e.Reply
-
-
-@dataclass(frozen=True)
-class NotGranted:
-    """The request ``key`` cannot be carried out."""
-
-    key: Key
-    reason: str
+    reply: m.Reply | e.Reply
 
 
 @dataclass(frozen=True)
@@ -62,21 +54,11 @@ class Connect:
 
 
 @dataclass(frozen=True)
-class IsLost:
-    """The worker ``worker`` is silent, and the others go on without it."""
+class Warned:
+    """People are to be told ``text``."""
 
-    worker: Worker
-    reason: str
-
-
-@dataclass(frozen=True)
-class Unheard:
-    """A scheduler that may be started again has answered nothing for so many ``seconds``."""
-
-    seconds: float
+    text: str
 
 
-Effect: TypeAlias = (
-    Replied | NotGranted | EpochBegan | GroupBroke | HandOver | Connect | IsLost | Unheard | Came | m.Invitation | e.End
-)
-"""Effects of a message; an invitation is to be followed, and a lost worker is reported to people."""
+Effect: TypeAlias = Replied | EpochBegan | GroupBroke | HandOver | Connect | Warned | m.Invitation | e.End
+"""Effects of a message; an invitation is to be followed."""

@@ -217,7 +217,7 @@ class GroupDesk:
                 raise RefusedEvent(f"iteration {session.iteration} waits for an answer")
             else:  # it asks again; the answer is still to be decided
                 missing = [other for other in self.computing(session.worker) if other != session.worker]
-                self._outbox.say(peer, e.Waits(request.number, named(missing)))
+                self._outbox.say(peer, e.Waits(request.number, f"it waits for {named(missing)}"))
         elif session.answer is not None and session.iteration == iteration:
             self._outbox.say(peer, session.answer)
         elif reported.answers and (answer := self._reported_to(session.worker, iteration)) is not None:

@@ -59,7 +59,7 @@ class LeaseDesk:
                 del self._asking[worker]
                 raise
             if again and worker in self._asking:
-                self._outbox.say(peer, e.Waits(request.number, named(self._missing(worker))))
+                self._outbox.say(peer, e.Waits(request.number, f"it waits for {named(self._missing(worker))}"))
 
     def hear_beat(self, beat: e.Beat, now: float) -> None:
         """Note how much of its batches a worker has trained."""

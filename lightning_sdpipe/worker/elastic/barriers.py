@@ -24,7 +24,7 @@ from lightning_sdpipe.membership.failure_detection import BARRIERS
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.topology.groups import ProcessGroups, Replicas
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
@@ -41,7 +41,7 @@ class Barriers:
 
     Args:
         worker: this worker.
-        line: its client of the scheduler.
+        client: its client of the scheduler.
         epochs: the groups of its replicas.
         point: returns the point of training at which all meet next: equal on all of them.
         met: called after each barrier.
@@ -50,13 +50,13 @@ class Barriers:
     def __init__(
         self,
         worker: Worker,
-        line: MembershipClient,
+        client: SchedulerClient,
         epochs: EpochGroups,
         point: Callable[[], str],
         met: Callable[[], None] = lambda: None,
     ) -> None:
         self._worker = worker
-        self._line = line
+        self._client = client
         self._epochs = epochs
         self._point = point
         self._met = met
@@ -95,7 +95,7 @@ class Barriers:
             return Met(self._worker.stage, "", (self._worker.pipeline,), (says,), 0)
         key = f"{self._point()}/{self._number}"
         self._number += 1
-        met = self._line.meet(key, says)
+        met = self._client.meet(key, says)
         if met.past:
             raise WorkerFailedError(
                 f"pipeline {self._worker.pipeline} came to a barrier ({key}) when the others had gone on; it has to "

@@ -34,7 +34,7 @@ from lightning_sdpipe.exchange.moving import GroupMean, Mover
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.sync.mover_choice import MakeMover
 from lightning_sdpipe.topology.groups import Replicas, Traffic
 
@@ -78,7 +78,7 @@ class EpochGroups:
         worker: Worker,
         make_store: MakeStore,
         timeout: timedelta,
-        report: MembershipClient,
+        report: SchedulerClient,
         among: MakeMover = lambda replicas, hosts: GroupMean(replicas),
         traffic: Traffic | None = None,
         host: str | None = None,

@@ -36,7 +36,7 @@ from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.weight_averaging import averaging_of
 from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.partition.ownership import Ownership
-from lightning_sdpipe.scheduler.client.membership_client import MembershipClient, Receive, Start
+from lightning_sdpipe.scheduler.client.client import Receive, SchedulerClient, Start
 from lightning_sdpipe.tested import VERSION
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.worker.elastic import leader, state_transfer
@@ -99,7 +99,7 @@ _DONE, _NOT = b"\x01", b"\x00"
 
 
 def join(
-    line: MembershipClient, mine: Mapping[str, str], take: Callable[[Receive], State]
+    client: SchedulerClient, mine: Mapping[str, str], take: Callable[[Receive], State]
 ) -> tuple[Start, State | None]:
     """Wait until training begins, and take the state that it begins with.
 
@@ -112,15 +112,15 @@ def join(
             takes it for a member that has its state.
     """
     state: State | None = None
-    answer, had_donor = line.enrol(mine), False
+    answer, had_donor = client.enrol(mine), False
     while isinstance(answer, Receive):
         had_donor = True
         try:
             state = take(answer)
         except WorkerFailedError as error:
-            state, answer = None, line.missed(answer.transfer, str(error))
+            state, answer = None, client.missed(answer.transfer, str(error))
         else:
-            answer = line.received(answer.transfer, state["elastic"]["updates"])
+            answer = client.received(answer.transfer, state["elastic"]["updates"])
     if state is None and not answer.fresh and (had_donor or answer.epoch.number > 1):  # in epoch 1, all begin anew
         raise WorkerFailedError(
             "The scheduler was started again before it could say what this pipeline begins with, and takes it for a "
@@ -178,7 +178,7 @@ class Fit:
         source: the source of its batches.
         checkpoints: those of its stage.
         groups: its process groups.
-        line: its client of the scheduler.
+        client: its client of the scheduler.
         store: makes a store, by its name, that both sides of a transfer reach; a second argument, if any, returns true
             when the transfer is in vain.
     """
@@ -188,14 +188,14 @@ class Fit:
     source: ElasticBatchSource
     checkpoints: Checkpoints
     groups: ProcessGroups
-    line: MembershipClient
+    client: SchedulerClient
     store: Callable[..., Store]
 
     def receive(self, what: Receive) -> State:
         """Receive the state of the donor's stage; it is given up when another donor is found, since others may wait."""
 
         def is_in_vain() -> bool:
-            return self.line.offered != what.transfer
+            return self.client.offered != what.transfer
 
         store = self.store(self._room(what.transfer), is_in_vain)
         return state_transfer.receive_state(store, self._limit, f"pipeline {what.donor}", is_in_vain)
@@ -207,7 +207,7 @@ class Fit:
             state = state_transfer.snapshot(self.trainer)
         state["elastic"] = {"turns": turns, "updates": self.training.updates, "names": leader.names(self.trainer)}
         state["sync"] = self.training.sync.handover()
-        self.line.snapshot_taken(transfer, self.training.updates)
+        self.client.snapshot_taken(transfer, self.training.updates)
         state_transfer.send_state(state, self.store(self._room(transfer)), self._limit)
 
     def go_on_from(self, state: State) -> None:
@@ -246,7 +246,7 @@ class Fit:
     @property
     def _limit(self) -> timedelta:
         """Longest time that each part of a state may take."""
-        return timedelta(seconds=self.line.limit)
+        return timedelta(seconds=self.client.limit)
 
     def _room(self, transfer: str) -> str:
         return f"{transfer}-{self.groups.mesh.locate(self.groups.rank)[0]}"
@@ -268,8 +268,8 @@ class StageDuties:
         self._fit, self._take_lead, self.commands, self._leaving = fit, take_lead, commands, leaving
 
     def order(self) -> Command | None:
-        leaving, line = self._leaving.given, self._fit().line
-        return turn_order(leaving, line.donations, "" if leaving else line.held_up)
+        leaving, client = self._leaving.given, self._fit().client
+        return turn_order(leaving, client.donations, "" if leaving else client.held_up)
 
     def act(self, command: Command, turns: State) -> None:
         fit = self._fit()
@@ -286,4 +286,4 @@ class StageDuties:
     def between(self) -> None:
         self._take_lead()
         fit = self._fit()
-        fit.line.has_made(fit.trainer.global_step)
+        fit.client.has_made(fit.trainer.global_step)

@@ -33,7 +33,7 @@ from lightning_sdpipe.errors import SchedulerError, WorkerFailedError
 from lightning_sdpipe.lightning_internals import known_version
 from lightning_sdpipe.membership.turn_order import Command, CommandKind
 from lightning_sdpipe.p2p import waiting_for
-from lightning_sdpipe.scheduler.client.membership_client import CancelledError, MembershipClient
+from lightning_sdpipe.scheduler.client.client import CancelledError, SchedulerClient
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 log = logging.getLogger(__name__)
@@ -104,15 +104,15 @@ class LeaveNotice:
     """Notes SIGTERM, on whichever process of a pipeline it comes, and lets stage 0 know.
 
     Args:
-        line: client of the scheduler, whose store passes the notice to stage 0: the run's own processes alone reach it,
+        client: that of the scheduler, whose store passes the notice to stage 0: the run's own processes alone reach it,
             and the pipeline's TCPStore has no keys.
         pipeline: that of this worker.
         commands: knows whether this is stage 0, and whether there are other stages.
     """
 
-    def __init__(self, line: MembershipClient, pipeline: int, commands: CommandChannel) -> None:
-        self._line, self._commands = line, commands
-        self._key = f"leaving-{pipeline}-{line.incarnation:x}/now"
+    def __init__(self, client: SchedulerClient, pipeline: int, commands: CommandChannel) -> None:
+        self._client, self._commands = client, commands
+        self._key = f"leaving-{pipeline}-{client.incarnation:x}/now"
         self._closed = False
         self.given = False
         """True if this pipeline was told to end."""
@@ -134,12 +134,12 @@ class LeaveNotice:
                 threading.Thread(target=self._tell, daemon=True).start()
 
     def _tell(self) -> None:
-        self._line.store.put(self._key, b"1")
+        self._client.put(self._key, b"1")
 
     def _hear(self) -> None:
         """Wait on stage 0, in a thread of its own, for the notice that another stage was told to end."""
         try:
-            self._line.store.wait([self._key], _WHOLE_RUN, cancelled=lambda: self._closed)
+            self._client.wait([self._key], _WHOLE_RUN, cancelled=lambda: self._closed)
         except (CancelledError, SchedulerError, WorkerFailedError) as error:
             log.debug("no word of leaving came: %s", error)
         else:
@@ -195,21 +195,21 @@ class LeadersCheckpoints:
     place.
 
     Args:
-        line: client of the scheduler.
+        client: client of the scheduler.
         trainer: has counted the updates of the checkpoint.
         run: the number of the fit.
     """
 
-    def __init__(self, line: MembershipClient, trainer: Trainer, run: int) -> None:
-        self._line, self._update = line, trainer.global_step  # a thread may write while training goes on
+    def __init__(self, client: SchedulerClient, trainer: Trainer, run: int) -> None:
+        self._client, self._update = client, trainer.global_step  # a thread may write while training goes on
         self.mark = f"{run:x}-"
 
     def publish(self, path: Path) -> None:
         """Ask for leave; see :class:`~lightning_sdpipe.checkpoints.files.Publisher`, as for the next method."""
-        self._line.publish(str(path.absolute()), self._update)
+        self._client.publish(str(path.absolute()), self._update)
 
     def published(self, path: Path) -> None:
-        self._line.published(str(path.absolute()), self._update)
+        self._client.published(str(path.absolute()), self._update)
 
 
 def names(trainer: Trainer) -> dict[str, list[Any]]:

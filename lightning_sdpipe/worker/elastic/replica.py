@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.moving import Mover, Pending, exchange_whole
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas, Traffic
@@ -96,18 +96,18 @@ class DroppedPairs:
 
     Args:
         epochs: the groups of the replicas of this worker.
-        line: says how long a transfer may stand still.
+        client: says how long a transfer may stand still.
         traffic: counts the bytes that this worker sends.
     """
 
-    def __init__(self, epochs: EpochGroups, line: MembershipClient, traffic: Traffic) -> None:
-        self._epochs, self._line, self._traffic = epochs, line, traffic
+    def __init__(self, epochs: EpochGroups, client: SchedulerClient, traffic: Traffic) -> None:
+        self._epochs, self._client, self._traffic = epochs, client, traffic
 
     def run(self, group: Group, start: Callable[[Replicas], Pending]) -> bool:
         """Exchange; see :class:`~lightning_sdpipe.sync.synchronizer.ExchangeOfPair`."""
         try:
             with self._epochs.beside(group) as replicas:
-                limit = timedelta(seconds=self._line.limit)
+                limit = timedelta(seconds=self._client.limit)
                 limited = replace(replicas, traffic=self._traffic, limit=limit)
                 exchange_whole(start(limited), group, limited)
         except WorkerFailedError as error:

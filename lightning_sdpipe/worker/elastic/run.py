@@ -25,8 +25,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import policy_file
-from lightning_sdpipe.scheduler.client.client import SchedulerClient
-from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
+from lightning_sdpipe.scheduler.client.client import Callbacks, SchedulerClient
 from lightning_sdpipe.sync.mover_choice import among_those_present, own_host
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
@@ -58,7 +57,6 @@ class _OpenRun:
     """The parts of a worker while a run is open."""
 
     worker: Worker
-    line: MembershipClient
     client: SchedulerClient
     store: Callable[..., SchedulerStore]
     """Makes a store of that name; its waits end when a second argument, if any, returns true."""
@@ -131,21 +129,21 @@ class ElasticRun(TrainingRun):
         self._mesh = replace(self._mesh, counted=served[1])
         if self._groups is None:
             self._groups = ProcessGroups.open(self._mesh, options.run_timeout)
-        line = connection.line
+        client = connection.client
 
         def store(name: str, *cancelled: Callable[[], bool]) -> SchedulerStore:
-            return SchedulerStore(line.store, name, _CONNECTING, *cancelled)
+            return SchedulerStore(client, name, _CONNECTING, *cancelled)
 
         traffic = self._groups.traffic
         among, forget = among_those_present(options.exchange, policy, job.pipeline)
         host = own_host(options.exchange, job.pipeline)
-        epochs = EpochGroups(worker, store, options.run_timeout, line, among, traffic, host)
+        epochs = EpochGroups(worker, store, options.run_timeout, client, among, traffic, host)
         commands = CommandChannel(self._groups)
-        leaving = LeaveNotice(line, job.pipeline, commands)
-        connections = Connections(worker, connection.client, line, epochs, self._where_to_meet, traffic)
+        leaving = LeaveNotice(client, job.pipeline, commands)
+        connections = Connections(worker, client, epochs, self._where_to_meet, traffic)
         rounds = SurvivingRounds(connections, commands.on_any_stage, options.run_timeout.total_seconds())
         bases = SurvivingBases(connections) if isinstance(policy, OuterRounds) else None
-        self._open = _OpenRun(worker, line, connection.client, store, epochs, commands, leaving, rounds, bases, forget)
+        self._open = _OpenRun(worker, client, store, epochs, commands, leaving, rounds, bases, forget)
 
     def _hand_over(self, sequence: int, group: Group) -> None:
         """Give other members of ``group`` the result of a group."""
@@ -178,7 +176,7 @@ class ElasticRun(TrainingRun):
     def take_lead(self) -> None:
         """Lead from now on if all pipelines before this one have gone, and not if one of them is there. Called between
         two turns, and after barriers."""
-        members = [member.pipeline for member in self._opened.line.epoch.members]
+        members = [member.pipeline for member in self._opened.client.epoch.members]
         here = members if self._barriers is None else self._barriers.present(members)
         if members:
             self._lead.take([pipeline for pipeline in members if pipeline in here])
@@ -188,7 +186,7 @@ class ElasticRun(TrainingRun):
         """Asked before a checkpoint takes its place; None when the run is over."""
         if self._open is None or self._fit is None:
             return None
-        return leader.LeadersCheckpoints(self._open.line, self._fit.trainer, self._fit.source.run)
+        return leader.LeadersCheckpoints(self._open.client, self._fit.trainer, self._fit.source.run)
 
     @property
     def sampler(self) -> dict[str, int]:
@@ -206,20 +204,20 @@ class ElasticRun(TrainingRun):
     def replica(
         self, parts: Assembled, watch: bool, loss_scale: Callable[[], float], progress: TrainingState
     ) -> Replica:
-        place, line = self._opened, self._opened.line
+        place, client = self._opened, self._opened.client
         self._fit = None
-        self._barriers = Barriers(place.worker, line, place.epochs, self._point, self.take_lead)
+        self._barriers = Barriers(place.worker, client, place.epochs, self._point, self.take_lead)
         self.evaluations = SharedEvaluations(self._job.pipeline, self._barriers, self.groups)
         exchanges: dict[str, Any] = {
             "rounds": place.rounds,
             "bases": place.bases,
-            "pairs": DroppedPairs(place.epochs, line, self.groups.traffic).run,
+            "pairs": DroppedPairs(place.epochs, client, self.groups.traffic).run,
             "mover": Surviving(place.epochs),
         }
         return ElasticReplica(
             **vars(super().replica(parts, watch, loss_scale, progress)) | exchanges,
             barriers=self._barriers,
-            present=lambda: max(1, len(line.epoch.members)),
+            present=lambda: max(1, len(client.epoch.members)),
             forget=place.forget,
         )
 
@@ -242,7 +240,7 @@ class ElasticRun(TrainingRun):
             source = RoundBatchSource(inputs, duties, place.rounds)
         place.client.meanwhile = source.serve
 
-        self._fit = joining.Fit(trainer, training, source, checkpoints, self.groups, place.line, place.store)
+        self._fit = joining.Fit(trainer, training, source, checkpoints, self.groups, place.client, place.store)
         return source
 
     @property
@@ -276,7 +274,7 @@ class ElasticRun(TrainingRun):
             return data_seed
         place, fit = self._opened, self.fit
         mine = joining.fingerprint(trainer, self.options, fit.training.parts.ownership)
-        answer, state = joining.join(place.line, mine, fit.receive)
+        answer, state = joining.join(place.client, mine, fit.receive)
         place.epochs.enter(answer.epoch)
         if state is not None:
             fit.go_on_from(state)

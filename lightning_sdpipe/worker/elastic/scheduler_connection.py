@@ -1,4 +1,4 @@
-"""An elastic worker's two clients of the scheduler, and the effect of failures: they end its own pipeline only; the
+"""An elastic worker's client of the scheduler, and the effect of failures: they end its own pipeline only; the
 scheduler's store as torch takes it; and the cut of all pipelines of the run, which they tell each other there.
 
 Where the cut follows from measured times, it is that of the first pipeline that has measured. The others take it over,
@@ -25,8 +25,8 @@ from lightning_sdpipe.errors import LOST_CONNECTION, SchedulerError, WorkerFaile
 from lightning_sdpipe.partition.pipeline_cut import PipelineCut, is_measured
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
-from lightning_sdpipe.scheduler.client.membership_client import Callbacks, CancelledError, MembershipClient, StoreClient
+from lightning_sdpipe.scheduler.client.client import Callbacks, CancelledError, Failure, SchedulerClient
+from lightning_sdpipe.scheduler.membership_protocol import End
 from lightning_sdpipe.worker.scheduler_connection import MakePlans, SchedulerAddress, Watchdog
 
 log = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ _TELLING = 20.0
 _LAST_WORDS = 5.0  # seconds
 
 
-def shared_plans(line: MembershipClient, cuts: Sequence[PipelineCut], make: MakePlans) -> Sequence[Plan]:
+def shared_plans(client: SchedulerClient, cuts: Sequence[PipelineCut], make: MakePlans) -> Sequence[Plan]:
     """Return the plans of the cut that the pipelines of a run have, the same on all of them.
 
     Args:
-        line: client of the scheduler.
+        client: that of the scheduler.
         cuts: the cut that was asked for; or that of each pipeline, none of which is measured.
         make: makes the plans of cuts, and measures for them if that is needed.
     """
@@ -48,16 +48,16 @@ def shared_plans(line: MembershipClient, cuts: Sequence[PipelineCut], make: Make
         return make(cuts)
     (cut,) = cuts
     made: Sequence[Plan] = ()
-    sizes = _from_rank_zero(lambda: known(line.store, cut))
+    sizes = _from_rank_zero(lambda: known(client, cut))
     if sizes is None:
         made = make(cuts)
         mine = [len(span) for span in made[0].spans]
-        sizes = _from_rank_zero(lambda: agree(line.store, cut, mine))
+        sizes = _from_rank_zero(lambda: agree(client, cut, mine))
         assert sizes is not None
     if not made or [len(span) for span in made[0].spans] != sizes:
         made = make([replace(cut, partition=sizes)])
     if dist.get_rank() == 0:
-        line.keep(key_of(cut), encode(sizes))
+        client.keep(key_of(cut), encode(sizes))
     return made
 
 
@@ -80,7 +80,7 @@ def encode(sizes: Sequence[int]) -> bytes:
     return json.dumps([*sizes]).encode()
 
 
-def known(store: StoreClient, cut: PipelineCut) -> list[int] | None:
+def known(store: SchedulerClient, cut: PipelineCut) -> list[int] | None:
     """Return the sizes that a pipeline of the run has told; None if none has."""
     for value in store.fetch([key_of(cut), key_of(cut, "sizes")]):
         if value is not None:
@@ -89,7 +89,7 @@ def known(store: StoreClient, cut: PipelineCut) -> list[int] | None:
     return None
 
 
-def agree(store: StoreClient, cut: PipelineCut, mine: Sequence[int], seconds: float = _TELLING) -> list[int]:
+def agree(store: SchedulerClient, cut: PipelineCut, mine: Sequence[int], seconds: float = _TELLING) -> list[int]:
     """Return the sizes that all pipelines use: ``mine``, which follow from this pipeline's measurement, unless another
     was first. One that is lost when it was first, and has not told, is waited for ``seconds``."""
     if store.add(key_of(cut, "number"), 1) > 1:
@@ -112,7 +112,7 @@ class ElasticConnection:
         worker: this worker.
         incarnation: number of this start of its pipeline's job.
         timeout: seconds that any answer may take.
-        told: functions to call when something happens; this object itself handles ``ended`` and ``over``.
+        told: functions to call when something happens; this object itself handles ``ends``.
         give_up: ends this process's wait for a tensor that will never come; called in another thread.
     """
 
@@ -126,18 +126,19 @@ class ElasticConnection:
         give_up: Callable[[], None],
     ) -> None:
         self._worker = worker
-        self._watchdog = Watchdog(lambda failure: failure.reason, give_up, self._must_end)
+        self._watchdog = Watchdog(
+            lambda failure: failure.reason, give_up, lambda lost: self._must_end(End(lost, run=False))
+        )
         self._departed = False
-        told = replace(told, ended=self._must_end, over=self._over)
-        self.line = MembershipClient(
+        told = replace(told, ends=self._must_end)
+        self.client = SchedulerClient(
             scheduler.address, worker, incarnation, timeout=timeout, credentials=scheduler.keys, told=told
         )
         try:
-            self.client = SchedulerClient(self.line, timeout)
             self.client.greet()
             self._watchdog.watch()
         except BaseException:
-            self.line.close()
+            self.client.close()
             raise
 
     def explain(self, error: Exception, told_to_end: Callable[[], bool]) -> None:
@@ -147,7 +148,7 @@ class ElasticConnection:
 
     def plan(self, cuts: Sequence[PipelineCut], make: MakePlans) -> Sequence[Plan]:
         """Return the plans of ``cuts``, cut as other pipelines of the run are where that is measured."""
-        return shared_plans(self.line, cuts, make)
+        return shared_plans(self.client, cuts, make)
 
     def fail(self, exception: BaseException) -> None:
         """Tell the scheduler of ``exception``, unless another process failed first: then it sees that this one ends."""
@@ -157,27 +158,25 @@ class ElasticConnection:
             return
         self._departed = True  # and has not finished
         if not isinstance(exception, WorkerFailedError) and LOST_CONNECTION not in str(exception):
-            self.line.failed(f"{type(exception).__name__}: {exception} ({place_of(exception)})")
+            self.client.failed(f"{type(exception).__name__}: {exception} ({place_of(exception)})")
 
     def depart(self, finished: bool) -> None:
         """End this worker with notice."""
         if not self._departed:
             self._departed = True
             try:
-                self.line.depart(finished=finished, timeout=_LAST_WORDS)
+                self.client.depart(finished=finished, timeout=_LAST_WORDS)
             except (SchedulerError, WorkerFailedError) as error:  # all that had to be done is done
                 log.warning("the scheduler was not told that this worker ends: %s", error)
 
     def close(self) -> None:
         self._watchdog.disarm()
-        self.line.close()
+        self.client.close()
 
-    def _must_end(self, reason: str) -> None:
-        self._watchdog.arm(Failure(self._worker, f"Pipeline {self._worker.pipeline} must end: {reason}"))
-
-    def _over(self, reason: str, failed: bool) -> None:
-        if failed:
-            self._watchdog.arm(Failure(self._worker, f"The run is over: {reason}"))
+    def _must_end(self, end: End) -> None:
+        what = "The run is over" if end.run else f"Pipeline {self._worker.pipeline} must end"
+        if end.failed:
+            self._watchdog.arm(Failure(self._worker, f"{what}: {end.reason}"))
 
 
 class SchedulerStore(Store):
@@ -192,7 +191,7 @@ class SchedulerStore(Store):
     """
 
     def __init__(
-        self, client: StoreClient, room: str, timeout: float, cancelled: Callable[[], bool] = lambda: False
+        self, client: SchedulerClient, room: str, timeout: float, cancelled: Callable[[], bool] = lambda: False
     ) -> None:
         super().__init__()
         if "/" in room or not room:

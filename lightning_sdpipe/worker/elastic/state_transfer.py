@@ -27,7 +27,7 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.transfers import PendingMessage, complete
 from lightning_sdpipe.lightning_internals import checkpoint_of
-from lightning_sdpipe.scheduler.client.membership_client import CancelledError
+from lightning_sdpipe.scheduler.client.client import CancelledError
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,6 @@ from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
-from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.topology.groups import Replicas, Traffic
 from lightning_sdpipe.worker.elastic.barriers import Barriers
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
@@ -56,9 +55,7 @@ class Connections:
 
     worker: Worker
     client: SchedulerClient
-    """That of the thread that trains."""
-    line: MembershipClient
-    """Asked after a failure."""
+    """That of the scheduler, which is asked after a failure."""
     epochs: EpochGroups
     """Groups of its replicas."""
     barriers: Callable[[], Barriers]
@@ -72,7 +69,7 @@ class HandOvers:
     worker lacks."""
 
     def __init__(self, connections: Connections) -> None:
-        self._worker, self._client, self._line = connections.worker, connections.client, connections.line
+        self._worker, self._client = connections.worker, connections.client
         self._epochs, self._barriers, self._traffic = connections.epochs, connections.barriers, connections.traffic
         self.retried = self.taken = 0
         """Number of groups that were tried again, and of those whose result was handed over."""
@@ -95,7 +92,7 @@ class HandOvers:
         """
         while True:
             self._epochs.wait_for_newest()
-            again = self._line.regroup(group)
+            again = self._client.regroup(group)
             if again.source < 0:
                 self.retried += 1
                 return None, again.group
@@ -208,7 +205,7 @@ class SurvivingRounds(HandOvers):
                 )
         self._epochs.use(None)
         if len(group.members) > 1:
-            self._line.completed(group.sequence)
+            self._client.completed(group.sequence)
         self._check(outcome)
         self.on_round(outcome)
         return outcome, waited
@@ -319,7 +316,7 @@ class SurvivingBases(HandOvers):
             self._client.leave()
             self._client.join()
         adopt()
-        self._line.completed(self._round)
+        self._client.completed(self._round)
 
     def meet(self, tensors: Sequence[Tensor], since: int) -> None:
         state, barriers = self.state, self._barriers()

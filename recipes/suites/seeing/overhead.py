@@ -12,7 +12,7 @@ from unittest import mock
 import msgspec
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.scheduler.client.training_asks import RowBuffer
+from lightning_sdpipe.scheduler.client.reporting import RowBuffer
 from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, ratio, ratios, rotated
 from recipes.suites.throughput import summary
 from recipes.suites.trainings import Named, Training, calibrated_scale, quiet, train

@@ -22,11 +22,9 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client import client
-from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
-from lightning_sdpipe.scheduler.client.client_thread import Callbacks
+from lightning_sdpipe.scheduler.client import conversation
+from lightning_sdpipe.scheduler.client.client import Callbacks, Failure, SchedulerClient
 from lightning_sdpipe.scheduler.client.connection import TRIES, ask_status
-from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.rows import About, Chunk
 from lightning_sdpipe.scheduler.server.server import Endpoint
@@ -53,7 +51,7 @@ def test_a_ready_that_was_lost_is_repeated_by_who_only_looks_for_its_group(monke
     with serving(AllReduceModels(), 1, 1) as server, clients(server.address, W(0, 0)) as (a,):
         a.join()
         with monkeypatch.context() as lost:
-            lost.setattr(a._connection, "send", lambda message: True)
+            lost.setattr(a.wire._of_training, "send", lambda message: True)
             a.ready(0)
         found = until(a.group_if_known)
         assert found is not None
@@ -82,12 +80,13 @@ def test_many_workers_train_for_a_while_and_leave_one_by_one() -> None:
                 assert sequences == sorted(set(sequences))
 
 
-def test_a_timeout_names_whom_the_scheduler_waits_for() -> None:
+def test_a_timeout_names_whom_the_scheduler_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation, "REPEAT_IN_TRAINING", 0.1)
     with serving(AllReduceModels(), 1, 3) as server, clients(server.address, W(0, 0), W(0, 1), W(0, 2)) as (a, b, c):
         for client in (a, b, c):
             client.join()
         a.ready(0)
-        a._timeout = 0.5
+        a.wire.timeout = 0.5
         with pytest.raises(SchedulerError, match=r"iteration 0.*waits for \(stage 0, pipeline 1\), \(stage 0, p"):
             a.group()
 
@@ -175,7 +174,7 @@ class TestVersions:
             assert server.service.refused == {"other version": 1}
 
     def test_an_old_scheduler_is_named_by_its_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(client, "REPEAT_AFTER", 0.1)
+        monkeypatch.setattr(conversation, "REPEAT_IN_TRAINING", 0.1)
         with zmq.Context() as context, context.socket(zmq.ROUTER) as old:
             old.setsockopt(zmq.LINGER, 0)
             port = old.bind_to_random_port("tcp://127.0.0.1")
@@ -207,8 +206,8 @@ def test_the_first_failure_reaches_everybody() -> None:
             client.join()
         assert a.first_failure(0.1) is None
         a.ready(0)
-        b.line.failed("out of memory")
-        c.line.failed("lost its neighbour")
+        b.failed("out of memory")
+        c.failed("lost its neighbour")
         with pytest.raises(WorkerFailedError, match=r"\(stage 0, pipeline 1\) failed first: out of memory"):
             a.group()
         for client in (a, b, c):
@@ -217,7 +216,7 @@ def test_the_first_failure_reaches_everybody() -> None:
 
 def test_a_failure_told_to_nobody_does_not_block() -> None:
     with clients("tcp://127.0.0.1:9", W(0, 0)) as (one,):
-        one.line.failed("nobody listens")
+        one.failed("nobody listens")
         assert one.first_failure(0.05) is None
 
 
@@ -248,7 +247,7 @@ def test_a_silent_worker_is_treated_as_left_and_named_to_the_others(caplog: pyte
     ):
         a.join()
         b.join()
-        awake, talk = threading.Event(), b.line.thread.talk
+        awake, talk = threading.Event(), b.wire.talk
         beats = talk.due
         talk.due = lambda now: beats(now) if awake.wait() else []  # type: ignore[method-assign]
         a.ready(0)
@@ -270,7 +269,7 @@ def test_heartbeats_keep_a_busy_worker_alive() -> None:
         a.join()
         b.join()
         a.ready(0)
-        a._timeout = 2.0
+        a.wire.timeout = 2.0
         with pytest.raises(SchedulerError, match=r"waits for \(stage 0, pipeline 1\)"):
             a.group()
 
@@ -295,12 +294,12 @@ def test_heartbeats_bring_the_news_of_a_failure() -> None:
     heard = threading.Event()
     with (
         serving(AllReduceModels(), 1, 2) as server,
-        clients(server.address, W(0, 0), told=Callbacks(over=lambda *_: heard.set())) as (a,),
+        clients(server.address, W(0, 0), told=Callbacks(ends=lambda _: heard.set())) as (a,),
         clients(server.address, W(0, 1)) as (b,),
     ):
         a.join()
         b.join()
-        b.line.failed("broke")
+        b.failed("broke")
         assert heard.wait()
         assert a.aborted == Failure(W(0, 1), "broke")
 
@@ -378,7 +377,7 @@ def test_the_last_rows_of_a_worker_leave_with_it() -> None:
 def test_a_full_buffer_is_told_at_once_but_not_all_the_time() -> None:
     beats: list[float] = []
     with serving(AllReduceModels(), 1, 1) as server, clients(server.address, W(0, 0)) as (a,):
-        talk = a._thread.talk
+        talk = a.wire.talk
         beat = talk._beat
         a.join()
         talk._beat = lambda: (beats.append(time.monotonic()), beat())[1]  # type: ignore[method-assign]
@@ -434,4 +433,4 @@ def test_beyond_this_machine_keys_are_required() -> None:
     with pytest.raises(ConfigurationError, match="without keys"):
         Endpoint("tcp://0.0.0.0:*")
     with pytest.raises(ConfigurationError, match=r"worker\.key"):
-        MembershipClient("tcp://10.0.0.1:5555", W(0, 0), 1)
+        SchedulerClient("tcp://10.0.0.1:5555", W(0, 0), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership.members import Epoch, Member, Met, Receive
 from lightning_sdpipe.policies import Group, Worker
@@ -16,12 +18,14 @@ from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import conversation as c
 from lightning_sdpipe.scheduler.client import effects as f
-from lightning_sdpipe.scheduler.protocol import decode_reply, encode
+from lightning_sdpipe.scheduler.protocol import decode_reply, decode_request, encode
 
 ME = Worker(0, 1)
 EPOCH = Epoch(3, (Member(1, 7),), "tested")
 LINE = e.Line(5, b"nonce", 1.0, 30.0)
 PAIR = Group((Worker(0, 0), ME), (0.5, 0.5), 4, "tested", epoch=3)
+ANSWER = m.Answer(PAIR, (3, 3))
+SEGMENT = Segment(0, 0, 0, 9)
 
 
 def kinds(requests: list[e.Request | m.Request]) -> list[str]:
@@ -121,7 +125,9 @@ def test_a_process_that_was_let_in_meanwhile_does_not_come_back() -> None:
 
 def test_what_is_true_now_is_not_undone_by_what_was_overtaken() -> None:
     talk, lost = enrolled(), (Worker(0, 0), "was silent for 30.0 s")
-    assert talk.hear(e.Now(5, hold="too few", lost=(lost,))) == [f.IsLost(*lost)]
+    assert talk.hear(e.Now(5, hold="too few", lost=(lost,))) == [
+        f.Warned(f"worker {lost[0]} was silent for 30.0 s; the others go on without it")
+    ]
     assert talk.hear(e.Now(4, epoch=(later := Epoch(4, (), "another")), hold="")) == [f.EpochBegan(later)]
     assert (talk.held_up, talk.epoch) == ("too few", later), "an epoch counts by its own number"
     assert talk.hear(e.Now(6, lost=(lost,))) == []
@@ -205,8 +211,9 @@ def test_what_is_refused_is_not_asked_again_and_the_end_ends_all_but_a_departure
     put, meet = talk.ask(e.Store, "put", ("a/b",)), talk.ask(e.Meet, "pause", b"")
     with pytest.raises(SchedulerError, match="already asks for meet pause"):
         talk.ask(e.Meet, "pause", b"")
-    assert talk.hear(e.Refused(talk.due(0.1)[0].number, "too large")) == [f.NotGranted(put, "too large")]
-    assert talk.hear(e.Refused(0, "different places")) == [f.NotGranted(meet, "different places")]
+    refused = e.Refused(talk.due(0.1)[0].number, "too large")
+    assert talk.hear(refused) == [f.Replied(put, refused)]
+    assert talk.hear(e.Refused(0, "different places")) == [f.Replied(meet, e.Refused(0, "different places"))]
     talk.ask(e.Meet, "other", b"")
     assert talk.hear(e.must_end("lost")) == [e.End("lost", run=False)]
     assert talk.hear(e.Now(8, over=e.End("all have finished", True, False))) == [], "the first end counts"
@@ -214,6 +221,144 @@ def test_what_is_refused_is_not_asked_again_and_the_end_ends_all_but_a_departure
     talk.ask(e.Meet, "more", b"")
     talk.ask(e.Depart, False)
     assert kinds(talk.due(0.2)) == ["Depart"]
+
+
+# ------------------------------------------------------------------------------- the thread that trains
+
+
+def conversation(**options: Any) -> c.Conversation:
+    return c.Conversation(ME, 7, clock=lambda: 0.0, **options)
+
+
+def joined(**options: Any) -> c.Conversation:
+    talk = conversation(**options)
+    noted = e.Noted(ask(talk, m.Join).number)
+    assert talk.hear(noted) == [f.Replied(m.Join, noted)]
+    return talk
+
+
+def ask(talk: c.Conversation, kind: f.Kind, *fields: object) -> m.Request:
+    """What the thread that trains then says."""
+    talk.ask(kind, *fields)
+    (request,) = talk.due_in_training(0.0)
+    return request
+
+
+def test_what_is_open_is_repeated_under_new_numbers_and_any_of_them_answers() -> None:
+    talk = conversation()
+    first = ask(talk, m.Join).number
+    (again,) = talk.due_in_training(math.inf)
+    assert again.number == first + 1
+    assert [type(effect) for effect in talk.hear(e.Noted(first))] == [f.Replied]
+    assert talk.hear(e.Noted(again.number)) == []
+    assert talk.joined
+    ask(talk, m.Ready, 3)
+    leave = ask(talk, m.Leave)
+    assert not talk.joined
+    (again_leave,) = talk.due_in_training(math.inf)
+    assert again_leave.number == leave.number + 1, "the ready is not repeated"
+    assert talk.hear(e.Noted(again.number)) == [], "that was to the join"
+    assert talk.asks(m.Leave)
+
+
+def test_the_answer_to_a_ready_that_a_leave_withdraws_is_heard_until_the_scheduler_has_noted_that() -> None:
+    """It may have been decided before, and its members count on this worker."""
+    for comes_first in (True, False):
+        talk = joined()
+        ask(talk, m.Ready, 3)
+        noted = e.Noted(ask(talk, m.Leave).number)
+        replies = [ANSWER, noted] if comes_first else [noted, ANSWER]
+        came = [effect for reply in replies for effect in talk.hear(reply)]
+        assert came == (
+            [f.Replied(m.Ready, ANSWER), f.Replied(m.Leave, noted)] if comes_first else [f.Replied(m.Leave, noted)]
+        )
+        assert not talk.asks(m.Ready, m.Leave)
+
+
+def test_a_scheduler_that_was_started_again_hears_what_others_may_lack() -> None:
+    both = joined()
+    both.hear(e.Start(Epoch(1, (), "tested"), True))
+    both.ask(e.Enrol, {})
+    ask(both, m.Ready, 3)
+    assert both.hear(ANSWER) == [f.Replied(m.Ready, ANSWER)]
+    ask(both, m.Ready, 4)
+    for known in (False, True):
+        both.hear(e.Stranger(known))
+        enrol = both.due(0.0)[0]
+        assert isinstance(enrol, e.Enrol)
+        assert enrol.resumes is not None
+        resumes = enrol.resumes
+        assert (resumes.joined, resumes.heard, resumes.answered, resumes.answers) == (True, 4, 3, (ANSWER,))
+    ask(both, m.Leave)
+    both.hear(e.Stranger())
+    enrol = both.due(0.0)[0]
+    assert isinstance(enrol, e.Enrol)
+    assert enrol.resumes is not None
+    assert (enrol.resumes.joined, enrol.resumes.heard, enrol.resumes.answers) == (False, 4, ())
+
+
+def test_what_was_dealt_is_told_to_a_scheduler_that_was_started_again() -> None:
+    both = conversation()
+    both.hear(e.Start(Epoch(1, (), "tested"), True))
+    assert both.leases.book() is None, "nothing was"
+    ask(both, m.AskLease, SEGMENT, 0)
+    lease = Lease(SEGMENT, 1, 0, 0, 0, 4, 0.0, 1.0)
+    assert both.hear(m.Dealt(msgspec.structs.replace(lease, ordinal=1))) == []
+    assert both.hear(m.Dealt(lease)) == [f.Replied(m.AskLease, m.Dealt(lease))]
+    both.ask(e.Enrol, {})
+    both.hear(e.Stranger())
+    enrol = both.due(0.0)[0]
+    assert isinstance(enrol, e.Enrol)
+    assert enrol.resumes is not None
+    assert enrol.resumes.book == e.Book(SEGMENT, (lease,), False, Done(0, None, 0.0))
+
+
+@pytest.mark.parametrize("lifeline", [True, False])
+@pytest.mark.parametrize("host", [None, Worker(0, 0)])
+def test_a_scheduler_that_answers_no_beat_is_missed_or_given_up_once(host: Worker | None, lifeline: bool) -> None:
+    """At once if it has closed the lifeline, else when it has been silent for as long as a worker may be."""
+    talk, effects = joined(host=host), list[tuple[int, f.Effect]]()
+    talk.hear(e.Now(1, LINE))
+    talk.lifeline(there=lifeline)
+    for now in range(c.LAST_BEAT - 1):
+        talk.due(float(now))
+    talk.hear(e.Noted(3))
+    for now in range(20, 20 + 3 * c.LAST_BEAT):
+        talk.due(float(now))
+        effects += [(now, effect) for effect in talk.given_up()]
+    seconds = LINE.limit if lifeline else c.LAST_BEAT - 1
+    what = (
+        "the scheduler that it started has not answered for 30 s: it was stopped, or cannot be reached"
+        if lifeline
+        else "it ended without a word, and the scheduler with it"
+    )
+    unheard = (
+        f"worker {ME}: the scheduler has not answered for {seconds:.0f} s; a worker that needs a group waits for it, "
+        "and it can be started again at the same address"
+    )
+    assert effects == [(20 + seconds, f.Warned(unheard) if host is None else e.End(what, True, True, host))]
+
+
+def test_a_worker_that_slept_hears_what_came_meanwhile_before_it_gives_up_the_scheduler() -> None:
+    talk = joined(host=Worker(0, 0))
+    talk.hear(e.Now(1, LINE))
+    talk.lifeline(there=True)
+    for now in (0.0, 100.0):
+        talk.due(now)
+        assert talk.given_up() == []
+
+
+def test_an_invitation_a_line_and_the_end_are_heard_of_once_over_either_line() -> None:
+    talk, invitation, end = joined(), m.Invitation(PAIR, 3), e.End("broke", True, True, ME)
+    for reply, effect in (
+        (invitation, invitation),
+        (e.Now(1, LINE), f.Connect(5, b"nonce")),
+        (e.Now(0, over=end), end),
+    ):
+        assert talk.hear(reply) == [effect]
+        assert talk.hear(reply) == []
+    assert talk.hear(e.Now(0, over=e.End("lost its neighbour", True))) == []
+    assert talk.stop == end
 
 
 # ------------------------------------------------------------------------------------------------- all histories
@@ -265,25 +410,35 @@ def ask_everything(talk: c.Conversation) -> None:
 
 
 def believed(talk: c.Conversation) -> object:
-    return talk.epoch, talk.donations, talk.held_up, talk.stop, talk.held, [*talk._open]
+    of_training = talk.joined, talk.leases.book()
+    return talk.epoch, talk.donations, talk.held_up, talk.stop, talk.held, of_training, [*talk._open]
+
+
+ASKS: st.SearchStrategy[Any] = st.sampled_from(
+    [(m.Hello,), (m.Join,), (m.Leave,), (m.Ready, 1), (m.AskLease, SEGMENT, 0)]
+)
 
 
 @settings(deadline=None)
 @given(st.data())
 def test_no_sequence_of_replies_breaks_a_conversation_and_repeated_ones_change_nothing(data: st.DataObject) -> None:
-    talk, heard = c.Conversation(ME, 7), list[e.Reply | m.Reply]()
+    talk, heard = conversation(), list[e.Reply | m.Reply]()
     ask_everything(talk)
     for now in range(data.draw(st.integers(1, 12))):
-        reply = decode_reply(encode(data.draw(REPLIES)))
+        for kind, *fields in data.draw(st.lists(ASKS, max_size=3)):
+            talk.ask(kind, *fields)
+            heard.clear()  # the same reply may answer another question
+        reply, number = decode_reply(encode(data.draw(REPLIES))), talk._number
         for effect in talk.hear(reply):
             if isinstance(effect, f.Replied):
                 assert effect.key not in talk._open
-        heard.append(reply)
+        if getattr(reply, "number", 0) <= number:
+            heard.append(reply)  # others answer what is not said yet
         before = believed(talk)
         for again in heard:
             if not isinstance(again, ANEW):
                 assert talk.hear(again) == []
         assert believed(talk) == before
-        for request in talk.due(float(now)):
-            assert encode(request)
+        for request in [*talk.due_in_training(math.inf), *talk.due(float(now))]:
+            assert decode_request(encode(request)) == request
         assert talk.deadline >= now

@@ -24,17 +24,16 @@ from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler.client.client import SchedulerClient
-from lightning_sdpipe.scheduler.client.connection import ask_status
-from lightning_sdpipe.scheduler.client.membership_client import (
+from lightning_sdpipe.scheduler.client.client import (
     Callbacks,
     CancelledError,
-    MembershipClient,
     MustEndError,
     Receive,
     RunOverError,
+    SchedulerClient,
     Start,
 )
+from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.log.event_log import differences, read_log
 from lightning_sdpipe.scheduler.log.status_page import render, to_plain
@@ -53,22 +52,19 @@ class Fleet:
     def __init__(self, server: Server, stack: ExitStack) -> None:
         self.server, self.stack = server, stack
 
-    def client(self, pipeline: int, incarnation: int, stage: int = 0, **options: Any) -> MembershipClient:
-        client = MembershipClient(
+    def client(self, pipeline: int, incarnation: int, stage: int = 0, **options: Any) -> SchedulerClient:
+        client = SchedulerClient(
             self.server.address, Worker(stage, pipeline), incarnation, **{"timeout": 10.0, **options}
         )
         self.stack.callback(client.close)
         return client
 
-    def start(self, *pipelines: int) -> list[MembershipClient]:
+    def start(self, *pipelines: int) -> list[SchedulerClient]:
         """Of pipelines that start together."""
         clients = [self.client(pipeline, 100 + pipeline) for pipeline in pipelines]
         answers = at_once(*[lambda c=c: c.enrol(SAME) for c in clients])  # type: ignore[misc]
         assert all(isinstance(answer, Start) and answer.fresh for answer in answers)
         return clients
-
-    def session(self, client: MembershipClient) -> SchedulerClient:
-        return SchedulerClient(client, 10.0)
 
 
 @contextmanager
@@ -98,7 +94,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def comes(fleet: Fleet, donors: list[MembershipClient], pipeline: int, incarnation: int) -> MembershipClient:
+def comes(fleet: Fleet, donors: list[SchedulerClient], pipeline: int, incarnation: int) -> SchedulerClient:
     """A newcomer, to whom one of the donors gives its state while all make updates."""
     client = fleet.client(pipeline, incarnation)
     done = threading.Event()
@@ -150,36 +146,34 @@ def test_a_newcomer_is_given_a_state_and_everybody_hears_of_the_new_epoch(tmp_pa
 def test_groups_name_a_process_group_that_all_members_hold() -> None:
     with running(terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
         clients = fleet.start(0, 1)
-        sessions = [fleet.session(client) for client in clients]
-        joined = threading.Thread(target=lambda: at_once(*[session.join for session in sessions]))
+        joined = threading.Thread(target=lambda: at_once(*[client.join for client in clients]))
         joined.start()
         clients[0].holds([1])
         clients[1].holds([1])
         joined.join()
-        for session in sessions:
-            session.ready(0)
-        groups = at_once(*[session.group for session in sessions])
+        for client in clients:
+            client.ready(0)
+        groups = at_once(*[client.group for client in clients])
         assert groups[0] == groups[1]
         assert groups[0].epoch == 1
         for client in clients:
             client.holds([])
-        for session in sessions:
-            session.ready(1)
+        for client in clients:
+            client.ready(1)
         clients[0].holds([1])
         clients[1].holds([1])
-        assert at_once(*[session.group for session in sessions])[0].epoch == 1, "it was kept until they shared one"
+        assert at_once(*[client.group for client in clients])[0].epoch == 1, "it was kept until they shared one"
 
 
 def test_members_of_a_broken_round_try_again_or_are_given_the_result_of_one_that_has_it() -> None:
     with running(pipelines=3, terms=ElasticConfig(settle=0.0, start_pipelines=3)) as fleet:
         clients = fleet.start(0, 1, 2)
-        sessions = [fleet.session(client) for client in clients]
         for client in clients:
             client.holds([1])
-        at_once(*[session.join for session in sessions])
-        for session in sessions:
-            session.ready(0)
-        group, *_ = at_once(*[session.group for session in sessions])
+        at_once(*[client.join for client in clients])
+        for client in clients:
+            client.ready(0)
+        group, *_ = at_once(*[client.group for client in clients])
         again, *others = at_once(*[lambda c=c: c.regroup(group) for c in clients])  # type: ignore[misc]
         assert others == [again, again]
         assert [worker.pipeline for worker in again.group.members] == [0, 1, 2]
@@ -189,8 +183,8 @@ def test_members_of_a_broken_round_try_again_or_are_given_the_result_of_one_that
         given = clients[1].regroup(again.group)
         assert (given.sequence, given.source) == (again.group.sequence, 0), "which has it"
         assert [worker.pipeline for worker in given.group.members] == [0, 1]
-        assert again.group.sequence not in clients[1].thread.talk._completed, "it has still to come"
-        assert [client.thread.talk._asked_for for client in clients] == [set(), set(), set()]
+        assert again.group.sequence not in clients[1].wire.talk._completed, "it has still to come"
+        assert [client.wire.talk._asked_for for client in clients] == [set(), set(), set()]
 
 
 def test_meetings_carry_what_each_says_and_do_not_wait_for_the_dead() -> None:
@@ -233,7 +227,7 @@ def test_a_job_that_differs_or_claims_a_number_that_is_taken_is_refused() -> Non
     with running(PHDPSGD(group_size=1)) as fleet, pytest.raises(SchedulerError, match="divides the 2 pipelines"):
         fleet.client(2, 7).enrol(SAME)
     with serving(T_INF, 1, 2) as server:
-        ordinary = MembershipClient(server.address, Worker(0, 0), 3)
+        ordinary = SchedulerClient(server.address, Worker(0, 0), 3)
         with pytest.raises(SchedulerError, match="pipelines do not come and go"):
             ordinary.enrol(SAME)
         ordinary.close()
@@ -242,7 +236,7 @@ def test_a_job_that_differs_or_claims_a_number_that_is_taken_is_refused() -> Non
 def test_a_process_that_was_declared_lost_must_end() -> None:
     ended = threading.Event()
     with running(stages=2, terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
-        told = Callbacks(ended=lambda reason: ended.set())
+        told = Callbacks(ends=lambda _: ended.set())
         last = fleet.client(0, 7, told=told)
         first = fleet.client(0, 7, stage=1)
         others = [fleet.client(1, 8, stage=stage) for stage in range(2)]
@@ -251,16 +245,15 @@ def test_a_process_that_was_declared_lost_must_end() -> None:
         assert ended.wait()
         with pytest.raises(MustEndError, match=r"pipeline 0 must end: stage 1 ended \(its connection closed\)"):
             last.meet("pause")
-        session = fleet.session(last)
         with pytest.raises(MustEndError, match="this process of pipeline 0 must end: stage 1 ended"):
-            session.join()
+            last.join()
 
 
 def test_silence_is_noticed_too() -> None:
     with running(worker_timeout=0.6, terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
         first, second = fleet.start(0, 1)
         silent = threading.Event()
-        second.thread.talk.due = lambda now: [] * silent.wait()  # type: ignore[method-assign]
+        second.wire.talk.due = lambda now: [] * silent.wait()  # type: ignore[method-assign]
         until(lambda: first.epoch.lost == (1,))
         assert "silent for" in first.epoch.reason
         silent.set()
@@ -280,21 +273,20 @@ def test_leases_of_the_dead_are_dealt_to_the_living() -> None:
     segment = Segment(1, 0, 0, 6)
     with running(terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
         clients = fleet.start(0, 1)
-        sessions = [fleet.session(client) for client in clients]
         for client in clients:
             client.holds([1])
-        at_once(*[session.join for session in sessions])
-        at_once(*[lambda s=s: s.lease(segment, 0) for s in sessions])  # type: ignore[misc]
+        at_once(*[client.join for client in clients])
+        at_once(*[lambda s=s: s.lease(segment, 0) for s in clients])  # type: ignore[misc]
         clients[1].close()
         trained, ordinal = set[tuple[int, int]](), 1
-        lease = sessions[0].lease(segment, 0)
+        lease = clients[0].lease(segment, 0)
         while not lease.over:
             batches = {(lease.home, batch) for batch in range(lease.start, lease.stop)}
             assert not batches & trained
             trained |= batches
             for _ in batches:
-                sessions[0].trained(len(trained))
-            lease = sessions[0].lease(segment, ordinal)
+                clients[0].trained(len(trained))
+            lease = clients[0].lease(segment, ordinal)
             ordinal += 1
         assert trained == {(home, batch) for home in (0, 1) for batch in range(6)}
 
@@ -307,7 +299,7 @@ def test_the_run_is_over_when_all_have_finished_and_nobody_may_come_then() -> No
         first.close()
         time.sleep(0.05)
         assert second.epoch.number == 1, "who has finished is not lost"
-        second.thread.told = Callbacks(over=lambda reason, failed: over.set())
+        second.wire.told = Callbacks(ends=lambda _: over.set())
         second.depart(finished=True)
         assert over.wait()
         with pytest.raises(SchedulerError, match="the run is over: all pipelines have finished"):
@@ -335,17 +327,16 @@ def test_a_scheduler_that_is_started_again_hears_of_the_run_from_its_members() -
             for client in clients:
                 client.holds([1])
             met = at_once(*[lambda c=c: c.meet("pause/1") for c in clients])  # type: ignore[misc]
-            sessions = [fleet.session(client) for client in clients]
-            at_once(*[session.join for session in sessions])
-            sessions[0].ready(3)
+            at_once(*[client.join for client in clients])
+            clients[0].ready(3)
         with serving(T_INF, 1, 2, bind=address, elastic=ElasticConfig(settle=1.5), worker_timeout=5.0) as server:
             for client in clients:
                 until(lambda c=client: c.epoch.number == 2)  # type: ignore[misc]
             assert clients[0].epoch.reason == "the scheduler was started again"
             assert clients[0].epoch.pipelines == (0, 1)
             assert clients[1].meet("pause/1") == met[1], "which is not decided again"
-            sessions[1].ready(3)
-            groups = at_once(*[session.group for session in sessions])
+            clients[1].ready(3)
+            groups = at_once(*[client.group for client in clients])
             assert groups[0] == groups[1]
             assert groups[0].epoch == 1, "groups of the run before stay in use"
 
@@ -356,8 +347,8 @@ def test_a_process_that_is_killed_is_gone_at_once_though_its_children_live() -> 
         script = f"""
 import os, sys, time
 from lightning_sdpipe.policies import Worker
-from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
-client = MembershipClient({fleet.server.address!r}, Worker(0, 1), 7)
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
+client = SchedulerClient({fleet.server.address!r}, Worker(0, 1), 7)
 client.enrol({SAME!r})
 time.sleep(0.3)  # the lifeline comes first
 if os.fork() == 0:
@@ -384,20 +375,20 @@ time.sleep(60)
 def test_the_store_waits_counts_and_can_be_cancelled() -> None:
     with running() as fleet:
         (client,) = fleet.start(0)
-        assert client.store.fetch(["a/x"]) == (None,)
+        assert client.fetch(["a/x"]) == (None,)
         values, _ = at_once(
-            lambda: client.store.wait(["a/x", "a/y"]),
-            lambda: [client.store.put("a/x", b"1"), client.store.put("a/y", b"2")],
+            lambda: client.wait(["a/x", "a/y"]),
+            lambda: [client.put("a/x", b"1"), client.put("a/y", b"2")],
         )
         assert values == (b"1", b"2")
-        assert [client.store.add("a/n", 2), client.store.add("a/n", 3)] == [2, 5]
-        assert [client.store.remove("a/x"), client.store.remove("a/x")] == [True, False]
+        assert [client.add("a/n", 2), client.add("a/n", 3)] == [2, 5]
+        assert [client.remove("a/x"), client.remove("a/x")] == [True, False]
         with pytest.raises(SchedulerError, match="refuses a key of 3 characters with 600000 bytes"):
-            client.store.put("a/z", b"0" * 600_000)
+            client.put("a/z", b"0" * 600_000)
         with pytest.raises(CancelledError):
-            client.store.wait(["a/never"], cancelled=lambda: True)
+            client.wait(["a/never"], cancelled=lambda: True)
         with pytest.raises(SchedulerError, match=r"waited 0\.2 s for another worker to set a/never"):
-            client.store.wait(["a/never"], timeout=0.2)
+            client.wait(["a/never"], timeout=0.2)
 
 
 def test_with_keys_membership_is_encrypted_and_lifelines_need_their_nonce() -> None:

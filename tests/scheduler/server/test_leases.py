@@ -26,7 +26,7 @@ from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
-from lightning_sdpipe.scheduler.client.training_asks import HeardLeases
+from lightning_sdpipe.scheduler.client.reporting import HeardLeases
 from lightning_sdpipe.scheduler.log.event_log import Entry, differences, read_log
 from lightning_sdpipe.scheduler.server.journal import Journal
 from lightning_sdpipe.scheduler.server.server import Files, Server
@@ -158,7 +158,7 @@ def test_who_waits_for_a_lease_hears_of_those_that_the_scheduler_has_never_seen(
     d = Dialogue(NoSync(), workers=3)
     for worker in (A, B):
         assert d.say(m.AskLease, worker, S, 0, Done(0)) == []
-    assert d.say(m.AskLease, A, S, 0, Done(0)) == [(line(A), e.Waits(d.number, str(Worker(0, 2))))]
+    assert d.say(m.AskLease, A, S, 0, Done(0)) == [(line(A), e.Waits(d.number, f"it waits for {Worker(0, 2)}"))]
     d.say(m.AskLease, Worker(0, 2), S, 0, Done(0))
     assert isinstance(dealt(d.say(m.AskLease, A, S, 0, Done(0))), Lease)
 

@@ -18,8 +18,9 @@ import zmq
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler.client.client_thread import Callbacks, Lifeline
 from lightning_sdpipe.scheduler.client.connection import ask_status
+from lightning_sdpipe.scheduler.client.wire import Callbacks, Lifeline
+from lightning_sdpipe.scheduler.membership_protocol import End
 from lightning_sdpipe.scheduler.server.lifelines import Lifelines, Lines
 from recipes.harness import namespaces
 from tests.namespaces import hosts
@@ -66,11 +67,11 @@ def test_a_killed_worker_is_named_at_once_and_a_stopped_one_is_not(restarted: bo
         with serving(NoSync(), 1, 2) as server:
             address = server.address
 
-            def over(reason: str, failed: bool) -> None:
-                assert failed
-                heard.append(reason)
+            def over(end: End) -> None:
+                assert end.failed
+                heard.append(end.reason)
 
-            (a,) = stack.enter_context(clients(address, A, told=Callbacks(over=over)))
+            (a,) = stack.enter_context(clients(address, A, told=Callbacks(ends=over)))
             a.join()
             b = stack.enter_context(joined(address))
             if not restarted:

@@ -21,8 +21,7 @@ from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.policies import Group, Reason, Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
-from lightning_sdpipe.scheduler.client.client_thread import Callbacks
+from lightning_sdpipe.scheduler.client.client import Callbacks, Failure, SchedulerClient
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.server import process
@@ -178,10 +177,10 @@ def test_an_embedded_scheduler_speaks_only_to_its_keys(bind: str) -> None:
 def test_the_worker_with_whose_process_the_scheduler_ends_is_named_within_a_second() -> None:
     over: list[float] = []
     with SchedulerProcess.embedded(AllReduceModels(), 1, 2) as scheduler:
-        told = Callbacks(over=lambda reason, failed: over.append(time.monotonic()))
+        told = Callbacks(ends=lambda _: over.append(time.monotonic()))
         with clients(scheduler.address, W(0, 1), credentials=scheduler.credentials, host=W(0, 0), told=told) as (b,):
             b.join()
-            while b.line.thread._lifeline is None:
+            while b.wire._lifeline is None:
                 time.sleep(0.01)
             scheduler.signal(signal.SIGKILL)
             killed = time.monotonic()

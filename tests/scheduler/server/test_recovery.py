@@ -11,8 +11,8 @@ from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client import training_asks
-from lightning_sdpipe.scheduler.client.training_asks import MEMBERS_IN_REPORT, HeardAnswers
+from lightning_sdpipe.scheduler.client import reporting
+from lightning_sdpipe.scheduler.client.reporting import MEMBERS_IN_REPORT, HeardAnswers
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 
@@ -50,7 +50,7 @@ def test_a_report_fits_into_a_request(monkeypatch: pytest.MonkeyPatch, caplog: p
     full = answer(1, *range(MEMBERS_IN_REPORT))
     resumes = e.Resumes(Epoch(1, (), ""), (), heard=1 << 40, joined=True, answered=1 << 40, answers=(full,))
     assert len(m.encode(e.Enrol(Worker(0, 0), (1 << 62) - 1, 1 << 40, FIXED, resumes))) < m.MAX_REQUEST_BYTES
-    monkeypatch.setattr(training_asks, "MEMBERS_IN_REPORT", 5)
+    monkeypatch.setattr(reporting, "MEMBERS_IN_REPORT", 5)
     heard = HeardAnswers(Worker(0, 0))
     for a in (answer(1, 0, 1, 2), answer(2, 0, 1), answer(3, 0)):
         heard.hear(a)

@@ -118,7 +118,7 @@ def test_repeating_a_request_is_harmless() -> None:
     for worker in (A, B, A):
         assert d.join(worker) == d.noted(worker)
     assert d.say(m.Ready, A, 4) == []
-    assert d.say(m.Ready, A, 4) == [(line(A), e.Waits(d.number, str(B)))], "which is who is missing"
+    assert d.say(m.Ready, A, 4) == [(line(A), e.Waits(d.number, f"it waits for {B}"))], "which is who is missing"
     answers = d.say(m.Ready, B, 5)
     expected = m.Answer(group(A, B, sequence=0), (4, 5))
     assert answers == [(line(A), expected), (line(B), expected)]
@@ -594,7 +594,9 @@ class TestPipelinesOfUnlikeDepths:
         d = self.dialogue()
         assert d.say(m.Ready, A, 3) == []
         assert d.say(m.Ready, self.FIRST, 3) == []
-        assert d.say(m.Ready, A, 3) == [(line(A), e.Waits(d.number, str(self.LAST)))], "which is who is missing"
+        assert d.say(m.Ready, A, 3) == [(line(A), e.Waits(d.number, f"it waits for {self.LAST}"))], (
+            "which is who is missing"
+        )
         answer = m.Answer(group(A, B, sequence=0), (3, 3))
         answers = d.say(m.Ready, self.LAST, 3)
         assert answers == [(line(worker), answer) for worker in (A, self.FIRST, self.LAST)]

@@ -14,8 +14,8 @@ import pytest
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.scheduler.client.client import SchedulerClient, Start
 from lightning_sdpipe.scheduler.client.connection import ask_status
-from lightning_sdpipe.scheduler.client.membership_client import MembershipClient, Start
 from lightning_sdpipe.scheduler.credentials import (
     WorkerKeys,
     make_keys,
@@ -69,12 +69,12 @@ def test_another_account_of_the_machine_gains_nothing_and_the_run_goes_on() -> N
         scheduler_file, worker_file = write_keys(Path(name))
         keys, own = read_scheduler_keys(scheduler_file), read_worker_keys(worker_file)
         with serving(NoSync(), 1, 2, keys=keys, elastic=ElasticConfig(settle=0.0)) as server:
-            member = MembershipClient(server.address, Worker(0, 0), 100, credentials=own, timeout=600)
+            member = SchedulerClient(server.address, Worker(0, 0), 100, credentials=own, timeout=600)
             assert isinstance(member.enrol({"model": "a"}), Start)
             lifelines = server.service.lines.port
 
             def enrol(pipeline: int, incarnation: int, credentials: WorkerKeys | None) -> object:
-                client = MembershipClient(
+                client = SchedulerClient(
                     server.address, Worker(0, pipeline), incarnation, credentials=credentials, timeout=SOON
                 )
                 try:

@@ -14,7 +14,7 @@ from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import Epoch
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
+from lightning_sdpipe.scheduler.client.client import Callbacks, SchedulerClient
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection
 from lightning_sdpipe.worker.scheduler_connection import SchedulerAddress
 from tests.scheduler.live_scheduler import serving
@@ -26,7 +26,7 @@ class Other:
     def __init__(self, address: str) -> None:
         self.epochs: list[Epoch] = []
         self._heard = threading.Condition()
-        self.client = MembershipClient(address, Worker(0, 1), 101, timeout=600, told=Callbacks(epoch=self._hear))
+        self.client = SchedulerClient(address, Worker(0, 1), 101, timeout=600, told=Callbacks(epoch=self._hear))
 
     def _hear(self, epoch: Epoch) -> None:
         with self._heard:
@@ -48,7 +48,7 @@ def pair() -> Iterator[tuple[ElasticConnection, Other]]:
         with closing(other.client):
             enrolling = threading.Thread(target=other.client.enrol, args=[{}])
             enrolling.start()
-            membership.line.enrol({})
+            membership.client.enrol({})
             enrolling.join()
             yield membership, other
 
@@ -74,5 +74,5 @@ def test_who_has_finished_is_not_lost(pair: tuple[ElasticConnection, Other]) -> 
     membership, other = pair
     membership.depart(finished=True)
     membership.close()
-    other.client.store.fetch(["nothing/there"])
+    other.client.fetch(["nothing/there"])
     assert all(epoch.lost == () for epoch in other.epochs)

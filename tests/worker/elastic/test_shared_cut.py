@@ -15,7 +15,7 @@ from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.loop import planning
 from lightning_sdpipe.partition.pipeline_cut import Balanced, PipelineCut
 from lightning_sdpipe.partition.profile import BlockProfile
-from lightning_sdpipe.scheduler.client.membership_client import StoreClient
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.server.key_value_store import KeyValueStore
 from lightning_sdpipe.worker.elastic.scheduler_connection import agree, encode, key_of, known
 from tests.worker.elastic.jobs import SAMPLES, Model, elastic_run, fit
@@ -23,7 +23,7 @@ from tests.worker.elastic.jobs import SAMPLES, Model, elastic_run, fit
 CUT = PipelineCut(2, "balanced")
 
 
-class Held(StoreClient):
+class Held(SchedulerClient):
     """The scheduler's store, without the scheduler."""
 
     def __init__(self) -> None:

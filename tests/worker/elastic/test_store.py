@@ -13,7 +13,7 @@ from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.scheduler.client.membership_client import CancelledError, MembershipClient
+from lightning_sdpipe.scheduler.client.client import CancelledError, SchedulerClient
 from lightning_sdpipe.worker.elastic.scheduler_connection import SchedulerStore
 from tests.patience import limit
 from tests.scheduler.live_scheduler import serving
@@ -27,9 +27,9 @@ def test_replicas_find_each_other_through_the_scheduler() -> None:
     asked: dict[int, int] = {}
 
     def replica(address: str, pipeline: int) -> None:
-        client = MembershipClient(address, Worker(0, pipeline), 100 + pipeline, timeout=600)
+        client = SchedulerClient(address, Worker(0, pipeline), 100 + pipeline, timeout=600)
         client.enrol({})
-        line = client.thread
+        line = client.wire
         ask, asked[pipeline] = line.ask, 0
 
         def counted(*arguments: Any, **more: Any) -> Any:
@@ -37,7 +37,7 @@ def test_replicas_find_each_other_through_the_scheduler() -> None:
             return ask(*arguments, **more)
 
         setattr(line, "ask", counted)  # noqa: B010
-        store = SchedulerStore(client.store, "epoch-1-0", 20.0)
+        store = SchedulerStore(client, "epoch-1-0", 20.0)
         group = dist.ProcessGroupGloo(store, pipeline, SIZE, limit())
         tensor = torch.full((4,), float(pipeline))
         group.allreduce([tensor]).wait()
@@ -56,11 +56,11 @@ def test_replicas_find_each_other_through_the_scheduler() -> None:
 
 def test_waits_end_when_they_are_cancelled_or_in_vain() -> None:
     with serving(NoSync(), 1, 1, elastic=ElasticConfig(settle=0.0)) as server:
-        client = MembershipClient(server.address, Worker(0, 0), 7, timeout=600)
+        client = SchedulerClient(server.address, Worker(0, 0), 7, timeout=600)
         try:
             client.enrol({})
             gone: list[bool] = []
-            store = SchedulerStore(client.store, "room", 0.2, lambda: bool(gone))
+            store = SchedulerStore(client, "room", 0.2, lambda: bool(gone))
             store.set("here", "1")
             assert store.get("here") == b"1"
             assert store.add("count", 2) == 2
@@ -72,6 +72,6 @@ def test_waits_end_when_they_are_cancelled_or_in_vain() -> None:
                 store.wait(["there"])
             assert store.delete_key("here")
             with pytest.raises(ValueError, match="without a slash"):
-                SchedulerStore(client.store, "a/b", 1.0)
+                SchedulerStore(client, "a/b", 1.0)
         finally:
             client.close()

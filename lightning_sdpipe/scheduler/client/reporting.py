@@ -1,18 +1,5 @@
-"""Requests of a worker's training thread to the scheduler, and its beliefs from the answers: a part of the
-:class:`~lightning_sdpipe.scheduler.client.conversation.Conversation` of the worker's process.
-
-Rules:
-
-1. A request is open until it is answered, refused, or another one of its kind takes its place; joining and leaving take
-   each other's. It is repeated under new numbers, since the scheduler counts each number once.
-2. :meth:`TrainingAsks.resumption` holds what a restarted scheduler must know.
-3. A worker that begins to leave no longer takes part. Its unanswered ready is not repeated, and dropped when the
-   scheduler has noted that: until then its group may have been decided.
-4. A reply that is repeated, or was overtaken, changes nothing.
-
-The module also keeps the rows and spans that the worker still has to report, the leases that its pipeline was dealt
-and, for a restarted scheduler, the groups that other members may not have heard of.
-"""
+"""What a worker has to report to the scheduler: rows, spans, how far it is with the leases that its pipeline was dealt
+and, for a restarted scheduler, these leases and the groups that other members may not have heard of."""
 
 from __future__ import annotations
 
@@ -20,19 +7,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeAlias
-
-import msgspec
 
 from lightning_sdpipe import meter
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler import membership_protocol as e
-from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.membership_protocol import Answer, Book
-from lightning_sdpipe.scheduler.rows import MOST, About, NewRows, Spans, UpdateRow
+from lightning_sdpipe.scheduler.rows import MOST, NewRows, Spans, UpdateRow
 
 log = logging.getLogger(__name__)
 
@@ -42,127 +23,6 @@ _LONGEST_AGO = 1e6
 """Most seconds that a program can have waited for spans."""
 RECENT = 32
 """Batches whose mean length is reported."""
-
-Kind: TypeAlias = type[m.Request]
-
-
-@dataclass(frozen=True)
-class Came:
-    """A reply to the open request of that kind came, or its refusal."""
-
-    kind: Kind
-    reply: m.Reply | e.Reply
-
-
-class TrainingAsks:
-    """The requests of the training thread of one worker.
-
-    Args:
-        worker: this process's worker.
-        make: makes a request of that kind with these fields, under a new number.
-        mesh: the shape of the run, which the scheduler must serve; None checks nothing.
-        clock: returns seconds.
-    """
-
-    def __init__(
-        self, worker: Worker, make: Callable[..., Any], mesh: m.Shape | None, clock: Callable[[], float]
-    ) -> None:
-        self.worker, self._make, self._mesh = worker, make, mesh
-        self.joined = False
-        """True if the worker takes part, for all it knows."""
-        self.leases, self.rows, self.spans = HeardLeases(clock), RowBuffer(), SpanReport()
-        self.about: About | None = None
-        """Description of this worker for people, sent when it joins."""
-        self.waits_for = ""
-        """Last word of the scheduler on what is missing."""
-        self._open: dict[Kind, list[m.Request]] = {}
-        """All messages that were sent for each open request, the newest last."""
-        self._heard = HeardAnswers(worker)
-        self._answered: int | None = None
-        """Iteration whose group was heard of last, since the worker joined."""
-
-    def ask(self, kind: Kind, *fields: Any) -> m.Request:
-        """Open a request, and return the message to send."""
-        self.waits_for = ""
-        if kind is m.Hello:
-            fields = (self._mesh,)
-        elif kind is m.Join:
-            fields = self._mesh, self.about
-            self._open.pop(m.Leave, None)
-        elif kind is m.Leave:
-            self.joined, self._answered = False, None
-            self._heard.forget()
-            self._open.pop(m.Join, None)
-            fields = (self.rows.take(),)
-        elif kind is m.AskLease:
-            self.leases.begin(fields[0])
-            fields = *fields, self.leases.done()
-        request: m.Request = self._make(kind, *fields)
-        self._open[kind] = [request]
-        return request
-
-    def told(self) -> tuple[bool, NewRows | None, tuple[Segment, Done] | None, Spans | None, int]:
-        """Return a beat's report on the training thread; rows and spans are reported once."""
-        waits = 0 if self.spans.meter is None else int(self.spans.meter.seconds_waiting())
-        return self.joined, self.rows.take(), self.leases.progress(), self.spans.take(), waits
-
-    def asks(self, *kinds: Kind) -> bool:
-        """Return whether a request of any of these kinds is open."""
-        return any(kind in self._open for kind in kinds)
-
-    def again(self) -> list[m.Request]:
-        """Return the open requests that are to be repeated, under new numbers."""
-        requests: list[m.Request] = []
-        for kind, sent in self._open.items():
-            fields = list(msgspec.structs.astuple(sent[-1])[3:])
-            if kind is m.AskLease:
-                fields[-1] = self.leases.done()
-            elif kind is m.Leave:
-                fields = [None]  # its rows may have been heard, and would count twice
-            elif kind is m.Ready and m.Leave in self._open:
-                continue
-            sent.append(self._make(kind, *fields))
-            requests.append(sent[-1])
-        return requests
-
-    def resumption(self) -> dict[str, Any]:
-        """Return fields of :class:`~lightning_sdpipe.scheduler.membership_protocol.Resumes`."""
-        heard = self._heard
-        fields = {"heard": heard.highest, "book": self.leases.book(), "joined": self.joined, "about": self.about}
-        return {**fields, "answered": self._answered, "answers": heard.to_report()} if self.joined else fields
-
-    def hear(self, reply: m.Reply | e.Reply) -> list[Came]:
-        """Return what follows from ``reply``, which came on the training thread's socket."""
-        if isinstance(reply, e.Waits) and any(sent[-1].number == reply.number for sent in self._open.values()):
-            self.waits_for = reply.reason
-        answered = [kind for kind, sent in self._open.items() if self._is_answered(sent, reply)]
-        for kind in answered:
-            del self._open[kind]
-        if m.Leave in answered:
-            self._open.pop(m.Ready, None)
-            self._answered = None
-            self._heard.forget()
-        return [Came(kind, reply) for kind in answered]
-
-    def _is_answered(self, sent: list[m.Request], reply: m.Reply | e.Reply) -> bool:
-        """Return whether ``reply`` answers the request ``sent``, and if so believe it."""
-        match sent[-1], reply:
-            case _, e.Refused(number=number):
-                return number in [request.number for request in sent]
-            case m.Ready(iteration=iteration), m.Answer() if m.iteration_of(self.worker, reply) == iteration:
-                self._heard.hear(reply)
-                self._answered = iteration
-                return True
-            case m.AskLease(segment=segment, ordinal=ordinal), m.Dealt(lease=lease):
-                if (lease.segment, lease.ordinal) == (segment, ordinal):
-                    self.leases.hear(lease)
-                    return True
-            case m.Join(), e.Noted(number=number) if number >= sent[0].number:
-                self.joined = True
-                return True
-            case m.Leave(), e.Noted(number=number):
-                return number >= sent[0].number
-        return isinstance(sent[-1], m.Hello) and isinstance(reply, m.Welcome)
 
 
 class HeardAnswers:
