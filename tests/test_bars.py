@@ -42,7 +42,7 @@ BARS = {
     "code lines of recipes, without baselines and tools": 7_140,
     "code lines of tests": 42_290,
     "statements that raise something": 620,
-    "types of messages, events, decisions and effects": 94,
+    "types of messages, events, decisions and effects": 84,
 }
 """The largest values allowed. A commit that lowers one lowers its bar; a feature that needs more says how much."""
 

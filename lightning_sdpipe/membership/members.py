@@ -8,7 +8,7 @@ stage, the same for all stages. An *epoch of membership* is a list of members; a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -101,18 +101,13 @@ class Snapshot(_FromWorker, frozen=True, tag="snapshot"):
     update: int
 
 
-class Received(_FromWorker, frozen=True, tag="received"):
-    """The worker of a newcomer has the state of ``transfer``, that after ``update`` updates."""
+class Received(_FromWorker, frozen=True, omit_defaults=True, tag="received"):
+    """The worker of a newcomer has the state of ``transfer``, that after ``update`` updates; or ``missed`` says why it
+    does not."""
 
     transfer: str
     update: int
-
-
-class Missed(_FromWorker, frozen=True, tag="missed"):
-    """The worker of a newcomer did not get the state of ``transfer``."""
-
-    transfer: str
-    reason: str
+    missed: str = ""
 
 
 class Meets(_FromWorker, frozen=True, tag="meets"):
@@ -122,22 +117,11 @@ class Meets(_FromWorker, frozen=True, tag="meets"):
     value: bytes
 
 
-class Died(_FromWorker, frozen=True, tag="died"):
-    """The process has ended."""
+class Ended(_FromWorker, frozen=True, omit_defaults=True, tag="died"):
+    """The process has ended; or it has not been heard of for too long, or ends through an exception."""
 
     reason: str
-
-
-class FellSilent(_FromWorker, frozen=True, tag="fell_silent"):
-    """The process has not been heard of for too long."""
-
-    reason: str
-
-
-class Failed(_FromWorker, frozen=True, tag="failed_alone"):
-    """The process ends through an exception."""
-
-    reason: str
+    how: Literal["ended", "silent", "failed"] = "ended"
 
 
 class Departed(_FromWorker, frozen=True, tag="departed"):
@@ -177,9 +161,7 @@ class Passed(msgspec.Struct, frozen=True, gc=False, tag="passed"):
     """Time passed; due at :meth:`Membership.deadline`."""
 
 
-FromProcess: TypeAlias = (
-    Snapshot | Received | Missed | Meets | Died | FellSilent | Failed | Departed | Misses | Published
-)
+FromProcess: TypeAlias = Snapshot | Received | Meets | Ended | Departed | Misses | Published
 """Events of a process that has enrolled."""
 MemberEvent: TypeAlias = FromProcess | Enrolled | Resumed | Heard | Unreachable | Passed
 
@@ -248,33 +230,22 @@ class Gone(msgspec.Struct, frozen=True, gc=False, tag="gone"):
     left: bool = False
 
 
-class Denied(msgspec.Struct, frozen=True, gc=False, tag="denied"):
-    """The request of the worker cannot be carried out."""
+class Denied(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag="denied"):
+    """The request of the worker cannot be carried out. Where the process was declared lost, or its pipeline was, the
+    process ``must_end``."""
 
     worker: Worker
     incarnation: int
     reason: str
+    must_end: bool = False
 
 
-class Ended(msgspec.Struct, frozen=True, gc=False, tag="ended"):
-    """The process was declared lost, or its pipeline was: the process must end."""
-
-    worker: Worker
-    incarnation: int
-    reason: str
-
-
-class WentMissing(msgspec.Struct, frozen=True, gc=False, tag="went_missing"):
-    """The process of a fixed roster is lost; the others go on without it until it is heard of."""
+class Missing(msgspec.Struct, frozen=True, gc=False, tag="went_missing"):
+    """The process of a fixed roster is lost; the others go on without it until it is heard of, of which an empty
+    ``reason`` tells."""
 
     worker: Worker
     reason: str
-
-
-class CameBack(msgspec.Struct, frozen=True, gc=False, tag="came_back"):
-    """The lost process is there again."""
-
-    worker: Worker
 
 
 class Held(msgspec.Struct, frozen=True, gc=False, tag="held"):
@@ -292,17 +263,5 @@ class RunOver(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag="ru
 
 
 MemberDecision: TypeAlias = (
-    Started
-    | Receive
-    | Donate
-    | Abandoned
-    | Met
-    | Gone
-    | Denied
-    | Ended
-    | WentMissing
-    | CameBack
-    | Held
-    | RunOver
-    | Epoch
+    Started | Receive | Donate | Abandoned | Met | Gone | Denied | Missing | Held | RunOver | Epoch
 )

@@ -91,26 +91,24 @@ class Membership(RunState):
         match event:
             case w.Snapshot():
                 return self._copied(event, now)
-            case w.Received():
-                return self._received(event, now)
-            case w.Missed(_, _, transfer):
+            case w.Received(_, _, transfer) if event.missed:
                 if given_up := self.donations.give_up(worker.pipeline, transfer):
                     return self._without_state(worker.pipeline, given_up, now)
                 return self._repeat(worker.pipeline)
+            case w.Received():
+                return self._received(event, now)
             case w.Meets(_, _, key, value):
                 met = self.barriers.comes(worker.stage, worker.pipeline, key, value)
                 return self._meet() if met is None else [met]
-            case w.Died() | w.FellSilent() if done:
+            case w.Ended(how="ended" | "silent") if done:
                 return []  # as it said it would
-            case w.FellSilent(_, _, reason) if self.terms.fixed:
+            case w.Ended(_, _, reason, "silent") if self.terms.fixed:
                 return self._fell_silent(worker, reason)
-            case w.Died(_, _, reason) if self.terms.fixed:
-                return self._ends_it(worker, f"its process {reason}")
-            case w.Failed(_, _, reason) if self.terms.fixed:
-                return self._ends_it(worker, reason)
-            case w.Died(_, _, reason) | w.FellSilent(_, _, reason):
+            case w.Ended(_, _, reason, how) if self.terms.fixed:
+                return self._ends_it(worker, reason if how == "failed" else f"its process {reason}")
+            case w.Ended(_, _, reason, "ended" | "silent"):
                 return self._goes(worker.pipeline, f"stage {worker.stage} {reason}", now)
-            case w.Failed(_, _, reason):
+            case w.Ended(_, _, reason):
                 joins = not here.member and bool(self.members)  # the training members would not follow it
                 decisions = self._goes(worker.pipeline, f"stage {worker.stage} failed: {reason}", now)
                 return decisions if joins else decisions + self.ending.fails(worker.pipeline, reason)
@@ -132,7 +130,7 @@ class Membership(RunState):
         worker, incarnation, roster = event.worker, event.incarnation, self.roster
         reason = roster.tombstone(worker.pipeline, incarnation)
         if reason is not None:
-            return [w.Ended(worker, incarnation, reason)]
+            return [w.Denied(worker, incarnation, reason, must_end=True)]
         if not roster.has(worker, incarnation):
             self._make_room(w.is_fixed(event.fingerprint), now)
         if refused := self._refusal(event):
@@ -282,7 +280,7 @@ class Membership(RunState):
         if here.is_lost(worker.stage):
             return []
         here.move_process(worker.stage, "falls silent")
-        return [w.WentMissing(worker, reason), *self._meet()]
+        return [w.Missing(worker, reason), *self._meet()]
 
     def _heard(self, worker: Worker, incarnation: int) -> list[MemberDecision]:
         """Note that a process lives that was in doubt."""
@@ -291,7 +289,7 @@ class Membership(RunState):
         decisions: list[MemberDecision] = []
         if self.is_lost(worker):
             self.roster.here[worker.pipeline].move_process(worker.stage, "is heard of")
-            decisions.append(w.CameBack(worker))
+            decisions.append(w.Missing(worker, ""))
         lives = (
             f"pipeline {worker.pipeline} is trained by another job, which lives (its stage {worker.stage} was just "
             "heard of); end that one, or give this one "
@@ -303,11 +301,11 @@ class Membership(RunState):
     def _from_a_stranger(self, event: w.FromProcess) -> list[MemberDecision]:
         """Decide on an event of a process that has not enrolled here, or must not."""
         worker, incarnation = event.worker, event.incarnation
-        if isinstance(event, w.Died | w.Failed | w.Departed):
+        if isinstance(event, w.Departed) or (isinstance(event, w.Ended) and event.how != "silent"):
             self.roster.rival_ends(worker, incarnation)
             return []
         reason = self.roster.tombstone(worker.pipeline, incarnation)
-        return [] if reason is None else [w.Ended(worker, incarnation, reason)]
+        return [] if reason is None else [w.Denied(worker, incarnation, reason, must_end=True)]
 
     # ------------------------------------------------------------- a new scheduler
 
@@ -315,7 +313,7 @@ class Membership(RunState):
         worker, member = event.worker, Member(event.worker.pipeline, event.incarnation)
         reason = self.roster.tombstone(worker.pipeline, event.incarnation)
         if reason is not None:
-            return [w.Ended(worker, event.incarnation, reason)]
+            return [w.Denied(worker, event.incarnation, reason, must_end=True)]
         if self._returning is None and self.is_here(worker, event.incarnation):
             return self._heard(worker, event.incarnation)
         self._make_room(w.is_fixed(event.fingerprint), now)
@@ -339,7 +337,7 @@ class Membership(RunState):
         partly = here is not None and here.incarnation == member.incarnation
         decisions = self._goes(member.pipeline, late, now) if partly else []
         self.roster.bury(member, late)
-        return [*decisions, w.Ended(worker, member.incarnation, late)]
+        return [*decisions, w.Denied(worker, member.incarnation, late, must_end=True)]
 
     def _end_recovery(self, returning: MemberRecovery, now: float) -> list[MemberDecision]:
         self._returning, self._settled = None, now

@@ -68,7 +68,7 @@ class MemberRecovery:
 
     def hear_other(self, event: MemberEvent, roster: Roster) -> list[w.MemberDecision]:
         """Deal with an event that is no resumption."""
-        if self._fixed or not isinstance(event, w.Died | w.Failed | w.Departed | w.FellSilent):
+        if self._fixed or not isinstance(event, w.Ended | w.Departed):
             self.keep(event)
             return []
         member, before = Member(event.worker.pipeline, event.incarnation), len(self.early)
@@ -100,7 +100,8 @@ class MemberRecovery:
         a state that has come does, since that process is a member and has not heard so."""
         stages = range(self._depth(member.pipeline))
         here = {stage for stage in stages if self._fixed and self.is_there(member, stage)}
-        came = (event for event in self.early if isinstance(event, w.Received) and _of(event) == member)
+        said = (event for event in self.early if isinstance(event, w.Received) and _of(event) == member)
+        came = (event for event in said if not event.missed)
         return sorted(set(stages) - self._back.get(member, set()) - here - {event.worker.stage for event in came})
 
     def complete(self) -> bool:
@@ -119,8 +120,9 @@ def _of(event: MemberEvent) -> Member | None:
     return Member(event.worker.pipeline, event.incarnation)
 
 
-def _kind(event: MemberEvent) -> tuple[type, Worker | None]:
-    return type(event), None if isinstance(event, Unreachable | Passed) else event.worker
+def _kind(event: MemberEvent) -> tuple[type, str, Worker | None]:
+    how = event.how if isinstance(event, w.Ended) else ""
+    return type(event), how, None if isinstance(event, Unreachable | Passed) else event.worker
 
 
 def _rivals(other: Member | None, member: Member) -> bool:

@@ -10,7 +10,7 @@ replayed frame can be told from a new one.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -19,9 +19,9 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Count, Last, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.log.status import Status
-from lightning_sdpipe.scheduler.rows import MOST_UPDATES, About, NewRows
+from lightning_sdpipe.scheduler.rows import About, NewRows
 
-VERSION = 6
+VERSION = 7
 MAX_REQUEST_BYTES = 1 << 20
 """Requests are tens of bytes, but one that resumes a run carries groups of up to thousands of members."""
 MAX_REPLY_BYTES = 1 << 22
@@ -116,22 +116,13 @@ class AskLease(TrainingRequest, frozen=True, gc=False, tag="ask_lease"):
     done: Done
 
 
-class AskStatus(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_status"):
-    """Asks for the state of the run; any program that may connect may ask."""
+class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask"):
+    """Asks ``what`` is known of the run; any program that may connect may ask. Chunks of rows come from number
+    ``count`` on, or that many of the newest if it is negative; spans are those of each worker's newest ``count``
+    updates, and come when all workers have told theirs, or some seconds later."""
 
-
-class AskRows(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_rows"):
-    """Asks for chunks of rows from number ``since`` on, or for that many of the newest if it is negative. Any program
-    that may connect may ask."""
-
-    since: int
-
-
-class AskSpans(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_spans"):
-    """Asks for the spans of each worker's newest ``updates``. The reply comes when all workers have told theirs, or
-    some seconds later. Any program that may connect may ask."""
-
-    updates: Annotated[int, msgspec.Meta(ge=1, le=MOST_UPDATES)]
+    what: Literal["status", "rows", "spans"]
+    count: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="welcome"):
@@ -187,23 +178,21 @@ class SpansReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="sp
 
 Request: TypeAlias = Hello | Join | Ready | Leave | AskLease
 Reply: TypeAlias = Welcome | Answer | Invitation | Dealt | StatusReply | RowsReply | SpansReply
-Question: TypeAlias = AskStatus | AskRows | AskSpans
-"""A request of a program that is no worker."""
 
 _PREFIX = bytes([VERSION])
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder: msgspec.msgpack.Decoder[Request | Question | e.Request] = msgspec.msgpack.Decoder(
-    Request | Question | e.Request
+_request_decoder: msgspec.msgpack.Decoder[Request | Ask | e.Request] = msgspec.msgpack.Decoder(
+    Request | Ask | e.Request
 )
 _reply_decoder: msgspec.msgpack.Decoder[Reply | e.Reply] = msgspec.msgpack.Decoder(Reply | e.Reply)
 
 
-def encode(message: Request | Question | Reply | e.Request | e.Reply) -> bytes:
+def encode(message: Request | Ask | Reply | e.Request | e.Reply) -> bytes:
     """Return the frame of ``message``."""
     return _PREFIX + _encoder.encode(message)
 
 
-def decode_request(frame: bytes) -> Request | Question | e.Request:
+def decode_request(frame: bytes) -> Request | Ask | e.Request:
     """Return the message of a frame that a worker or a command has sent; the inverse of :func:`encode`."""
     _check(frame, MAX_REQUEST_BYTES)
     try:

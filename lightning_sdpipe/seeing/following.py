@@ -45,10 +45,10 @@ class Follower:
         Raises:
             SchedulerError: the scheduler does not answer in time, or is of another version.
         """
-        status = ask(m.AskStatus(), m.StatusReply, self.address, credentials=self._keys, timeout=timeout).status
+        status = ask(m.Ask("status"), m.StatusReply, self.address, credentials=self._keys, timeout=timeout).status
         first = 0 if self._newest is None else -self._newest * max(1, len(status.workers()))
         while True:
-            question = m.AskRows(first if self._next is None else self._next)
+            question = m.Ask("rows", first if self._next is None else self._next)
             reply = ask(question, m.RowsReply, self.address, credentials=self._keys, timeout=timeout)
             if self._next is not None and reply.next < self._next:  # the scheduler was started again
                 self._next = 0

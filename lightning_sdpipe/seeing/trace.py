@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.updates > MOST_UPDATES:
         raise ConfigurationError(f"--updates {options.updates} is not allowed; give at most {MOST_UPDATES}")
     address, keys, _ = scheduler_of(options.address, options.key_file)
-    question = m.AskSpans(options.updates)
+    question = m.Ask("spans", options.updates)
     reply = ask(question, m.SpansReply, address, credentials=keys, timeout=options.timeout)
     chunks = [msgspec.msgpack.decode(data, type=SpanChunk) for data in reply.chunks]
     for workers, what in (

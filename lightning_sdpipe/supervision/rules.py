@@ -65,10 +65,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class ProcessEnded:
-    """A process has ended: with ``code``, or by the signal −``code``. ``last`` is the last line that it has printed; if
-    it has failed, most often that of a traceback."""
+    """A process of a pipeline, or that of the scheduler (None), has ended: with ``code``, or by the signal −``code``.
+    ``last`` is the last line that it has printed; if it has failed, most often that of a traceback."""
 
-    pipeline: int
+    pipeline: int | None
     stage: int
     code: int
     last: str = ""
@@ -96,35 +96,24 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class SchedulerEnded:
-    """The scheduler's process has ended."""
-
-    code: int
-
-
-@dataclass(frozen=True)
 class SignalReceived:
     """The supervisor got this signal."""
 
     signal: int
 
 
-Event: TypeAlias = ProcessEnded | Seen | SchedulerEnded | SignalReceived
+Event: TypeAlias = ProcessEnded | Seen | SignalReceived
 
 # ------------------------------------------------------------------ decisions
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Start the processes of a pipeline; ``again`` counts its earlier starts."""
+    """Start the processes of a pipeline, or the scheduler (None) at the same address; ``again`` counts the earlier
+    starts."""
 
-    pipeline: int
+    pipeline: int | None
     again: int
-
-
-@dataclass(frozen=True)
-class LaunchScheduler:
-    """Start the scheduler again, at the same address."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +131,7 @@ class Say:
     line: str
 
 
-Decision: TypeAlias = Launch | LaunchScheduler | Stop | Say
+Decision: TypeAlias = Launch | Stop | Say
 
 # ---------------------------------------------------------------------- rules
 
@@ -211,12 +200,12 @@ class Rules:
     def on(self, event: Event | None, now: float) -> list[Decision]:
         """Return the decisions that follow from ``event``, or only from the time, to be carried out in this order."""
         match event:
-            case ProcessEnded():
-                self._ended(event, now)
+            case ProcessEnded(None, _, code):
+                self._scheduler_ended(code, now)
+            case ProcessEnded(number):
+                self._ended(self._pipelines[number], event, now)
             case Seen() if not self.ends:
                 self._seen(event, now)
-            case SchedulerEnded() if not self.ends:
-                self._scheduler_ended(event, now)
             case SignalReceived():
                 self._told(event, now)
         self._let_time_pass(now)
@@ -239,8 +228,7 @@ class Rules:
         pipeline.told = pipeline.trained = False
         self._out.append(Launch(pipeline.number, pipeline.again))
 
-    def _ended(self, event: ProcessEnded, now: float) -> None:
-        pipeline = self._pipelines[event.pipeline]
+    def _ended(self, pipeline: _Pipeline, event: ProcessEnded, now: float) -> None:
         pipeline.alive.remove(event.stage)
         left = pipeline.trained and any(end.code == 0 for end in pipeline.ends)
         if pipeline.phase is _Phase.RUNNING or pipeline.due < math.inf:  # and has not been killed by this supervisor
@@ -362,15 +350,17 @@ class Rules:
             self._all_came = True
             self._say(f"all {len(self._pipelines)} pipelines train")
 
-    def _scheduler_ended(self, event: SchedulerEnded, now: float) -> None:
-        ended = "killed" if event.code == -signal.SIGKILL else f"exit code {event.code}"
+    def _scheduler_ended(self, code: int, now: float) -> None:
+        if self.ends:
+            return
+        ended = "killed" if code == -signal.SIGKILL else f"exit code {code}"
         if self._scheduler_again >= self._settings.restarts:
             budget = f"its budget of {self._settings.restarts} restarts is used up"
             self._end(f"the scheduler ended ({ended}), and {budget}", FAILED, now)
             return
         self._scheduler_again += 1
         self._say(f"the scheduler ended ({ended}); it starts again")
-        self._out.append(LaunchScheduler())
+        self._out.append(Launch(None, self._scheduler_again))
 
     # --------------------------------------------------------------------- end
 

@@ -132,15 +132,17 @@ class Supervisor:
             if not self._scheduler.started:  # it has never listened
                 raise
             self._say(str(error))
-            self._events.append(rules.SchedulerEnded(rules.FAILED))
+            self._events.append(rules.ProcessEnded(None, 0, rules.FAILED))
         else:
             if not self._scheduler.begins and self._scheduler.has_ended():
-                self._events.append(rules.SchedulerEnded(self._scheduler.bury()))
+                self._events.append(rules.ProcessEnded(None, 0, self._scheduler.bury()))
 
     # --------------------------------------------------------------- decisions
 
     def _carry_out(self, decision: rules.Decision) -> None:
         match decision:
+            case rules.Launch(None, _):
+                self._scheduler_is_due = True
             case rules.Launch(number, again):
                 self._launch(number, again)
             case rules.Stop(pipeline, which):
@@ -149,8 +151,6 @@ class Supervisor:
                         stop(process, which)
             case rules.Say(line):
                 self._say(line)
-            case rules.LaunchScheduler():
-                self._scheduler_is_due = True
 
     def _launch(self, number: int, again: int) -> None:
         if number in self._ports:

@@ -45,8 +45,8 @@ def test_it_starts_at_once_when_all_are_there_and_takes_no_others() -> None:
 @pytest.mark.parametrize(
     ("event", "said"),
     [
-        (w.Died(Worker(1, 0), 7, "ended (its connection closed)"), "its process ended (its connection closed)"),
-        (w.Failed(Worker(1, 0), 7, "ValueError: no"), "ValueError: no"),
+        (w.Ended(Worker(1, 0), 7, "ended (its connection closed)"), "its process ended (its connection closed)"),
+        (w.Ended(Worker(1, 0), 7, "ValueError: no", "failed"), "ValueError: no"),
         (w.Departed(Worker(1, 0), 7, finished=False), "was told to end"),
     ],
 )
@@ -56,7 +56,7 @@ def test_a_process_that_has_ended_ends_the_run_by_name(event: w.MemberEvent, sai
     assert isinstance(gone, w.Gone)
     assert over == w.RunOver(said, failed=True, worker=Worker(1, 0))
     core.validate()
-    (gone,) = core.on(w.Died(Worker(0, 1), 7, "ended"), 2.0)
+    (gone,) = core.on(w.Ended(Worker(0, 1), 7, "ended"), 2.0)
     assert isinstance(gone, w.Gone), "the first one counts"
     (denied,) = core.on(w.Enrolled(Worker(0, 0), 8, SAME), 3.0)
     assert isinstance(denied, w.Denied), "a failed run makes no room"
@@ -65,14 +65,14 @@ def test_a_process_that_has_ended_ends_the_run_by_name(event: w.MemberEvent, sai
 def test_a_silent_process_is_lost_and_not_waited_for_until_it_is_heard_of() -> None:
     core, lost = started(), Worker(1, 0)
     assert core.on(w.Meets(Worker(1, 1), 7, "end", b""), 1.0) == []
-    missing, met = core.on(w.FellSilent(lost, 7, "was silent for 30 s"), 31.0)
-    assert missing == w.WentMissing(lost, "was silent for 30 s")
+    missing, met = core.on(w.Ended(lost, 7, "was silent for 30 s", "silent"), 31.0)
+    assert missing == w.Missing(lost, "was silent for 30 s")
     assert isinstance(met, w.Met)
     assert met.pipelines == (1,)
-    assert core.on(w.FellSilent(lost, 7, "was silent for 60 s"), 61.0) == []
+    assert core.on(w.Ended(lost, 7, "was silent for 60 s", "silent"), 61.0) == []
     assert (core.awaited(0), core.awaited(1), core.members) == ([0, 1], [1], [0, 1])
     assert core.doubts(lost, 7)
-    assert core.on(w.Heard(lost, 7), 70.0) == [w.CameBack(lost)]
+    assert core.on(w.Heard(lost, 7), 70.0) == [w.Missing(lost, "")]
     assert not core.doubts(lost, 7)
     assert core.awaited(1) == [0, 1]
 
@@ -81,13 +81,13 @@ def test_one_that_finished_makes_room_for_the_next() -> None:
     core = started()
     decisions = [d for worker in ALL for d in core.on(w.Departed(worker, 7, finished=True), 1.0)]
     assert decisions == [w.RunOver("all pipelines have finished their training", failed=False)]
-    assert core.on(w.Died(ALL[0], 7, "ended"), 1.1) == []
+    assert core.on(w.Ended(ALL[0], 7, "ended"), 1.1) == []
     enrol(core, 8)
     assert core.members == [0, 1]
     assert core.on(
         w.Meets(ALL[0], 7, "end", b""),  # of the run before
         2.0,
-    ) == [w.Ended(ALL[0], 7, "its run is over, and another has begun")]
+    ) == [w.Denied(ALL[0], 7, "its run is over, and another has begun", must_end=True)]
 
 
 def test_a_new_scheduler_takes_who_does_not_come_back_for_lost() -> None:
@@ -96,11 +96,11 @@ def test_a_new_scheduler_takes_who_does_not_come_back_for_lost() -> None:
     for worker in ALL[1:]:
         assert core.on(w.Resumed(worker, 7, SAME, epoch), 0.0) == []
     missing, again = core.on(w.Passed(), core.deadline())
-    assert missing == w.WentMissing(ALL[0], "has not come back")
+    assert missing == w.Missing(ALL[0], "has not come back")
     assert isinstance(again, w.Epoch)
     assert again.members == (Member(0, 7), Member(1, 7))
     core.validate()
-    assert core.on(w.Resumed(ALL[0], 7, SAME, epoch), 60.0) == [w.CameBack(ALL[0])]
+    assert core.on(w.Resumed(ALL[0], 7, SAME, epoch), 60.0) == [w.Missing(ALL[0], "")]
 
 
 def test_a_scheduler_for_both_kinds_of_run_serves_that_whose_process_comes_first() -> None:
@@ -137,22 +137,23 @@ def test_silence_alone_never_ends_it_and_an_end_always_does(
         event: w.MemberEvent = [
             w.Enrolled(worker, incarnation, SAME),
             w.Enrolled(worker, 7, SAME),
-            w.FellSilent(worker, incarnation, "was silent"),
+            w.Ended(worker, incarnation, "was silent", "silent"),
             w.Heard(worker, incarnation),
             w.Meets(worker, incarnation, "k", b""),
             w.Passed(),
             w.Departed(worker, incarnation, finished=True),
-            w.Died(worker, incarnation, "ended"),
+            w.Ended(worker, incarnation, "ended"),
         ][kind]
         over = core.ending.over
         decisions = core.on(event, now)
         core.validate()
-        if here and over is None and isinstance(event, w.Died) and worker not in finished:
+        if here and over is None and isinstance(event, w.Ended) and event.how == "ended" and worker not in finished:
             ended = True
             assert any(isinstance(d, w.RunOver) and d.failed and d.worker == worker for d in decisions)
         if isinstance(event, w.Departed) and here:
             finished.add(worker)
-        if isinstance(event, w.Enrolled) and not here and not any(isinstance(d, w.Denied) for d in decisions):
+        denied = any(isinstance(d, w.Denied) and not d.must_end for d in decisions)
+        if isinstance(event, w.Enrolled) and not here and not denied:
             finished.discard(worker)
         failed = core.ending.over is not None and core.ending.over.failed
         assert failed == ended

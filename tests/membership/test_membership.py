@@ -162,7 +162,7 @@ def test_the_oldest_leads_and_the_next_oldest_after_it() -> None:
     run.comes(0)
     assert run.core.epoch.leader == 3
     assert run.core.epoch.pipelines == (0, 1, 3)
-    decisions = run.say(w.Died, 3, "ended")
+    decisions = run.say(w.Ended, 3, "ended")
     assert kinds(decisions) == ["Gone", "Epoch"]
     assert run.core.epoch.leader == 1
     assert run.core.epoch.lost == (3,)
@@ -173,12 +173,12 @@ def test_the_oldest_leads_and_the_next_oldest_after_it() -> None:
 def test_all_stages_of_a_pipeline_go_with_one_and_never_come_back() -> None:
     run = Run(stages=2, start_pipelines=2)
     run.enrol(0), run.enrol(1)
-    gone, epoch = run.say(w.Died, 1, "was silent for 2.0 s", stage=1)
+    gone, epoch = run.say(w.Ended, 1, "was silent for 2.0 s", stage=1)
     assert gone == w.Gone(1, 101, "stage 1 was silent for 2.0 s", was_member=True)
     assert isinstance(epoch, Epoch)
     assert epoch.reason == "pipeline 1 lost (stage 1 was silent for 2.0 s)"
     for event in (w.Enrolled(Worker(0, 1), 101, SAME), w.Meets(Worker(1, 1), 101, "pause", b"")):
-        assert run.on(event) == [w.Ended(event.worker, 101, "stage 1 was silent for 2.0 s")]
+        assert run.on(event) == [w.Denied(event.worker, 101, "stage 1 was silent for 2.0 s", must_end=True)]
 
 
 def test_another_donor_gives_its_state_when_one_is_lost() -> None:
@@ -189,7 +189,7 @@ def test_another_donor_gives_its_state_when_one_is_lost() -> None:
     assert isinstance(donate, w.Donate)
     (receive,) = run.gives(donate)
     assert receive == w.Receive(3, 2, "state-3-1-66", 10)
-    gone, epoch, again = run.say(w.Died, 2, "ended")
+    gone, epoch, again = run.say(w.Ended, 2, "ended")
     assert (type(gone), type(epoch)) == (w.Gone, Epoch)
     assert again == w.Donate(1, 3, "state-3-2-65")
     assert run.say(w.Received, 3, "state-3-1-66", 10) == [], "of a donor that is gone: the other stages may not have it"
@@ -202,7 +202,7 @@ def test_a_donor_that_fails_a_newcomer_is_asked_last() -> None:
     assert isinstance(donate, w.Donate)
     (receive,) = run.gives(donate)
     assert isinstance(receive, w.Receive)
-    abandoned, again = run.say(w.Missed, 2, receive.transfer, "connection reset")
+    abandoned, again = run.say(w.Received, 2, receive.transfer, -1, "connection reset")
     assert abandoned == w.Abandoned(1, receive.transfer)
     assert isinstance(again, w.Donate)
     assert again.donor == 0
@@ -212,7 +212,7 @@ def test_the_run_is_over_when_nobody_is_left_to_give_a_state() -> None:
     run = Run()
     run.enrol(0)
     run.enrol(1)
-    *_, over = run.say(w.Died, 0, "ended")
+    *_, over = run.say(w.Ended, 0, "ended")
     assert over == w.RunOver(
         "all pipelines are lost (pipeline 0 lost (stage 0 ended)); no checkpoint was written; start it again, under a "
         "new scheduler",
@@ -237,27 +237,27 @@ def test_a_new_start_is_made_from_the_newest_checkpoint_when_that_was_asked_for(
     run.say(w.Published, 0, "/shared/1.ckpt", 40)
     run.say(w.Published, 0, "/shared/2.ckpt", 80)
     run.enrol(1)
-    *_, started = run.say(w.Died, 0, "ended")
+    *_, started = run.say(w.Ended, 0, "ended")
     assert started == w.Started(1, run.core.epoch, True, "/shared/2.ckpt")
     assert run.core.epoch.reason == "pipelines 1 start again from /shared/2.ckpt, since no member was left"
     assert run.enrol(1) == [started], "the answer may have been lost"
     run.comes(2)
-    *_, epoch = run.say(w.Died, 1, "ended")
+    *_, epoch = run.say(w.Ended, 1, "ended")
     assert isinstance(epoch, Epoch), "a newcomer has the state"
 
 
 def test_without_any_checkpoint_there_is_nothing_to_resume_from() -> None:
     run = Run(resume=True)
     run.enrol(0)
-    *_, over = run.say(w.Died, 0, "ended")
+    *_, over = run.say(w.Ended, 0, "ended")
     assert isinstance(over, w.RunOver)
 
 
 def test_a_bug_that_ends_the_last_two_is_named_rather_than_that_nobody_is_left() -> None:
     run = Run(start_pipelines=2)
     run.enrol(0), run.enrol(1)
-    run.say(w.Failed, 0, "ValueError: 3")
-    *_, over = run.say(w.Failed, 1, "ValueError: 3")
+    run.say(w.Ended, 0, "ValueError: 3", "failed")
+    *_, over = run.say(w.Ended, 1, "ValueError: 3", "failed")
     assert isinstance(over, w.RunOver)
     assert "same exception" in over.reason
 
@@ -286,12 +286,12 @@ def test_a_pipeline_that_others_cannot_reach_is_let_in_again_after_a_pause() -> 
 def test_below_the_least_all_are_held_until_there_are_enough() -> None:
     run = Run(min_pipelines=2, hold_limit=50.0)
     run.enrol(0), run.enrol(1)
-    *_, held = run.say(w.Died, 1, "ended", now=10.0)
+    *_, held = run.say(w.Ended, 1, "ended", now=10.0)
     assert held == w.Held("1 of at least 2 pipelines are left (0)")
     assert run.core.deadline() == 60.0
     _, held = run.enrol(1, incarnation=900)
     assert held == w.Held(""), "who is held could not give its state"
-    run.say(w.Died, 1, "ended", now=20.0)
+    run.say(w.Ended, 1, "ended", now=20.0)
     (over,) = run.on(w.Passed(), 70.0)
     assert over == w.RunOver("1 of at least 2 pipelines are left (0) for 50 s", failed=True)
 
@@ -326,7 +326,7 @@ def test_a_second_job_of_one_number_takes_the_place_of_one_that_is_gone() -> Non
     run = Run(start_pipelines=2)
     run.enrol(0), run.enrol(1)
     assert run.on(w.Enrolled(Worker(0, 1), 999, SAME)) == []
-    assert kinds(run.say(w.Died, 1, "was silent for 2.0 s")) == ["Gone", "Epoch"]
+    assert kinds(run.say(w.Ended, 1, "was silent for 2.0 s")) == ["Gone", "Epoch"]
     assert not run.core.is_here(Worker(0, 1), 999), "it may have died meanwhile"
     assert kinds(run.on(w.Enrolled(Worker(0, 1), 999, SAME))) == ["Donate"]
 
@@ -337,7 +337,7 @@ def test_barriers_wait_for_the_living_and_are_decided_once() -> None:
         run.enrol(pipeline)
     assert run.say(w.Meets, 0, "pause/1", b"a") == []
     assert run.say(w.Meets, 1, "pause/1", b"b") == []
-    *_, met = run.say(w.Died, 2, "ended")
+    *_, met = run.say(w.Ended, 2, "ended")
     assert met == Met(0, "pause/1", (0, 1), (b"a", b"b"), 0)
     assert run.say(w.Meets, 1, "pause/1", b"b") == [met], "the answer may have been lost"
     run.comes(2, incarnation=900)
@@ -383,8 +383,8 @@ def test_two_pipelines_that_fail_alike_end_the_run() -> None:
     run = Run(start_pipelines=3)
     for pipeline in (0, 1, 2):
         run.enrol(pipeline)
-    assert kinds(run.say(w.Failed, 1, "ValueError: bad batch 17")) == ["Gone", "Epoch"]
-    *_, over = run.say(w.Failed, 0, "ValueError: bad batch 4")
+    assert kinds(run.say(w.Ended, 1, "ValueError: bad batch 17", "failed")) == ["Gone", "Epoch"]
+    *_, over = run.say(w.Ended, 0, "ValueError: bad batch 4", "failed")
     assert isinstance(over, w.RunOver)
     assert over.failed
     assert "pipelines 0 and 1 failed with the same exception" in over.reason
@@ -397,12 +397,12 @@ def test_a_failure_is_forgotten_when_the_pipeline_has_come_back_and_met_others()
     for meets in (True, False):
         run = Run(start_pipelines=2)
         run.enrol(0), run.enrol(1)
-        run.say(w.Failed, 1, "RuntimeError: CUDA out of memory")
+        run.say(w.Ended, 1, "RuntimeError: CUDA out of memory", "failed")
         run.comes(1, 900)
         if meets:
             run.say(w.Meets, 0, "pause", b"")
             assert kinds(run.say(w.Meets, 1, "pause", b"")) == ["Met"]
-        assert ("RunOver" in kinds(run.say(w.Failed, 0, "RuntimeError: CUDA out of memory"))) == (not meets)
+        assert ("RunOver" in kinds(run.say(w.Ended, 0, "RuntimeError: CUDA out of memory", "failed"))) == (not meets)
 
 
 def test_who_cannot_join_does_not_end_the_run_of_those_that_train() -> None:
@@ -410,7 +410,9 @@ def test_who_cannot_join_does_not_end_the_run_of_those_that_train() -> None:
     run.enrol(0), run.enrol(1)
     for pipeline in (2, 3):
         run.enrol(pipeline)
-        assert "RunOver" not in kinds(run.say(w.Failed, pipeline, "ConfigurationError: its state cannot be sent"))
+        assert "RunOver" not in kinds(
+            run.say(w.Ended, pipeline, "ConfigurationError: its state cannot be sent", "failed")
+        )
 
 
 def test_what_the_scheduler_or_others_have_caused_is_no_bug_unless_it_refused() -> None:
@@ -418,15 +420,15 @@ def test_what_the_scheduler_or_others_have_caused_is_no_bug_unless_it_refused() 
         run = Run(start_pipelines=3)
         for pipeline in (0, 1, 2):
             run.enrol(pipeline)
-        run.say(w.Failed, 1, f"{kind}: no answer")
-        assert ("RunOver" in kinds(run.say(w.Failed, 0, f"{kind}: no answer"))) == over
+        run.say(w.Ended, 1, f"{kind}: no answer", "failed")
+        assert ("RunOver" in kinds(run.say(w.Ended, 0, f"{kind}: no answer", "failed"))) == over
 
 
 def test_who_has_finished_is_not_missed_and_the_run_is_over_when_all_have() -> None:
     run = Run(start_pipelines=2)
     run.enrol(0), run.enrol(1)
     assert run.say(w.Departed, 0, True) == []
-    assert run.say(w.Died, 0, "ended") == []
+    assert run.say(w.Ended, 0, "ended") == []
     assert run.say(w.Meets, 1, "the end", b"")[0] == Met(0, "the end", (1,), (b"",), 0)
     assert run.say(w.Departed, 1, True) == [w.RunOver("all pipelines have finished their training", failed=False)]
 
@@ -466,7 +468,8 @@ def test_a_new_scheduler_goes_on_without_those_who_do_not_come_back() -> None:
     assert (gone.pipeline, gone.was_member) == (1, True)
     assert new == Epoch(8, (Member(0, 10),), "the scheduler was started again", lost=(1,))
     (ended,) = run.on(resumed(Worker(0, 1), 11, epoch), 20.0)
-    assert isinstance(ended, w.Ended)
+    assert isinstance(ended, w.Denied)
+    assert ended.must_end
 
 
 def test_a_newcomer_with_its_state_that_has_not_heard_that_it_is_a_member_is_one() -> None:
@@ -490,7 +493,8 @@ def test_a_process_that_was_replaced_does_not_come_back_to_a_new_scheduler() -> 
     assert run.core.epoch.members == now.members
     assert kinds(decisions) == ["Gone", "Epoch"], "the one that was replaced"
     (ended,) = run.on(resumed(Worker(0, 2), 5, now))
-    assert isinstance(ended, w.Ended)
+    assert isinstance(ended, w.Denied)
+    assert ended.must_end
 
 
 def test_barriers_that_a_member_heard_of_are_not_decided_again() -> None:
@@ -545,13 +549,13 @@ def any_event(rng: random.Random, stages: int, transfers: list[str], epochs: lis
         case "r":
             return w.Received(worker, incarnation, transfer, rng.randrange(2))
         case "m":
-            return w.Missed(worker, incarnation, transfer, "reset")
+            return w.Received(worker, incarnation, transfer, -1, "reset")
         case "M":
             return w.Meets(worker, incarnation, key, b"x")
         case "d":
-            return w.Died(worker, incarnation, "ended")
+            return w.Ended(worker, incarnation, "ended")
         case "f":
-            return w.Failed(worker, incarnation, f"ValueError: {rng.randrange(50)}")
+            return w.Ended(worker, incarnation, f"ValueError: {rng.randrange(50)}", "failed")
         case "D":
             return w.Departed(worker, incarnation, rng.random() < 0.2)
         case "h":

@@ -12,7 +12,6 @@ from lightning_sdpipe.policies import Worker, registry
 from lightning_sdpipe.policies.events import Progress
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler import membership_protocol as e
-from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.reporting import RowBuffer
 from lightning_sdpipe.scheduler.log.event_log import FORMAT, Beginning, EventLog, Updates, differences, read_log
 from lightning_sdpipe.scheduler.rows import MOST, About, Chunk, NewRows, UpdateRow
@@ -100,7 +99,7 @@ def test_rows_that_make_no_sense_are_ignored_and_counted(wrong: NewRows) -> None
     assert desk.hear(beat(A, 1, wrong), True, b"", 0.0) is None
     assert desk.hear(beat(A, 1, rows(3)), False, b"", 0.0) is None, "it has not joined"
     assert outbox.ignored == {"rows": 2}
-    assert desk.answer(m.AskRows(0), 0.0).chunks == ()
+    assert desk.answer(0, 0.0).chunks == ()
 
 
 def test_the_ring_says_where_it_begins() -> None:

@@ -15,11 +15,9 @@ from lightning_sdpipe.supervision.rules import (
     Decision,
     Event,
     Launch,
-    LaunchScheduler,
     ProcessEnded,
     Rules,
     Say,
-    SchedulerEnded,
     Seen,
     Settings,
     SignalReceived,
@@ -255,9 +253,9 @@ def test_a_process_that_fails_after_the_training() -> None:
 
 def test_a_scheduler_that_dies_is_started_again() -> None:
     made = training(restarts=1)
-    decisions = made.on(SchedulerEnded(KILLED), 10.0)
-    assert decisions == [Say("the scheduler ended (killed); it starts again"), LaunchScheduler()]
-    decisions = made.on(SchedulerEnded(2), 11.0)
+    decisions = made.on(ProcessEnded(None, 0, KILLED), 10.0)
+    assert decisions == [Say("the scheduler ended (killed); it starts again"), Launch(None, 1)]
+    decisions = made.on(ProcessEnded(None, 0, 2), 11.0)
     assert lines(decisions) == [
         "the run ends: the scheduler ended (exit code 2), and its budget of 1 restarts is used up"
     ]
@@ -303,7 +301,8 @@ class Machine:
     settings: Settings
     now: float = 0.0
     alive: set[tuple[int, int]] = field(default_factory=set)
-    launches: dict[int, int] = field(default_factory=dict)
+    launches: dict[int | None, int] = field(default_factory=lambda: {None: 0})
+    """Starts after the first one, of each pipeline and of the scheduler (None)."""
     life: int = 0
     trains: dict[int, int] = field(default_factory=dict)
     ever: set[int] = field(default_factory=set)
@@ -320,7 +319,8 @@ class Machine:
                 again = self.launches.get(decision.pipeline, -1) + 1
                 assert decision.again == again <= self.settings.restarts
                 self.launches[decision.pipeline] = again
-                self.alive |= {(decision.pipeline, stage) for stage in range(self.settings.num_stages)}
+                if decision.pipeline is not None:
+                    self.alive |= {(decision.pipeline, stage) for stage in range(self.settings.num_stages)}
         assert not (self.is_over() and self.alive)
         assert self.rules.shown is None or any(number == self.rules.shown for number, _ in self.alive)
 
@@ -367,7 +367,7 @@ def test_whatever_happens(data: st.DataObject, pipelines: int, stages: int, rest
                 machine.now += data.draw(st.sampled_from([1.0, 30.0]))
                 machine.on(None)
             case "scheduler":
-                machine.on(SchedulerEnded(-9))
+                machine.on(ProcessEnded(None, 0, -9))
             case "told":
                 machine.on(SignalReceived(signal.SIGTERM))
             case "failure":

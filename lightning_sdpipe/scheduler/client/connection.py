@@ -219,11 +219,11 @@ def check_credentials(address: str, credentials: WorkerKeys | None) -> None:
 
 def ask_status(address: str, *, credentials: WorkerKeys | None = None, timeout: float = 5.0) -> Status:
     """Return the state of the run that the scheduler at ``address`` serves; raise as :func:`ask` does."""
-    return ask(m.AskStatus(), m.StatusReply, address, credentials=credentials, timeout=timeout).status
+    return ask(m.Ask("status"), m.StatusReply, address, credentials=credentials, timeout=timeout).status
 
 
 def ask(
-    question: m.Question,
+    question: m.Ask,
     answer: type[_Answer],
     address: str,
     *,

@@ -118,12 +118,12 @@ class MembershipDesk:
                 if fixed and core.recovering:
                     self._presence.hear(worker, now)  # it may not know that it is heard
                 else:
-                    self._decide(w.FellSilent(worker, incarnation, f"was silent for {seconds:.1f} s"), now)
+                    self._decide(w.Ended(worker, incarnation, f"was silent for {seconds:.1f} s", "silent"), now)
             if fixed:
                 self._leases.end_if_all_wait_for(self._presence.out_of_reach(), now)
                 workers = self._groups.extent.num_workers
                 if (awaited := self._presence.awaited(now, self._groups.rows.about, workers)) and not core.recovering:
-                    self._decide(w.Failed(*awaited), now)
+                    self._decide(w.Ended(*awaited, "failed"), now)
         self._answers.remake(now)
 
     def handle(self, peer: bytes, request: e.Request, now: float) -> None:
@@ -147,7 +147,7 @@ class MembershipDesk:
 
     def process_ended(self, worker: Worker, incarnation: int, now: float) -> None:
         """Note that the connection of that process has closed."""
-        self._decide(w.Died(worker, incarnation, ENDED), now)
+        self._decide(w.Ended(worker, incarnation, ENDED), now)
 
     def deliver(self, now: float) -> None:
         """Send the groups and barrier results that can go out now, and what has changed."""
@@ -284,11 +284,8 @@ class MembershipDesk:
             case e.TellSnapshot(transfer=transfer, update=update):
                 say(peer, e.Noted(request.number))
                 self._decide(w.Snapshot(worker, incarnation, transfer, update), now)
-            case e.TellReceived(transfer=transfer, update=update, missed=""):
-                self._decide(w.Received(worker, incarnation, transfer, update), now)
-                say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
-            case e.TellReceived(transfer=transfer, missed=missed):
-                self._decide(w.Missed(worker, incarnation, transfer, missed), now)
+            case e.TellReceived(transfer=transfer, update=update, missed=missed):
+                self._decide(w.Received(worker, incarnation, transfer, update, missed), now)
                 say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
             case e.Meet(key=key, value=value):
                 self._decide(w.Meets(worker, incarnation, key, value), now)
@@ -309,7 +306,8 @@ class MembershipDesk:
                         self._decide(w.Published(worker, incarnation, path, update), now)
             case e.Depart(finished=finished, failed=failed):
                 say(peer, e.Noted(request.number))
-                event = w.Failed(worker, incarnation, failed[: m.MAX_REASON_CHARACTERS]) if failed else None
+                reason = failed[: m.MAX_REASON_CHARACTERS]
+                event = w.Ended(worker, incarnation, reason, "failed") if failed else None
                 if core.terms.fixed and finished:
                     self._groups.departs(worker, now)
                 self._decide(event or w.Departed(worker, incarnation, finished), now)
@@ -362,21 +360,19 @@ class MembershipDesk:
                 if was_member:
                     self._groups.lose(pipeline, left, now)
                     self._leases.forget_asks(pipeline)
-            case w.Denied(worker, incarnation, reason):
-                say(e.peer_of(worker, incarnation), e.Refused(0, reason))
-            case w.Ended(worker, incarnation, reason):
-                say(e.peer_of(worker, incarnation), e.must_end(reason))
+            case w.Denied(worker, incarnation, reason, must_end):
+                say(e.peer_of(worker, incarnation), e.must_end(reason) if must_end else e.Refused(0, reason))
             case w.Held(reason):
                 logger.warning("%s", f"{reason}; training waits for more" if reason else "there are enough pipelines")
                 self._levels.change(self._presence.of(self.membership.epoch.pipelines))
-            case w.WentMissing(worker, reason):
+            case w.Missing(worker, ""):
+                logger.warning("worker %s is heard of again", worker)
+                self._levels.lost.pop(worker, None)
+            case w.Missing(worker, reason):
                 logger.warning("worker %s %s; the others go on without it", worker, reason)
                 self._groups.lose_silent(worker, now)
                 self._levels.lost[worker] = reason
                 self._levels.change(self._presence.incarnations.keys() - self._levels.lost.keys())
-            case w.CameBack(worker):
-                logger.warning("worker %s is heard of again", worker)
-                self._levels.lost.pop(worker, None)
             case w.RunOver(reason, failed, worker):
                 over = e.Now(0, over=e.End(reason, True, failed, worker))
                 for each, incarnation in (self._presence.incarnations | self.membership.roster.processes()).items():

@@ -94,9 +94,9 @@ class RowDesk:
         self._log.record_rows(chunk, self.about.get(worker))
         return new.progress(worker)
 
-    def answer(self, request: m.AskRows, now: float) -> m.RowsReply:
-        """Return the chunks that are asked for."""
-        return m.RowsReply(now, tuple(self.about.items()), *self._ring.since(request.since))
+    def answer(self, since: int, now: float) -> m.RowsReply:
+        """Return the chunks from number ``since`` on, or that many of the newest if it is negative."""
+        return m.RowsReply(now, tuple(self.about.items()), *self._ring.since(since))
 
 
 class _Asking:
@@ -138,11 +138,11 @@ class SpanDesk:
         """Time at which :meth:`tick` is due."""
         return self._asking[0].until if self._asking else math.inf  # the first is due first
 
-    def ask(self, peer: bytes, request: m.AskSpans, now: float) -> None:
-        """Note the request of the program behind ``peer``, which may repeat it."""
+    def ask(self, peer: bytes, updates: int, now: float) -> None:
+        """Note that the program behind ``peer`` asks for the spans of so many updates, perhaps again."""
         if any(asking.peer == peer for asking in self._asking):
             return
-        self._asking.append(_Asking(peer, request.updates, now, {*self._present}))
+        self._asking.append(_Asking(peer, updates, now, {*self._present}))
         if len(self._asking) > MOST_ASKING:
             self._asking[0].until = now
         self.tick(now)

@@ -28,6 +28,7 @@ from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.event_log import EventLog
 from lightning_sdpipe.scheduler.log.status import Overview, Status, graph_of
+from lightning_sdpipe.scheduler.rows import MOST_UPDATES
 from lightning_sdpipe.scheduler.server.contradictions import Extent, contradiction
 from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
 from lightning_sdpipe.scheduler.server.lease_desk import LeaseDesk
@@ -133,7 +134,7 @@ class SchedulerService:
             self._give_up(error)
         return self._outbox.sent()
 
-    def handle(self, peer: bytes, request: m.Request | m.Question | e.Request, now: float) -> list[Addressed]:
+    def handle(self, peer: bytes, request: m.Request | m.Ask | e.Request, now: float) -> list[Addressed]:
         """Deal with a message from ``peer``; return the messages to send."""
         if not isinstance(request, e.FromWorker):
             return self._tell(peer, request, now)
@@ -211,16 +212,16 @@ class SchedulerService:
 
     # ---------------------------------------------------------------- requests
 
-    def _tell(self, peer: bytes, question: m.Question, now: float) -> list[Addressed]:
+    def _tell(self, peer: bytes, question: m.Ask, now: float) -> list[Addressed]:
         """Return the messages that answer a program which is no worker."""
         match question:
-            case m.AskStatus():
+            case m.Ask("status"):
                 return [(peer, m.StatusReply(self.status(now)))]
-            case m.AskRows():
-                return [(peer, self.groups.rows.answer(question, now))]
-            case m.AskSpans():
-                self.members.spans.ask(peer, question, now)
-                return self._outbox.sent()
+            case m.Ask("rows", since):
+                return [(peer, self.groups.rows.answer(since, now))]
+            case m.Ask("spans", updates):
+                self.members.spans.ask(peer, min(max(1, updates), MOST_UPDATES), now)
+        return self._outbox.sent()
 
     def _dispatch_due(self, now: float) -> None:
         """Deal with the kept requests that are due."""

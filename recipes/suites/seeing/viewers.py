@@ -56,7 +56,7 @@ def _fill(server: Server, clients: int, size: int) -> None:
 @contextmanager
 def _stalled(server: Server, count: int) -> Iterator[None]:
     """So many programs have asked, as often as they would, and read nothing of what comes."""
-    questions = [m.encode(question) for question in (m.AskStatus(), m.AskRows(0), m.AskSpans(MOST_UPDATES))]
+    questions = [m.encode(question) for question in (m.Ask("status"), m.Ask("rows"), m.Ask("spans", MOST_UPDATES))]
     with zmq.Context() as context, ExitStack() as stack:
         sockets = [dealer(stack, context, server, RCVHWM=1) for _ in range(count + 1)]
         *viewers, other = sockets

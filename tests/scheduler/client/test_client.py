@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -22,11 +23,11 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client import conversation
+from lightning_sdpipe.scheduler.client import conversation, wire
 from lightning_sdpipe.scheduler.client.client import Callbacks, Failure, SchedulerClient
 from lightning_sdpipe.scheduler.client.connection import TRIES, ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
-from lightning_sdpipe.scheduler.rows import About, Chunk
+from lightning_sdpipe.scheduler.rows import MOST, About, Chunk
 from lightning_sdpipe.scheduler.server.server import Endpoint
 from tests.patience import limit, until
 from tests.scheduler.live_scheduler import clients, serving
@@ -81,12 +82,13 @@ def test_many_workers_train_for_a_while_and_leave_one_by_one() -> None:
 
 
 def test_a_timeout_names_whom_the_scheduler_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation, "REPEAT_IN_TRAINING", 0.1)
+    for module in (conversation, wire):
+        monkeypatch.setattr(module, "REPEAT_IN_TRAINING", 0.1)
     with serving(AllReduceModels(), 1, 3) as server, clients(server.address, W(0, 0), W(0, 1), W(0, 2)) as (a, b, c):
         for client in (a, b, c):
             client.join()
         a.ready(0)
-        a.wire.timeout = 0.5
+        a.wire.timeout = 2.0
         with pytest.raises(SchedulerError, match=r"iteration 0.*waits for \(stage 0, pipeline 1\), \(stage 0, p"):
             a.group()
 
@@ -170,7 +172,7 @@ class TestVersions:
             assert frame[0] == m.VERSION, "which an old worker prints"
             reply = m.decode_reply(frame)
             assert isinstance(reply, e.Refused)
-            assert f"speaks version {version} of the protocol, this side version 6" in reply.reason
+            assert f"speaks version {version} of the protocol, this side version {m.VERSION}" in reply.reason
             assert server.service.refused == {"other version": 1}
 
     def test_an_old_scheduler_is_named_by_its_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +191,9 @@ class TestVersions:
             thread.start()
             try:
                 for ask in (self.greet, partial(ask_status, timeout=0.5)):
-                    with pytest.raises(SchedulerError, match="speaks version 1 of the protocol, this side version 6"):
+                    with pytest.raises(
+                        SchedulerError, match=f"speaks version 1 of the protocol, this side version {m.VERSION}"
+                    ):
                         ask(f"tcp://127.0.0.1:{port}")
             finally:
                 served.set()
@@ -366,7 +370,7 @@ def test_the_last_rows_of_a_worker_leave_with_it() -> None:
         for iteration in range(100):
             a.step_ended(iteration, 0.0)
         a.leave()
-        reply = server.service.handle(b"", m.AskRows(0), 0.0)[0][1]
+        reply = server.service.handle(b"", m.Ask("rows"), 0.0)[0][1]
         assert isinstance(reply, m.RowsReply)
         assert reply.workers == ((W(0, 0), About("host", "cpu", 0)),)
         told = [row for data in reply.chunks for row in msgspec.msgpack.decode(data, type=Chunk).rows]
@@ -374,19 +378,16 @@ def test_the_last_rows_of_a_worker_leave_with_it() -> None:
         assert told[-1].update == 99
 
 
-def test_a_full_buffer_is_told_at_once_but_not_all_the_time() -> None:
-    beats: list[float] = []
+def test_a_full_buffer_brings_the_next_heartbeat_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(AllReduceModels(), 1, 1) as server, clients(server.address, W(0, 0)) as (a,):
-        talk = a.wire.talk
-        beat = talk._beat
         a.join()
-        talk._beat = lambda: (beats.append(time.monotonic()), beat())[1]  # type: ignore[method-assign]
-        until = time.monotonic() + 0.5
-        while time.monotonic() < until:
-            a.step_ended(0, 0.0)
-            time.sleep(0.001)
-        a.leave()
-    assert 3 <= len(beats) <= 6, "one in 1/8 s"
+        brought = list[int]()
+        monkeypatch.setattr(a.wire.talk, "beat_soon", lambda: brought.append(update))
+        for update in itertools.count():
+            a.step_ended(update, 0.0)
+            if brought:
+                break
+        assert brought[0] >= MOST, "the first update only marks the beginning of the next"
 
 
 def test_the_right_keys_are_let_in_and_nobody_else(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership.members import Epoch, Member, Met, Receive
+from lightning_sdpipe.meter import PHASES, MeterRow
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
@@ -337,6 +338,15 @@ def test_a_scheduler_that_answers_no_beat_is_missed_or_given_up_once(host: Worke
         "and it can be started again at the same address"
     )
     assert effects == [(20 + seconds, f.Warned(unheard) if host is None else e.End(what, True, True, host))]
+
+
+def test_with_much_to_tell_a_beat_comes_at_once_but_not_all_the_time() -> None:
+    talk, beats = joined(), list[float]()
+    for millisecond in range(500):
+        if talk.rows.add(millisecond, MeterRow((1,) * len(PHASES), 0, 0, follows=True)):
+            talk.beat_soon()
+        beats += [millisecond / 1e3 for request in talk.due(millisecond / 1e3) if isinstance(request, e.Beat)]
+    assert beats == [0.0, 0.125, 0.25, 0.375], "one in 1/8 s"
 
 
 def test_a_worker_that_slept_hears_what_came_meanwhile_before_it_gives_up_the_scheduler() -> None:

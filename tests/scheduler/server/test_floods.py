@@ -54,9 +54,9 @@ def test_status_that_is_asked_for_and_never_read_is_dropped() -> None:
     with serving(NoSync(), 1, 1) as busy, stranger(busy.address) as flood:
         for _ in range(120 * server.MOST_UNREAD):
             assert flood.poll(10_000, zmq.POLLOUT)
-            flood.send(m.encode(m.AskStatus()))
+            flood.send(m.encode(m.Ask("status")))
         with stranger(busy.address) as other:
-            other.send(m.encode(m.AskStatus()))
+            other.send(m.encode(m.Ask("status")))
             assert other.poll(10_000), "others are answered meanwhile"
         answered = 0
         while flood.poll(500):

@@ -10,7 +10,7 @@ import pytest
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import (
     Departed,
-    Died,
+    Ended,
     Enrolled,
     Epoch,
     MemberDecision,
@@ -36,7 +36,7 @@ class Scheduler:
         self.elastic.on_decided = lambda now, event, decisions: self.decided.extend(decisions)
         NewestCheckpoint(directory / "journal").follow(self.elastic, 0.0)
 
-    def hear(self, *events: Enrolled | Published | Departed | Died) -> list[MemberDecision]:
+    def hear(self, *events: Enrolled | Published | Departed | Ended) -> list[MemberDecision]:
         self.decided.clear()
         for event in events:
             self.now += 1
@@ -60,7 +60,7 @@ def test_those_that_come_go_on_from_the_newest_checkpoint_if_they_may(tmp_path: 
     assert epoch.reason == (
         "pipelines 0 start again from /c/2.ckpt, since no member was left" if resume else "pipelines 0 start together"
     )
-    over = [decision for decision in after.hear(Died(W, 6, "was killed")) if isinstance(decision, RunOver)]
+    over = [decision for decision in after.hear(Ended(W, 6, "was killed")) if isinstance(decision, RunOver)]
     assert [decision.failed for decision in over] == ([] if resume else [True])
     assert resume or "no checkpoint was written" in over[0].reason, "that of another run does not count"
 

@@ -32,7 +32,7 @@ def wants(answer: list[Addressed]) -> tuple[int, float, float] | None:
 
 
 def ask(talk: Dialogue, updates: int = 20, peer: bytes = b"viewer", now: float = 1.0) -> list[Addressed]:
-    return talk.service.handle(peer, m.AskSpans(updates), now)
+    return talk.service.handle(peer, m.Ask("spans", updates), now)
 
 
 def replies(answer: list[Addressed]) -> list[tuple[bytes, m.SpansReply]]:
