@@ -38,14 +38,14 @@ def test_who_failed_first_is_named_with_the_reason(
     pair: tuple[SchedulerConnection, OrdinaryClient], told_to_end: bool
 ) -> None:
     membership, other = pair
-    other.line.failed("out of memory")
+    other.failed("out of memory")
     with pytest.raises(WorkerFailedError, match=r"Stage 0 of pipeline 1 \(rank 1\) failed first .* out of memory"):
         hear(membership, told_to_end)
 
 
 def test_told_to_end_like_another_that_was_faster(pair: tuple[SchedulerConnection, OrdinaryClient]) -> None:
     membership, other = pair
-    other.line.failed("ended by SIGTERM")
+    other.failed("ended by SIGTERM")
     with pytest.raises(SIGTERMException):
         hear(membership, told_to_end=True)
     with pytest.raises(WorkerFailedError, match="ended by SIGTERM"):

@@ -214,7 +214,7 @@ def test_pipelines_are_dealt_epochs_by_a_live_scheduler(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_comes_while_a_lease_is_awaited_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_sdpipe.scheduler.client.client.REPEAT_AFTER", 30.0)
+    monkeypatch.setattr("lightning_sdpipe.scheduler.client.conversation.REPEAT_IN_TRAINING", 30.0)
     with serving(NoSync(), 1, 1) as server, clients(server.address, A) as (a,):
         a.join()
         a.ready(0)
@@ -225,7 +225,7 @@ def test_an_answer_that_comes_while_a_lease_is_awaited_is_kept(monkeypatch: pyte
 @pytest.mark.parametrize("repeat_after", [30.0, 0.1])
 def test_a_lease_that_comes_between_two_looks_is_kept(monkeypatch: pytest.MonkeyPatch, repeat_after: float) -> None:
     """From a scheduler that is 80 ms away, with looks of 20 ms between rounds, it always comes in a round."""
-    monkeypatch.setattr("lightning_sdpipe.scheduler.client.client.REPEAT_AFTER", repeat_after)
+    monkeypatch.setattr("lightning_sdpipe.scheduler.client.conversation.REPEAT_IN_TRAINING", repeat_after)
     with serving(NoSync(), 1, 1) as server:
         port = int(server.address.rpartition(":")[2])
         lines = DelayedLines("127.0.0.2", [port], 0.08)

@@ -105,7 +105,7 @@ def test_another_account_of_the_machine_gains_nothing_and_the_run_goes_on() -> N
             members = ask_status(server.address, credentials=own, timeout=600).members
             assert members is not None
             assert members.lives == {0: 100}
-            member.store.put("room/key", b"value", 20)
-            assert member.store.fetch(["room/key"], 20) == (b"value",)
+            member.put("room/key", b"value", 20)
+            assert member.fetch(["room/key"], 20) == (b"value",)
             member.depart(finished=True)
             member.close()
