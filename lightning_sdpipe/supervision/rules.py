@@ -202,7 +202,7 @@ class Rules:
         match event:
             case ProcessEnded(None, _, code):
                 self._scheduler_ended(code, now)
-            case ProcessEnded(number):
+            case ProcessEnded(int(number)):
                 self._ended(self._pipelines[number], event, now)
             case Seen() if not self.ends:
                 self._seen(event, now)

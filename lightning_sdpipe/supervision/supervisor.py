@@ -143,7 +143,7 @@ class Supervisor:
         match decision:
             case rules.Launch(None, _):
                 self._scheduler_is_due = True
-            case rules.Launch(number, again):
+            case rules.Launch(int(number), again):
                 self._launch(number, again)
             case rules.Stop(pipeline, which):
                 for (number, _), (process, _) in self._ranks.items():
