@@ -28,7 +28,7 @@ def take_part(rank: int, address: str | None) -> tuple[int, bool]:
         client.ready(0)
         members = len(client.group().members)
         dist.barrier()
-    return members, membership._line.credentials is not None
+    return members, membership.client.credentials is not None
 
 
 @pytest.mark.distributed
