@@ -48,7 +48,6 @@ REQUESTS = [
     e.Enrol(B, 1, 8, FIXED, e.Resumes(EPOCH, (3,), book=e.Book(SEGMENT, (LEASE, LEASE), False, Done(7, 0.25, 0.1)))),
     m.Ask("status"),
     m.Ask("rows", -9),
-    m.Ask("spans", 1 << 40),
 ]
 REPLIES = [
     m.Welcome(1, "{}", (2, 2)),
@@ -138,6 +137,14 @@ def iterate(address: str, count: int) -> list[Group]:
     return groups
 
 
+def asks_for_the_status(frame: bytes) -> bool:
+    try:
+        request = m.decode_request(frame)
+    except m.MalformedFrame:
+        return False
+    return isinstance(request, m.Ask) and request.what == "status"
+
+
 def test_many_frames_at_a_live_server() -> None:
     """It answers the workers in between exactly as it would have without."""
     spec = SemiDecentralized(window=60.0)
@@ -159,7 +166,7 @@ def test_many_frames_at_a_live_server() -> None:
         asked = 1
         for index, frame in enumerate(nonsense(SENT, 2, valid)):
             stranger.send(frame)
-            asked += frame == ask
+            asked += asks_for_the_status(frame)
             if index % 500 == 499:
                 iteration = index // 500
                 a.ready(iteration)
