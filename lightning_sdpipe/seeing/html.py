@@ -90,8 +90,9 @@ def _lane(recording: Recording, worker: Worker, begun: float, parts: int) -> Lan
                 for kind, seconds in enumerate(spent):
                     shares[at][kind] += seconds * within / (whole or 1.0) / long
     paths, w = [], 1 / parts
+    scaled = [(at, of, max(1.0, sum(of))) for at, of in enumerate(shares)]  # clocks differ a little from row to row
     for kind, name in enumerate(DOES):
-        drawn = [(at * w, sum(of[:kind]), of[kind]) for at, of in enumerate(shares) if of[kind] > 0.01]
+        drawn = [(at * w, sum(of[:kind]) / full, of[kind] / full) for at, of, full in scaled if of[kind] > 0.01]
         paths.append((name, "".join(f"M{x:.4f} {low:.2f}h{w:.4f}v{high:.2f}h-{w:.4f}z" for x, low, high in drawn)))
     lives = [life for life in series.lives if len(life)]
     turns = [turn for a, b in pairwise(lives) for turn in (("was lost", a.ends[-1]), ("is back", b.begun()))]
