@@ -86,7 +86,7 @@ LEFT = {
 
 def counted(number: int, noun: str) -> str:
     """Return ``number`` and the noun in its right form."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def shape(stages: int, pipelines: int) -> str:

@@ -20,7 +20,7 @@ from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.checkpoints.distributed import directory_of
 from lightning_sdpipe.checkpoints.whole_module import make_whole, tie_again, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, counted
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource, Split
@@ -363,7 +363,7 @@ class Setup:
             for pipeline, row in zip(mesh.pipelines, mesh.ranks, strict=True):
                 lines += self._stages(plans[pipeline], [row], f"pipeline {pipeline}, ")
         lines += [
-            f"schedule: {options.schedule}, {options.num_micro_batches} micro-batches of a mini-batch",
+            f"schedule: {options.schedule}, {counted(options.num_micro_batches, 'micro-batch')} of a mini-batch",
             f"method: {options.sync!r}",
             f"exchange: {'in full precision' if options.exchange == Exchange() else repr(options.exchange)}",
             f"data: {self.source.description}",
