@@ -6,7 +6,6 @@ without them; the names below are loaded when they are first used.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -59,12 +58,3 @@ def __getattr__(name: str) -> Any:
             raise ImportError(f"{name} has left lightning_sdpipe: {left}.")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
-
-
-if "lightning.pytorch" in sys.modules:  # Trainer(strategy="sdpipe")
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    def _build(**options: Any) -> Any:
-        return import_module("lightning_sdpipe.strategy").SDPipeStrategy(**options)
-
-    StrategyRegistry.register("sdpipe", _build, "SDPipe: pipeline and data parallel training on unequal workers")

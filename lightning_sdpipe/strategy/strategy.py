@@ -906,4 +906,4 @@ class SDPipeStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """No-op: the package registers ``"sdpipe"`` when it is imported, not this class's parents' names."""
+        """No-op: ``strategy/__init__.py`` registers ``"sdpipe"``, and not the names of this class's parents."""

@@ -6,7 +6,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_sdpipe  # noqa: F401  makes --trainer.strategy=sdpipe known
+from lightning_sdpipe import SDPipeStrategy  # noqa: F401  makes --trainer.strategy=sdpipe known
 
 
 class Sums(L.LightningModule):
