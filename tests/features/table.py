@@ -14,6 +14,8 @@ import tests.features
 Test = TypeVar("Test", bound=Callable[..., None])
 OTHERS = ["tests.loop.test_uneven", "tests.worker.launching.test_launching", "tests.worker.test_failures"]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "lightning.md"
+SHOWN = 6
+"""Words of a message that the table shows."""
 START, END = "<!-- table -->\n", "<!-- end of table -->\n"
 
 
@@ -32,7 +34,7 @@ def supported(area: str, name: str, note: str = "") -> Callable[[Test], Test]:
 
 def refused(area: str, name: str, error: str, note: str = "") -> Callable[[Test], Test]:
     """Marks a test that shows that ``name`` is refused with ``error``, a part of the message, which it must check."""
-    return _marked(Feature(area, name, f"no: “{error} …”", note))
+    return _marked(Feature(area, name, f"no: “{' '.join(error.split()[:SHOWN])} …”", note))
 
 
 def _marked(feature: Feature) -> Callable[[Test], Test]:
