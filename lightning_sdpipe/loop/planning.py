@@ -161,12 +161,18 @@ def _plans(planning: Planning) -> list[plan.Plan]:
     """Make the plans in a child process, which computes on the CPU: changes by the user's code would else stay on rank
     0 alone. What needs an accelerator is done here, on a copy of the module."""
     module = planning.trainer.lightning_module
-    if not planning.several_stages and not any(is_measured(cut.partition) for cut in planning.cuts):
+    tries = planning.several_stages or any(is_measured(cut.partition) for cut in planning.cuts)
+    fits = planning.trainer.state.fn == TrainerFn.FITTING
+    if not tries and not (fits and planning.num_micro_batches > 1 and _normalises(module)):
         return plan.plans(module, planning.cuts, planning.names)
     if planning.device.type != "cpu" and not _is_on_meta(module):
         move(module, _CPU)
     profiles: _Profiles = {}
     end = time.monotonic() + planning.timeout / 2
+    if not tries:
+        with suppress(apart.NoAnswerError):  # a layer that cannot normalise is then met in training
+            _in_a_child(planning, end, partial(_try_micro_batches, planning))
+        return plan.plans(module, planning.cuts, planning.names)
     try:
         while isinstance(found := _in_a_child(planning, end, partial(_try, planning, profiles, end)), _Wanted):
             if not found.blocks:
@@ -202,11 +208,7 @@ def _try(planning: Planning, profiles: _Profiles, end: float) -> list[plan.Plan]
     """Make the plans in this process, which is a child; or say what only its parent can do. Costs are counted in
     children of it, and each chain is tried in one: every one of them finds the module as the run will."""
     module = planning.trainer.lightning_module
-    if planning.device.type != "cpu":
-        compute_on_cpu(planning.trainer)
-        torch.set_num_threads(len(os.sched_getaffinity(0)))  # the machine's other ranks wait
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.set_stance("force_eager")
+    _compute_here(planning)
     if _has_opened_an_accelerator():  # whose threads autograd would start, and they end a child
         engine: Any = torch.autograd  # both of its grad and backward look it up there
         engine._engine_run_backward = _refuse_to_differentiate
@@ -249,6 +251,28 @@ def _try(planning: Planning, profiles: _Profiles, end: float) -> list[plan.Plan]
     except Exception as error:  # objects say in their own ways that they cannot be pickled
         return _untried(planning, error)
     return found
+
+
+def _compute_here(planning: Planning) -> None:
+    """Let this process, which is a child, compute on the CPU."""
+    if planning.device.type != "cpu":
+        compute_on_cpu(planning.trainer)
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # the machine's other ranks wait
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.set_stance("force_eager")
+
+
+def _try_micro_batches(planning: Planning) -> None:
+    """Run the training step of a model that is not cut, in this process, which is a child, on a micro-batch of one
+    sample, if the run will have such."""
+    _compute_here(planning)
+    module, loop = planning.trainer.lightning_module, planning.trainer.fit_loop
+    single = None
+    with suppress(Exception):  # what fails here is said when it is trained
+        calls = _calls(planning, "training_step", loop)
+        single = _single(planning, calls[0][0], data_source(loop).dataloader())
+    if single is not None and not _is_on_meta(module):
+        _try_one_sample(module, _step(planning, "training_step", calls, single), _CPU)
 
 
 def _has_opened_an_accelerator() -> bool:
@@ -456,10 +480,13 @@ def _single(planning: Planning, part: Any, loader: Any) -> Any:
             f"The last batch of an epoch has {last} samples, and schedule={strategy.options.schedule!r} needs at least "
             f"{multiple} micro-batches. Set drop_last=True, or use schedule='1f1b'."
         )
-    normalises = any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
     is_single = last // min(planning.num_micro_batches, last // multiple * multiple) == 1
     with suppress(ConfigurationError):  # one part, unlike the whole batch, may not tell how many samples it has
-        return split(part, sys.maxsize)[0].batch if normalises and is_single else None
+        return split(part, sys.maxsize)[0].batch if _normalises(module) and is_single else None
+
+
+def _normalises(module: nn.Module) -> bool:
+    return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
 
 
 def _try_one_sample(module: nn.Module, step: StepCalls, device: torch.device) -> None:
@@ -472,6 +499,8 @@ def _try_one_sample(module: nn.Module, step: StepCalls, device: torch.device) ->
 
 def _refuse_one_sample(module: nn.Module, error: Exception) -> None:
     if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+        if isinstance(error, ConfigurationError):  # says so
+            raise error
         kinds = nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
         names = [name for name, each in module.named_modules() if isinstance(each, kinds)]
         raise ConfigurationError(

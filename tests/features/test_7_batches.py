@@ -141,10 +141,11 @@ def test_a_layer_that_cannot_normalise_the_last_micro_batches_is_named_before_tr
 
 
 def _refuse_four(directory: Path, error: str) -> None:
-    trainer = pipelines(directory, SDPipeStrategy(2, num_micro_batches=4), use_distributed_sampler=False)
-    with pytest.raises((ConfigurationError, WorkerFailedError), match=re.escape(error)):
-        trainer.fit(Normalised())
-    assert trainer.global_step == 0
+    for stages in (2, 1):
+        trainer = pipelines(directory, SDPipeStrategy(stages, num_micro_batches=4), use_distributed_sampler=False)
+        with pytest.raises((ConfigurationError, WorkerFailedError), match=re.escape(error)):
+            trainer.fit(Normalised())
+        assert trainer.global_step == 0
 
 
 class Undivided(TimeFirst):
