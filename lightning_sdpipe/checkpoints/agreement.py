@@ -1,8 +1,9 @@
-"""Agreement of all ranks on the checkpoint from which they go on."""
+"""Agreement of all ranks, and of the pipelines of an elastic run, on the checkpoint from which they go on."""
 
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
@@ -23,24 +24,28 @@ def agree_on(path: Any, groups: ProcessGroups) -> Any:
     Raises:
         ConfigurationError: other ranks have other contents, or none; on all ranks.
     """
-    mine = _digest(path)
+    mine = digest(path)
     extremes = torch.tensor([mine, -mine])
     with waiting_for(groups.world, "comparing checkpoints"):
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=groups.world)
     if extremes.sum() == 0:
         return path
-    said = _described(path, mine)
-    every = [broadcast_value(said, rank, groups.world) for rank in range(dist.get_world_size())]
-    alike = {said: [rank for rank, own in enumerate(every) if own == said] for said in every}
-    found = "; ".join(f"ranks {ranks}: {said}" for said, ranks in alike.items())
-    raise ConfigurationError(
-        f"The ranks would go on from unlike checkpoints: {found}. Give all ranks the same one, on a file system that "
-        "all machines see, or as a copy on each. Rank 0 alone writes it, so ckpt_path='last' finds others, or none, on "
-        "the disks of other machines."
+    said = described(path, mine)
+    raise unlike("ranks", {rank: broadcast_value(said, rank, groups.world) for rank in range(dist.get_world_size())})
+
+
+def unlike(members: str, every: Mapping[int, str]) -> ConfigurationError:
+    """Return the error where ``members``, ranks or pipelines, have checkpoints that :func:`described` tells apart."""
+    alike = {said: [number for number, own in every.items() if own == said] for said in every.values()}
+    found = "; ".join(f"{members} {numbers}: {said}" for said, numbers in alike.items())
+    return ConfigurationError(
+        f"The {members} would go on from unlike checkpoints: {found}. Give all {members} the same one, on a file "
+        "system that all machines see, or as a copy on each. Rank 0 alone writes it, so ckpt_path='last' finds others, "
+        "or none, on the disks of other machines."
     )
 
 
-def _digest(path: Any) -> int:
+def digest(path: Any) -> int:
     """Return a number of the contents of the checkpoint at ``path``; 0 if there is none."""
     if not path:
         return 0
@@ -61,7 +66,8 @@ def _file(path: Any) -> str:
     return f"{path}/{REST}" if is_distributed(path) else str(path)
 
 
-def _described(path: Any, digest: int) -> str:
+def described(path: Any, digest: int) -> str:
+    """Describe the checkpoint at ``path``, if there is one, whose contents have this ``digest``."""
     if not path:
         return "none"
     if not digest:

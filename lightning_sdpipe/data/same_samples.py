@@ -1,4 +1,4 @@
-"""Comparison of the data sets of pipelines when training begins.
+"""Comparison of the data sets of pipelines when training begins, or when another one joins.
 
 Each pipeline takes its shard of what should be one data set. Where a script makes another one in each process, as by an
 unseeded ``random_split``, pipelines train some samples twice and others never, and nothing fails.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -28,6 +28,7 @@ from lightning_sdpipe.random_streams import mix, seed_generators
 _SAMPLES = 8
 _READING, _ANSWERING = 3.0, 20.0  # seconds
 _UNKNOWN = 0
+_NOTHING = [_UNKNOWN] * (1 + _SAMPLES)
 
 
 def unlike_samples(loader: Any, num_pipelines: int, group: dist.ProcessGroup) -> str | None:
@@ -41,40 +42,46 @@ def unlike_samples(loader: Any, num_pipelines: int, group: dist.ProcessGroup) ->
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
         return None
-    mine = torch.tensor(_digests(loader, num_pipelines))
+    sampler = distributed_sampler(loader) if isinstance(loader, DataLoader) else None
+    is_sharded = sampler is not None and sampler.num_replicas == num_pipelines
+    mine = torch.tensor(digests(loader) if is_sharded else _NOTHING)
     every = [torch.empty_like(mine) for _ in ranks]
     with waiting_for(group, "comparing samples"):
         dist.all_gather(every, mine, group=group)
-    sizes, *samples = torch.stack(every, 1).tolist()
+    return difference("rank", dict(zip(ranks, torch.stack(every).tolist(), strict=True)))
+
+
+def difference(members: str, every: Mapping[int, Sequence[int]]) -> str | None:
+    """Return what differs between the :func:`digests` of members, each of which is a rank or a pipeline by its number,
+    and why that may be; None if nothing does."""
+    numbers = sorted(every, reverse=True)
+    sizes, *samples = zip(*(every[number] for number in numbers), strict=True)
     names = ["the size", *(f"sample {place}" for place in _places(max(sizes)))]
     for name, found in zip(names, [sizes, *samples], strict=True):
-        known = {value: rank for rank, value in zip(ranks[::-1], found[::-1], strict=True) if value != _UNKNOWN}
+        known = {value: number for number, value in zip(numbers, found, strict=True) if value != _UNKNOWN}
         if len(known) > 1:
             first, other, *_ = sorted(known.values())
             return (
-                f"Pipelines have unlike training data: {name} on rank {other} is another one than on rank {first}. "
-                "Each pipeline takes its shard of its own data, so some samples are trained twice and others never. "
-                "Usual causes: random_split, or other draws in the script, without a seed (call L.seed_everything(1) "
-                "first: every process runs the script); labels or files in the order of a set or of a directory (sort "
-                "them); a data set of which each rank takes its part by itself (give "
+                f"Pipelines have unlike training data: {name} on {members} {other} is another one than on {members} "
+                f"{first}. Each pipeline takes its part of its own data, so some samples are trained twice and others "
+                "never. Usual causes: random_split, or other draws in the script, without a seed (call "
+                "L.seed_everything(1) first: every process runs the script); labels or files in the order of a set or "
+                "of a directory (sort them); a data set of which each rank takes its part by itself (give "
                 "Trainer(use_distributed_sampler=False) with it). Training goes on."
             )
     return None
 
 
-def _digests(loader: Any, num_pipelines: int) -> list[int]:
-    """Return the size of the data set, and a number of the contents of each sample; _UNKNOWN for what is not known."""
-    nothing = [_UNKNOWN] * (1 + _SAMPLES)
+def digests(loader: Any) -> list[int]:
+    """Return the size of the loader's data set, and a number of the contents of each of some samples; 0 for what is not
+    known."""
     if sys.platform != "linux" or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return nothing
-    sampler = distributed_sampler(loader)
-    if sampler is None or sampler.num_replicas != num_pipelines:
-        return nothing
+        return _NOTHING
     try:
         size = len(loader.dataset)  # type: ignore[arg-type]
         return [size, *json.loads(apart(partial(_read, loader.dataset, _places(size)), _ANSWERING))]
     except Exception:  # what cannot be read is reported when it is trained
-        return nothing
+        return _NOTHING
 
 
 def _places(size: int) -> list[int]:

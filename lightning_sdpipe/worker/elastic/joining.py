@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,10 @@ from torch._C._distributed_c10d import Store
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import lightning_internals
+from lightning_sdpipe.checkpoints import agreement
 from lightning_sdpipe.checkpoints.whole_module import make_room
 from lightning_sdpipe.checkpoints.worker import Checkpoints
+from lightning_sdpipe.data.same_samples import difference
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.lightning_internals import data_source
@@ -49,9 +51,15 @@ from lightning_sdpipe.worker.training import Training
 log = logging.getLogger(__name__)
 
 
-def fingerprint(trainer: Trainer, options: Options, ownership: Ownership) -> dict[str, str]:
-    """Return the fingerprint of a worker that is about to join: the same on all stages of a pipeline, and in all
-    pipelines."""
+def training_loader(trainer: Trainer) -> Any:
+    """Return a loader of the training data that the user's hook makes, to be let go again."""
+    with isolate_rng():
+        return data_source(trainer.fit_loop).dataloader()
+
+
+def fingerprint(trainer: Trainer, options: Options, ownership: Ownership, loader: Any) -> dict[str, str]:
+    """Return the fingerprint of a worker that is about to join, and trains the data of ``loader``: the same on all
+    stages of a pipeline, and in all pipelines."""
     module = trainer.lightning_module
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.state_dict().items()]
     cut = sorted((name, owners) for name, owners in ownership.stages.items())
@@ -67,7 +75,7 @@ def fingerprint(trainer: Trainer, options: Options, ownership: Ownership) -> dic
         "exchange": repr(options.exchange),
         "schedule": f"{options.schedule}, {options.num_micro_batches} micro-batches",
         "precision": str(trainer.precision),
-        "data": _data(trainer),
+        "data": _data(loader),
         "seed": os.environ.get("PL_GLOBAL_SEED", "none"),
         "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
         "validation": every,
@@ -77,10 +85,8 @@ def fingerprint(trainer: Trainer, options: Options, ownership: Ownership) -> dic
     }
 
 
-def _data(trainer: Trainer) -> str:
-    """Describe how much there is to train, by a loader that the user's hook makes and that is let go again."""
-    with isolate_rng():
-        loader = data_source(trainer.fit_loop).dataloader()
+def _data(loader: Any) -> str:
+    """Describe how much there is to train."""
     if not isinstance(loader, DataLoader):
         return type(loader).__name__
     samples = f"{len(loader.dataset)} samples" if isinstance(loader.dataset, Sized) else "samples without a number"
@@ -129,7 +135,9 @@ def join(
     return answer, None if answer.fresh else state
 
 
-def begin_together(barriers: Barriers, tensors: Sequence[Tensor], says: bytes, gather: Gather) -> bytes:
+def begin_together(
+    barriers: Barriers, tensors: Sequence[Tensor], says: bytes, gather: Gather
+) -> tuple[int, dict[int, bytes]]:
     """Give ``tensors`` on all of the first pipelines the values of one of them, the same one in every stage.
 
     Each stage meets by itself. When a pipeline is lost meanwhile, one stage may have met
@@ -141,11 +149,11 @@ def begin_together(barriers: Barriers, tensors: Sequence[Tensor], says: bytes, g
     Args:
         barriers: those of this worker's stage, at a point of their own.
         tensors: parameters and buffers, changed when the source is agreed on.
-        says: what else the source is to tell, without a zero byte.
+        says: what else this pipeline is to tell, without a zero byte.
         gather: gathers among the stages of this worker's pipeline.
 
     Returns:
-        What the source says.
+        The source, and what each pipeline says.
 
     Raises:
         ConfigurationError: there are too many integers to be sent.
@@ -161,11 +169,23 @@ def begin_together(barriers: Barriers, tensors: Sequence[Tensor], says: bytes, g
         done = barriers.meet(_DONE if copied else _NOT)
         if all(gather(all(value == _DONE for value in done.values))):
             break
-    said, _, packed = met.values[met.pipelines.index(source)].partition(_END)
+    said = {pipeline: value.partition(_END) for pipeline, value in zip(met.pipelines, met.values, strict=True)}
     for tensor, copy in zip(floating, copies, strict=True):
         tensor.copy_(copy)
-    unpack_max(integers, [packed])
-    return said
+    unpack_max(integers, [said[source][2]])
+    return source, {pipeline: words for pipeline, (words, _, _) in said.items()}
+
+
+def compare(every: Mapping[int, State]) -> str | None:
+    """Compare what pipelines say that begin together. Return how their data differ; None if they do not.
+
+    Raises:
+        ConfigurationError: they would go on from unlike checkpoints.
+    """
+    checkpoints = {pipeline: said["checkpoint"] for pipeline, said in every.items()}
+    if len({digest for digest, _ in checkpoints.values()}) > 1:
+        raise agreement.unlike("pipelines", {pipeline: told for pipeline, (_, told) in checkpoints.items()})
+    return difference("pipeline", {pipeline: said["samples"] for pipeline, said in every.items()})
 
 
 @dataclass(frozen=True)
@@ -190,6 +210,8 @@ class Fit:
     groups: ProcessGroups
     client: SchedulerClient
     store: Callable[..., Store]
+    samples: list[int] = field(default_factory=list)
+    """Digests of some samples of the training data; stage 0 knows them."""
 
     def receive(self, what: Receive) -> State:
         """Receive the state of the donor's stage; it is given up when another donor is found, since others may wait."""
@@ -198,14 +220,17 @@ class Fit:
             return self.client.offered != what.transfer
 
         store = self.store(self._room(what.transfer), is_in_vain)
-        return state_transfer.receive_state(store, self._limit, f"pipeline {what.donor}", is_in_vain)
+        state = state_transfer.receive_state(store, self._limit, f"pipeline {what.donor}", is_in_vain)
+        state["elastic"]["donor"] = what.donor
+        return state
 
     def give(self, transfer: str, turns: State) -> None:
         """Copy this stage's state, with that of its ``turns``, and send it to the same stage of the newcomer while
         training goes on."""
         with self.checkpoints.of_this_stage():
             state = state_transfer.snapshot(self.trainer)
-        state["elastic"] = {"turns": turns, "updates": self.training.updates, "names": leader.names(self.trainer)}
+        own = {"updates": self.training.updates, "names": leader.names(self.trainer), "samples": self.samples}
+        state["elastic"] = {"turns": turns, **own}
         state["sync"] = self.training.sync.handover()
         self.client.snapshot_taken(transfer, self.training.updates)
         state_transfer.send_state(state, self.store(self._room(transfer)), self._limit)
@@ -213,6 +238,9 @@ class Fit:
     def go_on_from(self, state: State) -> None:
         """Make Lightning resume from ``state``, whatever checkpoint the run began with."""
         own = state.pop("elastic")
+        _, pipeline = self.groups.mesh.locate(self.groups.rank)
+        if self.samples and (said := difference("pipeline", {own["donor"]: own["samples"], pipeline: self.samples})):
+            log.warning(said)
         self.training.sync.take(state.pop("sync"))
         self.source.load(own["turns"])
         self.training.begin_at(own["updates"])
@@ -230,14 +258,27 @@ class Fit:
         log.warning("No pipeline was left of the run: it goes on from %s.", path)
         lightning_internals.resume_from(self.trainer, lambda _: path)
 
-    def begin_together(self, barriers: Barriers, data_seed: int) -> int:
-        """Make the first pipelines equal, and return the data's seed of the first of them, which all take over."""
+    def begin_together(self, barriers: Barriers, data_seed: int, path: Any) -> int:
+        """Make the first pipelines equal, which go on from the checkpoint at ``path`` if there is one. Return the
+        data's seed of the first of them, which all take over.
+
+        Raises:
+            ConfigurationError: another pipeline would go on from another checkpoint.
+        """
         replica = self.training.sync.replica
         with barriers.at("beginning"):  # at no epoch: if a pipeline is lost, starts may name different ones
             mine = {"turns": self.source.state, "seed": data_seed, "names": leader.names(self.trainer)}
+            if self.samples:
+                contents = agreement.digest(path)
+                checkpoint = contents, agreement.described(path, contents)
+                mine |= {"samples": self.samples, "checkpoint": checkpoint}
             tensors = [*tensors_of(replica.parameters), *replica.buffers]
             says, gather = json.dumps(mine).encode(), partial(of_all_stages, self.groups)
-            first = json.loads(begin_together(barriers, tensors, says, gather))
+            source, said = begin_together(barriers, tensors, says, gather)
+        every = {pipeline: json.loads(words) for pipeline, words in said.items()}
+        first, (_, own) = every[source], self.groups.mesh.locate(self.groups.rank)
+        if self.samples and (unlike := compare(every)) is not None and own == source:
+            log.warning(unlike)
         self.source.load(first["turns"])
         leader.adopt(self.trainer, first["names"])
         seed: int = first["seed"]

@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
+from lightning_sdpipe.data.same_samples import digests
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.dealt import Dealing, SourceInputs
 from lightning_sdpipe.loop.loop import ClockChecks
@@ -273,7 +274,10 @@ class ElasticRun(TrainingRun):
         if trainer.state.fn != TrainerFn.FITTING:
             return data_seed
         place, fit = self._opened, self.fit
-        mine = joining.fingerprint(trainer, self.options, fit.training.parts.ownership)
+        loader = joining.training_loader(trainer)
+        mine = joining.fingerprint(trainer, self.options, fit.training.parts.ownership, loader)
+        if self.groups.rank == 0:
+            fit.samples[:] = digests(loader)
         answer, state = joining.join(place.client, mine, fit.receive)
         place.epochs.enter(answer.epoch)
         if state is not None:
@@ -281,7 +285,8 @@ class ElasticRun(TrainingRun):
         elif answer.checkpoint:
             fit.go_on_from_file(answer.checkpoint)
         if state is None and len(answer.epoch.members) > 1:
-            data_seed = fit.begin_together(self._where_to_meet(), data_seed)
+            path = answer.checkpoint or trainer.ckpt_path
+            data_seed = fit.begin_together(self._where_to_meet(), data_seed, path)
         self.take_lead()
         self._lead.begin(trainer)
         place.leaving.listen(trainer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -40,16 +41,16 @@ FINDING_OUT = 30.0  # seconds
 
 
 class Numbered(Dataset[tuple[Tensor, Tensor]]):
-    """Samples that say which they are."""
+    """Samples that say which they are, with a number ``beside``."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, beside: float = 1.0) -> None:
+        self.size, self.beside = size, beside
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.tensor([index / self.size, 1.0]), torch.tensor(index)
+        return torch.tensor([index / self.size, self.beside]), torch.tensor(index)
 
 
 class Slow(nn.Module):
@@ -78,6 +79,31 @@ class Model(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), 0.01)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class ByHand(Model):
+    """Two optimizers, which the training step steps one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss.detach()
+
+    def on_train_epoch_end(self) -> None:
+        for schedule in self.lr_schedulers():  # type: ignore[union-attr]
+            schedule.step()  # type: ignore[call-arg]
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.Adam(half.parameters(), 0.01) for half in (self.net[:3], self.net[3:])]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers]
 
 
 def sums(module: L.LightningModule) -> dict[str, float]:
@@ -157,9 +183,11 @@ def fit(
     more: Sequence[Callback] = (),
     model: Callable[[], L.LightningModule] = Model,
     evaluated: int = 16,
+    beside: float = 1.0,
     **limits: Any,
 ) -> None:
-    """What the user's script does: it trains until the test says stop. So many samples are ``evaluated`` at once."""
+    """What the user's script does: it trains until the test says stop. So many samples are ``evaluated`` at once, and
+    those to be trained have a number ``beside``."""
     torch.set_num_threads(1)
     strategy = SDPipeStrategy(**{"timeout": limit(FINDING_OUT), **options})
     callbacks: list[Callback] = [SDPipeWeightAveraging(decay=0.9)] if average else []
@@ -176,8 +204,8 @@ def fit(
         callbacks=[*callbacks, Diary(directory), *more, ModelCheckpoint(every_n_train_steps=10, save_top_k=-1)],
         **limits,
     )
-    data = Numbered(samples)
-    trainer.fit(model(), DataLoader(data, BATCH, shuffle=True), DataLoader(Subset(data, range(16)), evaluated))
+    data, seen = Numbered(samples, beside), Subset(Numbered(samples), range(16))
+    trainer.fit(model(), DataLoader(data, BATCH, shuffle=True), DataLoader(seen, evaluated))
 
 
 class Job:
@@ -200,6 +228,7 @@ class Job:
             for number, name in ((1, "stdout"), (2, "stderr")):
                 os.dup2(output, number)
                 setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))  # else pytest's own
+            logging.basicConfig(force=True)
             size = run.num_stages
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             place: dict[str, object] = {"SDPIPE_PIPELINE": self.pipeline, "SDPIPE_SCHEDULER": run.address, **world}

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdpipe import EightBit, Exchange, SDPipeStrategy, SDPipeWeightAveraging
 from lightning_sdpipe.partition.ownership import Ownership
-from lightning_sdpipe.worker.elastic.joining import fingerprint
+from lightning_sdpipe.worker.elastic.joining import fingerprint, training_loader
 
 
 class Model(L.LightningModule):
@@ -34,7 +34,7 @@ def of(model: Model, precision: Any = "32-true", callbacks: Any = None, **option
     model.trainer = trainer
     trainer.fit_loop._data_source.instance = model
     state = torch.get_rng_state()
-    found = fingerprint(trainer, strategy.options, Ownership({}))
+    found = fingerprint(trainer, strategy.options, Ownership({}), training_loader(trainer))
     assert torch.equal(torch.get_rng_state(), state)
     return found
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.moving import Pending
 from lightning_sdpipe.membership.members import Epoch, Member, Met
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler.client.client import Receive, Start
 from lightning_sdpipe.worker.elastic.barriers import Barriers
-from lightning_sdpipe.worker.elastic.joining import begin_together, join
+from lightning_sdpipe.worker.elastic.joining import begin_together, compare, join
 from tests.worker.elastic.test_barriers import Epochs, Place
 
 EPOCH = Epoch(3, (Member(1, 7),), "tested")
@@ -157,11 +157,11 @@ class Stages:
 
         try:
             with barriers.at("beginning"):
-                said = begin_together(barriers, [weights, steps], b"words of %d" % pipeline, gather)
+                source, said = begin_together(barriers, [weights, steps], b"words of %d" % pipeline, gather)
         except (SystemExit, WorkerFailedError):
             self.lose(pipeline)
         else:
-            self.outcomes[stage, pipeline] = said, weights.tolist(), steps.tolist()
+            self.outcomes[stage, pipeline] = said[source], weights.tolist(), steps.tolist()
 
 
 class OneWorker(Epochs):
@@ -210,6 +210,19 @@ def test_those_that_begin_together_begin_with_what_the_first_one_has() -> None:
     stages = Stages()
     stages.run()
     assert stages.outcomes == dict.fromkeys(stages.workers, what_it_has(0))
+
+
+def test_what_pipelines_say_that_begin_together_is_compared() -> None:
+    def said(digest: int, sample: int) -> dict[str, Any]:
+        return {"checkpoint": [digest, f"/{digest}.ckpt (epoch {digest}, …)"], "samples": [9, *[sample] * 8]}
+
+    assert compare({0: said(1, 5), 3: said(1, 5)}) is None
+    assert "sample 0 on pipeline 3 is another one than on pipeline 1. Each" in str(
+        compare({3: said(1, 6), 0: said(1, 0), 1: said(1, 5)})
+    )
+    unlike = r"pipelines \[0, 2\]: /1.ckpt \(epoch 1, …\); pipelines \[1\]: /7.ckpt \(epoch 7, …\). Give all pipelines"
+    with pytest.raises(ConfigurationError, match=unlike):
+        compare({0: said(1, 5), 1: said(7, 5), 2: said(1, 5)})
 
 
 @pytest.mark.parametrize(("lost_before", "source"), [("barrier 0", 1), ("gather", 1), ("copy", 1), ("barrier 1", 0)])

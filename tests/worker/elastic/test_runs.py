@@ -29,28 +29,29 @@ from recipes.harness import namespaces
 from tests.namespaces import hosts
 from tests.patience import limit
 from tests.worker.elastic import jobs
-from tests.worker.elastic.jobs import SAMPLES, Diary, Model, elastic_run, fit, sums
+from tests.worker.elastic.jobs import SAMPLES, ByHand, Diary, Model, elastic_run, fit, sums
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(
-    ("sync", "exchange"),
+    ("sync", "exchange", "model"),
     [
-        pytest.param(SemiDecentralized(), Exchange(), marks=pytest.mark.slow),
-        (SemiDecentralized(), Exchange(EightBit(block=8), overlap="step")),
-        pytest.param(LocalSGD(every=2), Exchange(), marks=pytest.mark.slow),
-        (PHDPSGD(groups=[[0], [1, 2]], within="models", times=[1, 1, 1]), Exchange()),  # type: ignore[arg-type]
+        (SemiDecentralized(), Exchange(), ByHand),
+        (SemiDecentralized(), Exchange(EightBit(block=8), overlap="step"), Model),
+        pytest.param(LocalSGD(every=2), Exchange(), Model, marks=pytest.mark.slow),
+        (PHDPSGD(groups=[[0], [1, 2]], within="models", times=[1, 1, 1]), Exchange(), Model),  # type: ignore[arg-type]
         pytest.param(
             PHDPSGD(groups=[[0, 1], [2]], within="models", every=2),  # type: ignore[arg-type]
             Exchange(EightBit(block=8)),
+            Model,
             marks=pytest.mark.slow,
         ),
     ],
     ids=str,
 )
-def test_one_is_killed_and_comes_back(tmp_path: Path, sync: Any, exchange: Exchange) -> None:
-    work = partial(fit, tmp_path, samples=SAMPLES, options={"sync": sync, "exchange": exchange})
+def test_one_is_killed_and_comes_back(tmp_path: Path, sync: Any, exchange: Exchange, model: type[Model]) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={"sync": sync, "exchange": exchange}, model=model)
     with elastic_run(tmp_path, 1, 3) as run:
         killed = run.lose_and_regain(work, work, alone=8, again=12, kill_after=15)
         run.finish_well(sync=sync)
@@ -341,7 +342,7 @@ def test_newcomers_that_were_never_there(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
     with elastic_run(tmp_path, 1, 2, work=work) as run:
         run.wait_for_turns([0, 1], 8)
-        run.start(5, work)  # two at once, above the number by which an epoch is counted
+        run.start(5, partial(work, beside=1.5))  # two at once, above the number by which an epoch is counted
         run.start(3, work)
         run.wait(lambda: all(run.turns(i) > 8 for i in (3, 5)), "the newcomers' turns")
         run.jobs[0].signal(signal.SIGKILL)  # two at once, all but newcomers
@@ -352,6 +353,8 @@ def test_newcomers_that_were_never_there(tmp_path: Path) -> None:
         run.check_samples()
         run.check_replicas([3, 5])
         assert run.rows(3)[-1][-1]["leads"] != run.rows(5)[-1][-1]["leads"]
+        said = (tmp_path / "output.txt").read_text()
+        assert said.count("unlike training data: sample 0 on pipeline 5 is another one than on pipeline") == 1
 
 
 def test_a_machine_is_cut_off_and_its_pipeline_is_told_to_end_when_it_is_back(tmp_path: Path) -> None:
