@@ -15,6 +15,7 @@ group goes out, and of which members.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Protocol
@@ -50,7 +51,21 @@ class Policy(Protocol):
 
 
 class Refusing(msgspec.StructMeta):
-    """Refuses unknown values by the same message as the registry does for values in JSON."""
+    """Refuses unknown values by the same message as the registry does for values in JSON, and lets what builds classes
+    from a configuration (LightningCLI) find the values among the arguments of ``__init__``, which msgspec has none
+    of."""
+
+    def __init__(cls, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+
+        def __init__(self: Any, *_: Any, **__: Any) -> None:
+            """Do nothing: msgspec makes the object."""
+
+        values = inspect.signature(cls).parameters.values()
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        __init__.__signature__ = inspect.Signature([itself, *values])  # type: ignore[attr-defined]
+        __init__.__module__ = cls.__module__  # where names in annotations are looked up
+        cls.__init__ = __init__  # type: ignore[misc]
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
         refuse_unknown(cls, cls.__struct_fields__, values)

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
+import msgspec
 import pytest
 
 from lightning_sdpipe import policies
@@ -151,3 +152,13 @@ def test_what_is_made_must_be_a_policy() -> None:
 def test_a_policy_from_bad_json_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError):
         registry.from_json(text)
+
+
+@pytest.mark.parametrize("config", [SemiDecentralized(window=0.5, connectivity=None), PartialReduce(group_size=3)])
+def test_a_configuration_file_of_lightning_gives_the_values_of_a_class(config: PolicyConfig) -> None:
+    parser = pytest.importorskip("jsonargparse").ArgumentParser(exit_on_error=False)
+    parser.add_argument("--sync", type=PolicyConfig | str)
+    given = {"class_path": f"lightning_sdpipe.{type(config).__name__}", "init_args": msgspec.to_builtins(config)}
+    assert parser.instantiate(parser.parse_object({"sync": given})).sync == config
+    with pytest.raises(Exception, match="'windw' is not accepted"):
+        parser.parse_object({"sync": given | {"init_args": {"windw": 1}}})
