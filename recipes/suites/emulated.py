@@ -3,6 +3,8 @@ arithmetic."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -53,3 +55,27 @@ class EmulatedChain(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         return torch.optim.SGD(self.parameters(), LEARNING_RATE)
+
+
+class EmulatedRivals(EmulatedChain):
+    """Two halves of an emulated chain with an optimizer each, stepped by hand one after the other, as the two networks
+    of a GAN are. A mini-batch takes as long as that of the chain."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+
+    @property
+    def halves(self) -> tuple[nn.Sequential, nn.Sequential]:
+        half = len(self.blocks) // 2
+        return self.blocks[:half], self.blocks[half:]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizers: Any = self.optimizers()
+        for half, optimizer in zip(self.halves, optimizers, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(half(batch).mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        return [torch.optim.SGD(half.parameters(), LEARNING_RATE) for half in self.halves]

@@ -18,6 +18,7 @@ LOWER_IS_BETTER = frozenset[str]()
 
 OURS, SHARDED, ALL_REDUCE = "sdpipe/dealt", "sdpipe/sharded", "all_reduce/sharded"
 BY_SPEED = "all_reduce/by_speed"
+BY_HAND = "/by_hand"
 
 
 def _goal(key: str, ours: str, other: str, value: float) -> tuple[str, Goal]:
@@ -35,6 +36,7 @@ GOALS = dict(
         _goal("all_reduce/4x4/trace", OURS, ALL_REDUCE, 1.3),
         _goal("sharded/1x4/none", OURS, SHARDED, 0.98),
         _goal("batch_by_speed/1x4/static", BY_SPEED, ALL_REDUCE, 1.5),
+        _goal("by_hand/1x4/static", OURS + BY_HAND, ALL_REDUCE + BY_HAND, 1.5),
     ]
 )
 GOALS["bound/1x4/static"] = Goal(
@@ -93,7 +95,7 @@ def plan(part: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]], seed: 
             seed=seed + repeat,
             **fields,
         )
-        columns = {"what": what, "shape": case.shape, "micro_batches": case.num_micro_batches}
+        columns = {"what": what + BY_HAND * case.by_hand, "shape": case.shape, "micro_batches": case.num_micro_batches}
         yield Case({**columns, "heterogeneity": condition, "repeat": repeat}, case)
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.heterogeneity import Delays, Heterogeneity, Slowed
 from recipes.suites import machine
-from recipes.suites.emulated import FEATURES, EmulatedChain, passes
+from recipes.suites.emulated import FEATURES, EmulatedChain, EmulatedRivals, passes
 from recipes.suites.grid import Grid, refuse_unknown
 from recipes.suites.probe import Probe, Report, read_reports
 
@@ -75,6 +75,7 @@ class Training:
         block_parameters: of a block.
         features: of a sample of an emulated model.
         free: the block that takes no time, if there is one.
+        by_hand: whether the halves of an emulated model have an optimizer each, which the training step steps.
     """
 
     method: Named
@@ -102,6 +103,7 @@ class Training:
     block_parameters: int = 1024
     features: int = FEATURES
     free: int | None = None
+    by_hand: bool = False
 
     @property
     def shape(self) -> str:
@@ -135,7 +137,9 @@ class Training:
         torch.manual_seed(self.seed)
         count = self.num_blocks or self.num_stages
         assert isinstance(count, int)
-        module = EmulatedChain(count, *passes(seconds), self.block_parameters, self.free)
+        module = (EmulatedRivals if self.by_hand else EmulatedChain)(
+            count, *passes(seconds), self.block_parameters, self.free
+        )
         sizes = [self.batches, self.validation_batches] if self.validation_batches else [self.batches]
         return module, [random_features(size, self.num_micro_batches, self.features) for size in sizes]
 

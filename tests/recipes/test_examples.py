@@ -41,13 +41,15 @@ def test_two_stages_and_two_pipelines(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_gan_learns_on_two_pipelines(tmp_path: Path) -> None:
-    with script(tmp_path, _run, tmp_path, ["gan.py"]) as running:
+def test_two_optimizers_by_hand_learn_on_two_pipelines(tmp_path: Path) -> None:
+    with script(tmp_path, _run, tmp_path, ["gan.py"], ["actor_critic.py"]) as running:
         assert running.wait() == 0, running.printed()
         assert running.left() == []
-    assert "SDPipe: pipelines × stages = 2 × 1" in running.printed()
+    assert running.printed().count("SDPipe: pipelines × stages = 2 × 1") == 2
     before, after = re.findall(r"was ([\d.]+) from that of the digits, and is ([\d.]+)", running.printed())[0]
     assert float(after) < 0.7 * float(before)
+    first, last = re.findall(r"guessed (\d+)% of the digits right before, and (\d+)% after", running.printed())[0]
+    assert int(first) < 40 < 60 < int(last)
 
 
 @pytest.mark.distributed
