@@ -153,7 +153,7 @@ class PipelineLoader:
         lengths = lengths.to(device)
         dist.all_reduce(lengths, dist.ReduceOp.MAX, group=groups.meeting)
         longest, shortest, doubtful = (int(number) for number in lengths)
-        self.even = longest == -shortest and not doubtful
+        self.even = groups.meeting.size() == 1 or (longest == -shortest and not doubtful)
         self._longest = None if longest == unknown else longest
 
     def __len__(self) -> int:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -170,7 +171,15 @@ def adapt_finetuning(callbacks: Sequence[Callback], whole_groups: Callable[[int]
 
 def _new_to(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [p for p in parameters if id(p) not in known]
+    given = [*parameters]
+    new = [p for p in given if id(p) not in known]
+    if len(new) < len(given):
+        rank_zero_warn(
+            "Parameters that are unfrozen are in a group of the optimizer already, and stay there. Give it in "
+            "configure_optimizers those that train from the beginning: filter(lambda p: p.requires_grad, "
+            "self.parameters())."
+        )
+    return new
 
 
 def restore_groups(trainer: Trainer, optimizers: Sequence[Optimizer]) -> None:

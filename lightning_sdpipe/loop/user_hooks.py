@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NoReturn, Self
 
 import torch
@@ -204,7 +204,13 @@ class _Hooks:
                 vars(owner)[name] = before
 
 
+def _like(hook: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let what looks at the arguments of a function find those of ``hook``."""
+    return wraps(hook, assigned=(), updated=())
+
+
 def _within(hook: Callable[..., Any], held: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+    @_like(hook)
     def within(*arguments: Any, **kwargs: Any) -> Any:
         with held():
             return hook(*arguments, **kwargs)
@@ -264,6 +270,7 @@ def _ending(
 ) -> Callable[..., None]:
     place = f"{type(owner).__name__}.{name}"
 
+    @_like(hook)
     def ending(*arguments: Any, **kwargs: Any) -> None:
         if name in _BATCH_END_HOOKS and not together():
             trainer, module, _, *more = arguments
