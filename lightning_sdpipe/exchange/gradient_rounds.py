@@ -29,6 +29,8 @@ SMALL = 2**20
 """Bytes that the last bucket has at most if flags travel with it, and that the buckets of a divided model have at
 least."""
 
+_AWAY, _AMID = -1, -2  # marks of replicas that do not train
+
 
 @dataclass(frozen=True)
 class Averaged:
@@ -41,6 +43,7 @@ class Averaged:
     seconds_waiting: float  # until every replica had computed its gradients
     seconds_averaging: float  # from then on
     marks: dict[int, int] = field(default_factory=dict)  # marks of the replicas that train, by pipeline
+    amid: set[int] = field(default_factory=set)  # pipelines that train no more, and left amid an update
 
 
 class UnderWay(Protocol):
@@ -99,6 +102,9 @@ class GradientRounds:
         self._cap = cap
         self.weight = 1.0
         """Weight of this replica's gradients in the mean; to be set before the first one of a round."""
+        self.left_amid = False
+        """Whether this replica, if it does not train, stopped when its gradients had been averaged for an update that
+        it has not made."""
         self.arrange()
 
     def arrange(self) -> None:
@@ -168,7 +174,7 @@ class GradientRounds:
         head = 1 + 2 * self._size
         said = [0.0] * (head + len(self._parameters))
         said[0] = self.weight * trains
-        said[1 + self._size + self._place] = mark if trains else -1
+        said[1 + self._size + self._place] = mark if trains else _AMID if self.left_amid else _AWAY
         for number in self._used:
             said[head + number] = 1
         flags = torch.tensor(said, dtype=torch.float32)
@@ -209,7 +215,8 @@ class GradientRounds:
         averaging = time.perf_counter() - all_there
         nonfinite = [p for p, total in zip(self._pipelines, totals, strict=True) if not math.isfinite(total)]
         seen = {p: int(mark) for p, mark in zip(self._pipelines, marks, strict=True) if mark >= 0}
-        return Averaged(gradients, len(seen), nonfinite, all_there - start, averaging, seen)
+        amid = {p for p, mark in zip(self._pipelines, marks, strict=True) if mark == _AMID}
+        return Averaged(gradients, len(seen), nonfinite, all_there - start, averaging, seen, amid)
 
     def _fill(self, gradients: Sequence[Tensor | None]) -> None:
         """Put all remaining gradients into the buckets, and zeros where there is none."""

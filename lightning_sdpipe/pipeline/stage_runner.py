@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -126,7 +127,7 @@ class Step:
     generation: int = 0  # of the choice of layers that train, which decides what needs a gradient
     portion: Portion | None = None  # if the batch is a portion of the batch that all pipelines train together
     optimizers: Sequence[Optimizer] = ()  # those that train with it
-    skip: Callable[[], None] | None = None  # called where it returns None, to skip the batch; None to refuse that
+    skip: Callable[[float], None] | None = None  # called with the part of the mini-batch for which it returns None
 
     def key(self, micro_batch: MicroBatch) -> Hashable:
         """Return the key that identifies, on both ends, the shapes of the messages that this step sends for a
@@ -166,9 +167,9 @@ class StageRunner:
         if isinstance(outcome, Message):
             return outcome
         if outcome is None and step.skip is not None:
-            step.skip()
+            step.skip(micro_batch.weight)
             return torch.zeros((), device=self.link.device, requires_grad=True)
-        loss, weight = _loss(outcome), micro_batch.weight * step.share
+        loss, weight = _loss(outcome, step.skip is None), micro_batch.weight * step.share
         loss = loss if weight == 1.0 else loss * weight
         return loss if step.loss_scale is None else loss * step.loss_scale
 
@@ -224,9 +225,11 @@ def begin_batch(
             runner.link.begin(digest)
 
 
-def _loss(outcome: Any) -> Tensor:
+def _loss(outcome: Any, is_cut: bool) -> Tensor:
     loss = outcome.get("loss") if isinstance(outcome, Mapping) else outcome
     if not isinstance(loss, Tensor) or loss.ndim:
+        if not is_cut:
+            ClosureResult.from_training_step_output(outcome)  # raises Lightning's own error
         raise ConfigurationError(
             f"training_step returned {type(outcome).__name__}; a pipeline needs a scalar loss tensor, or a dict with "
             "one under 'loss'. To skip a batch where the model is cut, return a loss multiplied by zero."

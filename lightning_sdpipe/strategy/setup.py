@@ -46,11 +46,11 @@ from lightning_sdpipe.partition.chain import described
 from lightning_sdpipe.partition.ownership import assign_owners, parameters_held, saves_nothing
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.sync.methods import deals
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.run import TrainingRun
-from lightning_sdpipe.worker.training import FirstFailure, Training
+from lightning_sdpipe.worker.training import FirstFailure, StateByHand, Training
 
 _SHOWN = 4  # ranks of a stage that are shown when the run begins
 
@@ -167,9 +167,15 @@ class Setup:
 
     def _make_replica(self) -> Replica:
         buckets, precision = self.parts.freezing.buckets, self.strategy.precision_plugin
-        progress = OptimizerProgress(lambda: self.strategy.optimizers, precision, buckets)
+        progress: TrainingState = OptimizerProgress(lambda: self.strategy.optimizers, precision, buckets)
+        if not self.module.automatic_optimization:
+            progress = StateByHand(progress, self._begun_training)
         watch = self.options.on_nonfinite == "stop" and not self._scales
         return self.run.replica(self.parts, watch, self._scale_of_gradients, progress)
+
+    def _begun_training(self) -> Training:
+        assert self.training is not None
+        return self.training
 
     def _scale_of_gradients(self) -> float:
         """Return the scale of gradients during an exchange: without a flush they are divided by the loss scale

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class GradientAveraging(Synchronizer):
         """Bytes that torch sends in a round."""
         self._update = 0
         self._mark = 0
+        self._amid = False  # backwards have been averaged for an update that is not made yet
         self._together: set[int] = set()  # pipelines that trained in the last round
         self.gradients = self
         self.same_gradients = replica.groups.stage
@@ -67,6 +68,7 @@ class GradientAveraging(Synchronizer):
     def begin_backward(self, update: int, number: int) -> None:
         """Note the numbers, which replicas tell each other with their gradients."""
         self._mark = (update % _COUNTED) * _COUNTED + number % _COUNTED
+        self._amid = True
 
     @property
     def early(self) -> Collection[int]:
@@ -83,7 +85,7 @@ class GradientAveraging(Synchronizer):
 
     def finish(self) -> list[Tensor | None]:
         outcome = self._buckets.wait()
-        self._refuse_unlike(outcome.marks)
+        self._refuse_unlike(outcome.marks, outcome.amid)
         if outcome.nonfinite:
             raise NonFiniteError(
                 f"the gradients of pipelines {outcome.nonfinite}, stage {self.replica.stage}, for update "
@@ -99,11 +101,11 @@ class GradientAveraging(Synchronizer):
         self.statistics.count(outcome.members, outcome.seconds_waiting, outcome.seconds_averaging)
         return gradients
 
-    def _refuse_unlike(self, marks: Mapping[int, int]) -> None:
+    def _refuse_unlike(self, marks: Mapping[int, int], amid: Set[int]) -> None:
         """Raise ConfigurationError if pipelines that train are at other backwards by their ``marks``, or one that was
-        in the round before has ended its update."""
+        in the round before has ended its update; not one whose data ended ``amid`` it."""
         before, self._together = self._together, {*marks}
-        gone = {p: "ended its update" for p in before - self._together if self._mark % _COUNTED > 1}
+        gone = {p: "ended its update" for p in before - self._together - amid if self._mark % _COUNTED > 1}
         if len({*marks.values()}) > 1 or gone:
             at = {p: f"backward {mark % _COUNTED} of update {mark // _COUNTED}" for p, mark in marks.items()}
             told = ", ".join(f"pipeline {pipeline}: {where}" for pipeline, where in sorted((at | gone).items()))
@@ -116,6 +118,7 @@ class GradientAveraging(Synchronizer):
     def synchronise(self) -> None:
         """Count the update. Parameters stay equal, since all took an equal step."""
         self._update += 1
+        self._amid = False
 
     def start(self) -> None:
         self._buckets.arrange()  # the trained parameters may have changed
@@ -124,6 +127,8 @@ class GradientAveraging(Synchronizer):
             self._sent = 2 * (replicas - 1) * self._buckets.nbytes // replicas
 
     def stop(self) -> None:
+        if isinstance(self._buckets, GradientRounds):
+            self._buckets.left_amid = self._amid
         accompany(self._buckets, len(self.replica.trained))
 
     def make_parameters_equal(self) -> None:

@@ -199,10 +199,12 @@ class SyncState(Enum):
 @dataclass(frozen=True)
 class SyncPoint:
     """A point where all workers meet. ``position`` is the number of batches of the epoch before it. ``closing`` says
-    that it is the end of the epoch, for which the last batch of all remains to be trained."""
+    that it is the end of the epoch, for which the last batch of all remains to be trained; ``steps`` are those of
+    optimizers that workers with data have made until there."""
 
     position: int
     closing: bool
+    steps: int = 0
 
 
 class Rendezvous:
@@ -252,12 +254,13 @@ class Rendezvous:
                 "batch, in a hook that does not depend on the rank or the rank's own data."
             )
 
-    def wait_for_others(self, position: int) -> SyncPoint:
-        """Wait, since this worker is out of data, until the others meet somewhere or are all out of data themselves;
-        holds up no other worker. In the latter case each takes part again for its last batch."""
+    def wait_for_others(self, position: int, steps: int = 0) -> SyncPoint:
+        """Wait after so many ``steps`` of optimizers, since this worker is out of data, until the others meet somewhere
+        or are all out of data themselves; holds up no other worker. In the latter case each takes part again for its
+        last batch."""
         self.join()
         self._leave()
-        meeting = _meet(position, True, self._replica.groups.meeting, self._replica.device)
+        meeting = _meet(position, True, steps, self._replica.groups.meeting, self._replica.device)
         if meeting.closing:
             self._sync.resynchronise()
             self._set_out()
@@ -276,8 +279,9 @@ class Rendezvous:
         self._sync.start()
         self.place = SyncState.TRAINING
 
-    def come_together(self, position: int) -> None:
-        """Wait until all workers of the stage are here. No worker waits in the scheduler for one that waits here.
+    def come_together(self, position: int, steps: int = 0) -> None:
+        """Wait until all workers of the stage are here, after so many ``steps`` of optimizers. No worker waits in the
+        scheduler for one that waits here.
 
         Raises:
             ConfigurationError: this worker has been announced, so that others may count on it; or the others met
@@ -293,14 +297,14 @@ class Rendezvous:
         if self.place is SyncState.TRAINING:
             self._leave()
         if self._agreed != position:
-            self._meet_others(position)
+            self._meet_others(position, steps)
         self.place, self._agreed = SyncState.TOGETHER, None
 
-    def pause(self, position: int) -> None:
-        """Come together with the others and make all replicas of the stage equal: floating-point buffers become their
-        mean over the pipelines, integer buffers (counters) the largest, and so do parameters, unless the method
-        replaces this."""
-        self.come_together(position)
+    def pause(self, position: int, steps: int = 0) -> None:
+        """Come together with the others, after so many ``steps`` of optimizers, and make all replicas of the stage
+        equal: floating-point buffers become their mean over the pipelines, integer buffers (counters) the largest, and
+        so do parameters, unless the method replaces this."""
+        self.come_together(position, steps)
         if self._unequal:
             self._unequal = False
             self._sync.make_parameters_equal()
@@ -310,8 +314,8 @@ class Rendezvous:
         """Give up after a failure of training: there is no worker to meet any more."""
         self.place, self._unequal, self._sync.announced = SyncState.TOGETHER, False, False
 
-    def _meet_others(self, position: int) -> None:
-        _meet(position, False, self._replica.groups.meeting, self._replica.device)
+    def _meet_others(self, position: int, steps: int) -> None:
+        _meet(position, False, steps, self._replica.groups.meeting, self._replica.device)
 
     def _set_out(self) -> None:
         among = self._sync.equal_at_start
@@ -330,8 +334,8 @@ class Rendezvous:
         self._sync.stop()
 
 
-def _meet(position: int, out_of_data: bool, group: dist.ProcessGroup, device: torch.device) -> SyncPoint:
-    """Wait for all members of ``group``, which have begun ``position`` batches each.
+def _meet(position: int, out_of_data: bool, steps: int, group: dist.ProcessGroup, device: torch.device) -> SyncPoint:
+    """Wait for all members of ``group``, which have begun ``position`` batches each, and made ``steps``.
 
     A worker is ``out_of_data`` when one batch is left, which it keeps for the end of the epoch.
 
@@ -341,12 +345,12 @@ def _meet(position: int, out_of_data: bool, group: dist.ProcessGroup, device: to
     """
     nowhere = -(2**62)
     here = [nowhere, nowhere, position + 1] if out_of_data else [position, -position, nowhere]
-    places = torch.tensor(here, device=device)
+    places = torch.tensor([*here, steps], device=device)
     with waiting_for(group, "meeting"):
         dist.all_reduce(places, dist.ReduceOp.MAX, group=group)
-    furthest, nearest, last = (int(place) for place in places)
+    furthest, nearest, last, most = (int(place) for place in places)
     if furthest == nowhere:
-        return SyncPoint(last, closing=True)
+        return SyncPoint(last, True, most)
     if furthest != -nearest or last > furthest:
         raise ConfigurationError(
             f"Some workers came together after {-nearest} batches of this epoch and others after "
@@ -354,4 +358,4 @@ def _meet(position: int, out_of_data: bool, group: dist.ProcessGroup, device: to
             "and skipped epochs must depend on the number of the batch, not on the rank, its data or its clock; and a "
             "loader must give as many batches as its length says."
         )
-    return SyncPoint(furthest, closing=False)
+    return SyncPoint(furthest, False, most)

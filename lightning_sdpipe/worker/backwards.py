@@ -29,7 +29,8 @@ class Backwards:
         self._sync, self._meter, self._first_failure = sync, spans, first_failure
         self.blocked = False
         """True while gradients only accumulate, as within DistributedDataParallel's ``no_sync()``."""
-        self._update, self._number = -1, 0  # of the last backward, which is counted within its update
+        self.place = -1, 0
+        """Numbers of the update and of the last backward in it."""
         self._ends = False  # the present backward will call _end
 
     @contextmanager
@@ -38,8 +39,8 @@ class Backwards:
         ``computing`` is held except while others are waited for."""
         parameters = self._sync.replica.trained if self._sync.gradients is not None else ()
         hooks = [p.register_post_accumulate_grad_hook(self._added) for p in parameters]  # type: ignore[no-untyped-call]
-        if update != self._update:
-            self._update, self._number = update, 0
+        if update != self.place[0]:
+            self.place = update, 0
         self._computing = computing
         try:
             with computing:
@@ -57,13 +58,14 @@ class Backwards:
 
     def _end(self) -> None:
         self._ends = False
-        self._number += 1
+        update, number = self.place
+        self.place = update, number + 1
         exchange, parameters = self._sync.gradients, self._sync.replica.trained
         assert exchange is not None
         self._computing.__exit__(None, None, None)
         try:
             with self._first_failure, self._meter.spans[meter.EXCHANGE]:
-                self._sync.begin_backward(self._update, self._number)
+                self._sync.begin_backward(*self.place)
                 exchange.complete([parameter.grad for parameter in parameters])
                 put_back(parameters, exchange.finish())
         finally:

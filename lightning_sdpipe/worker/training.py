@@ -6,7 +6,9 @@ knows where the other workers are meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+import io
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,7 +16,7 @@ from typing import Any, Self
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdpipe import meter
@@ -25,14 +27,14 @@ from lightning_sdpipe.loop.epoch_callback import Point, StreamSwitches
 from lightning_sdpipe.loop.precision import NonfiniteWatch, last_wait, loss_scale
 from lightning_sdpipe.loop.python_state import PythonState
 from lightning_sdpipe.loop.user_hooks import CollectiveGuard
-from lightning_sdpipe.pipeline.gradients import loss_with_gradients
+from lightning_sdpipe.pipeline.gradients import loss_with_gradients, put_back
 from lightning_sdpipe.pipeline.micro_batches import refuse_time_first, weight_of
 from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.rows import About
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint, SyncState
-from lightning_sdpipe.sync.synchronizer import Synchronizer
+from lightning_sdpipe.sync.synchronizer import Synchronizer, TrainingState
 from lightning_sdpipe.topology.groups import ProcessGroups, this_host
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.backwards import Backwards
@@ -99,6 +101,7 @@ TRANSITIONS: Mapping[Phase, Mapping[Event, Phase]] = {
 }
 
 
+_ROUNDING = 1e-6  # of the parts of a mini-batch
 _WITHIN_AN_UPDATE = (Phase.UPDATING, Phase.DRAINING, Phase.FINISHING)
 
 
@@ -214,9 +217,10 @@ class Training:
     _closes: bool = False  # Lightning asks for an optimizer step after this mini-batch
     _uneven: bool = False  # pipelines may have different numbers of batches in this epoch
     _accumulated: bool = False  # gradients of earlier mini-batches wait for the next update
-    _skipped: bool = False  # the training step has returned None
+    _without_loss: float = 0.0  # part of the mini-batch for which the training step has returned None
     _weighs: bool = False  # the gradients of its mini-batch are all that this pipeline gives to a mean
     _steps: int = 0  # of optimizers in the last turn with a batch, in manual optimization
+    _meeting: SyncPoint | None = None  # where the others have met, when this worker is out of data
     _last_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def __post_init__(self) -> None:
@@ -304,7 +308,7 @@ class Training:
             if self.sync.by_samples and (exchange is not None or self.sync.gradients is None):
                 self.sync.weigh(weight_of(batch, self.trainer.lightning_module))
             accumulated = self._accumulated and not source.zeroes_gradients
-            self._skipped, self._weighs = False, exchange is not None and not accumulated
+            self._without_loss, self._weighs = 0.0, exchange is not None and not accumulated
             loss = self.parts.pipeline.train(batch, step, self.mini_batches, exchange, accumulated, self._heard)
             if self.state is not None:
                 self.state.hand_on_late()
@@ -322,19 +326,27 @@ class Training:
             return None
         return loss
 
-    def _skip(self) -> None:
-        """Skip the mini-batch, whose step has returned None: it adds nothing to the mean of gradients."""
-        self._skipped = True
-        if self._weighs:
+    def _skip(self, part: float) -> None:
+        """Skip so large a part of the mini-batch, for which the step has returned None. As in an accumulation, it adds
+        nothing to the gradient; and if it is all of the mini-batch, that counts for nothing in the mean of
+        gradients."""
+        self._without_loss += part
+        if self._weighs and self._skipped:
             self.sync.weigh(0.0)
+
+    @property
+    def _skipped(self) -> bool:
+        return self._without_loss > 1 - _ROUNDING
 
     def step_by_hand(self, batch: Any, arguments: tuple[Any, ...]) -> Any:
         """Run a training step of manual optimization, which runs backwards and steps optimizers itself; then share the
-        model, if any has stepped. A turn without a batch counts as many steps as the one before."""
+        model, if any has stepped. Turns without a batch, before those that have some meet, count their steps."""
         if self._phases.now is Phase.ABSENT:
             self.draws.between_steps(Point.STEP_ENDED)
-            loop.count_steps(self.trainer, self._steps)
-            self.updates += self._steps > 0
+            self.updates += self.sync.gradients is None and self._steps > 0  # else that of others comes with gradients
+            meeting = self._meeting
+            if meeting is not None and loop.position(self.trainer) == meeting.position - meeting.closing:
+                loop.count_steps(self.trainer, meeting.steps)
             return None
         self._steps = 0
         if self.sync.by_samples and self.sync.gradients is not None:
@@ -425,7 +437,7 @@ class Training:
         with self._phases.within(Event.LEAVE), self.first_failure:
             self.parts.pipeline.settle()
             self._look_before_sharing()
-            self.rendezvous.pause(loop.position(self.trainer))
+            self.rendezvous.pause(loop.position(self.trainer), self.trainer.global_step)
 
     def come_together(self) -> None:
         """Join the other pipelines before they communicate, so that none waits for this worker in the scheduler.
@@ -445,20 +457,21 @@ class Training:
             self.drain()
         with self._phases.within(Event.LEAVE), self.first_failure:
             self._look_before_sharing()
-            self.rendezvous.come_together(loop.position(self.trainer))
+            self.rendezvous.come_together(loop.position(self.trainer), self.trainer.global_step)
 
     # ------------------------------------------- turns, as the source of batches sees them
 
     def begin_shards(self, uneven: bool) -> None:
         """Begin an epoch of shards; see :class:`~lightning_sdpipe.loop.batch_source.Turns`, as for all that follow."""
-        self._uneven = uneven
+        self._uneven, self._meeting = uneven, None
         self._phases.go(Event.BATCH)
 
     def wait_for_others(self) -> SyncPoint:
         self.drain()
         with self.first_failure:
             self._look_before_sharing()
-            return self.rendezvous.wait_for_others(loop.position(self.trainer))
+            self._meeting = self.rendezvous.wait_for_others(loop.position(self.trainer), self.trainer.global_step)
+            return self._meeting
 
     def begin_turn(self, has_batch: bool, gives_nothing: bool = False) -> None:
         self._phases.go(Event.BATCH if has_batch else Event.ABSENCE)
@@ -596,6 +609,36 @@ class Training:
             self.updates -= late  # decisions about one stage hold for others at the same number
             pipeline.finish()
             pipeline.settle()
+
+
+class StateByHand:
+    """State of a worker's training by hand, as replicas that average gradients take it over: that of its optimizers,
+    where it is among updates and backwards, and the gradients of an update that has begun."""
+
+    def __init__(self, state: TrainingState, training: Callable[[], Training]) -> None:
+        self._state, self._training = state, training
+
+    def digest(self) -> int:
+        """See :class:`~lightning_sdpipe.sync.synchronizer.TrainingState`, as for the other methods."""
+        training = self._training()
+        text = repr((self._state.digest(), training.updates, training.backwards.place))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
+
+    def save(self) -> bytes:
+        training, file = self._training(), io.BytesIO()
+        gradients = [parameter.grad for parameter in training.sync.replica.trained]
+        torch.save((self._state.save(), training.updates, training.backwards.place, gradients), file)
+        return file.getvalue()
+
+    def load(self, saved: bytes) -> None:
+        training = self._training()
+        trained = training.sync.replica.trained
+        state, training.updates, training.backwards.place, gradients = torch.load(io.BytesIO(saved), weights_only=True)
+        put_back(trained, [g if g is None else g.to(p.device) for p, g in zip(trained, gradients, strict=True)])
+        self._state.load(state)
+
+    def of(self, parameters: Sequence[nn.Parameter]) -> TrainingState:
+        return self._state.of(parameters)
 
 
 def _refuse_underway(training: Training) -> None:

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,24 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, Timer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_sdpipe import PHDPSGD, AllReduce, DiLoCo, Exchange, LocalSGD, SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.payloads import EightBit
-from tests.features.programs import PROGRAMS, Adversarial, ByHand, Program
-from tests.features.running import Regression, on_four_ranks, pipelines, quiet_trainer, train_loader, weights
+from tests.features.programs import PROGRAMS, AccumulatingMeans, Adversarial, ByHand, Program
+from tests.features.running import (
+    BATCH,
+    Regression,
+    on_four_ranks,
+    pipelines,
+    quiet_trainer,
+    samples,
+    train_loader,
+    weights,
+)
 from tests.features.table import supported
 
 pytestmark = pytest.mark.distributed
@@ -138,6 +150,92 @@ def test_pipelines_that_run_other_backwards_are_named(tmp_path: Path, batch: int
         assert re.search(f"pipeline 1: (backward 2 of update {batch}|backward 1 of update {batch + 1})", said)
 
 
+SHARDS = (4, 7)  # batches of each pipeline
+
+
+class Uneven(AccumulatingMeans):
+    """Pipelines of unlike numbers of batches, each of which ends amid an update."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Subset(samples(64), self.own(self.trainer.global_rank)), BATCH)
+
+    @staticmethod
+    def own(pipeline: int) -> range:
+        return range(32 * pipeline, 32 * pipeline + BATCH * SHARDS[pipeline])
+
+
+def _uneven(directory: Path) -> tuple[dict[str, Tensor], int, list[str]]:
+    saves = ModelCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=-1)
+    options = {"max_epochs": -1, "max_steps": 5, "callbacks": [saves], "use_distributed_sampler": False}
+    trainer, model = pipelines(directory, SDPipeStrategy(sync=AllReduce(), data="sharded"), **options), Uneven()
+    trainer.fit(model)
+    return weights(model), trainer.global_step, sorted(path.name for path in directory.glob("*.ckpt"))
+
+
+def _uneven_by_hand() -> dict[str, Tensor]:
+    """What means over the pipelines that train give: one keeps its last batch for the last one of the other."""
+    model, steps = Uneven(), 0
+    optimizer = model.configure_optimizers()
+    batches = [list(DataLoader(Subset(samples(64), Uneven.own(pipeline)), BATCH)) for pipeline in range(2)]
+    while True:
+        for number in range(7):
+            few = [batches[0][number]] if number < 3 else [batches[0][3]] if number == 6 else []
+            trained = [*few, batches[1][number]]
+            (sum(model.loss(batch) for batch in trained) / len(trained) / 2).backward()  # type: ignore[union-attr]
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+            if steps == 5:
+                return weights(model)
+
+
+def test_a_pipeline_whose_data_end_amid_an_update_by_hand_follows(tmp_path: Path) -> None:
+    expected = _uneven_by_hand()
+    for found, steps, saved in on_four_ranks(_uneven, tmp_path, count=2):
+        _same((found, steps), (expected, 5), "uneven")
+        assert saved == ["step=2.ckpt", "step=4.ckpt"]
+
+
+class InPart(Regression):
+    """Has no loss for half of some batches and the whole of others, where x of the first sample is so large."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) if batch[0].abs().max() < 50 else None
+
+
+def _in_part(directory: Path) -> tuple[dict[str, Tensor], int]:
+    strategy = SDPipeStrategy(sync=AllReduce(), data="sharded", num_micro_batches=2)
+    trainer, model = pipelines(directory, strategy, max_epochs=1, use_distributed_sampler=False), InPart()
+    trainer.fit(model, DataLoader(_marked(trainer.global_rank), BATCH))
+    return weights(model), trainer.global_step
+
+
+def _marked(pipeline: int) -> TensorDataset:
+    """Three batches, of which pipeline 1 skips half of the first, half of the second and all of the third."""
+    x, y = (tensor[12 * pipeline :][:12].clone() for tensor in samples().tensors)
+    for number in (0, 6, 8, 10) if pipeline else ():
+        x[number] += 100
+    return TensorDataset(x, y)
+
+
+def test_micro_batches_without_a_loss_add_nothing_and_the_others_count(tmp_path: Path) -> None:
+    model = InPart()
+    optimizer = model.configure_optimizers()
+    for number in range(3):
+        losses = []
+        for pipeline in range(2):
+            halves = [[tensor[4 * number + half :][:2] for tensor in _marked(pipeline).tensors] for half in (0, 2)]
+            found = [model.training_step(half, number) for half in halves]
+            if found != [None, None]:
+                losses.append(sum(loss for loss in found if loss is not None) / 2)
+        optimizer.zero_grad()
+        (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    for found in on_four_ranks(_in_part, tmp_path, count=2):
+        _same(found, (weights(model), 3), "in part")
+
+
 def _resumed(directory: Path, distributed: bool) -> tuple[Outcome, Outcome]:
     program, found = PROGRAMS["two schedules"], []
     for epochs, path in ((2, None), (1, None), (2, "half.ckpt")):
@@ -169,6 +267,72 @@ def _refused_options(directory: Path) -> None:
 
 def test_options_that_one_backward_needs_are_refused(tmp_path: Path) -> None:
     on_four_ranks(_refused_options, tmp_path, count=2)
+
+
+class Numbered:
+    """Batches that say which they are, and go on where a checkpoint was."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.given < len(self):
+            self.given += 1
+            yield torch.full((1, 6), float(self.given)), torch.ones(1, 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+class Noting(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.numbers.append(batch[0].mean().item())
+        return self.loss(batch)
+
+
+def _goes_on(directory: Path) -> list[list[float]]:
+    found = []
+    for steps, path in ((2, None), (4, directory / "half.ckpt")):
+        trainer, model = pipelines(directory, SDPipeStrategy(), max_steps=steps, enable_checkpointing=False), Noting()
+        trainer.fit(model, Numbered(), ckpt_path=path)
+        trainer.save_checkpoint(directory / "half.ckpt")
+        found.append(model.numbers)
+    return found
+
+
+def test_a_loader_with_a_state_of_its_own_goes_on_where_it_was(tmp_path: Path) -> None:
+    assert on_four_ranks(_goes_on, tmp_path, count=1) == [[[1, 2], [3, 4]]]
+
+
+class ReturnsNoLoss(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return 5.0
+
+
+class AsksForALoader(Regression):
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
+        """There is one loader, so there are no numbers of loaders."""
+
+
+def _lightnings_words(directory: Path) -> None:
+    with pytest.raises(MisconfigurationException, match="must return a Tensor, a dict, or None"):
+        pipelines(directory, SDPipeStrategy()).fit(ReturnsNoLoss(), train_loader())
+    with pytest.raises(RuntimeError, match="but have included `dataloader_idx`"):
+        pipelines(directory, SDPipeStrategy()).fit(AsksForALoader(), train_loader(), train_loader())
+
+
+def test_what_lightning_refuses_it_refuses_in_its_words(tmp_path: Path) -> None:
+    on_four_ranks(_lightnings_words, tmp_path, count=1)
 
 
 class Growing(Regression):

@@ -64,13 +64,13 @@ class Elsewhere:
     def join(self) -> None:
         self.place = SyncState.TRAINING
 
-    def come_together(self, position: int) -> None:
+    def come_together(self, position: int, steps: int) -> None:
         self.calls.append(position)
         self.place = SyncState.TOGETHER
 
     pause = come_together
 
-    def wait_for_others(self, position: int) -> SyncPoint:
+    def wait_for_others(self, position: int, steps: int) -> SyncPoint:
         self.calls.append(position)
         return self.meetings.pop(0)
 
@@ -97,6 +97,7 @@ def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[in
     progress = SimpleNamespace(current=SimpleNamespace(ready=0))
     trainer = SimpleNamespace(
         accumulate_grad_batches=1,
+        global_step=0,
         lightning_module=module,
         precision_plugin=SimpleNamespace(
             optimizer_step=lambda optimizer, model, closure: closure(), train_step_context=nullcontext

@@ -124,11 +124,11 @@ class ElasticRendezvous(Rendezvous):
         super().__init__(sync)
         self._barriers = barriers
 
-    def wait_for_others(self, position: int) -> SyncPoint:
+    def wait_for_others(self, position: int, steps: int = 0) -> SyncPoint:
         """Raise an error, since data are dealt, and no pipeline runs out of its own."""
         raise ConfigurationError("In an elastic job data are dealt, so no pipeline runs out of its own.")
 
-    def _meet_others(self, position: int) -> None:
+    def _meet_others(self, position: int, steps: int) -> None:
         self._barriers.meet()
 
     def _leave(self) -> None:
