@@ -281,9 +281,13 @@ def _stop_together(trainer: Trainer, turns: Turns, checks: ClockChecks) -> None:
     fit_loop: Any = trainer.fit_loop
     epoch_loop: Any = fit_loop.epoch_loop
     asked = False
+    strategy: Any = trainer.strategy
+    is_alone = trainer.world_size == 1 and strategy.options.job is None
 
     def agree() -> None:
         nonlocal asked
+        if is_alone:
+            return
         if turns.together:
             trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop or asked, all=False)
             asked = False

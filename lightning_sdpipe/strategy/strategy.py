@@ -674,11 +674,16 @@ class SDPipeStrategy(DDPStrategy):
             and self._trainer.state.status == TrainerStatus.INTERRUPTED
         )
 
+    @property
+    def _is_alone(self) -> bool:
+        """True where there is no other process to ask: while this one ends by an exception, and before a run."""
+        return self._ends_alone or not self._run.opened
+
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another
         there, and logged values are reduced at the end of the epoch."""
         training = None if self._set_up is None else self._set_up.training
-        if self._guard.in_step or (training is not None and training.updating) or self._ends_alone:
+        if self._guard.in_step or (training is not None and training.updating) or self._is_alone:
             return tensor
         group = group or self.groups.stage
         number = isinstance(tensor, Tensor) and tensor.ndim == 0 and tensor.is_floating_point()
@@ -695,7 +700,7 @@ class SDPipeStrategy(DDPStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._guard.check("reduce_boolean_decision")
-        if self._ends_alone:
+        if self._is_alone:
             return decision
         with self._together("a decision"):
             return self._run.vote(decision, all)
@@ -717,7 +722,7 @@ class SDPipeStrategy(DDPStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         self._guard.check("barrier")
-        if self._ends_alone:
+        if self._is_alone:
             return
         asked = name == "post_setup"  # Lightning's name of that after the hooks
         with self._together("a barrier after the setup hooks" if asked else "a barrier", cause=_SETUP * asked):
@@ -725,7 +730,7 @@ class SDPipeStrategy(DDPStrategy):
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
         self._guard.check("broadcast")
-        if self._ends_alone:
+        if self._is_alone:
             return obj
         with self._together("a broadcast"):
             return super().broadcast(obj, src)

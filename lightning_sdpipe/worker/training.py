@@ -218,6 +218,7 @@ class Training:
     _uneven: bool = False  # pipelines may have different numbers of batches in this epoch
     _accumulated: bool = False  # gradients of earlier mini-batches wait for the next update
     _without_loss: float = 0.0  # part of the mini-batch for which the training step has returned None
+    _skipped: bool = False  # that is all of it
     _weighs: bool = False  # the gradients of its mini-batch are all that this pipeline gives to a mean
     _steps: int = 0  # of optimizers in the last turn with a batch, in manual optimization
     _meeting: SyncPoint | None = None  # where the others have met, when this worker is out of data
@@ -308,7 +309,8 @@ class Training:
             if self.sync.by_samples and (exchange is not None or self.sync.gradients is None):
                 self.sync.weigh(weight_of(batch, self.trainer.lightning_module))
             accumulated = self._accumulated and not source.zeroes_gradients
-            self._without_loss, self._weighs = 0.0, exchange is not None and not accumulated
+            self._without_loss, self._skipped = 0.0, False
+            self._weighs = exchange is not None and not accumulated
             loss = self.parts.pipeline.train(batch, step, self.mini_batches, exchange, accumulated, self._heard)
             if self.state is not None:
                 self.state.hand_on_late()
@@ -331,12 +333,9 @@ class Training:
         nothing to the gradient; and if it is all of the mini-batch, that counts for nothing in the mean of
         gradients."""
         self._without_loss += part
+        self._skipped = self._without_loss > 1 - _ROUNDING
         if self._weighs and self._skipped:
             self.sync.weigh(0.0)
-
-    @property
-    def _skipped(self) -> bool:
-        return self._without_loss > 1 - _ROUNDING
 
     def step_by_hand(self, batch: Any, arguments: tuple[Any, ...]) -> Any:
         """Run a training step of manual optimization, which runs backwards and steps optimizers itself; then share the

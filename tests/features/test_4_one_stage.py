@@ -324,15 +324,25 @@ class AsksForALoader(Regression):
         """There is one loader, so there are no numbers of loaders."""
 
 
-def _lightnings_words(directory: Path) -> None:
+class Stopping(Regression):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer.should_stop = batch_idx == 2
+
+
+def _as_lightning(directory: Path) -> None:
+    trainer, model = pipelines(directory, SDPipeStrategy()), Stopping()
+    decided = trainer.strategy.reduce_boolean_decision(True), float(trainer.strategy.reduce(torch.tensor(2.0)))
+    assert decided == (True, 2.0), "outside of a run"
+    trainer.fit(model, train_loader())
+    assert trainer.global_step == 3, "a stop takes effect at once"
     with pytest.raises(MisconfigurationException, match="must return a Tensor, a dict, or None"):
         pipelines(directory, SDPipeStrategy()).fit(ReturnsNoLoss(), train_loader())
     with pytest.raises(RuntimeError, match="but have included `dataloader_idx`"):
         pipelines(directory, SDPipeStrategy()).fit(AsksForALoader(), train_loader(), train_loader())
 
 
-def test_what_lightning_refuses_it_refuses_in_its_words(tmp_path: Path) -> None:
-    on_four_ranks(_lightnings_words, tmp_path, count=1)
+def test_one_process_stops_and_refuses_as_lightning_does(tmp_path: Path) -> None:
+    on_four_ranks(_as_lightning, tmp_path, count=1)
 
 
 class Growing(Regression):
