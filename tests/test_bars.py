@@ -38,9 +38,9 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 39_030,
-    "code lines of recipes, without baselines and tools": 7_240,
-    "code lines of tests": 42_570,
+    "code lines of the package": 39_180,
+    "code lines of recipes, without baselines and tools": 7_310,
+    "code lines of tests": 42_770,
     "statements that raise something": 620,
     "types of messages, events, decisions and effects": 84,
 }

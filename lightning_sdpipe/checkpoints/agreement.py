@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
@@ -31,14 +31,15 @@ def agree_on(path: Any, groups: ProcessGroups) -> Any:
     if extremes.sum() == 0:
         return path
     said = described(path, mine)
-    raise unlike("ranks", {rank: broadcast_value(said, rank, groups.world) for rank in range(dist.get_world_size())})
+    refuse_unlike("ranks", {rank: broadcast_value(said, rank, groups.world) for rank in range(dist.get_world_size())})
 
 
-def unlike(members: str, every: Mapping[int, str]) -> ConfigurationError:
-    """Return the error where ``members``, ranks or pipelines, have checkpoints that :func:`described` tells apart."""
+def refuse_unlike(members: str, every: Mapping[int, str]) -> NoReturn:
+    """Raise ConfigurationError with the checkpoints that ``members``, ranks or pipelines, have, as :func:`described`
+    tells them apart."""
     alike = {said: [number for number, own in every.items() if own == said] for said in every.values()}
     found = "; ".join(f"{members} {numbers}: {said}" for said, numbers in alike.items())
-    return ConfigurationError(
+    raise ConfigurationError(
         f"The {members} would go on from unlike checkpoints: {found}. Give all {members} the same one, on a file "
         "system that all machines see, or as a copy on each. Rank 0 alone writes it, so ckpt_path='last' finds others, "
         "or none, on the disks of other machines."

@@ -383,14 +383,14 @@ def _made(planning: Planning, steps: Sequence[StepCalls], trial: _Trial) -> list
         try:
             tried = trial.module()
             found = rehearsal.rehearse(tried, chain, steps, trial.device, trial.watches)
-            for step in (step for step in steps if step.single is not None):
-                _try_one_sample(tried, step, trial.device)
-            return found
         except Exception as error:  # what is not allowed in a step is refused when the real one runs
             _refuse_one_sample(module, error)
             trial.failed(error)
             _not_rehearsed(planning, "a step could not be run before training", error)
             return None
+        for step in (step for step in steps if step.single is not None):
+            _try_one_sample(tried, step, trial.device)
+        return found
 
     made = plan.plans(
         module, _cuts(planning), planning.names, trial.measure, rehearse, count, planning.memory, trial.attempt
@@ -499,8 +499,6 @@ def _try_one_sample(module: nn.Module, step: StepCalls, device: torch.device) ->
 
 def _refuse_one_sample(module: nn.Module, error: Exception) -> None:
     if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
-        if isinstance(error, ConfigurationError):  # says so
-            raise error
         kinds = nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
         names = [name for name, each in module.named_modules() if isinstance(each, kinds)]
         raise ConfigurationError(

@@ -184,7 +184,7 @@ def compare(every: Mapping[int, State]) -> str | None:
     """
     checkpoints = {pipeline: said["checkpoint"] for pipeline, said in every.items()}
     if len({digest for digest, _ in checkpoints.values()}) > 1:
-        raise agreement.unlike("pipelines", {pipeline: told for pipeline, (_, told) in checkpoints.items()})
+        agreement.refuse_unlike("pipelines", {pipeline: told for pipeline, (_, told) in checkpoints.items()})
     return difference("pipeline", {pipeline: said["samples"] for pipeline, said in every.items()})
 
 
