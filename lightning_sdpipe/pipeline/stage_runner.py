@@ -227,11 +227,11 @@ def begin_batch(
 
 def _loss(outcome: Any, is_cut: bool) -> Tensor:
     loss = outcome.get("loss") if isinstance(outcome, Mapping) else outcome
-    if not isinstance(loss, Tensor) or loss.ndim:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
         if not is_cut:
             ClosureResult.from_training_step_output(outcome)  # raises Lightning's own error
         raise ConfigurationError(
-            f"training_step returned {type(outcome).__name__}; a pipeline needs a scalar loss tensor, or a dict with "
+            f"training_step returned {type(outcome).__name__}; a pipeline needs a loss of one number, or a dict with "
             "one under 'loss'. To skip a batch where the model is cut, return a loss multiplied by zero."
         )
     if loss.is_meta:
@@ -239,7 +239,7 @@ def _loss(outcome: Any, is_cut: bool) -> Tensor:
             "The loss is computed with weights that other stages hold (a sum over all parameters?), and a model that "
             "is built on meta cannot be rehearsed to find out which. Use the optimizer's weight_decay instead."
         )
-    return loss
+    return loss.reshape(()) if loss.ndim else loss
 
 
 def _synchronised(log: Log) -> Log:

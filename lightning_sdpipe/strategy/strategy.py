@@ -555,7 +555,9 @@ class SDPipeStrategy(DDPStrategy):
         elsewhere, and give :func:`~lightning_sdpipe.pipeline.data.stand_in` of their shape."""
         return self.mesh.locate(self.global_rank)[0] == 0
 
-    def process_dataloader(self, dataloader: Any) -> PipelineLoader:
+    def process_dataloader(self, dataloader: Any) -> Any:
+        if not self._run.opened:  # the user looks at it before a run
+            return dataloader
         if self.module.trainer.predicting:
             deal_batches(dataloader, self.groups)
         made, num_pipelines = self._made, self.mesh.num_pipelines
@@ -601,10 +603,6 @@ class SDPipeStrategy(DDPStrategy):
             yield
         finally:
             backwards.blocked = False
-
-    def backward(self, closure_loss: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
-        with self._first_failure:  # gradients may be averaged here
-            return super().backward(closure_loss, *arguments, **kwargs)
 
     def optimizer_step(
         self,

@@ -568,7 +568,7 @@ class Training:
                 )
             if not self._is_cut and (calls > 1 or self.sync.takes_several_backwards) and self.sync.gradients:
                 self.sync.begin_backward(self.updates, calls)
-            with self.meter.spans[meter.OTHER]:  # the closure's time is not the optimizer's
+            with self.meter.spans[meter.OTHER], self.first_failure:  # the closure's time is not the optimizer's
                 loss = closure()
             without = self._skipped and all(parameter.grad is None for parameter in self.sync.replica.trained)
             return None if without else loss  # as Lightning says that there is nothing to unscale

@@ -325,6 +325,11 @@ class AsksForALoader(Regression):
 
 
 class Stopping(Regression):
+    """Its loss has one dimension, of one number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch).reshape(1)
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.trainer.should_stop = batch_idx == 2
 
@@ -333,7 +338,10 @@ def _as_lightning(directory: Path) -> None:
     trainer, model = pipelines(directory, SDPipeStrategy()), Stopping()
     decided = trainer.strategy.reduce_boolean_decision(True), float(trainer.strategy.reduce(torch.tensor(2.0)))
     assert decided == (True, 2.0), "outside of a run"
-    trainer.fit(model, train_loader())
+    trainer.strategy._lightning_module, model.trainer = model, trainer
+    loader = train_loader()
+    assert trainer.strategy.process_dataloader(loader) is loader, "outside of a run"
+    trainer.fit(model, loader)
     assert trainer.global_step == 3, "a stop takes effect at once"
     with pytest.raises(MisconfigurationException, match="must return a Tensor, a dict, or None"):
         pipelines(directory, SDPipeStrategy()).fit(ReturnsNoLoss(), train_loader())
