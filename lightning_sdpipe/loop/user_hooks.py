@@ -241,6 +241,7 @@ def leave_results_to_the_last_stage(
         own, is_own = getattr(module, name), is_overridden(name, module)
         alone = _within(own, partial(within, name)) if is_last else _nothing
 
+        @_like(own)
         def hook(*arguments: Any, **kwargs: Any) -> Any:
             everywhere = together()
             run = partial(own if everywhere else alone, *arguments, **kwargs)
