@@ -7,7 +7,6 @@ import lightning as L
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.distributions import Categorical
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdpipe import SDPipeStrategy
@@ -24,9 +23,9 @@ class ActorCritic(L.LightningModule):
         images, digits = batch
         optimizers: Any = self.optimizers()
         acts, judges = optimizers
-        policy = Categorical(logits=self.actor(images))
-        guess = policy.sample()
-        reward = (guess == digits).float()
+        policy = self.actor(images).log_softmax(1)
+        guess = torch.multinomial(policy.exp(), 1)
+        reward = (guess.squeeze(1) == digits).float()
         advantage = reward - self.critic(images).squeeze(1)
 
         judges.zero_grad()
@@ -34,8 +33,9 @@ class ActorCritic(L.LightningModule):
         judges.step()
 
         acts.zero_grad()
-        gained = policy.log_prob(guess) * advantage.detach() + 0.01 * policy.entropy()
-        self.manual_backward(-gained.mean())
+        gained = policy.gather(1, guess).squeeze(1) * advantage.detach()
+        entropy = -(policy.exp() * policy).sum(1)
+        self.manual_backward(-(gained + 0.01 * entropy).mean())
         self.clip_gradients(acts, 1.0, "norm")
         acts.step()
         self.log("reward", reward.mean(), on_step=False, on_epoch=True, prog_bar=True)

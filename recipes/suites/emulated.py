@@ -66,7 +66,7 @@ class EmulatedRivals(EmulatedChain):
         self.automatic_optimization = False
 
     @property
-    def halves(self) -> tuple[nn.Sequential, nn.Sequential]:
+    def halves(self) -> tuple[nn.Module, nn.Module]:
         half = len(self.blocks) // 2
         return self.blocks[:half], self.blocks[half:]
 
