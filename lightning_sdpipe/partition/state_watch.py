@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import _lru_cache_wrapper, partial
@@ -311,6 +311,7 @@ class _Run:
 
     def __init__(self, module: nn.Module, chain: Sequence[str]) -> None:
         self.changes: list[Change] = []
+        self.asked: set[str] = set()
         self._module, self._chain, self._owners = module, chain, _owners(module)
         self._block = self._called = OUTSIDE
         self._position = 0
@@ -318,8 +319,10 @@ class _Run:
         self._recorders = [EffectRecorder(path, module.get_submodule(path), self._in_hooks) for path in chain]
 
     def run(self, call: Call) -> None:
-        """Run the step, and note what it changes."""
-        with call.context(), _intercepted(self._module, self._chain, self._call), logging_to(self._module, self._log):
+        """Run the step, and note what it changes, and which metrics it asks for."""
+        hearing = hearing_of_metrics(lambda name: self.asked.add(f"{METRIC}{name!r}"))
+        logging = logging_to(self._module, self._log)
+        with call.context(), _intercepted(self._module, self._chain, self._call), logging, hearing:
             self._look()
             call.step()
             self._look()
@@ -381,18 +384,21 @@ def watch(module: nn.Module, chain: Sequence[str], calls: Sequence[Call]) -> Wat
     Raises:
         Exception: the step raised it.
     """
-    changes, initial = in_a_child(partial(_observed, module, chain, calls), _SECONDS)
-    return Watched(module, chain, calls, changes, initial)
+    return Watched(module, chain, calls, *in_a_child(partial(_observed, module, chain, calls), _SECONDS))
 
 
-def _observed(module: nn.Module, chain: Sequence[str], calls: Sequence[Call]) -> tuple[list[Change], dict[str, Any]]:
+def _observed(
+    module: nn.Module, chain: Sequence[str], calls: Sequence[Call]
+) -> tuple[list[Change], set[str], dict[str, Any]]:
     plain = {what: value for what, _, _, value in _places(_owners(module)) if type(value) in _PLAIN}
     changes: list[Change] = []
+    asked: set[str] = set()
     for call in calls:
         run = _Run(module, chain)
         run.run(call)
         changes += run.changes
-    return changes, {change.name: plain[change.name] for change in changes if change.name in plain}
+        asked |= run.asked
+    return changes, asked, {change.name: plain[change.name] for change in changes if change.name in plain}
 
 
 # ------------------------------------------------------------------------- verdicts
@@ -407,6 +413,7 @@ class Watched:
         chain: paths of its blocks.
         calls: of the step, with one micro-batch each.
         changes: those of all runs.
+        asked: the metrics that code asked for in a run.
         initial: the plain values of before the first run, by the names of their places.
     """
 
@@ -414,6 +421,7 @@ class Watched:
     chain: Sequence[str]
     calls: Sequence[Call]
     changes: Sequence[Change]
+    asked: Collection[str]
     initial: Mapping[str, Any] = field(default_factory=dict)
 
     def missed(self, span: range) -> Change | None:
@@ -428,7 +436,8 @@ class Watched:
         for name, change in away.items():  # every update reads the options
             if name.startswith(_OPTIONS) or (change.consumed and name in here):
                 return change
-        names = [name for name, change in away.items() if not change.consumed]
+        unasked = {name for name in away if name.startswith(METRIC)} - {*self.asked}
+        names = [name for name, change in away.items() if not change.consumed and name not in unasked]
         found = (self._read(call, span, names) for call in self.calls) if names else iter(())
         return next((away[name] for name in found if name is not None), None)
 
