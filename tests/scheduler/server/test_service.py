@@ -12,7 +12,9 @@ from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import FIXED, Epoch, Member
 from lightning_sdpipe.policies import Decision, Group, GroupPolicy, PolicyConfig, Reason, Worker, registry
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.decisions import Lineage
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
+from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
@@ -424,6 +426,15 @@ def test_status_counts_what_passed_by() -> None:
     assert status.signals_per_second == pytest.approx(1.0)
     assert [(w.iteration, w.staleness) for w in status.workers()] == [(2, 0), (0, 2)]
     assert status.workers()[1].last_group == 3
+
+
+def test_the_policy_hears_of_the_base_that_a_worker_has() -> None:
+    d = Dialogue(OuterRounds(None))
+    d.join(A)
+    d.join(B)
+    assert d.say(m.Ready, A, 2, 5) == []
+    lineages = [reply.group.lineage for _, reply in d.say(m.Ready, B, 2, -1) if isinstance(reply, m.Answer)]
+    assert lineages == [Lineage((5, -1), 5)] * 2
 
 
 class Unruly(PolicyConfig, frozen=True):
