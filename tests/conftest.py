@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-from recipes.harness.processes import fork_in_large_pages
+from tests.large_pages import fork_in_large_pages
 from tests.scheduler.forked import forked_schedulers
 
 pytest_plugins = ["tests.patience"]

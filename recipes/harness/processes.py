@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import multiprocessing
 import os
@@ -15,7 +14,6 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -31,29 +29,10 @@ PATIENCE = 1800.0
 AFTER_A_FAILURE = 5.0
 """Seconds in which the others may say what they saw of a rank's failure."""
 _GRACE_SECONDS = 2.0
-_PAGE, _COLLAPSE = 2 << 20, 25  # MADV_COLLAPSE
 
 holds = True
 """Whether a rank that is done holds its connections until all are, since a closed one ends a group that others still
 make. A rank sets it to False after an error that the others shall hear of."""
-
-
-def fork_in_large_pages() -> None:
-    """Put this process's memory into pages of 2 MiB, where Linux can (from 6.1 on).
-
-    A fork copies the table of pages, which takes a third of the time then. Forks and what is written after them break
-    pages up again; to put those together takes some hundredths of a second, all for the first time half a second.
-    """
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    libc.malloc_trim(0)
-    for where, access, *_, name in (
-        f"{line} -".split()[:6] for line in Path("/proc/self/maps").read_text().splitlines()
-    ):
-        begin, end = (int(address, 16) for address in where.split("-"))
-        begin, end = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
-        if access == "rw-p" and name in ("-", "[heap]") and begin < end:
-            libc.madvise(begin, end - begin, _COLLAPSE)
 
 
 def run_processes(

@@ -35,8 +35,8 @@ from lightning_sdpipe.sync import (
     SemiDecentralized,
 )
 from lightning_sdpipe.worker import scheduler_connection
-from recipes.harness.processes import fork_in_large_pages
 from tests.features.running import on_four_ranks, pipelines, train_before_forks
+from tests.large_pages import fork_in_large_pages
 from tests.scheduler.forked import forked_schedulers
 
 UPDATES = 12  # an epoch and the first two of another

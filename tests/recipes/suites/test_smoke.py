@@ -58,10 +58,14 @@ FIGURES = {
 }
 ROOT_ONLY = {"best", "full", "ablation", "bytes"}
 """Parts of keys that need network namespaces."""
+BY_OTHERS = {"far_apart": "soak", "ragged": "epochs"}
+"""Suites that make test-all runs, since make test has others with the same trainings."""
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", sorted(RATIOS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in BY_OTHERS)) for name in sorted(RATIOS)]
+)
 def test_a_small_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parameters = parameters_of(name, f"+debug={name}_debug")
     if "output" in parameters:
