@@ -57,7 +57,9 @@ class Transfers:
     def wait(self) -> None:
         """Wait until all messages have arrived and left; raises as :func:`complete` does."""
         meter.current().waiting()  # one that is in an exchange already waits anew
-        complete(self.messages, self.replicas.group, self.replicas.limit, self.replicas.connections)
+        long = sum(tensor.nbytes for each in self.messages for tensor in each.tensors) >= LONG
+        connections = self.replicas.connections if long else None
+        complete(self.messages, self.replicas.group, self.replicas.limit, connections)
         for arrived, aim in self.staged:
             aim.copy_(arrived)
         self.messages, self.staged = [], []
@@ -68,7 +70,7 @@ def complete(
 ) -> None:
     """Wait until ``messages`` over ``group`` have arrived and left.
 
-    With ``connections``, those of a group of gloo, long messages may take any time: the wait for them ends when these
+    With ``connections``, those of a group of gloo, messages may take any time: the wait for them ends when these
     have moved nothing for ``limit``, when the one to the member that is waited for has ended, or soon after they are
     given up. A thread goes on waiting then, until the group's connections are closed.
 
@@ -81,7 +83,7 @@ def complete(
     Raises:
         WorkerFailedError: one of these; the message names the member.
     """
-    if connections is None or sum(tensor.nbytes for each in messages for tensor in each.tensors) < LONG:
+    if connections is None:
         for message in messages:
             _wait(message, limit)
         return

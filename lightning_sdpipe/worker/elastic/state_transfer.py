@@ -12,6 +12,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -67,6 +68,8 @@ def send_state(state: Mapping[str, Any], store: Store, timeout: timedelta) -> No
             give.move(give.group.send, torch.tensor([data.numel(), int(bool(refused))]))
             for part in torch.split(data, _CHUNK):
                 give.move(give.group.send, part)
+            with suppress(WorkerFailedError):  # it has all, or is gone
+                give.move(give.group.recv, torch.empty(1))  # what is on its way would be lost with the connection
         except RuntimeError as error:
             log.warning("a newcomer did not get the state that it was to be given: %s", str(error).splitlines()[0])
 
@@ -126,6 +129,7 @@ def _receive(
         data = torch.empty(size, dtype=torch.uint8)
         for part in torch.split(data, _CHUNK):
             take.move(take.group.recv, part)
+        take.move(take.group.send, torch.ones(1))
         outcome.put((data, bool(refused)))
     except Exception as error:  # receive_state() raises it
         outcome.put(error)

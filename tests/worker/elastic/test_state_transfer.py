@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.worker.elastic import state_transfer
 from tests import relay
+from tests.patience import until
 
 SOON = timedelta(minutes=10)
 
@@ -105,3 +107,17 @@ def test_a_donor_that_is_not_needed_any_more_is_not_waited_for() -> None:
     with pytest.raises(WorkerFailedError, match="pipeline 3 need no longer give its state"):
         state_transfer.receive_state(store, SOON, "pipeline 3", needless.is_set)
     assert time.monotonic() - began < SOON.total_seconds() / 2
+
+
+def test_a_donor_keeps_the_connection_until_the_newcomer_has_all() -> None:
+    """Over a slow link much of the state is still on its way when all of it is sent."""
+    store, before = dist.HashStore(), {*threading.enumerate()}
+    state_transfer.send_state({"epoch": 4}, store, SOON)
+    (donation,) = (thread for thread in {*threading.enumerate()} - before if thread.name == "donation")
+    take = state_transfer._Peer("pipeline 3", 1, store, SOON, p2p.Connections())
+    size, _ = take.move(take.group.recv, torch.zeros(2, dtype=torch.int64)).tolist()
+    take.move(take.group.recv, torch.empty(size, dtype=torch.uint8))
+    donation.join(0.2)
+    assert donation.is_alive()
+    take.move(take.group.send, torch.ones(1))
+    until(lambda: not donation.is_alive())
