@@ -132,6 +132,30 @@ class World:
         """Which segment is the last one."""
         self.seen: dict[str, int] = defaultdict(int)
         """How often each kind of message was delivered."""
+        self.silence, self.pace, self.glance, self.starts_after = SILENCE, (0.02, 0.1), (0.15, 0.25), (0.5, 2.5)
+        """Seconds: after which a process is lost, that a batch takes, between two looks of a process at what it has to
+        say, and until a job that has ended starts again."""
+        self.batches, self.breaks = BATCHES, 0.01
+        """Of each pipeline between two pauses; and how often an exchange fails for no reason."""
+        self.by_peer: dict[bytes, Process] = {}
+        self.draw(pairs)
+        self.now = 0.0
+        self.tick = itertools.count()
+        self.calendar: list[tuple[float, int, Callable[[], None]]] = []
+        self.processes: list[Process] = []
+        self.starts = itertools.count(1)
+        self.kills = 0
+        self.apart: set[frozenset[int]] = set()
+        """Pairs of pipelines that cannot reach each other."""
+        self.service: SchedulerService | None = None
+        self.start_scheduler()
+        for pipeline in range(self.pipelines):
+            self.after(rng.uniform(0.7, 2.0), lambda i=pipeline: self.start_job(i))  # type: ignore[misc]
+        self.wakes()
+
+    def draw(self, pairs: bool) -> None:
+        """Draw the run, and what the network loses."""
+        rng = self.rng
         self.stages, self.pipelines = rng.randint(1, 2), rng.randint(1, 4)
         least = rng.randint(1, min(2, self.pipelines))
         start = rng.choice([None, self.pipelines])
@@ -160,19 +184,6 @@ class World:
             configs.append(PHDPSGD(group_size=size, every=every, staleness=staleness, within="models"))
         self.config = ADPSGD(asynchronous=True) if pairs else rng.choice(configs)
         self.loss = rng.choice([0.0, 0.02])
-        self.now = 0.0
-        self.tick = itertools.count()
-        self.calendar: list[tuple[float, int, Callable[[], None]]] = []
-        self.processes: list[Process] = []
-        self.starts = itertools.count(1)
-        self.kills = 0
-        self.apart: set[frozenset[int]] = set()
-        """Pairs of pipelines that cannot reach each other."""
-        self.service: SchedulerService | None = None
-        self.start_scheduler()
-        for pipeline in range(self.pipelines):
-            self.after(rng.uniform(0.7, 2.0), lambda i=pipeline: self.start_job(i))  # type: ignore[misc]
-        self.wakes()
 
     # ------------------------------------------------------------------ the world
 
@@ -188,7 +199,7 @@ class World:
 
     def start_scheduler(self) -> None:
         self.service = SchedulerService(
-            self.config, self.stages, self.pipelines, worker_timeout=SILENCE, elastic=self.terms, now=self.now
+            self.config, self.stages, self.pipelines, worker_timeout=self.silence, elastic=self.terms, now=self.now
         )
         if self.checkpoint is not None:
             self.service.members.membership.on(self.checkpoint, self.now)
@@ -224,6 +235,7 @@ class World:
             talk = Conversation(worker, incarnation, clock=lambda: self.now)
             process = Process(worker, incarnation, talk, since=self.now)
             self.processes.append(process)
+            self.by_peer |= {name(worker, incarnation): process for name in (e.peer_of, m.routing_id)}
             self.after(self.rng.uniform(0.0, 0.3), lambda p=process: self.begin(p))  # type: ignore[misc]
 
     def begin(self, process: Process) -> None:
@@ -248,7 +260,7 @@ class World:
             self.processes = [p for p in self.processes if p.incarnation != process.incarnation]
             if self.finishes_after is not None:
                 return
-            self.after(self.rng.uniform(0.5, 2.5), lambda: self.start_job(process.worker.pipeline))
+            self.after(self.rng.uniform(*self.starts_after), lambda: self.start_job(process.worker.pipeline))
         elif not alone:
             for sibling in job:
                 self.after(self.rng.uniform(0.05, 0.5), lambda p=sibling: self.die(p, "its job ends"))  # type: ignore[misc]
@@ -275,25 +287,25 @@ class World:
             assert "all pipelines are lost" in str(self.service.failure), self.service.failure
             assert "no checkpoint was written" in str(self.service.failure)
             raise NobodyLeft
-        self.service.validate()
-        self.service.members.membership.validate()
+        self.validate()
         if " start " in (epoch := self.service.members.membership.epoch).reason:
             self.run_number = epoch.number
         for peer, reply in replies:
             self.after(self.rng.uniform(0.0005, 0.02), lambda p=peer, r=reply: self.reach(p, r))  # type: ignore[misc]
 
+    def validate(self) -> None:
+        assert self.service is not None
+        self.service.validate()
+        self.service.members.membership.validate()
+
     def reach(self, peer: bytes, reply: m.Reply | e.Reply) -> None:
-        for process in self.processes:
-            if peer.startswith(b"%d.%d." % (process.worker.stage, process.worker.pipeline)) and not process.dead:
-                if peer not in [name(process.worker, process.incarnation) for name in (e.peer_of, m.routing_id)]:
-                    continue
-                if process.cut_off_until > self.now or self.rng.random() < self.loss:
-                    return
-                if process.asleep_until > self.now:
-                    self.after(process.asleep_until - self.now, lambda: self.reach(peer, reply))
-                    return
-                self.hear(process, reply)
-                return
+        process = self.by_peer.get(peer)
+        if process is None or process.dead or process.cut_off_until > self.now or self.rng.random() < self.loss:
+            return
+        if process.asleep_until > self.now:
+            self.after(process.asleep_until - self.now, lambda: self.reach(peer, reply))
+        else:
+            self.hear(process, reply)
 
     # ------------------------------------------------------------------- processes
 
@@ -326,7 +338,7 @@ class World:
             process.talk.updates = process.update
             self.pump(process)
             self.pump_training(process, math.inf)
-        self.after(self.rng.uniform(0.15, 0.25), lambda: self.live(process))
+        self.after(self.rng.uniform(*self.glance), lambda: self.live(process))
 
     def set_state(self, process: Process, state: str) -> None:
         process.state, process.since = state, self.now
@@ -395,7 +407,7 @@ class World:
         if begins and not reply.checkpoint:
             self.check_that_nothing_is_lost(process)
         if begins:
-            process.update, process.segment = 0, Segment(self.run_number, 0, 0, BATCHES)
+            process.update, process.segment = 0, Segment(self.run_number, 0, 0, self.batches)
         else:
             states = {(p.update, p.segment) for p in self.job(process) if p.state == "receiving"}
             assert len(states) == 1, f"a state of several updates was given: {states}"
@@ -456,12 +468,12 @@ class World:
             return
         segment = process.segment
         if self.knows_leases:
-            everything = {(home, number) for home in range(self.pipelines) for number in range(BATCHES)}
+            everything = {(home, number) for home in range(self.pipelines) for number in range(self.batches)}
             assert self.trained[segment] == everything, (segment, everything - self.trained[segment])
         if self.finishes_after is not None and segment.epoch >= self.finishes_after:
             self.depart(process, finished=True)
             return
-        self.begin_segment(process, Segment(segment.run, segment.epoch + 1, 0, BATCHES))
+        self.begin_segment(process, Segment(segment.run, segment.epoch + 1, 0, self.batches))
         self.set_state(process, "joining")
         self.join(process)
 
@@ -583,7 +595,7 @@ class World:
         if waits and workers <= there and group.sequence not in process.broke:  # nothing comes
             self.after(0.1, lambda: self.exchanged(process, group))
             return
-        failed = len(group.members) > 1 and (not workers <= there or self.rng.random() < 0.01)
+        failed = len(group.members) > 1 and (not workers <= there or self.rng.random() < self.breaks)
         process.has_result = not (failed or group.sequence in process.broke)
         process.talk.exchanges(None)
         if not process.has_result:  # it keeps its model
@@ -604,7 +616,7 @@ class World:
         reached = frozenset(worker.pipeline for worker in group.members) not in self.apart
         if len(there) == 2 and reached and all(group.sequence in p.begun for p in others):
             then()
-        elif len(there) == 2 and self.now - began < SILENCE:
+        elif len(there) == 2 and self.now - began < self.silence:
             self.after(0.05, lambda: self.paired(process, group, began, then))
         else:
             process.talk.holds([epoch for epoch in process.talk.held if epoch != group.epoch])
@@ -627,7 +639,7 @@ class World:
         process.trained += 1
         process.talk.leases.trained(process.trained)
         self.set_state(process, "training")
-        self.after(self.rng.uniform(0.02, 0.1), lambda: self.ready(process))
+        self.after(self.rng.uniform(*self.pace), lambda: self.ready(process))
 
     def leave(self, process: Process) -> None:
         if process.group is not None:

@@ -46,6 +46,12 @@ RATIOS = {
         *("accused/simulated", "viewers"),
     },
     "soak": {"soak/failed", "soak/loss", "soak/still"},
+    "storm": {
+        f"{ratio}/{method}/4/{weather}"
+        for method in ("all_reduce", "local_sgd", "semi_decentralized", "partial_reduce", "ad_psgd")
+        for ratio in ("kept", "back", "stood", *(("members",) if method in ("all_reduce", "local_sgd") else ()))
+        for weather in ("kills", "storm")
+    },
     "throughput": set(),
     "variance": {"overhead/adamw"},
 }

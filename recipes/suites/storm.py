@@ -1,0 +1,209 @@
+"""Storms: pipelines that are killed, stopped and cut off all the time, in virtual time.
+
+The world is that of the tests: the real scheduler's service, policies and clients' cores, with emulated training. The
+rates of the faults are those of a published storm of 32 replicas, for each pipeline: in all a kill in 60 s, a stop of
+5 to 40 s in 240 s, and a cut link of 15 to 40 s in 300 s. A step is *kept* when it is in a model that an exchange has
+made.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import hydra
+
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
+from lightning_sdpipe.policies import Group, PolicyConfig
+from lightning_sdpipe.scheduler import membership_protocol as e
+from recipes.suites.grid import Goal, Ratios, Row, ratios
+from tests.scheduler import elastic_world
+from tests.scheduler.elastic_world import Process
+
+LOWER_IS_BETTER = frozenset({"back", "stood"})
+
+PUBLISHED = 32
+FAULTS = {"kill": (60.0, (0.0, 0.0)), "stop": (240.0, (5.0, 40.0)), "cut": (300.0, (15.0, 40.0))}
+"""Mean seconds between two of them in a storm of that many pipelines, and how long each lasts."""
+IMPORTS = 10.0, 20.0
+GLANCE = 0.25
+ALL_MEET = "all_reduce", "local_sgd"
+
+
+class Storm(elastic_world.World):
+    """A run of ``pipelines`` of one stage by ``config``, whose batches take ``seconds``; ``kinds`` of faults come."""
+
+    def __init__(
+        self, config: PolicyConfig, pipelines: int, seconds: float, silence: float, kinds: Sequence[str], seed: int
+    ) -> None:
+        self.config, self.pipelines, self.stages = config, pipelines, 1
+        self._seconds, self._silence = seconds, silence
+        self.kept: defaultdict[int, int] = defaultdict(int)
+        """Steps by pipeline."""
+        self.lived, self.rounds = 0.0, dict[int, float]()
+        """Seconds of processes that were not stopped, and the members of each round over those that could be in it."""
+        self.over = False
+        """Do no more faults come?"""
+        self.newest: dict[int, Process] = {}
+        self.killed: dict[int, float] = {}
+        self.back, self.gaps = list[float](), list[float]()
+        self._kept_at: dict[int, tuple[float, int]] = {}
+        """When each start has kept its last step, and how many it had made."""
+        super().__init__(seed)
+        faults = random.Random(seed)
+        for kind in kinds:
+            self.strikes(kind, faults, 60.0)
+        self.counts()
+
+    def draw(self, pairs: bool) -> None:
+        self.silence, self.pace = self._silence, (0.9 * self._seconds, 1.1 * self._seconds)
+        self.glance, self.starts_after = (0.4, 0.6), IMPORTS
+        self.batches, self.breaks, self.overlaps, self.loss = 1 << 20, 0.0, False, 0.0
+        self.terms = ElasticConfig(start_pipelines=self.pipelines, gather=30.0, settle=0.6, resume=True)
+
+    def validate(self) -> None:
+        """Look at what holds after each fault only, since that takes as long as there are pipelines."""
+
+    def job(self, process: Process) -> list[Process]:
+        return [process]
+
+    def wakes(self) -> None:
+        if self.service is not None and self.service.deadline() <= self.now:
+            self.deliver(self.service.tick(self.now))
+        self.after(GLANCE, self.wakes)
+
+    def start_job(self, pipeline: int) -> None:
+        super().start_job(pipeline)
+        self.newest[pipeline] = self.processes[-1]
+
+    def joined(self, process: Process) -> None:
+        self._kept_at.setdefault(process.incarnation, (self.now, process.update))
+        super().joined(process)
+
+    def strikes(self, kind: str, faults: random.Random, first: float = 0.0) -> None:
+        """Let a fault of this kind come, and the next one."""
+        every, (shortest, longest) = FAULTS[kind]
+        self.after(first + faults.expovariate(self.pipelines / PUBLISHED / every), lambda: self.strikes(kind, faults))
+        alive = [p for p in self.processes if not (p.dead or self.away(p))]
+        if first or self.over or not alive:
+            return
+        victim, until = faults.choice(alive), self.now + faults.uniform(shortest, longest)
+        if kind == "kill":
+            self.killed[victim.worker.pipeline] = self.now
+            self.die(victim, "killed")
+        elif kind == "stop":
+            victim.asleep_until = until
+        else:
+            victim.cut_off_until = until
+        super().validate()
+
+    def away(self, process: Process) -> bool:
+        return max(process.asleep_until, process.cut_off_until) > self.now
+
+    def counts(self) -> None:
+        self.lived += sum(p.asleep_until <= self.now for p in self.processes if not p.dead)
+        self.after(1.0, self.counts)
+
+    def exchanged(self, process: Process, group: Group) -> None:
+        """Wait for members that are stopped or cut off, until they are put out."""
+        members = [self.newest[worker.pipeline] for worker in group.members]
+        here = {member.incarnation for member in process.talk.epoch.members}
+        gone = any(p.dead or p.incarnation not in here for p in members)
+        if gone:
+            process.broke.add(group.sequence)
+        elif process.group is group and any(map(self.away, members)) and group.sequence not in process.broke:
+            self.after(GLANCE, lambda: self.exchanged(process, group))
+            return
+        super().exchanged(process, group)
+
+    def exchange_ends(self, process: Process) -> None:
+        group, together = process.group, self.config.__class__.__name__ == "AllPresent"
+        if group is not None and together and process.has_result is False:
+            self.ask(process, lambda reply: self.again(process, group, reply), e.AskRegroup, group, process.talk.held)
+            return
+        if group is not None:
+            process.talk.completed(group.sequence)
+            if process.has_result and len(group.members) > 1:
+                self.keep(process, group)
+        super().exchange_ends(process)
+
+    def again(self, process: Process, group: Group, reply: e.Reply) -> None:
+        assert isinstance(reply, e.Again)
+        if reply.source < 0:
+            self.begin_exchange(process, reply.group)
+        else:
+            process.has_result = True
+            self.after(0.05, lambda: self.exchange_ends(process))
+
+    def keep(self, process: Process, group: Group) -> None:
+        """Note that the steps of ``process`` are in a model that others have, too."""
+        pipeline, made = process.worker.pipeline, process.update + 1
+        at, before = self._kept_at[process.incarnation]
+        self.kept[pipeline] += made - before
+        self.gaps.append(self.now - at)
+        self._kept_at[process.incarnation] = self.now, made
+        if pipeline in self.killed:
+            self.back.append(self.now - self.killed.pop(pipeline))
+        could = sum(not (p.dead or self.away(p)) for p in self.processes)
+        self.rounds.setdefault(group.sequence, len(group.members) / max(len(group.members), could))
+
+
+def run(
+    *,
+    methods: Mapping[str, Any],
+    sizes: Sequence[tuple[int, float]],
+    batch_seconds: float,
+    worker_timeout: float,
+    seed: int,
+) -> tuple[list[Row], Ratios]:
+    """Play storms of all faults, of kills alone, and calm runs.
+
+    Args:
+        methods: specifications of policies for Hydra, by name.
+        sizes: numbers of pipelines, each with the virtual hours of its runs.
+        batch_seconds: of a mini-batch.
+        worker_timeout: of the scheduler, in seconds.
+        seed: of everything.
+    """
+    logging.getLogger("lightning_sdpipe").setLevel(logging.ERROR)
+    rows: list[Row] = []
+    for pipelines, hours in sizes:
+        for name, specification in methods.items():
+            calm = 0.0
+            for weather, kinds in (("calm", ()), ("kills", ("kill",)), ("storm", tuple(FAULTS))):
+                config = hydra.utils.instantiate(specification)
+                storm = Storm(config, pipelines, batch_seconds, worker_timeout, kinds, seed)
+                storm.run(3600 * hours)
+                rate = sum(storm.kept.values()) / storm.lived
+                calm = calm or rate
+                row = {"method": name, "pipelines": pipelines, "weather": weather, "hours": hours, "one": 1}
+                row |= {"members": statistics.fmean(storm.rounds.values()), "kept": rate / calm, "deaths": storm.kills}
+                row |= {"back": statistics.median(storm.back or [0.0]), "stood": max(storm.gaps)}
+                storm.over = True
+                storm.check_that_all_train(60.0)
+                rows.append(row)
+                print(row, flush=True)
+    return rows, ratios_of(rows)
+
+
+def ratios_of(rows: Sequence[Row]) -> Ratios:
+    """Return the ratios of each method and size; no rows give none."""
+    goals: dict[str, Goal] = {}
+    for row in rows:
+        name, weather, size = row["method"], row["weather"], row["pipelines"]
+        if weather == "calm":
+            continue
+        of, key = {"method": name, "weather": weather, "pipelines": size}, f"{name}/{size}/{weather}"
+        if name in ALL_MEET:
+            meaning = "members of a round over those that live and are not stopped or cut off; published: 0.5"
+            goals[f"members/{key}"] = Goal(meaning, "members", of, "one", 0.95)
+        meaning = "kept steps of a second that a process lives and is not stopped, over those without faults"
+        goals[f"kept/{key}"] = Goal(meaning, "kept", of, "one", 0.97 if weather == "kills" else 0.90)
+        meaning = "seconds from a kill to its first kept step, median, of which imports take 10 to 20; published: 149"
+        goals[f"back/{key}"] = Goal(meaning, "back", of, "one")
+        goals[f"stood/{key}"] = Goal("longest seconds between two rounds of one that lives", "stood", of, "one")
+    return ratios(rows, goals)
