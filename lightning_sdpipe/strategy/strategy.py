@@ -547,6 +547,8 @@ class SDPipeStrategy(DDPStrategy):
         out later."""
         if self.module.trainer.predicting:
             return {"num_replicas": 1, "rank": 0}
+        if not self._run.opened:  # the user looks at loaders before a run
+            return {"num_replicas": self.mesh.num_pipelines, "rank": 0}
         return self._run.sampler if self.module.trainer.training else self._run.evaluation_sampler
 
     @property

@@ -341,6 +341,7 @@ def _as_lightning(directory: Path) -> None:
     trainer.strategy._lightning_module, model.trainer = model, trainer
     loader = train_loader()
     assert trainer.strategy.process_dataloader(loader) is loader, "outside of a run"
+    assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
     trainer.fit(model, loader)
     assert trainer.global_step == 3, "a stop takes effect at once"
     with pytest.raises(MisconfigurationException, match="must return a Tensor, a dict, or None"):
