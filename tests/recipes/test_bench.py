@@ -56,7 +56,7 @@ def test_the_app_prints_tables_and_writes_the_file(tmp_path: Path) -> None:
     assert report["versions"]["torch"] == torch.__version__
     assert set(report["ratios"]) == {
         *("bare_torch/M2", "bare_torch_processor/M2", "pipedream/m2", "memory/M2", "rehearsal/steps"),
-        *("exchange/group2", "step_cost/1x1"),
+        *("exchange/group2", "step_cost/1x1", "lock_step/M2"),
     }
     for key, value in report["ratios"].items():
         assert list(value) == ["value", "low", "high", "goal", "meaning"]
