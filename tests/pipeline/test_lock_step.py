@@ -23,7 +23,7 @@ from tests.patience import limit
 from tests.workers import run_workers
 
 CPU = torch.device("cpu")
-IMAGE = 9  # the token in the place of a patch
+IMAGE = 300  # the token in the place of a patch
 NAMES = [
     name for name in SAMPLE if name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel"))
 ]
@@ -40,7 +40,7 @@ class Speaking(L.LightningModule):
 def made(name: str) -> tuple[Any, dict[str, Tensor]]:
     """A model, and what to let it go on with."""
     torch.manual_seed(0)
-    prompt = {"input_ids": ids(1)[:2, :5]}
+    prompt = {"input_ids": ids(1, 100)[:2, :5]}
     if name == "LlavaForConditionalGeneration":
         config_of: Any = hf.LlavaConfig
         both = {"vision_config": hf.CLIPVisionConfig(**IMAGES), "text_config": hf.LlamaConfig(**DECODER)}
