@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count, pairwise
 from typing import Any, NamedTuple
 
@@ -256,13 +257,11 @@ def _told(ranks: Sequence[int]) -> dict[int, _Said]:
     return {}
 
 
-_stores: dict[int, Any] = {}
-
-
 def _store() -> Any:
-    """Return a connection of this thread's own to the store of the run."""
-    default: Any = dist.distributed_c10d._get_default_store()
-    if id(default) not in _stores:
-        _stores.clear()
-        _stores[id(default)] = default.clone()
-    return _stores[id(default)]
+    """Return a connection of the watching thread's own to the store of the run."""
+    return _connected(dist.distributed_c10d._get_default_store())
+
+
+@lru_cache(maxsize=1)
+def _connected(store: Any) -> Any:
+    return store.clone()

@@ -64,7 +64,7 @@ def test_the_app_prints_tables_and_writes_the_file(tmp_path: Path) -> None:
         assert key in printed
     assert {row["what"] for row in report["rows"]} == {
         *("ours", "bare torch", "1f1b", "pipedream", "one process", "fullest rank"),
-        *("plan", "training step", "group mean", "all_reduce", "lightning_ddp", "sdpipe"),
+        *("plan", "training step", "group mean", "all_reduce", "lightning_ddp", "sdpipe", "lock step"),
     }
 
 
