@@ -39,7 +39,7 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 
 BARS = {
     "code lines of the package": 39_180,
-    "code lines of recipes, without baselines and tools": 7_310,
+    "code lines of recipes, without baselines and tools": 7_460,
     "code lines of tests": 42_770,
     "statements that raise something": 620,
     "types of messages, events, decisions and effects": 84,
