@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import signal
 import sys
@@ -49,7 +50,7 @@ def scheduler(arguments: Sequence[str]) -> None:
             options.bind, None if key_file is None else credentials.read_scheduler_keys(key_file), options.lifeline_port
         ),
         Limits(options.worker_timeout),
-        Files(options.log, options.log_limit << 20, options.journal),
+        Files(options.log, options.log_limit << 20, options.newest),
         ElasticConfig.of_fixed(num_pipelines, depths=depths)
         if depths
         else ElasticConfig(
@@ -129,11 +130,11 @@ def _parser() -> Parser:
         help="of that file and FILE.1, which has what came before; what is older is dropped",
     )
     add(
-        "--journal",
+        "--newest",
         type=Path,
-        help="file with the batches that are dealt, and beside it one with the path of the newest checkpoint, for a "
-        "scheduler that is started again",
+        help="file with the path of an elastic run's newest checkpoint, for a scheduler that is started again",
     )
+    add("--journal", type=_has_left, help=argparse.SUPPRESS)
     add("--verbose", action="store_true", help="log every group and its reason")
     return parser
 
@@ -166,3 +167,7 @@ def replay(arguments: Sequence[str]) -> int:
     if not played:
         raise ConfigurationError(f"nothing of {options.file} can be played back; give --log-limit more next time")
     return int(differs)
+
+
+def _has_left(_: str) -> None:
+    raise argparse.ArgumentTypeError("it has left; --newest FILE keeps the newest checkpoint for a restart")

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         policy_file,
         Endpoint(options.bind, read_scheduler_keys(scheduler_file)),
         Limits(options.worker_timeout),
-        Files(logs / "scheduler.jsonl", journal=logs / "scheduler.journal"),
+        Files(logs / "scheduler.jsonl", newest=logs / "newest.checkpoint"),
         ElasticConfig(
             options.min_pipelines, options.pipelines, options.gather, options.hold_limit, resume=options.resume
         ),
@@ -95,7 +95,7 @@ def _parser() -> Parser:
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
     bind = "where the scheduler listens; beyond loopback pipelines may come from other machines"
     add("--bind", default="tcp://127.0.0.1:*", help=bind)
-    add("--logs", type=Path, help="a directory to be made for logs, keys and the scheduler's journal")
+    add("--logs", type=Path, help="a directory to be made for logs, keys and the path of the newest checkpoint")
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
     add("script", metavar="SCRIPT", help="yours; it makes a Trainer with SDPipeStrategy, and fits")
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the script")

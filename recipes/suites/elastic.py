@@ -156,7 +156,7 @@ class World:
             policy_file=self.logs / "policy.json",
             endpoint=Endpoint(bind, read_scheduler_keys(key_file), lifeline_port),
             limits=limits,
-            files=Files(journal=self.logs / "journal"),
+            files=Files(newest=self.logs / "newest"),
             elastic=ElasticConfig(start_pipelines=work.num_pipelines, resume=resumes),
         )
         self.scheduler = SchedulerProcess(settings, self.logs / "scheduler.log", keeps_port=True)

@@ -125,7 +125,7 @@ class World:
         self.copied_at: dict[tuple[int, str], set[int]] = defaultdict(set)
         """After which updates the stages of a donor have copied their state, by its start and the transfer."""
         self.knows_leases = True
-        """Has no scheduler been killed? It has no journal here."""
+        """Has no scheduler been killed?"""
         self.checkpoint: Published | None = None
         """The newest of which a scheduler has heard, as it keeps it for the next one."""
         self.finishes_after: int | None = None

@@ -126,9 +126,7 @@ def test_the_manifest_starts_a_scheduler_that_there_is() -> None:
     options = _parser().parse_args(command[2:])
     assert command[:2] == ["sdpipe", "scheduler"]
     assert {port["port"] for port in service["spec"]["ports"]} == {5555, options.lifeline_port}
-    assert str(options.journal).startswith(
-        stateful["template"]["spec"]["containers"][0]["volumeMounts"][0]["mountPath"]
-    )
+    assert str(options.newest).startswith(container["volumeMounts"][0]["mountPath"])
     assert options.pipelines == parts["Job"]["spec"]["completions"]
     assert stateful["serviceName"] == service["metadata"]["name"]
 

@@ -1,1 +1,1 @@
-"""Event log of the scheduler, and its readers: journal, status, and the page of the status."""
+"""Event log of the scheduler, and its readers: the status, and its page."""

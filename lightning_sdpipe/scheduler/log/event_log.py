@@ -90,8 +90,6 @@ class EventLog:
         self._size = self._written = 0
         """Bytes of the file, and events of this scheduler in all files."""
         self._beginning: Beginning | None = None
-        self.journal: Callable[[Entry], None] | None = None
-        """Called with each event of the dealer before its leases leave."""
 
     def open(self, beginning: Beginning) -> None:
         """Open the file, and write at its end from now on.
@@ -127,11 +125,8 @@ class EventLog:
     def record_leases(self, now: float, event: LeaseEvent, leases: list[Lease]) -> None:
         """Record the event of the dealer at ``now``, and the leases that followed. They are not kept in memory, since
         the dealer is."""
-        entry = Entry(now, event, leases=leases)
-        if self.journal is not None:
-            self.journal(entry)
         if self._file is not None:
-            self._write(entry)
+            self._write(Entry(now, event, leases=leases))
 
     def record_members(self, now: float, event: MemberEvent, decisions: list[MemberDecision]) -> None:
         """Record the event of membership at ``now``, and the decisions that followed. They are not kept in memory,

@@ -23,8 +23,8 @@ from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.credentials import KeyCheck, SchedulerKeys, is_loopback
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, Beginning, EventLog
-from lightning_sdpipe.scheduler.server.journal import Journal, NewestCheckpoint
 from lightning_sdpipe.scheduler.server.lifelines import Lifelines
+from lightning_sdpipe.scheduler.server.newest_checkpoint import NewestCheckpoint
 from lightning_sdpipe.scheduler.server.outbox import Addressed
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
@@ -87,12 +87,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Files:
-    """Files that a server writes: a log of at most ``log_limit`` bytes, and a journal of what is dealt; None writes
-    none."""
+    """Files that a server writes: a log of at most ``log_limit`` bytes, and one that names the newest checkpoint; None
+    writes none."""
 
     log: Path | None = None
     log_limit: int = LIMIT
-    journal: Path | None = None
+    newest: Path | None = None
 
 
 LOOPBACK, USUAL_LIMITS, NO_FILES = Endpoint(), Limits(), Files()
@@ -137,9 +137,7 @@ class Server:
             now=now,
             log=self._log,
         )
-        depths = () if elastic is None else elastic.depths
-        self._journal = None if files.journal is None else Journal(files.journal, num_stages, num_pipelines, depths)
-        self._newest = None if files.journal is None else NewestCheckpoint(files.journal)
+        self._newest = None if files.newest is None else NewestCheckpoint(files.newest)
         self._endpoint = endpoint
         self._lifeline_notice = StopMessage()
         self._clock = clock
@@ -174,15 +172,11 @@ class Server:
             ) from error
         try:
             self._log.open(self._beginning)
-            if self._journal is not None:
-                for event in self._journal.open():
-                    self.service.restore(event, self._clock())
-                self._log.journal = self._journal.write
-            if self._newest is not None:
-                self._newest.follow(self.service.members, self._clock())
         except ConfigurationError:
             self.close()
             raise
+        if self._newest is not None:
+            self._newest.follow(self.service.members, self._clock())
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return self.address
 
@@ -244,8 +238,6 @@ class Server:
             self._context.term()
             self._context = None
         self._log.close()
-        if self._journal is not None:
-            self._journal.close()
 
     def _handle(self, peer: bytes, frame: bytes, now: float) -> list[Addressed]:
         try:

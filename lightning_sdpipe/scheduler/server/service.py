@@ -18,7 +18,6 @@ import logging
 from collections import Counter
 
 from lightning_sdpipe.dealing.dealer import Dealer
-from lightning_sdpipe.dealing.leases import LeaseEvent
 from lightning_sdpipe.membership.elastic_config import MOST_PIPELINES, ElasticConfig
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies import registry
@@ -171,10 +170,6 @@ class SchedulerService:
         except Exception as error:
             self._give_up(error)
         return self._outbox.sent()
-
-    def restore(self, event: LeaseEvent, now: float) -> None:
-        """Repeat an event from the journal of an earlier scheduler."""
-        self._driver.deal(event, now)
 
     def ignore(self, kind: str, peer: bytes, detail: str) -> None:
         """Count a message from ``peer`` that changes nothing."""

@@ -7,13 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lightning_sdpipe.dealing.leases import Done, Lease, Segment, Told
+from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import Epoch, Member
 from lightning_sdpipe.policies import Group, PolicyConfig, Worker, registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllPresent
-from lightning_sdpipe.policies.events import Widened
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
@@ -86,7 +85,7 @@ A, B, C = Member(0, 100), Member(1, 101), Member(2, 102)
 EPOCH = Epoch(4, (A, B, C), "pipeline 2 has come")
 
 
-def test_a_scheduler_without_a_journal_hears_what_a_pipeline_beyond_the_plan_was_dealt(tmp_path: Path) -> None:
+def test_a_scheduler_that_was_started_again_hears_what_a_pipeline_beyond_the_plan_was_dealt(tmp_path: Path) -> None:
     """Though it came back first, when nothing was decided; and the log plays back."""
     log = EventLog(tmp_path / "log")
     d = ElasticDialogue(log=log)
@@ -106,31 +105,6 @@ def test_a_scheduler_without_a_journal_hears_what_a_pipeline_beyond_the_plan_was
     log.close()
     (record,) = read_log(tmp_path / "log")
     assert list(differences(record.policy(), record.dealer(), record.entries, record.membership())) == []
-
-
-def test_a_pipeline_beyond_the_plan_that_died_with_the_scheduler_returns_its_batches() -> None:
-    d = ElasticDialogue()
-    held = Lease(S, 2, 0, 1, 4, 8, 0.0, 2.0)
-    d.service.restore(Widened(3), 0.0)
-    for pipeline, leases in ((0, ()), (1, ()), (2, (held,))):
-        d.service.restore(Told(Worker(0, pipeline), S, leases, False, Done(len(leases))), 0.0)
-    d.resume(EPOCH, A, B)
-    d.tick(4.0)
-    trained: set[tuple[int, int]] = set()
-    said = {A: 0, B: 0}
-    ordinals = {A: 0, B: 0}
-    over = set[Member]()
-    for now in range(100):
-        for member in sorted({A, B} - over):
-            for reply in d.ask(member, ordinals[member], said[member], 5.0 + now):
-                assert isinstance(reply, m.Dealt)
-                lease = reply.lease
-                asker = (A, B)[lease.pipeline]
-                ordinals[asker], said[asker] = lease.ordinal + 1, said[asker] + lease.size
-                trained |= {(lease.home, number) for number in range(lease.start, lease.stop)}
-                over |= {asker} if lease.over else set()
-    assert over == {A, B}
-    assert trained == {(home, number) for home in (0, 1) for number in range(8)} - {(1, 4)}
 
 
 def test_a_run_goes_on_while_stages_of_a_pipeline_that_came_back_are_still_to_join() -> None:

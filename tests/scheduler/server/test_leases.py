@@ -1,4 +1,4 @@
-"""Leases between workers and scheduler: asked for, lost on their way, kept by a journal, and told by workers."""
+"""Leases between workers and scheduler: asked for, lost on their way, and told by workers to another scheduler."""
 
 from __future__ import annotations
 
@@ -7,29 +7,21 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_sdpipe.cli import main
-from lightning_sdpipe.dealing.dealer import Dealer
-from lightning_sdpipe.dealing.leases import Asked, Done, Expected, Lease, LeaseEvent, Returned, Segment, Told, Trained
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.dealing.leases import Done, Lease, Segment
+from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership.members import FIXED, Epoch
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
-from lightning_sdpipe.policies.events import Widened
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.reporting import HeardLeases
-from lightning_sdpipe.scheduler.log.event_log import Entry, differences, read_log
-from lightning_sdpipe.scheduler.server.journal import Journal
-from lightning_sdpipe.scheduler.server.server import Files, Server
+from lightning_sdpipe.scheduler.log.event_log import differences, read_log
 from recipes.harness.late_messages import DelayedLines
 from tests.scheduler.live_scheduler import clients, serving
 from tests.scheduler.server.test_service import Addressed, Dialogue, beats, line
@@ -195,7 +187,7 @@ def test_pipelines_are_dealt_epochs_by_a_live_scheduler(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     got: list[list[Lease]] = [[], []]
     with (
-        serving(AllReduceModels(), 1, 2, log=path, journal=tmp_path / "journal") as server,
+        serving(AllReduceModels(), 1, 2, log=path) as server,
         clients(server.address, A, B) as (a, b),
     ):
         for client in (a, b):
@@ -244,184 +236,25 @@ def test_a_lease_that_comes_between_two_looks_is_kept(monkeypatch: pytest.Monkey
             lines.close()
 
 
-@pytest.mark.parametrize("journal", [True, False])
-def test_a_scheduler_that_is_started_again_deals_each_batch_once(tmp_path: Path, journal: bool) -> None:
-    """Killed twice in the middle of a segment; with its journal lost, the workers tell what they were dealt."""
+def test_a_scheduler_that_is_started_again_deals_each_batch_once() -> None:
+    """Killed twice in the middle of a segment; the workers tell what they were dealt."""
     segments = [Segment(5, 0, 0, 600)]
     got: list[list[Lease]] = [[], []]
     halfway = threading.Event()
-    options = {"recovery_grace": 5.0, "journal": tmp_path / "journal" if journal else None}
     with ExitStack() as stack:
-        with serving(NoSync(), 1, 2, **options) as server:
+        with serving(NoSync(), 1, 2, recovery_grace=5.0) as server:
             both = stack.enter_context(clients(server.address, A, B))
             for client in both:
                 client.join()
         pool = stack.enter_context(ThreadPoolExecutor(2))
         pause = threading.Barrier(2)
         futures = [pool.submit(train, both[i], segments, got[i], pause, halfway) for i in range(2)]
-        with serving(NoSync(), 1, 2, bind=server.address, **options):
+        with serving(NoSync(), 1, 2, bind=server.address, recovery_grace=5.0):
             assert halfway.wait()
-        with serving(NoSync(), 1, 2, bind=server.address, **options):
+        with serving(NoSync(), 1, 2, bind=server.address, recovery_grace=5.0):
             for future in futures:
                 future.result(30)
     each_once(got[0] + got[1], segments, 2)
-
-
-def play(journal: Journal, dealer: Dealer, *events: LeaseEvent) -> list[Lease]:
-    decided = []
-    for event in events:
-        leases = dealer.on(event, 1.0)
-        journal.write(Entry(1.0, event, leases=leases))
-        decided += leases
-    return decided
-
-
-def restored(path: Path) -> Dealer:
-    journal, dealer = Journal(path, 1, 2), Dealer(1, 2)
-    for event in journal.open():
-        dealer.on(event, 9.0)
-    journal.close()
-    return dealer
-
-
-def test_a_journal_holds_the_newest_segment_and_what_was_returned(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "journal"
-    journal, dealer = Journal(path, 1, 2), Dealer(1, 2)
-    assert journal.open() == []
-    small, following = Segment(5, 0, 0, 1), Segment(5, 0, 1, 9)
-    nothing = [Told(worker, small, (), False, Done(0)) for worker in (A, B)]
-    first = play(journal, dealer, *nothing, Asked(A, small, 0, Done(0)), Asked(B, small, 0, Done(0)))
-    assert restored(path).answer(1, small, 0) == first[1]
-    play(journal, dealer, Asked(A, small, 1, Done(1)), Asked(B, small, 1, Done(1)))
-    over = play(journal, dealer, Asked(A, small, 2, Done(1)), Asked(B, small, 2, Done(1)))
-    assert [lease.over for lease in over] == [True, True]
-    assert restored(path).answer(0, small, 2) == over[0]
-    play(journal, dealer, Asked(A, following, 0, Done(0)), Asked(B, following, 0, Done(0)))
-    play(journal, dealer, Asked(B, following, 1, Done(1)), Trained(B, following, Done(1)), Returned(1))
-    journal.close()
-    assert path.read_text().count('"asked"') == 3
-    again = restored(path)
-    asked = Asked(A, following, 1, Done(1, 0.1))
-    assert again.on(asked, 1.0) == dealer.on(asked, 1.0)
-    assert again.segment == following
-
-
-def asked(pipeline: int, ordinal: int, batches: int = 0) -> Asked:
-    return Asked(Worker(0, pipeline), S, ordinal, Done(batches))
-
-
-def test_a_journal_holds_the_book_of_a_pipeline_beyond_the_plan(tmp_path: Path) -> None:
-    journal, dealer = Journal(tmp_path / "journal", 1, 2), Dealer(1, 2)
-    journal.open()
-    nothing = [Told(worker, S, (), False, Done(0)) for worker in (A, B)]
-    play(journal, dealer, *nothing, asked(0, 0), asked(1, 0), Widened(4), asked(3, 0), asked(3, 1, 1))
-    journal.close()
-    again = restored(tmp_path / "journal")
-    assert again.still_training() == dealer.still_training() == [0, 1, 3]
-    for event in (asked(0, 1, 1), asked(3, 2, 3), asked(1, 1, 1)):
-        (lease,) = again.on(event, 1.0)
-        (expected,) = dealer.on(event, 1.0)
-        assert (lease.pipeline, lease.home, lease.start) == (expected.pipeline, expected.home, expected.start)
-
-
-def test_a_journal_that_began_with_the_book_of_such_a_pipeline_can_be_read_again(tmp_path: Path) -> None:
-    journal, dealer = Journal(tmp_path / "journal", 1, 2), Dealer(1, 2)
-    journal.open()
-    lease = Lease(S, 2, 0, 0, S.start, S.start + 1, 0.0, 2.0)
-    books = [Told(Worker(0, i), S, (lease,) if i == 2 else (), False, Done(0)) for i in range(3)]
-    play(journal, dealer, Widened(3), Expected(2), *books)
-    assert restored(tmp_path / "journal").segment is None, "until something is dealt, pipelines may yet tell"
-    play(journal, dealer, asked(2, 1))
-    journal.close()
-    assert restored(tmp_path / "journal").still_training() == dealer.still_training() == [2]
-
-
-@pytest.mark.parametrize("last", [0, 1])
-def test_a_journal_holds_the_book_of_a_second_life(tmp_path: Path, last: int) -> None:
-    """All have gone once, so each has told before the last of them tells again."""
-    journal, dealer = Journal(tmp_path / "journal", 1, 2), Dealer(1, 2)
-    journal.open()
-    first = 1 - last
-    nothing = [Told(worker, S, (), False, Done(0)) for worker in (A, B)]
-    play(journal, dealer, *nothing, asked(0, 0), asked(1, 0), Returned(first), asked(first, 0), Returned(last))
-    mine = play(journal, dealer, asked(first, 1, 1), asked(last, 0))
-    journal.close()
-    again = restored(tmp_path / "journal")
-    assert again.still_training() == dealer.still_training() == [0, 1]
-    for lease in mine:
-        assert again.answer(lease.pipeline, S, lease.ordinal) == lease
-    for event in (asked(first, 2, 2), asked(last, 1, 1)):
-        assert again.on(event, 1.0) == dealer.on(event, 1.0) != []
-
-
-STEPS = st.lists(st.tuples(st.sampled_from(["asks", "asks", "asks", "returns"]), st.integers(0, 3)), max_size=20)
-
-
-@settings(deadline=None)
-@given(STEPS, st.integers(1, 8))
-def test_a_journal_of_any_history_deals_what_is_left_once(steps: list[tuple[str, int]], length: int) -> None:
-    """Pipelines go, come back, and come though nobody planned them; then the scheduler is started again."""
-    segment = Segment(5, 0, 0, length)
-    with TemporaryDirectory() as directory:
-        path = Path(directory) / "journal"
-        journal, dealer = Journal(path, 1, 2), Dealer(1, 2)
-        journal.open()
-        play(journal, dealer, *[Told(worker, segment, (), False, Done(0)) for worker in (A, B)])
-        books: dict[int, list[Lease]] = {0: [], 1: []}
-        said = dict.fromkeys(range(4), 0)
-        trained: list[Lease] = []
-
-        def asks(pipeline: int) -> LeaseEvent:
-            book = books.setdefault(pipeline, [])
-            said[pipeline] = sum(lease.size for lease in book)
-            return Asked(Worker(0, pipeline), segment, len(book), Done(said[pipeline], 0.5))
-
-        def over(pipeline: int) -> bool:
-            return any(lease.over for lease in books.get(pipeline, ()))
-
-        for what, pipeline in steps:
-            events: list[LeaseEvent] = []
-            if what == "asks" and not over(pipeline):
-                events = [Widened(pipeline + 1), asks(pipeline)]
-            elif what == "returns" and pipeline in books:
-                left = said.pop(pipeline)
-                for lease in books.pop(pipeline):
-                    kept = min(lease.size, left)
-                    left -= kept
-                    trained.append(msgspec.structs.replace(lease, stop=lease.start + kept))
-                events = [Returned(pipeline)]
-            for lease in play(journal, dealer, *events):
-                books[lease.pipeline].append(lease)
-        journal.close()
-        again = restored(path)
-    assert again.still_training() == dealer.still_training()
-    for pipeline in {0, 1} - books.keys():
-        again.on(Returned(pipeline), 1.0)
-    for _ in range(20 * length):
-        for pipeline in [pipeline for pipeline in (*books, 0) if not over(pipeline)]:
-            tells = again.asks_for_book(Worker(0, pipeline), segment)  # where nothing was dealt there is no journal
-            events = [Told(Worker(0, pipeline), segment, (), False, Done(0))] if tells else []
-            for lease in [lease for event in [*events, asks(pipeline)] for lease in again.on(event, 1.0)]:
-                books[lease.pipeline].append(lease)
-    assert all(map(over, books))
-    each_once([*trained, *[lease for book in books.values() for lease in book]], [segment], 2)
-
-
-def test_a_journal_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    for text, message in (
-        ('{"format":"sdpipe-journal/1","num_stages":2,"num_pipelines":4}\n', "is of a run of 2 stages × 4 pipelines"),
-        ('{"format":"sdpipe-log/1"}\n', "is not a journal"),
-        ("hello\n", "is not a journal"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ConfigurationError, match=message):
-            Journal(path, 1, 2).open()
-    with pytest.raises(ConfigurationError, match="cannot be written"):
-        Journal(tmp_path / "journal" / "inside", 1, 2).open()
-    path.write_text("")
-    with Server(NoSync(), 1, 2, files=Files(journal=path)):
-        assert path.read_text().startswith('{"format":"sdpipe-journal/1"')
 
 
 def test_a_lease_in_vain_names_who_is_waited_for() -> None:

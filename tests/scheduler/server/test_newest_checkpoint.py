@@ -20,21 +20,21 @@ from lightning_sdpipe.membership.members import (
 )
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler.server.journal import NewestCheckpoint
+from lightning_sdpipe.scheduler.server.newest_checkpoint import NewestCheckpoint
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 W = Worker(0, 0)
 
 
 class Scheduler:
-    """Of one pipeline, with a journal that outlives it."""
+    """Of one pipeline, with a file that outlives it."""
 
     def __init__(self, directory: Path, resume: bool) -> None:
         service = SchedulerService(SemiDecentralized(), 1, 1, elastic=ElasticConfig(settle=0.0, resume=resume))
         self.decided: list[MemberDecision] = []
         self.elastic, self.now = service.members, 0.0
         self.elastic.on_decided = lambda now, event, decisions: self.decided.extend(decisions)
-        NewestCheckpoint(directory / "journal").follow(self.elastic, 0.0)
+        NewestCheckpoint(directory / "newest").follow(self.elastic, 0.0)
 
     def hear(self, *events: Enrolled | Published | Departed | Ended) -> list[MemberDecision]:
         self.decided.clear()
@@ -74,7 +74,7 @@ def test_a_run_that_has_finished_leaves_nothing_to_go_on_from(tmp_path: Path) ->
 def test_half_a_file_or_a_full_disk_is_said_and_no_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "journal.checkpoint").write_text('{"type":"published","wor')
+    (tmp_path / "newest").write_text('{"type":"published","wor')
     scheduler = Scheduler(tmp_path, True)
     assert "cannot be read" in caplog.text
     assert not first(scheduler.hear(Enrolled(W, 5, {}))).checkpoint

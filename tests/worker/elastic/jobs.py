@@ -297,7 +297,7 @@ class ElasticRun:
         self.hosts, self.center = hosts, center
         self.address = f"tcp://{namespaces.address(center) if hosts else '127.0.0.1'}:{free_port()}"
         self.policy, self._log = directory / "policy.json", directory / "events.jsonl"
-        files = {"--journal": directory / "journal", "--policy-file": self.policy, "--log": self._log}
+        files = {"--newest": directory / "newest", "--policy-file": self.policy, "--log": self._log}
         self._options = [*(str(word) for pair in files.items() for word in pair), *options]
         if hosts:
             write_keys(directory / "keys")
