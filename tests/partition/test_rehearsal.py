@@ -191,3 +191,39 @@ def test_the_order_is_that_of_the_list_where_steps_leave_a_choice() -> None:
 def test_blocks_that_change_places_are_named() -> None:
     with pytest.raises(ConfigurationError, match=r"blocks \['[abc]', '[abc]', '[abc]'\] do not run in the same order"):
         _ = ordered([3, 0, 1], [1, 2], [2, 0]).order
+
+
+class Evaluated(nn.Module):
+    """Its evaluations call blocks again, or in another order than training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+    def training_step(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+    def validation_step(self, x: Tensor) -> Tensor:
+        return self.training_step(x) + self.training_step(x)
+
+    def test_step(self, x: Tensor) -> Tensor:
+        first, second, third = self.layers
+        x = third(first(second(x)))
+        return x.sum()
+
+    def predict_step(self, x: Tensor) -> Tensor:
+        x = self.layers[2](self.layers[0](x))
+        return x
+
+
+def test_evaluations_that_no_pipeline_runs_are_told_from_others() -> None:
+    names = ("training_step", "validation_step", "test_step", "predict_step")
+    calls = [(torch.randn(2, 2), ())] * 2
+    steps = [StepCalls(name, calls, name == "training_step") for name in names]
+    found = rehearse(Evaluated(), [f"layers.{n}" for n in range(3)], steps, torch.device("cpu"), watches=False)
+    assert found.lock_step == {"validation_step": 4, "test_step": 3}
+    assert list(found.traces) == ["training_step", "predict_step"]
+    assert found.order == [0, 1, 2]
+    assert not found.repeated
