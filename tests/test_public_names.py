@@ -74,14 +74,9 @@ def test_programs_stay(program: str) -> None:
 
 
 def test_the_package_lists_its_names() -> None:
-    package = import_module("lightning_sdpipe")
-    assert {*PUBLIC["lightning_sdpipe"], *(kind.__name__ for kind in METHODS)} == {*package.__all__}
-    assert all(getattr(package, kind.__name__) is kind for kind in METHODS)
-
-
-def test_the_payloads_are_names_of_the_package() -> None:
-    package = import_module("lightning_sdpipe")
-    assert all(getattr(package, kind.__name__) is kind for kind in payloads.NAMES.values())
+    package, derived = import_module("lightning_sdpipe"), [*METHODS, *payloads.NAMES.values()]
+    assert {*PUBLIC["lightning_sdpipe"], *(kind.__name__ for kind in derived)} == {*package.__all__}
+    assert all(getattr(package, kind.__name__) is kind for kind in derived)
 
 
 def test_a_name_that_has_left_says_what_to_use() -> None:
