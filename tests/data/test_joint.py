@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_sdpipe.data.joint import PlacedBatches, divide
-from lightning_sdpipe.dealing.joint_rounds import Place
+from lightning_sdpipe.dealing.joint_rounds import PartKey
 from lightning_sdpipe.loop.joint import divided
 
 SPEEDS = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=6)
@@ -66,7 +66,7 @@ def test_what_is_loaded_does_not_depend_on_who_loads_it(workers: int) -> None:
             assert batches.ahead == 2 * workers
             batches.begin(3, 7)
 
-            def mine(number: int, pipeline: int = pipeline) -> list[Place]:
+            def mine(number: int, pipeline: int = pipeline) -> list[PartKey]:
                 return [(home, number, part) for home, part in divide(counts[number], 2)[pipeline]]
 
             for number in range(start, 3):
@@ -95,7 +95,7 @@ def test_batches_are_put_together_of_what_is_asked_for_also_if_that_was_not_fore
     )
     placed = PlacedBatches(loader, 2, 2)
     placed.begin(0, seed=5)
-    asked: list[list[Place]] = [[(0, 0, 0), (1, 0, 1)], [(0, 1, 0)], [(1, 0, 0), (1, 1, 0)], [(0, 0, 0), (1, 0, 1)]]
+    asked: list[list[PartKey]] = [[(0, 0, 0), (1, 0, 1)], [(0, 1, 0)], [(1, 0, 0), (1, 1, 0)], [(0, 0, 0), (1, 0, 1)]]
     found = [placed.take(asked[0], iter([asked[1], [(0, 2, 0)]]))]
     found += [placed.take(places, iter(())) for places in asked[1:]]
     placed.close()

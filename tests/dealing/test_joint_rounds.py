@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.dealing.joint_rounds import JointRounds, Place, members_of, there
+from lightning_sdpipe.dealing.joint_rounds import JointRounds, PartKey, members_of, there
 
 N, P = 3, 4
 
@@ -23,7 +23,7 @@ class History:
         self.rng, self.stages, self.unit = rng, stages, unit
         self.speeds = {i: rng.choice([0.5, 1.0, 2.0]) for i in range(6)}
         self.alive = {i: [self.made() for _ in range(stages)] for i in range(rng.randint(1, N))}
-        self.trained: list[Counter[Place]] = [Counter() for _ in range(stages)]
+        self.trained: list[Counter[PartKey]] = [Counter() for _ in range(stages)]
         self.epoch = 1
 
     def made(self) -> JointRounds:
