@@ -39,6 +39,7 @@ PUBLIC = {
         *("RefusedEvent", "Worker", "check_integer", "refusal"),
         *("Answered", "Joined", "Left", "Lost", "Progress", "Ready", "Restarted", "Tick"),
     ),
+    "lightning_sdpipe.policies.all_reduce": ("AllPresent",),
     "lightning_sdpipe.policies.policy": ("PolicyConfig",),
     "lightning_sdpipe.policies.semi_decentralized": ("SemiDecentralized",),
     "lightning_sdpipe.policies.sync_graph": (),
@@ -87,7 +88,9 @@ def test_a_name_that_has_left_says_what_to_use() -> None:
 def test_configurations_name_what_is_there() -> None:
     """Every ``_target_`` of the package in ``conf/``."""
     lines = [line for path in (ROOT / "conf").rglob("*.yaml") for line in path.read_text().splitlines()]
-    targets = {line.partition("_target_:")[2].split()[0] for line in lines if "_target_: lightning_sdpipe" in line}
+    targets = {
+        line.partition("_target_:")[2].split()[0].rstrip(",}") for line in lines if "_target_: lightning_sdpipe" in line
+    }
     assert targets
     for target in targets:
         module, _, name = target.rpartition(".")
