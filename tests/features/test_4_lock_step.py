@@ -163,6 +163,68 @@ def texts() -> Tensor:
     return torch.randint(2, WORDS, (16, 5), generator=torch.Generator().manual_seed(5))
 
 
+class Down(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.time = nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.Linear(1, WIDTH)
+
+    def forward(self, x: Tensor, time: Tensor, skips: list[Tensor]) -> Tensor:
+        skips.append(nn.functional.silu(self.conv(x) + self.time(time[:, None])[:, :, None, None]))
+        return nn.functional.avg_pool2d(skips[-1], 2)
+
+
+class Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2 * WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor, skips: list[Tensor]) -> Tensor:
+        both = torch.cat([nn.functional.interpolate(x, scale_factor=2.0), skips.pop()], 1)
+        return nn.functional.silu(self.conv(both))
+
+
+class Denoising(L.LightningModule):
+    """A U-Net that predicts noise, and draws images in ten steps."""
+
+    STEPS = 10
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Conv2d(1, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 1, 3, padding=1)
+        self.downs, self.ups = nn.ModuleList([Down(), Down()]), nn.ModuleList([Up(), Up()])
+        self.register_buffer("kept", torch.linspace(0.99, 0.8, self.STEPS).cumprod(0))
+        self.kept: Tensor
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        skips: list[Tensor] = []
+        x = self.first(x)
+        for down in self.downs:
+            x = down(x, time, skips)
+        for up in self.ups:
+            x = up(x, skips)
+        noise: Tensor = self.last(x)
+        return noise
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        time, noise = torch.randint(0, self.STEPS, (len(batch),)), torch.randn_like(batch)
+        kept = self.kept[time][:, None, None, None]
+        return nn.functional.mse_loss(self(kept.sqrt() * batch + (1 - kept).sqrt() * noise, time / self.STEPS), noise)
+
+    @torch.no_grad()
+    def on_train_epoch_end(self) -> None:
+        x = torch.randn(2, 1, 8, 8)
+        for step in reversed(range(self.STEPS)):
+            kept, before = self.kept[step], self.kept[step - 1] if step else torch.ones(())
+            noise = self(x, torch.full((2,), step / self.STEPS))
+            clean = ((x - (1 - kept).sqrt() * noise) / kept.sqrt()).clamp(-2, 2)
+            x = before.sqrt() * clean + (1 - before).sqrt() * torch.randn_like(x)
+        say("images", x)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
 PLACES = ("on_train_batch_end", "on_validation_epoch_end", "on_fit_end", "callback")
 
 
@@ -185,6 +247,13 @@ def _spoken(directory: Path, stages: int) -> dict[str, Any]:
         predicted = trainer.predict(model, loader()) if name == "all" else None
         found[name] = weights(model), metrics, SAID.copy(), predicted
         SAID.clear()
+    blocks = ["first", "downs.*", "ups.*", "last"]
+    strategy = SDPipeStrategy(stages, AllReduce(), blocks=blocks, num_micro_batches=2)
+    denoising, data = Denoising(), torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(5))
+    trainer = quiet_trainer(default_root_dir=directory, strategy=strategy, devices=stages)
+    trainer.fit(denoising, DataLoader(data, 8))  # type: ignore[arg-type]
+    found["images"] = {}, {}, SAID.copy(), None
+    SAID.clear()
     return found
 
 
@@ -204,7 +273,7 @@ def test_the_whole_model_speaks_as_in_one_process(stages: int, tmp_path: Path) -
                 assert torch.equal(value, rank["silent"][0][parameter]), "sampling leaves no trace in training"
                 torch.testing.assert_close(value, expected_weights[parameter])
             assert predicted is None or predicted == expected_predictions
-    assert {len(said) for *_, said, _ in whole.values()} == {0, 5, 6}
+    assert {len(said) for *_, said, _ in whole.values()} == {0, 1, 5, 6}
 
 
 class OnlyOne(Callback):
