@@ -133,8 +133,8 @@ def is_cut_unlike(given: Any) -> list[str]:
 TABLES: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
     "moves": ("| method | payloads | overlap | hierarchy | schedule |", moves),
     "trains": ('| method | `data="dealt"` | `data="auto"` deals | `batch_by_speed` |', trains),
-    "comes_and_goes": ("| method, in elastic jobs | payloads | overlap | hierarchy |", comes_and_goes),
-    "is_cut_unlike": ("| method, where pipelines are cut unlike | payloads | overlap |", is_cut_unlike),
+    "comes_and_goes": ("| method, in elastic runs | payloads | overlap | hierarchy |", comes_and_goes),
+    "is_cut_unlike": ("| method, with different depths or cuts | payloads | overlap |", is_cut_unlike),
 }
 
 
@@ -157,7 +157,8 @@ def table_of_combinations(header: str, cells_of: Callable[[Any], list[str]]) -> 
 
 def first_sentence(kind: type) -> str:
     text = " ".join(str(inspect.getdoc(kind)).split("\n\n")[0].split()).replace("``", "`")
-    return re.split(r"(?<=;) |(?<=\.) (?=[A-Z`])", re.sub(r":\w+:`~?([\w.]+\.)?(\w+)`", r"`\2`", text))[0].rstrip(".;")
+    text = re.sub(r":\w+:`~?([\w.]+\.)?(\w+)`", r"`\2`", text)
+    return re.split(r"(?<=;) (?![^(]*\))|(?<=\.) (?=[A-Z`])", text)[0].rstrip(".;")  # not within parentheses
 
 
 def table_of_policies() -> str:
@@ -165,15 +166,18 @@ def table_of_policies() -> str:
         (f"`{name}`", ", ".join(f"`{each}`" for each in kind.__struct_fields__), first_sentence(kind))
         for name, kind in registry.BUILT_IN.items()
     ]
-    return table("| policy | values | what it does |", rows)
+    return table("| policy | values | effect |", rows)
 
 
 def table_of_payloads() -> str:
-    rows = [
-        (f"`{words}`", f"{payload.nbytes(2**20) / 2**20:.3g}", first_sentence(type(payload)))
-        for words, payload in FORMS.items()
-    ]
-    return table("| payload | bytes of a float32 | what it is |", rows)
+    """A line for the forms of a payload that take equally many bytes."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for words, payload in FORMS.items():
+        cells = f"{payload.nbytes(2**20) / 2**20:.3g}", first_sentence(type(payload))
+        rows.setdefault(cells, []).append(f"`{words}`")
+    return table(
+        "| payload | bytes per float32 value | encoding |", ((", ".join(n), *cells) for cells, n in rows.items())
+    )
 
 
 PAGE = DOCS / "combinations.md"
