@@ -3,14 +3,13 @@
     sdpipe run --pipelines 2 elastic.py        # in one terminal
     kill -9 PID                                # in another, with a PID that the first has printed
 
-The first terminal then says, among the progress of the training:
+The first terminal then says, among the progress of the training (these lines are of a run on a busy machine):
 
-    sdpipe: pipeline 1 is process 4712
-    sdpipe: all 2 pipelines train
-    sdpipe: pipeline 1 lost (killed); 1 of 2 go on
-    sdpipe: pipeline 1 is process 4790 (restart 1)
-    sdpipe: pipeline 1 is back after 9.4 s, at update 3120
-    sdpipe: pipelines were lost 1 time and came back 1 time, after 9.4 s in all
+    sdpipe: pipeline 1 is process 6177
+    sdpipe: pipeline 1 lost (stage 0 killed); 1 of 2 go on
+    sdpipe: pipeline 1 is process 10684 (restart 1)
+    sdpipe: pipeline 1 is back after 60.7 s, at update 454
+    sdpipe: pipelines were lost 1 time and came back 1 time, after 60.7 s in all
 
 ``sdpipe serve`` shows it in a browser meanwhile; ``elastic.py 10`` trains for ten seconds.
 """
