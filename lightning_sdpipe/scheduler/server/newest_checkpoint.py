@@ -12,10 +12,13 @@ from pathlib import Path
 
 import msgspec
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.membership.members import MemberDecision, MemberEvent, Published, RunOver
 from lightning_sdpipe.scheduler.server.membership_desk import MembershipDesk
 
 log = logging.getLogger(__name__)
+
+_MARK = b'{"type":"published"'
 
 
 class NewestCheckpoint:
@@ -25,25 +28,45 @@ class NewestCheckpoint:
         self._path = path
 
     def follow(self, elastic: MembershipDesk, now: float) -> None:
-        """Tell ``elastic`` of the checkpoint that an earlier scheduler heard of, and record each new one from now
-        on."""
+        """Tell ``elastic`` of the checkpoint that an earlier scheduler heard of, and record each new one from now on.
+
+        Raises:
+            ConfigurationError: the file is another one, such as a checkpoint itself, or cannot be read or written.
+        """
         record = elastic.on_decided
 
         def keep(now: float, event: MemberEvent, decisions: list[MemberDecision]) -> None:
             record(now, event, decisions)
             self.hear(event, decisions)
 
-        if (published := self.read()) is not None:
+        published = self.read()
+        directory = self._path.parent
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"{directory}, for --newest, cannot be made: {error.strerror}") from error
+        if not os.access(directory, os.W_OK):
+            raise ConfigurationError(f"no file can be written in {directory}, for --newest")
+        if published is not None:
             record(now, published, elastic.membership.on(published, now))
         elastic.on_decided = keep
 
     def read(self) -> Published | None:
-        """Return the checkpoint that an earlier scheduler heard of last; None if there is none."""
+        """Return the checkpoint that an earlier scheduler heard of last; None if there is none. Raises as
+        :meth:`follow` does."""
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=Published)
+            text = self._path.read_bytes()
+            return msgspec.json.decode(text, type=Published) if text else None
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, msgspec.DecodeError) as error:
+        except OSError as error:
+            raise ConfigurationError(f"{self._path}, for --newest, cannot be read: {error.strerror}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if not text.startswith(_MARK):
+                raise ConfigurationError(
+                    f"{self._path} does not name a checkpoint, and would be replaced; give a file of its own to "
+                    "--newest, where the scheduler writes the path of each new checkpoint"
+                ) from error
             log.warning("%s, with the newest checkpoint, cannot be read: %s", self._path, error)
             return None
 
@@ -58,7 +81,6 @@ class NewestCheckpoint:
             log.error("%s cannot be changed (%s): it may name an older checkpoint", self._path, error.strerror)
 
     def _write(self, text: bytes) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         fresh = self._path.with_name(f"{self._path.name}.new")
         with fresh.open("wb") as file:
             file.write(text)

@@ -172,11 +172,11 @@ class Server:
             ) from error
         try:
             self._log.open(self._beginning)
+            if self._newest is not None:
+                self._newest.follow(self.service.members, self._clock())
         except ConfigurationError:
             self.close()
             raise
-        if self._newest is not None:
-            self._newest.follow(self.service.members, self._clock())
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return self.address
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import (
     Departed,
@@ -85,3 +86,18 @@ def test_half_a_file_or_a_full_disk_is_said_and_no_end(
     monkeypatch.setattr(os, "fsync", full)
     scheduler.hear(Published(W, 5, "/c/1.ckpt", 10))
     assert "cannot be changed (No space left on device)" in caplog.text
+
+
+@pytest.mark.parametrize("contents", [b"PK\x03\x04 a checkpoint", b'{"format":"sdpipe-journal/1"}', None])
+def test_another_file_is_refused_and_stays(tmp_path: Path, contents: bytes | None) -> None:
+    file = tmp_path / "newest"
+    file.mkdir() if contents is None else file.write_bytes(contents)
+    with pytest.raises(ConfigurationError, match="cannot be read" if contents is None else "does not name a checkp"):
+        Scheduler(tmp_path, True)
+    assert contents is None or file.read_bytes() == contents
+
+
+def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="file, for --newest, cannot be made: File exists"):
+        Scheduler(tmp_path / "file", True)
