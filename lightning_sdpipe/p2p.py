@@ -12,7 +12,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -199,15 +199,19 @@ _MOMENT, _ASKING = 0.25, 256  # seconds, and more bytes than a few questions of 
 _libc = ctypes.CDLL(None)
 
 
-def traffic(without: int, silence: float) -> tuple[int, set[str]] | None:
+def traffic(without: Collection[int], silence: float) -> tuple[int, set[str]] | None:
     """Return the bytes that this process's TCP connections have moved so far, and the addresses of peers whose machines
-    have acknowledged nothing of what was sent for ``silence`` seconds; connections to the port ``without`` do not
-    count. Return None on systems other than Linux."""
+    have acknowledged nothing of what was sent for ``silence`` seconds; connections to and from the ports ``without`` do
+    not count. Return None on systems other than Linux."""
     moved, silent = 0, set()
-    peer, size = ctypes.create_string_buffer(28), ctypes.c_uint32()
+    own, peer, size = ctypes.create_string_buffer(28), ctypes.create_string_buffer(28), ctypes.c_uint32()
     for descriptor in (found := _sockets()):
-        size.value = len(peer)
-        if _libc.getpeername(descriptor, peer, ctypes.byref(size)) or int.from_bytes(peer.raw[2:4]) == without:
+        ports = list[int]()
+        for ask, end in ((_libc.getsockname, own), (_libc.getpeername, peer)):
+            size.value = len(end)
+            if not ask(descriptor, end, ctypes.byref(size)):
+                ports.append(int.from_bytes(end.raw[2:4]))
+        if len(ports) < 2 or not {*ports}.isdisjoint(without):
             continue
         if info := _tcp_info(descriptor):
             unanswered, since, acknowledged, received = info

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Any
 
@@ -78,3 +78,22 @@ def test_bytes_of_connections_are_counted_but_for_questions_and_others(
             assert connections.moved() == 0
         send(2**16)
         until(lambda: connections.moved() > 2**16)  # they came, and were acknowledged
+
+
+def test_traffic_leaves_connections_out_by_the_port_of_either_end() -> None:
+    with ExitStack() as opened:
+        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        one = opened.enter_context(socket.create_connection(listener.getsockname()))
+        another = opened.enter_context(listener.accept()[0])
+        ports = [end.getsockname()[1] for end in (one, another)]
+
+        def moved(without: Collection[int]) -> int:
+            seen = p2p.traffic(without, 1.0)
+            assert seen is not None
+            return seen[0]
+
+        before = moved(()), *(moved([port]) for port in ports)
+        one.sendall(bytes(2**16))
+        another.recv(2**16, socket.MSG_WAITALL)
+        until(lambda: moved(()) >= before[0] + 2**17)
+        assert [moved([port]) for port in ports] == [*before[1:]]

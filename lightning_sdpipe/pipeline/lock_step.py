@@ -185,16 +185,24 @@ class _Call:
     number: int
     members: Sequence[int]
     ranks: Sequence[int]
-    _before: Mapping[int, _Said] = field(default_factory=dict)
+    _heard: tuple[Mapping[int, _Said], Mapping[int, _Said]] = ({}, {})  # the last two times
 
     def __str__(self) -> str:
         return f"a call of {self.place}"
 
+    def hear(self, said: Mapping[int, _Said]) -> None:
+        """Take in what members have said."""
+        self._heard = self._heard[1], said
+
     def lost(self) -> WorkerFailedError | None:
         """Return an error if an awaited worker waits, through others perhaps, for one that waits in this call. Each
-        must have said so at two looks, so that no wait is taken for one that is over."""
-        before, self._before = self._before, _told(self.members)
-        lasting = {rank: said for rank, said in self._before.items() if said.goes_on(before.get(rank))}
+        must have said so twice, so that no wait is taken for one that is over."""
+        before, now = self._heard
+        lasting = {rank: said for rank, said in now.items() if said.goes_on(before.get(rank))}
+        at = {rank: said.call[1] for rank, said in lasting.items() if said.call} | {dist.get_rank(): self.number}
+        for rank, said in lasting.items():  # a message to it may be on its way from those that have passed its call
+            if rank in at:
+                lasting[rank] = said._replace(ranks=[each for each in said.ranks if at.get(each, 0) <= at[rank]])
         here = {rank for rank, said in lasting.items() if said.call == [self.place, self.number]} | {dist.get_rank()}
         missing = [rank for rank in self.ranks if rank not in here and _leads(rank, here, lasting)]
         if not missing:
@@ -237,8 +245,9 @@ _times = count()
 
 
 def tell_waits(waits: Collection[p2p.Wait]) -> None:
-    """Leave word in the run's store of what this worker has been waiting for. A thread beside the training calls it at
-    each of its looks, as long as that lasts."""
+    """Leave word in the run's store of what this worker has been waiting for, and let calls hear what others have left
+    there. A thread beside the training calls it again and again, as long as that lasts; it waits where the store cannot
+    be reached."""
     if not waits or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     call = next((each for each in waits if isinstance(each, _Call)), None)
@@ -246,13 +255,28 @@ def tell_waits(waits: Collection[p2p.Wait]) -> None:
     what = " and ".join(sorted(map(str, waits if call is None else [call])))
     key = None if call is None else [call.place, call.number]
     said = _Said(hash(frozenset(map(id, waits))), next(_times), key, ranks, what)
-    with suppress(RuntimeError):  # the store may have ended with its process
+    with suppress(RuntimeError, ValueError):  # the store may have ended with its process, or the group with the run
         _store().set(f"waits/{dist.get_rank()}", json.dumps(said))
+    if isinstance(call, _Call):
+        call.hear(_told(call.members))
+
+
+def port_of_store() -> int:
+    """Return the port of the run's store, over which waits are told, so that bytes there are no progress of the run; 0
+    if it has none."""
+    if not dist.is_initialized():
+        return 0
+    store: Any = None
+    with suppress(ValueError):  # the group has ended with the run
+        store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    return getattr(store, "port", 0)
 
 
 def _told(ranks: Sequence[int]) -> dict[int, _Said]:
     keys = {rank: f"waits/{rank}" for rank in ranks if rank != dist.get_rank()}
-    with suppress(RuntimeError):
+    with suppress(RuntimeError, ValueError):
         return {rank: _Said(*json.loads(_store().get(key))) for rank, key in keys.items() if _store().check([key])}
     return {}
 

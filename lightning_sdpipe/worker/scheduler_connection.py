@@ -31,7 +31,7 @@ from lightning_sdpipe.lightning_internals import is_local_path
 from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.partition.pipeline_cut import PipelineCut
 from lightning_sdpipe.partition.plan import Plan
-from lightning_sdpipe.pipeline.lock_step import tell_waits
+from lightning_sdpipe.pipeline.lock_step import port_of_store, tell_waits
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client.client import Callbacks, Failure, SchedulerClient
@@ -82,6 +82,7 @@ class Watchdog:
         self._timer: threading.Timer | None = None
         self._noticed = threading.Event()
         self._looking = threading.Thread(target=self._look, name="watchdog", daemon=True)
+        self._telling: threading.Thread | None = None
 
     def watch(self) -> None:
         """Look from now on, until it is disarmed, whether what is waited for can come."""
@@ -95,8 +96,9 @@ class Watchdog:
 
     def disarm(self) -> None:
         self._noticed.set()
-        if self._looking.is_alive():
-            self._looking.join(_PATIENCE)  # it refers to process groups, which must not outlive the interpreter there
+        for thread in (self._looking, self._telling):
+            if thread is not None and thread.is_alive():
+                thread.join(_PATIENCE)  # it refers to process groups, which must not outlive the interpreter there
         if self._timer is not None:
             self._timer.cancel()
 
@@ -105,13 +107,14 @@ class Watchdog:
         moved, since, stalled = 0, time.monotonic(), tuple[str, ...]()
         while not self._noticed.wait(_LOOK):
             now = p2p.waited_for()
-            tell_waits(before & now)
+            self._tell(before & now)
             for error in (transfer.lost() for transfer in before & now):
                 if error is not None:
                     self._lost(str(error))
                     return
             limit = self._limit()
-            seen = p2p.traffic(self._port, limit / 2) if before & now else None
+            ports = self._port, port_of_store()
+            seen = p2p.traffic(ports, limit / 2) if before & now else None
             if seen is None or seen[0] != moved:
                 moved, since = seen[0] if seen else 0, time.monotonic()
             told: tuple[str, ...] = ()
@@ -121,6 +124,12 @@ class Watchdog:
                 stalled = told
                 self._stalled(told)
             before = now
+
+    def _tell(self, waits: set[p2p.Wait]) -> None:
+        """Tell other workers of ``waits`` in a thread, since the store by which they hear may be out of reach."""
+        if waits and (self._telling is None or not self._telling.is_alive()):
+            self._telling = threading.Thread(target=tell_waits, args=[waits], name="telling waits", daemon=True)
+            self._telling.start()
 
     def _end(self, failure: Failure) -> None:
         print(self._describe(failure), file=sys.stderr, flush=True)

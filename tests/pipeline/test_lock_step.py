@@ -8,12 +8,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import transformers as hf
 from torch import Tensor, nn
 
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.plan import plan
+from lightning_sdpipe.pipeline import lock_step
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.assembly import assemble
@@ -102,3 +104,20 @@ def _speak(rank: int, stages: int, names: list[str]) -> dict[str, int]:
 def test_generate_gives_the_tokens_of_one_process(stages: int, names: list[str]) -> None:
     for counted in run_workers(stages, _speak, stages, names):
         assert all(counted[name] >= 2 * 8 for name in names)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_rank_that_has_passed_a_call_is_not_awaited_there(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 sends its output to rank 1 over a slow link, and rank 0, which has it, waits for rank 1 in the next call;
+    or rank 1 does something else."""
+    place = "block 'words' in Speaking.on_fit_end"
+    call = lock_step._Call(place, 5, [0, 1, 2], [1])
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    for times in range(2):
+        assert call.lost() is None
+        receives, sends = ([place, 4], [2], ""), ([place, 4], [0, 1], "")
+        said = {1: lock_step._Said(1, times, *receives), 2: lock_step._Said(2, times, *sends)}
+        call.hear(said if goes_on else {1: lock_step._Said(1, times, None, [0], "receiving from stage 0")})
+    error = call.lost()
+    assert goes_on == (error is None)
+    assert goes_on or "rank 1 waits in receiving from stage 0" in str(error)
