@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lightning_sdpipe.policies import Group, Joined, Left, Lost, Progress, Ready, Worker
+from lightning_sdpipe.policies import Answered, Group, Joined, Left, Lost, Progress, Ready, Restarted, Worker
 from lightning_sdpipe.policies.decisions import Lineage
 from lightning_sdpipe.policies.events import Regrouped
 from lightning_sdpipe.policies.outer_rounds import OuterRounds, OuterRoundsPolicy
@@ -85,6 +85,20 @@ def test_a_base_that_one_outside_of_the_round_may_have_is_the_newest() -> None:
     assert ready(rounds, 2, 4, 0, 4.0) == []
     (group,) = ready(rounds, 1, 8, -1, 4.0)
     assert group.lineage == Lineage((-1, 0), 0)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_after_a_restart_those_that_have_not_told_may_have_any_base(answered: bool) -> None:
+    """The other one then drops its round; so it does if the base is that of a round that was answered again."""
+    rounds = policy(2)
+    rounds.on(Restarted(7), 0.0)
+    if answered:
+        ready(rounds, 0, 4, 4, 1.0)
+        rounds.on(Answered(Worker(0, 0), 4), 1.0)
+    rounds.on(Left(Worker(0, 0)), 1.0)
+    (dropped,) = ready(rounds, 1, 8, 5, 2.0)
+    assert dropped.lineage == Lineage((5,), 6)
+    assert not dropped.lineage.goes_on
 
 
 def ready(
