@@ -224,7 +224,9 @@ def _refuse_without_flush(directory: Path) -> None:
 @refused("Gradients", '`clip_gradients` by norm outside of `configure_gradient_clipping`, with `schedule="pipedream"`',
          _CLIP)  # fmt: skip
 @refused("Gradients", 'clipping by norm twice in an update, with `schedule="pipedream"`', _TWICE)
-@refused("Gradients", 'layers frozen or unfrozen amidst an accumulation, with `schedule="pipedream"`', _AMIDST)
+@refused(
+    "Gradients", 'layers frozen or unfrozen in the middle of an accumulation, with `schedule="pipedream"`', _AMIDST
+)
 def test_what_does_not_go_without_a_flush(tmp_path: Path) -> None:
     on_four_ranks(_refuse_without_flush, tmp_path, count=2)
 
