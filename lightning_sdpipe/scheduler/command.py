@@ -132,7 +132,7 @@ def _parser() -> Parser:
     add(
         "--newest",
         type=Path,
-        help="file with the path of an elastic run's newest checkpoint, for a scheduler that is started again",
+        help="file with the path of an elastic run's newest checkpoint, from which --resume continues after a restart",
     )
     add("--journal", type=_has_left, help=argparse.SUPPRESS)
     add("--verbose", action="store_true", help="log every group and its reason")
