@@ -129,8 +129,8 @@ def _receive(
         data = torch.empty(size, dtype=torch.uint8)
         for part in torch.split(data, _CHUNK):
             take.move(take.group.recv, part)
-        take.move(take.group.send, torch.ones(1))
         outcome.put((data, bool(refused)))
+        take.move(take.group.send, torch.ones(1))
     except Exception as error:  # receive_state() raises it
         outcome.put(error)
 

@@ -121,3 +121,15 @@ def test_a_donor_keeps_the_connection_until_the_newcomer_has_all() -> None:
     assert donation.is_alive()
     take.move(take.group.send, torch.ones(1))
     until(lambda: not donation.is_alive())
+
+
+def test_a_newcomer_that_has_all_needs_its_donor_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves = state_transfer._Peer.move
+
+    def with_a_donor_that_ends(peer: Any, begin: Any, part: torch.Tensor) -> torch.Tensor:
+        if peer._name == "pipeline 3" and begin == peer.group.send:
+            raise WorkerFailedError("it has ended")
+        return moves(peer, begin, part)
+
+    monkeypatch.setattr(state_transfer._Peer, "move", with_a_donor_that_ends)
+    assert given({"epoch": 4}) == {"epoch": 4}
