@@ -478,7 +478,7 @@ class SDPipeStrategy(DDPStrategy):
         self._run.check_trainer(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         fits = trainer.state.fn == TrainerFn.FITTING
-        made = self._set_up = self._cut(trainer, fits)
+        made = self._cut(trainer, fits)
         made.prepare(self._from_leader, self._random_states)
         if fits:
             self.setup_optimizers(trainer)
@@ -496,7 +496,7 @@ class SDPipeStrategy(DDPStrategy):
         plans = self._plan_stages(trainer, fits)
         gathers = is_whole(module) if options.gather_module is None else options.gather_module
         parts = assemble(module, plans, self.groups, options, self._initialisation, self.root_device, memory)
-        made = Setup(
+        made = self._set_up = Setup(
             self, options, self._run, parts, self._origin, gathers, guard=self._guard, first_failure=self._first_failure
         )
         if fits and trainer.checkpoint_callbacks:

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core import rank_zero
@@ -193,3 +194,18 @@ def test_a_worker_says_that_it_ends_though_its_last_checkpoint_could_not_be_writ
     with pytest.raises(OSError, match="No space left"):
         strategy.teardown()
     run.close.assert_called_once_with()
+
+
+def test_a_module_whose_state_cannot_be_saved_is_given_back(tmp_path: Path) -> None:
+    class Unsaved(Regression):
+        def on_fit_start(self) -> None:
+            raise AssertionError("it was refused before")
+
+        def setup(self, stage: str) -> None:
+            self.net.register_state_dict_post_hook(lambda *_: 1 // 0)
+
+    model = Unsaved()
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, SDPipeStrategy(), 1, 8, model)
+    dist.destroy_process_group()
+    assert not [name for block in model.net for name in vars(block) if name in ("_call_impl", "__reduce_ex__")]
