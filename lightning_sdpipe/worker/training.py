@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -300,8 +301,9 @@ class Training:
         with self.guard.running("training_step"), self.first_failure, freezing:
             context, stream, closes = precision.train_step_context, self.draws.stream, self._closes
             scale = loss_scale(precision, self._device) if self._scales else None
-            optimizers, skip = (self.trainer.optimizers, None) if self._is_cut else ((), self._skip)
             generation, portion = freezing.generation, source.portion
+            whole = 1.0 if portion is None else portion.share
+            optimizers, skip = (self.trainer.optimizers, None) if self._is_cut else ((), partial(self._skip, whole))
             step = Step(
                 "training_step", arguments, context, stream, scale, share, closes, generation, portion, optimizers, skip
             )
@@ -310,7 +312,8 @@ class Training:
                 self.sync.weigh(weight_of(batch, self.trainer.lightning_module))
             accumulated = self._accumulated and not source.zeroes_gradients
             self._without_loss, self._skipped = 0.0, False
-            self._weighs = exchange is not None and not accumulated
+            # who trains a part of the batch of all pipelines must not matter
+            self._weighs = exchange is not None and not accumulated and portion is None
             loss = self.parts.pipeline.train(batch, step, self.mini_batches, exchange, accumulated, self._heard)
             if self.state is not None:
                 self.state.hand_on_late()
@@ -328,12 +331,12 @@ class Training:
             return None
         return loss
 
-    def _skip(self, part: float) -> None:
-        """Skip so large a part of the mini-batch, for which the step has returned None. As in an accumulation, it adds
-        nothing to the gradient; and if it is all of the mini-batch, that counts for nothing in the mean of
-        gradients."""
+    def _skip(self, whole: float, part: float) -> None:
+        """Skip so large a part of the ``whole`` mini-batch, for which the step has returned None. As in an
+        accumulation, it adds nothing to the gradient; and if it is all of the mini-batch, that counts for nothing in
+        the mean of gradients, unless pipelines divide one batch."""
         self._without_loss += part
-        self._skipped = self._without_loss > 1 - _ROUNDING
+        self._skipped = self._without_loss > whole - _ROUNDING
         if self._weighs and self._skipped:
             self.sync.weigh(0.0)
 

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from lightning_sdpipe import PHDPSGD, AllReduce, DiLoCo, Exchange, LocalSGD, SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
@@ -234,6 +234,34 @@ def test_micro_batches_without_a_loss_add_nothing_and_the_others_count(tmp_path:
         optimizer.step()
     for found in on_four_ranks(_in_part, tmp_path, count=2):
         _same(found, (weights(model), 3), "in part")
+
+
+def _divided(directory: Path) -> tuple[dict[str, Tensor], int]:
+    strategy = SDPipeStrategy(sync=AllReduce(), num_micro_batches=2, batch_by_speed=True)
+    trainer, model = pipelines(directory, strategy, max_epochs=1), InPart()
+    trainer.fit(model, DataLoader(_marked_for_all()[0], BATCH))
+    return weights(model), trainer.global_step
+
+
+def _marked_for_all() -> tuple[TensorDataset, list[list[int]]]:
+    """Three batches for each of two shards, one of which has no loss for its third; and the samples of each shard."""
+    x, y = (tensor[:24].clone() for tensor in samples().tensors)
+    shards = [list(DistributedSampler(TensorDataset(x), 2, home)) for home in range(2)]
+    x[[shards[0][6], *(shards[1][place] for place in (0, 8, 10))]] += 100
+    return TensorDataset(x, y), shards
+
+
+def test_micro_batches_without_a_loss_add_nothing_whoever_trains_them(tmp_path: Path) -> None:
+    model, (data, shards) = InPart(), _marked_for_all()
+    optimizer = model.configure_optimizers()
+    for number in range(3):
+        halves = [shard[4 * number + half :][:2] for shard in shards for half in (0, 2)]
+        found = [model.training_step(data[half], number) for half in halves]
+        optimizer.zero_grad()
+        (sum(loss for loss in found if loss is not None) / len(found)).backward()
+        optimizer.step()
+    for found in on_four_ranks(_divided, tmp_path, count=2):
+        _same(found, (weights(model), 3), "divided")
 
 
 def _resumed(directory: Path, distributed: bool) -> tuple[Outcome, Outcome]:
