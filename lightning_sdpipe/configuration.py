@@ -11,6 +11,7 @@ import inspect
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException
@@ -130,11 +131,11 @@ def _resolved(node: DictConfig | ListConfig) -> Iterator[tuple[Any, Any]]:
 
 
 def _hints(target: Any) -> Mapping[str, Any]:
-    function = target.__init__ if inspect.isclass(target) and inspect.isfunction(target.__init__) else target
-    try:
-        return typing.get_type_hints(function)
-    except (NameError, TypeError):  # a name that is imported for type checkers only
-        return {}
+    found: dict[str, Any] = {}
+    for each in (target, target.__init__) if inspect.isclass(target) else (target,):  # values of a policy are fields
+        with suppress(NameError, TypeError):  # a name that is imported for type checkers only
+            found |= typing.get_type_hints(each)
+    return found
 
 
 def _signature(target: Any) -> inspect.Signature:

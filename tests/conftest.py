@@ -139,13 +139,17 @@ def own_environment(cache: Path) -> Iterator[None]:
     os.environ.update(before)
 
 
+def _loggers() -> list[logging.Logger]:
+    return [value for value in logging.root.manager.loggerDict.values() if isinstance(value, logging.Logger)]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def own_loggers() -> Iterator[None]:
     """A suite that runs in a test silences Lightning, for the processes that later tests fork as well."""
-    loggers = [value for value in logging.root.manager.loggerDict.values() if isinstance(value, logging.Logger)]
-    before = [(logger, logger.level, logger.propagate, logger.disabled, logger.handlers[:]) for logger in loggers]
+    before = {each: (each.level, each.propagate, each.disabled, each.handlers[:]) for each in _loggers()}
     yield
-    for logger, level, propagate, disabled, handlers in before:
+    for logger in _loggers():
+        level, propagate, disabled, handlers = before.get(logger, (logging.NOTSET, True, False, []))
         if logger.level != level:  # else each call would empty the caches of all loggers
             logger.setLevel(level)
         logger.propagate, logger.disabled, logger.handlers = propagate, disabled, handlers

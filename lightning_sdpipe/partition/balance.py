@@ -139,7 +139,7 @@ def even(
         slowest = max(until[span.stop] - until[span.start] for span in spans)
         much = largest > MUCH * taken[-1] / num_stages
         rated.append((math.inf if math.isinf(largest) else slowest * (FAR if much else 1.0), spans))
-    rating, spans = min(rated, key=lambda each: each[0])
+    rating, spans = min(reversed(rated), key=lambda each: each[0])  # of equal ones the more even cut
     return spans, rating
 
 

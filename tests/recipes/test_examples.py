@@ -151,16 +151,13 @@ def _run_cells(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "count", "updates"),
     [
-        ("README.md", 4, 32),
-        pytest.param("minimal.py", 4, 16, marks=pytest.mark.slow),
+        ("minimal.py", 4, 16),
         pytest.param("huggingface.py", 2, 28, marks=pytest.mark.slow),
     ],
 )
 def test_each_process_may_run_the_whole_script(name: str, count: int, updates: int, tmp_path: Path) -> None:
     """As by torchrun, and by the default start_method: with random numbers of its own, unlike the copies above."""
-    code = (ROOT / name if name == "README.md" else EXAMPLES / name).read_text()
-    if name == "README.md":
-        (code,) = re.findall(r"```python\n(.*?)```", code, re.DOTALL)
+    code = (EXAMPLES / name).read_text()
     assert run_workers(count, _run_whole, count, free_port(), tmp_path, code) == [updates] * count
 
 

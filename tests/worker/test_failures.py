@@ -96,7 +96,10 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("killed", r"(receiving from|sending to) stage 0 \(rank 1\) failed"),
+        (
+            "killed",
+            r"((receiving from|sending to) stage 0 \(rank 1\) failed|Stage 0 of pipeline 0 \(rank 1\) failed first)",
+        ),
         ("killed_all_reduce", r"averaging gradients among ranks \[0, 1\] failed"),
         ("killed_het_pipe", r"((receiving from|sending to) pipeline 1 \(rank 1\)|meeting among ranks \[0, 1\]) failed"),
         (

@@ -147,7 +147,7 @@ class MetBarriers:
 def test_all_that_meet_weigh_as_their_method_says(samples: float | None, weights: dict[int, float]) -> None:
     barriers: Any = MetBarriers([-1, 4, 1 if samples is None else 2.0])
     nobody: Any = None
-    bases = SurvivingBases(Connections(Worker(0, 3), nobody, nobody, nobody, lambda: barriers, Traffic()))
+    bases = SurvivingBases(Connections(Worker(0, 3), nobody, nobody, lambda: barriers, Traffic()))
     codec, model = OwnBase(Full(), 3, Nesterov(), 0.0), [torch.arange(4.0)]
     codec.begin(model)
     bases.arrange(OuterState(codec))
