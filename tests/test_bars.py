@@ -38,10 +38,10 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 39_180,
+    "code lines of the package": 39_030,
     "code lines of recipes, without baselines and tools": 7_460,
-    "code lines of tests": 42_770,
-    "statements that raise something": 620,
+    "code lines of tests": 42_640,
+    "statements that raise something": 619,
     "types of messages, events, decisions and effects": 84,
 }
 """The largest values allowed. A commit that lowers one lowers its bar; a feature that needs more says how much."""
