@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from lightning_sdpipe import AllReduce, SDPipeStrategy
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.plan import plan
@@ -20,6 +23,7 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.assembly import assemble
 from lightning_sdpipe.worker.options import Options
+from tests.features.running import on_four_ranks, quiet_trainer
 from tests.partition.architectures import BATCH, DECODER, IMAGES, SAMPLE, TEXT, build, ids, pixels, spectra
 from tests.patience import limit
 from tests.workers import run_workers
@@ -121,3 +125,59 @@ def test_a_rank_that_has_passed_a_call_is_not_awaited_there(goes_on: bool, monke
     error = call.lost()
     assert goes_on == (error is None)
     assert goes_on or "rank 1 waits in receiving from stage 0" in str(error)
+
+
+class Sampling(Speaking):
+    """Generates in a step of evaluation, at the end of an epoch, and when a callback asks."""
+
+    def __init__(self, model: nn.Module, prompt: dict[str, Tensor]) -> None:
+        super().__init__(model)
+        self.prompt = prompt
+        self.said: list[tuple[str, list[list[int]]]] = []
+
+    @torch.no_grad()
+    def speak(self, where: str) -> None:
+        for sample, cache in ((True, True), (True, False), (False, True), (False, False)):
+            tokens = self.model.generate(  # type: ignore[operator]
+                **self.prompt, max_new_tokens=6, pad_token_id=1, do_sample=sample, use_cache=cache
+            )
+            self.said.append((where, tokens.tolist()))
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.speak("validation_step")
+
+    def on_validation_epoch_end(self) -> None:
+        self.speak("on_validation_epoch_end")
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.speak("predict_step")
+        return batch
+
+
+class Asking(L.Callback):
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.speak("callback")
+
+
+def _in_hooks(directory: Path, stages: int, names: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        module = Sampling(*made(name)).eval()
+        strategy = SDPipeStrategy(stages, AllReduce(), partition="uniform", num_micro_batches=1)
+        trainer = quiet_trainer(default_root_dir=directory, strategy=strategy, devices=stages, callbacks=[Asking()])
+        data: Any = DataLoader(torch.zeros(2, 1), 2)  # type: ignore[arg-type]
+        trainer.validate(module, data, verbose=False)
+        trainer.predict(module, data)
+        found[name] = module.said
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("names", [NAMES[:10], NAMES[10:20], NAMES[20:]], ids=["first", "second", "third"])
+def test_hooks_and_evaluation_generate_the_tokens_of_one_process(names: list[str], tmp_path: Path) -> None:
+    (whole,) = on_four_ranks(_in_hooks, tmp_path, 1, names, count=1)
+    for rank in on_four_ranks(_in_hooks, tmp_path, 2, names, count=2):
+        for name in names:
+            assert len(rank[name]) == 16
+            assert rank[name] == whole[name], name
