@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> None:
     factor = longer(*measured())
     if factor > LONGEST:
         print("This machine is busy: the figures below are no measure of the methods. Run it again when it is idle.\n")
-    elif factor > 1:
+    elif factor >= 1.05:
         print(f"This machine is a little busy, so the emulated devices take {factor:.1f} times as long.\n")
     with tempfile.TemporaryDirectory(prefix="sdpipe-demo-") as directory:
         results = [

@@ -16,7 +16,7 @@ group goes out, and of which members.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -68,14 +68,9 @@ class Refusing(msgspec.StructMeta):
         cls.__init__ = __init__  # type: ignore[misc]
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
-        refuse_unknown(cls, cls.__struct_fields__, values)
+        for name in {*values} - {*cls.__struct_fields__}:
+            raise ConfigurationError(f"{name} is not a value of {cls.__name__}{nearest(name, cls.__struct_fields__)}")
         return super().__call__(*args, **values)
-
-
-def refuse_unknown(kind: type, known: Iterable[str], values: Iterable[str]) -> None:
-    """Raise ConfigurationError if ``kind``, which has the values ``known``, is given others."""
-    for name in {*values} - {*known}:
-        raise ConfigurationError(f"{name} is not a value of {kind.__name__}{nearest(name, known)}")
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, metaclass=Refusing):

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MethodType
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
+
+import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov
 from lightning_sdpipe.policies.capabilities import OUTER, Capabilities
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
-from lightning_sdpipe.policies.policy import PolicyConfig, refusal, refuse_unknown
+from lightning_sdpipe.policies.policy import PolicyConfig, Refusing, refusal
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
 from lightning_sdpipe.sync.own_base_averaging import OwnBaseAveraging
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
-class _Refusing(type):
-    @property
-    def __signature__(cls) -> inspect.Signature:  # else what reads signatures sees __call__'s
-        return inspect.signature(MethodType(cls.__init__, cls))  # type: ignore[misc]
-
-    def __call__(cls, *args: Any, **values: Any) -> Any:
-        refuse_unknown(cls, cls.__dataclass_fields__, values)  # type: ignore[attr-defined]
-        return super().__call__(*args, **values)
-
-
-@dataclass(frozen=True)
-class DiLoCo(metaclass=_Refusing):
+class DiLoCo(msgspec.Struct, frozen=True, metaclass=Refusing):
     """Pipelines train alone for ``every`` updates. The mean movement of their models since the last round is then taken
     as a gradient by SGD with Nesterov's momentum: ``lr`` and ``momentum``; 1 and 0 make it ``LocalSGD``.
 
