@@ -340,17 +340,21 @@ def receive(into: Sequence[Tensor], source: int, group: dist.ProcessGroup, tag: 
     return transfer
 
 
-def send_bytes(data: bytes, to: int, group: dist.ProcessGroup, tag: int, peer: str) -> Transfer:
-    """Send a byte string of any length."""
-    payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return send([torch.tensor([len(data)]), payload], to, group, tag, peer)
+def send_bytes(data: bytes, to: int, group: dist.ProcessGroup, tag: int, peer: str, first: int = 8) -> Transfer:
+    """Send a byte string of any length, after 8 bytes that tell the length; the ``first`` bytes are one message, which
+    is filled up and is the only one where all fits in."""
+    whole = bytearray(max(first, 8 + len(data)))
+    whole[:8], whole[8 : 8 + len(data)] = len(data).to_bytes(8, "little"), data
+    payload = torch.frombuffer(whole, dtype=torch.uint8)
+    return send([payload[:first], payload[first:]], to, group, tag, peer)
 
 
-def receive_bytes(source: int, group: dist.ProcessGroup, tag: int, peer: str) -> bytes:
-    """Wait for a byte string that the peer sent with :func:`send_bytes`."""
-    (length,) = receive([torch.empty(1, dtype=torch.int64)], source, group, tag, peer).wait()
-    (payload,) = receive([torch.empty(int(length), dtype=torch.uint8)], source, group, tag, peer).wait()
-    return payload.numpy().tobytes()
+def receive_bytes(source: int, group: dist.ProcessGroup, tag: int, peer: str, first: int = 8) -> bytes:
+    """Wait for a byte string that the peer sent with :func:`send_bytes`, and as large a ``first`` message."""
+    begun = receive([torch.empty(first, dtype=torch.uint8)], source, group, tag, peer).wait()[0].numpy().tobytes()
+    length = int.from_bytes(begun[:8], "little")
+    (rest,) = receive([torch.empty(max(0, 8 + length - first), dtype=torch.uint8)], source, group, tag, peer).wait()
+    return (begun[8:] + rest.numpy().tobytes())[:length]
 
 
 def broadcast_bytes(data: bytes, source: int, group: dist.ProcessGroup) -> bytes:

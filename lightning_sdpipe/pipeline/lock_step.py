@@ -33,7 +33,7 @@ from lightning_sdpipe.partition.message import Layout, Message, Receiving, Tenso
 from lightning_sdpipe.pipeline.digest import BatchDigest
 
 _TAG = 2**31 - 9  # that no link uses
-_FIRST = 2**14  # bytes of the first part of a message
+_FIRST = 2**14  # bytes of a first message, so that most calls need no other
 _TOGETHER = (
     "Outside of training steps, all ranks of a pipeline call a block together: call it on every rank, and let one of "
     "them report, as in `text = self.generate(prompt)` and then `if self.trainer.is_global_zero: print(text)`. Neither "
@@ -123,12 +123,11 @@ class LockStep:
             sent = (message.layout.values, message.layout.blocks), message.numbers, values
             data = pickle.dumps(((place, self._calls, numbers), *sent))
             with self.first_failure, p2p.awaiting(_Call(place, self._calls, self.ranks, others)):
-                parts = _parts(data)
-                for transfer in [p2p.send(parts, to, self.group, _TAG, f"rank {to}") for to in others]:
+                for transfer in [p2p.send_bytes(data, to, self.group, _TAG, f"rank {to}", _FIRST) for to in others]:
                     transfer.wait()
             return output
         with self.first_failure, p2p.awaiting(_Call(place, self._calls, self.ranks, [owner])):
-            data = self._receive(owner)
+            data = p2p.receive_bytes(owner, self.group, _TAG, f"rank {owner}", _FIRST)
         (there, calls, digest), layout, found, values = unpickled(data)
         if (there, calls) != (place, self._calls):
             raise ConfigurationError(f"Rank {owner} has called {there}, and rank {rank} {place}. {_TOGETHER}")
@@ -138,26 +137,10 @@ class LockStep:
         message = Message(tensors, found, Layout(*layout))
         return repeat(Receiving(message, [self.chain[block]], self.device, frozenset()).effects(0) or [])
 
-    def _receive(self, owner: int) -> bytes:
-        first = torch.empty(_FIRST, dtype=torch.uint8)
-        p2p.receive([first], owner, self.group, _TAG, f"rank {owner}").wait()
-        begun = first.numpy().tobytes()
-        rest = torch.empty(max(0, int.from_bytes(begun[:8], "little") + 8 - _FIRST), dtype=torch.uint8)
-        p2p.receive([rest], owner, self.group, _TAG, f"rank {owner}").wait()
-        return begun[8:] + rest.numpy().tobytes()
-
     def _tensor(self, values: bytes, meta: TensorMeta) -> Tensor:
         if not values:
             return meta.empty(self.device)
         return torch.frombuffer(bytearray(values), dtype=meta.dtype).reshape(meta.shape).to(self.device)
-
-
-def _parts(data: bytes) -> list[Tensor]:
-    """Return what is sent of a byte string: the first part has one length, so that most are one message."""
-    whole = torch.frombuffer(
-        bytearray(len(data).to_bytes(8, "little") + data.ljust(_FIRST - 8, b"\0")), dtype=torch.uint8
-    )
-    return [whole[:_FIRST], whole[_FIRST:]]
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -257,7 +240,7 @@ def tell_waits(waits: Collection[p2p.Wait]) -> None:
     said = _Said(hash(frozenset(map(id, waits))), next(_times), key, ranks, what)
     with suppress(RuntimeError, ValueError):  # the store may have ended with its process, or the group with the run
         _store().set(f"waits/{dist.get_rank()}", json.dumps(said))
-    if isinstance(call, _Call):
+    if call is not None:
         call.hear(_told(call.members))
 
 
