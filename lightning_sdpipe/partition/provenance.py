@@ -102,16 +102,34 @@ class StepTrace:
     logged: list[tuple[str, int, int]] = field(default_factory=list)
 
 
+class CalledAgain(BaseException):
+    """Leaves a step that has called a block for the second time, and says how many calls of blocks it has made. It is
+    not an Exception, so that a broad ``except`` in user code does not stop it."""
+
+
+def note_call(order: list[int], block: int, once: bool) -> None:
+    """Add a call of ``block`` to the ``order`` of calls.
+
+    Raises:
+        CalledAgain: it was called before, which is to happen ``once``.
+    """
+    order.append(block)
+    if once and block in order[:-1]:
+        raise CalledAgain(len(order))
+
+
 class ProvenanceTracer(TorchDispatchMode):
     """Labels the tensors of ``module``'s steps; see the module's docstring.
 
     Args:
         module: the whole module.
         chain: paths of its blocks.
+        once: whether a step is left by :class:`CalledAgain`.
     """
 
-    def __init__(self, module: nn.Module, chain: Sequence[str]) -> None:
+    def __init__(self, module: nn.Module, chain: Sequence[str], once: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._once = once
         self.traces: list[StepTrace] = []
         self._module = module
         self._chain = chain
@@ -257,7 +275,7 @@ class ProvenanceTracer(TorchDispatchMode):
 
     def _call(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trace = self.traces[-1]
-        trace.order.append(index)
+        note_call(trace.order, index, self._once)
         self._block = self._called = index
         try:
             output, effects = self._watches[index].call(original, args, kwargs)

@@ -6,8 +6,8 @@ What the steps change stays changed. So they run in a process that ends afterwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from graphlib import CycleError
@@ -22,16 +22,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_sdpipe.lightning_internals import trainer_of
 from lightning_sdpipe.partition import costs
-from lightning_sdpipe.partition.apart import in_a_child
 from lightning_sdpipe.partition.costs import Costs, Rates
-from lightning_sdpipe.partition.effects import Original, intercept
-from lightning_sdpipe.partition.provenance import ProvenanceTracer, Solitary, StepTrace, logging_to
+from lightning_sdpipe.partition.provenance import CalledAgain, ProvenanceTracer, Solitary, logging_to
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult, in_one_order
 from lightning_sdpipe.partition.sample import copied
 from lightning_sdpipe.partition.state_watch import Call, watch
 from lightning_sdpipe.random_streams import RandomStreams
 
-_SECONDS = 3600.0  # that a run in a child may take
 _AT_MOST = 8  # runs of a step, while blocks are skipped in some of them or in all
 
 
@@ -60,14 +57,13 @@ def rehearse(
     streams = RandomStreams(device)
     traces = {}
     weights: dict[str, set[int]] = {}
-    evaluations = [step for step in steps if not step.trains]
-    calls = {step.name: _until_called_again(module, chain, step, device, watches) for step in evaluations}
-    lock_step = {name: number for name, number in calls.items() if number is not None}
-    steps = [step for step in steps if step.name not in lock_step]
-    watched = {each.name: watch(module, chain, _watched_calls(module, each, device)) for each in steps if watches}
-    for step in steps:
-        with unheard(module, step.trains, device):
-            labels = ProvenanceTracer(module, chain)
+    watched, lock_step = {}, dict[str, int]()
+    for step in steps if watches else ():
+        with _noting_repeats(step, lock_step):
+            watched[step.name] = watch(module, chain, _watched_calls(module, step, device), once=not step.trains)
+    for step in (step for step in steps if step.name not in lock_step):
+        with _noting_repeats(step, lock_step), unheard(module, step.trains, device):
+            labels = ProvenanceTracer(module, chain, once=not step.trains)
             weights = labels.blocks_of_weights()
             for run in range(max(_AT_MOST, len(step.calls))):
                 batch, arguments = step.calls[run % len(step.calls)]
@@ -81,54 +77,22 @@ def rehearse(
                 settled = len(orders) == 1 and len(used) == len(chain)
                 if run + 1 >= len(step.calls) + labels.keeps and settled:
                     break
-        traces[step.name] = labels.traces
-    for step in evaluations:
-        if step.name in traces and not _in_one_order(trace for each in traces.values() for trace in each):
-            lock_step[step.name] = max(len(trace.order) for trace in traces.pop(step.name))
+            traces[step.name] = labels.traces
+    for name in [step.name for step in steps if not step.trains and step.name in traces]:
+        try:
+            in_one_order(trace.order for each in traces.values() for trace in each)
+        except CycleError:
+            lock_step[name] = max(len(trace.order) for trace in traces.pop(name))
     return RehearsalResult(chain, traces, weights, watched, lock_step)
 
 
-class _CalledAgain(BaseException):
-    """Leaves a step that has called a block for the second time. It is not an Exception, so that a broad ``except`` in
-    user code does not stop it."""
-
-
-def _until_called_again(
-    module: nn.Module, chain: Sequence[str], step: StepCalls, device: torch.device, forks: bool
-) -> int | None:
-    """Return how many blocks a call of ``step`` calls until it calls one again; None if it calls none twice. Where it
-    ``forks``, a child of this process finds out, and changes nothing here."""
-
-    def run() -> int | None:
-        called: list[int] = []
-
-        def call(block: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            called.append(block)
-            if block in called[:-1]:
-                raise _CalledAgain
-            return original(*args, **kwargs)
-
-        with ExitStack() as undo:
-            for block, path in enumerate(chain):
-                undo.callback(intercept(module.get_submodule(path), partial(call, block)))
-            for each in _watched_calls(module, step, device):
-                called.clear()
-                with each.context():
-                    try:
-                        each.step()
-                    except _CalledAgain:
-                        return len(called)
-        return None
-
-    return in_a_child(run, _SECONDS) if forks else run()
-
-
-def _in_one_order(traces: Iterable[StepTrace]) -> bool:
+@contextmanager
+def _noting_repeats(step: StepCalls, lock_step: dict[str, int]) -> Iterator[None]:
+    """Enter ``step`` in ``lock_step``, with its calls of blocks so far, where it calls one again within the context."""
     try:
-        in_one_order(trace.order for trace in traces)
-    except CycleError:
-        return False
-    return True
+        yield
+    except CalledAgain as again:
+        lock_step[step.name] = again.args[0]
 
 
 def _watched_calls(module: nn.Module, step: StepCalls, device: torch.device) -> list[Call]:

@@ -35,7 +35,7 @@ from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE, trainer_of
 from lightning_sdpipe.lightning_results import is_metric
 from lightning_sdpipe.partition.apart import in_a_child
 from lightning_sdpipe.partition.effects import EffectRecorder, Original, intercept
-from lightning_sdpipe.partition.provenance import OUTSIDE, logging_to
+from lightning_sdpipe.partition.provenance import OUTSIDE, logging_to, note_call
 from lightning_sdpipe.partition.python_values import GENERATORS, attributes_of, is_of_the_user, is_users, state_of
 
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -307,9 +307,11 @@ class _Run:
     Args:
         module: the whole module.
         chain: paths of its blocks.
+        once: whether the step is left by :class:`~lightning_sdpipe.partition.provenance.CalledAgain`.
     """
 
-    def __init__(self, module: nn.Module, chain: Sequence[str]) -> None:
+    def __init__(self, module: nn.Module, chain: Sequence[str], once: bool) -> None:
+        self._once, self._order = once, list[int]()
         self.changes: list[Change] = []
         self.asked: set[str] = set()
         self._module, self._chain, self._owners = module, chain, _owners(module)
@@ -346,6 +348,7 @@ class _Run:
             self.changes.append(Change(what, self._block, self._position, replayed, owner.of_module, consumed))
 
     def _call(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        note_call(self._order, index, self._once)
         self._look()
         self._block = self._called = index
         try:
@@ -378,23 +381,24 @@ def _intercepted(module: nn.Module, chain: Sequence[str], call: Callable[..., An
         yield
 
 
-def watch(module: nn.Module, chain: Sequence[str], calls: Sequence[Call]) -> Watched:
+def watch(module: nn.Module, chain: Sequence[str], calls: Sequence[Call], once: bool) -> Watched:
     """Watch ``calls`` of a step, one after another, in a child process.
 
     Raises:
+        CalledAgain: a call makes a second call of a block, which is to be called ``once``.
         Exception: the step raised it.
     """
-    return Watched(module, chain, calls, *in_a_child(partial(_observed, module, chain, calls), _SECONDS))
+    return Watched(module, chain, calls, *in_a_child(partial(_observed, module, chain, calls, once), _SECONDS))
 
 
 def _observed(
-    module: nn.Module, chain: Sequence[str], calls: Sequence[Call]
+    module: nn.Module, chain: Sequence[str], calls: Sequence[Call], once: bool
 ) -> tuple[list[Change], set[str], dict[str, Any]]:
     plain = {what: value for what, _, _, value in _places(_owners(module)) if type(value) in _PLAIN}
     changes: list[Change] = []
     asked: set[str] = set()
     for call in calls:
-        run = _Run(module, chain)
+        run = _Run(module, chain, once)
         run.run(call)
         changes += run.changes
         asked |= run.asked

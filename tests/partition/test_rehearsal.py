@@ -218,11 +218,12 @@ class Evaluated(nn.Module):
         return x
 
 
-def test_evaluations_that_no_pipeline_runs_are_told_from_others() -> None:
+@pytest.mark.parametrize("watches", [True, False])
+def test_evaluations_that_no_pipeline_runs_are_told_from_others(watches: bool) -> None:
     names = ("training_step", "validation_step", "test_step", "predict_step")
     calls = [(torch.randn(2, 2), ())] * 2
     steps = [StepCalls(name, calls, name == "training_step") for name in names]
-    found = rehearse(Evaluated(), [f"layers.{n}" for n in range(3)], steps, torch.device("cpu"), watches=False)
+    found = rehearse(Evaluated(), [f"layers.{n}" for n in range(3)], steps, torch.device("cpu"), watches)
     assert found.lock_step == {"validation_step": 4, "test_step": 3}
     assert list(found.traces) == ["training_step", "predict_step"]
     assert found.order == [0, 1, 2]
