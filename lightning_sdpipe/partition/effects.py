@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, Literal, NamedTuple, NoReturn, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 from torch import Tensor, nn
@@ -167,7 +167,8 @@ class EffectRecorder:
             for w, n, each in _given(args, kwargs)
             if isinstance(each, Tensor)
         ]
-        writes = _Writes([*tensors, *_held(containers)]) if fills else None
+        held = [*tensors, *_held(containers)] if fills else []
+        writes = _Writes() if any(each.is_inference() for _, each, _ in held) else None
         handles = [handle for m in self._modules if m._forward_hooks for handle in self._listen(m, hooked)]
         _assignments.listeners.append(lambda module, name: attributes.setdefault((module, name)))
         try:
@@ -182,8 +183,11 @@ class EffectRecorder:
         effects += (
             Effect("write", p, output) for p, each, before in tensors if each is output and _written(each, before)
         )
-        if writes is not None:
-            effects += (Effect("fill", p, each) for p, each in writes.found() if each is not output)
+        effects += (
+            Effect("fill", p, each)
+            for p, each, before in held
+            if each is not output and (version_of(each) != before or (writes is not None and writes.reached(each)))
+        )
         effects += (
             Effect("attribute", (self._modules[m], name), getattr(m, name))
             for m, name in attributes
@@ -249,38 +253,23 @@ def _held(containers: Iterable[tuple[Place, _Container, _Container]]) -> Iterato
 
 
 class _Writes(TorchDispatchMode):
-    """Finds out which of the tensors ``held`` are written to within the context. Those of inference mode do not count
-    the writes to them, so that every operation is looked at."""
+    """Finds out which tensors are written to within the context: those of inference mode do not count it."""
 
-    def __init__(self, held: Sequence[tuple[Place, Tensor, int]]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._held = held
-        self._watches = any(each.is_inference() for _, each, _ in held)
-        self._written: set[int] = set()  # storages
-
-    def __enter__(self) -> Self:
-        if self._watches:
-            super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._watches:
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._storages: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for each in tree_leaves(written_by(func, args, kwargs or {})):
             if isinstance(each, Tensor):
-                self._written.add(each.untyped_storage()._cdata)
+                self._storages.add(each.untyped_storage()._cdata)
         return func(*args, **(kwargs or {}))
 
-    def found(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors that were written to, with their places."""
-        for place, each, before in self._held:
-            counted = not each.is_inference() and version_of(each) != before
-            if counted or (self._written and each.untyped_storage()._cdata in self._written):
-                yield place, each
+    def reached(self, tensor: Tensor) -> bool:
+        """Return whether memory of ``tensor`` was written to."""
+        return bool(self._storages) and tensor.untyped_storage()._cdata in self._storages
 
 
 def _nested(
