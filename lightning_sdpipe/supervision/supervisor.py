@@ -183,7 +183,8 @@ class Supervisor:
                 started.append(process.pid)
                 self._ranks[number, stage] = process, output
                 self._selector.register(source, selectors.EVENT_READ, output)
-
+        if len(started) < size:
+            return
         processes = "process" if size == 1 else "processes, the last stage first,"
         self._say(f"pipeline {number} is {processes} {', '.join(map(str, started))}{restart}")
 
