@@ -61,7 +61,7 @@ def write(log: Path, output: Path) -> None:
 
 
 def _method(record: Record, recording: Recording) -> str:
-    """Return the method as workers say it; for an older log, the scheduler's policy."""
+    """Return the method as workers say it; if none has told it, the scheduler's policy."""
     said = sorted({about.sync for about in recording.about.values()} - {""})
     return ", ".join(said or [policy_of(record.beginning.policy)])
 

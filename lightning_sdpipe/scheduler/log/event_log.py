@@ -33,9 +33,7 @@ from lightning_sdpipe.scheduler.rows import About, Chunk
 
 log = logging.getLogger(__name__)
 
-FORMAT = "sdpipe-log/2"
-_WITHOUT_ROWS = "sdpipe-log/1"
-"""Format that earlier versions wrote; the rest is the same."""
+FORMAT = "sdpipe-log/3"
 REMEMBERED = 4096
 """Events that are kept in memory, unless there are many workers."""
 LIMIT = 256 << 20
@@ -277,7 +275,6 @@ def _read_file(path: Path, records: list[Record]) -> None:
             if line.startswith(b'{"rows"'):
                 records[-1].updates.append(msgspec.json.decode(line, type=Updates))
             elif line.startswith(b'{"format"'):
-                line = line.replace(_WITHOUT_ROWS.encode(), FORMAT.encode(), 1)
                 beginning = msgspec.json.decode(line, type=Beginning)
                 if not (records and beginning.after == records[-1].events > 0):
                     records.append(Record(beginning, [], []))
@@ -285,7 +282,8 @@ def _read_file(path: Path, records: list[Record]) -> None:
                 records[-1].entries.append(msgspec.json.decode(line, type=Entry))
         except (msgspec.DecodeError, IndexError) as error:
             raise ConfigurationError(
-                f"line {number} of {path} is not that of a scheduler's log ({error}); sdpipe scheduler --log writes one"
+                f"line {number} of {path} is not that of a scheduler's log of format {FORMAT} ({error}); sdpipe "
+                "scheduler --log writes one"
             ) from error
 
 

@@ -96,7 +96,7 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
     for text, message in (
         ("", "has no line"),
         ("{}\n", "line 1 of"),
-        ('{"format":"sdpipe-log/9"}\n', "sdpipe-log/9"),
+        ('{"format":"sdpipe-log/2"}\n', "log of format sdpipe-log/3 .*sdpipe-log/2"),
         ('{"at":1.0,"event":{"type":"ready"}}\n', "line 1"),
     ):
         (tmp_path / "wrong").write_text(text)
