@@ -70,13 +70,7 @@ SCENES = (
         Static((1.0, 1.0, 1.0, 2.0)),
         8,  # so that the slow device, which gets fewest of them, makes as many updates as it takes to be named
     ),
-    Scene(
-        "each worker stalls in one iteration of ten",
-        "",
-        2,
-        Delays(probability=0.1, seconds=0.4, seed=1),
-        32,
-    ),
+    Scene("each worker stalls in one iteration of ten", "", 2, Delays(probability=0.1, seconds=0.4, seed=1), 32),
 )
 
 

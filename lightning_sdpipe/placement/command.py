@@ -62,22 +62,12 @@ def _parser() -> Parser:
         help="how transfers between stages add up: overlapping with a flush, as in DT-FM, or as in PipeDream",
     )
     add("--micro-batches", type=int, help="of a mini-batch (default: as many as stages)")
-    add(
-        "--sync",
-        choices=("groups", "all_reduce"),
-        default="groups",
-        help="how pipelines wait for each other",
-    )
+    add("--sync", choices=("groups", "all_reduce"), default="groups", help="how pipelines wait for each other")
     add("--stage-bytes", type=float, help="of a stage's parameters, if the network has no model")
     add("--cut-bytes", type=float, help="of a mini-batch's activations between stages, likewise")
     add("--optimizer-state", type=float, default=2.0, help="bytes for each byte of parameters: 2 for Adam")
     add("--first", metavar="HOST:INDEX", help="the device that will be rank 0 (default: the network's first)")
-    add(
-        "--moves",
-        type=int,
-        default=MOVES,
-        help="of the search; 64 devices take some 10 s by default (%(default)s)",
-    )
+    add("--moves", type=int, default=MOVES, help="of the search; 64 devices take some 10 s by default (%(default)s)")
     add("--for", dest="seconds", type=float, default=math.inf, help="seconds of the search (default: no limit)")
     add("--seed", type=int, default=0)
     add("-o", "--output", type=Path, metavar="FILE", help="writes the placement, for SDPipeStrategy")

@@ -121,8 +121,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _parser() -> Parser:
     parser = Parser(
-        "measure",
-        "Measures the links between all workers of a job, and their devices. Started by torchrun or srun.",
+        "measure", "Measures the links between all workers of a job, and their devices. Started by torchrun or srun."
     )
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("network.json"), help="file that rank 0 writes, for `sdpipe place`"

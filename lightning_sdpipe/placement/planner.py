@@ -57,10 +57,7 @@ class Drawn:
 
 
 def simulate_groups(
-    policy: PolicyConfig,
-    times: Sequence[float],
-    averaging: Callable[[Sequence[int]], float],
-    micro_batches: int = 1,
+    policy: PolicyConfig, times: Sequence[float], averaging: Callable[[Sequence[int]], float], micro_batches: int = 1
 ) -> Drawn:
     """Simulate how the policy forms groups in one stage.
 

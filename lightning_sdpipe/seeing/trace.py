@@ -68,8 +68,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _parser() -> Parser:
     parser = Parser(
-        "trace",
-        "Writes what the workers of a living run did in their newest updates, for ui.perfetto.dev.",
+        "trace", "Writes what the workers of a living run did in their newest updates, for ui.perfetto.dev."
     )
     add_scheduler(parser)
     parser.add_argument("--updates", type=int, default=20, help=f"the newest of each worker, up to {MOST_UPDATES}")

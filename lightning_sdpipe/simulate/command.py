@@ -143,12 +143,7 @@ def _parser() -> Parser:
     add("--iterations", type=int, default=100, help="mini-batches of each pipeline")
     add("--schedule", default="1f1b", help="1f1b, gpipe or pipedream")
     add("--micro-batches", type=int, help="of a mini-batch; M, and 1 under pipedream")
-    add(
-        "--batch-seconds",
-        type=float,
-        default=0.1,
-        help="of a stage for a mini-batch, in the deepest pipeline",
-    )
+    add("--batch-seconds", type=float, default=0.1, help="of a stage for a mini-batch, in the deepest pipeline")
     add("--jitter", type=float, default=0.05, help="share by which that varies")
     add("--exchange", type=float, default=0.0, help="seconds that a group takes to average")
     add(

@@ -82,12 +82,7 @@ def _parser() -> Parser:
     add("--stages", type=int, default=1, metavar="M", help="processes of each pipeline")
     add("--restarts", type=int, default=10, metavar="K", help="of each pipeline, until it is given up")
     add("--min-pipelines", type=int, default=1, metavar="P", help="fewer than these do not train")
-    add(
-        "--gather",
-        type=float,
-        default=60.0,
-        help="seconds until it begins without those that have not come",
-    )
+    add("--gather", type=float, default=60.0, help="seconds until it begins without those that have not come")
     add("--hold-limit", type=float, default=1800.0, help="seconds of waiting for --min-pipelines at most")
     add("--resume", action="store_true", help="go on from the newest checkpoint if all pipelines are lost at once")
     add("--worker-timeout", type=float, default=30.0, help="seconds until a silent process counts as lost")

@@ -223,12 +223,7 @@ def ask_status(address: str, *, credentials: WorkerKeys | None = None, timeout: 
 
 
 def ask(
-    question: m.Ask,
-    answer: type[_Answer],
-    address: str,
-    *,
-    credentials: WorkerKeys | None = None,
-    timeout: float = 5.0,
+    question: m.Ask, answer: type[_Answer], address: str, *, credentials: WorkerKeys | None = None, timeout: float = 5.0
 ) -> _Answer:
     """Return the scheduler's answer to a program that is no worker.
 
