@@ -203,7 +203,6 @@ def _pipelines_to_plain(recording: Recording) -> dict[str, Any]:
         "training": len({worker.pipeline for worker in recording.active} - gone.keys()),
         "of": len(ever),
         "lost": [{"pipeline": pipeline, "seconds_ago": round(ago, 1)} for pipeline, ago in gone.items()],
-        "came_back": max((len(series.earlier) for series in recording.series.values()), default=0),
     }
 
 

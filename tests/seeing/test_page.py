@@ -82,7 +82,7 @@ def test_machines_are_told_the_same_with_a_number_for_what_it_means() -> None:
     assert plain["samples_per_second"] == 703.297
     assert plain["updates"][0]["phases_us"]["wait_group"] == 31_000.0
     assert plain["updates"][0]["host"] == "gpu7"
-    assert (plain["state"], plain["pipelines"]) == ("training", {"training": 2, "of": 2, "lost": [], "came_back": 0})
+    assert (plain["state"], plain["pipelines"]) == ("training", {"training": 2, "of": 2, "lost": []})
 
 
 @pytest.mark.parametrize(
