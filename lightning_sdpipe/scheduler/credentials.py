@@ -160,11 +160,17 @@ def worker_keys_beside(scheduler_key_file: Path) -> WorkerKeys | None:
     return keys if keys.scheduler_public == scheduler.public else None
 
 
+def host_and_port(address: str) -> tuple[str, str]:
+    """Return the parts of an address over TCP."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), port
+
+
 def is_loopback(address: str) -> bool:
     """Return whether this ZeroMQ address stays on this machine."""
     if address.startswith(("ipc://", "inproc://")):
         return True
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    host, _ = host_and_port(address)
     return host in ("localhost", "::1") or host.startswith("127.")
 
 

@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.meter import PHASES
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler.credentials import host_and_port
 from lightning_sdpipe.scheduler.log import status_page
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.seeing.detectors import findings
@@ -170,11 +171,12 @@ class View:
         except SchedulerError as error:
             silence = f"the scheduler is slow to answer ({error})"
             if _refuses(self._follower.address):  # the run is over, or the scheduler is started again
-                silence = f"nothing listens at {self._follower.address} any more"
+                silence = (
+                    f"nothing listens at {self._follower.address} any more: the run is over, or its machine is down"
+                )
                 if told is not None and self._log is not None and not told[0].over:
                     with contextlib.suppress(ConfigurationError):  # the log has left
                         told = of_log(self._log), told[1]
-                silence = f"{silence}: the run is over, or its machine is down"
                 if told is not None and told[0].state == "finished":
                     silence = ""
         totals = {worker: [*sums] for worker, sums in self._follower.totals.items()}
@@ -261,13 +263,11 @@ async def serve(
 
 def _refuses(address: str) -> bool:
     """Return whether no program listens at ``address``, for certain."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host, port = host_and_port(address)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), EVERY).close()
-    except ConnectionRefusedError:
-        return True
-    except (OSError, ValueError):
-        pass
+        socket.create_connection((host, int(port)), EVERY).close()
+    except (OSError, ValueError) as error:
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 

@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.credentials import WorkerKeys, is_loopback
+from lightning_sdpipe.scheduler.credentials import WorkerKeys, host_and_port, is_loopback
 from lightning_sdpipe.scheduler.log.status import Status
 
 GLANCE = 0.1
@@ -189,9 +189,9 @@ def _greets(address: str) -> bool:
     closes the connection instead; there is none but over TCP."""
     if not address.startswith("tcp://"):
         return True
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host, port = host_and_port(address)
     try:
-        with sockets.create_connection((host.strip("[]"), int(port)), GREETING) as connection:
+        with sockets.create_connection((host, int(port)), GREETING) as connection:
             return connection.recv(1) == _GREETING
     except OSError:
         return False

@@ -31,7 +31,7 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import effects as f
 from lightning_sdpipe.scheduler.client.connection import GLANCE, Connection
 from lightning_sdpipe.scheduler.client.conversation import REPEAT_IN_TRAINING, Conversation
-from lightning_sdpipe.scheduler.credentials import WorkerKeys
+from lightning_sdpipe.scheduler.credentials import WorkerKeys, host_and_port
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,7 @@ class Lifeline:
     """
 
     def __init__(self, address: str, port: int, nonce: bytes) -> None:
-        host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        self.socket = sockets.create_connection((host, port), timeout=CONNECT_WITHIN)
+        self.socket = sockets.create_connection((host_and_port(address)[0], port), timeout=CONNECT_WITHIN)
         try:
             self.socket.sendall(nonce)
             self.socket.setblocking(False)
@@ -111,23 +110,6 @@ class Callbacks:
     broke: Callable[[int], None] = _nothing
     ends: Callable[[e.End], None] = _nothing
     hands_over: Callable[[int, Group], None] = _nothing
-
-
-def open_lifeline(address: str, port: int, nonce: bytes) -> Lifeline | None:
-    """Open the lifeline that the scheduler at ``address`` asks for; None if it has none (``port`` 0), or cannot be
-    reached."""
-    if not port:
-        return None
-    try:
-        return Lifeline(address, port, nonce)
-    except OSError as error:
-        log.warning(
-            "no connection to port %d of the scheduler's machine (%s), by which it would know at once when this "
-            "process ends; it will know by silence, later. Open that port, or choose one with --lifeline-port",
-            port,
-            error,
-        )
-        return None
 
 
 class Wire:
@@ -384,12 +366,23 @@ class Wire:
             log.error("an answer about membership makes no sense: %s", error)
 
     def _connect(self, port: int, nonce: bytes) -> None:
+        """Open the lifeline that the scheduler asks for, if it has one (``port`` above 0) and can be reached."""
         self._drop_lifeline()
-        self._lifeline = open_lifeline(self._address, port, nonce)
-        if self._lifeline is not None:
-            self._poller.register(self._lifeline.socket.fileno(), zmq.POLLIN)
-            with self.changed:
-                self.talk.lifeline(there=True)
+        if not port:
+            return
+        try:
+            self._lifeline = Lifeline(self._address, port, nonce)
+        except OSError as error:
+            log.warning(
+                "no connection to port %d of the scheduler's machine (%s), by which it would know at once when this "
+                "process ends; it will know by silence, later. Open that port, or choose one with --lifeline-port",
+                port,
+                error,
+            )
+            return
+        self._poller.register(self._lifeline.socket.fileno(), zmq.POLLIN)
+        with self.changed:
+            self.talk.lifeline(there=True)
 
     def _drop_lifeline(self) -> None:
         if self._lifeline is not None:

@@ -21,7 +21,7 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.credentials import KeyCheck, SchedulerKeys, is_loopback
+from lightning_sdpipe.scheduler.credentials import KeyCheck, SchedulerKeys, host_and_port, is_loopback
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, Beginning, EventLog
 from lightning_sdpipe.scheduler.server.lifelines import Lifelines
 from lightning_sdpipe.scheduler.server.newest_checkpoint import NewestCheckpoint
@@ -212,7 +212,7 @@ class Server:
         if not self.address.startswith("tcp://"):
             yield
             return
-        host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        host, _ = host_and_port(self.address)
         port, notice = self._endpoint.lifeline_port, self._lifeline_notice
         try:
             endpoint = self._stop_message.endpoint
