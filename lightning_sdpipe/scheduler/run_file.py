@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from lightning_sdpipe.errors import counted
+from lightning_sdpipe.errors import shape
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, is_loopback
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class RunFile(msgspec.Struct, frozen=True):
         since = datetime.datetime.fromisoformat(self.time).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         return (
             f"{self.address}  {self.script or 'sdpipe scheduler'} in {self.directory}, process {self.pid}, "
-            f"since {since}: {counted(self.num_pipelines, 'pipeline')} × {counted(self.num_stages, 'stage')}"
+            f"since {since}: {shape(self.num_stages, self.num_pipelines)}"
             + ("" if self.log is None else f", log {self.log}")
         )
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_sdpipe.command_line import Parser
-from lightning_sdpipe.errors import ConfigurationError, counted
+from lightning_sdpipe.errors import ConfigurationError, shape
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import check_integer
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str]) -> int:
         script=options.script,
     )
     scheduler = SchedulerProcess(of_scheduler, logs / "scheduler.log", environment, keeps_port=True)
-    shape = f"{counted(settings.num_pipelines, 'pipeline')} × {counted(settings.num_stages, 'stage')}"
-    terminal.say(f"{shape}; scheduler at {scheduler.address}; logs in {logs}")
+    mesh = shape(settings.num_stages, settings.num_pipelines)
+    terminal.say(f"{mesh}; scheduler at {scheduler.address}; logs in {logs}")
 
     def look(asked: float) -> Seen:
         if not scheduler.started:

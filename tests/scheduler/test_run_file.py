@@ -98,7 +98,7 @@ def test_status_finds_the_only_scheduler_of_a_run_and_lists_several(
             assert main(["status"]) == 2
             said = capsys.readouterr().err
             assert f"{first.address}  {sys.argv[0]} in {os.getcwd()}, process {os.getpid()}, since 20" in said
-            assert re.search(rf"{second.address}  .* since [-\d]+ [:\d]+: 2 pipelines × 2 stages\n", said)
+            assert re.search(rf"{second.address}  .* since [-\d]+ [:\d]+: 2 stages × 2 pipelines\n", said)
             for scheduler in (first, second):
                 assert scheduler.credentials is not None
                 assert scheduler.credentials.secret not in said

@@ -90,7 +90,7 @@ def test_a_run_through_deaths(tmp_path: Path) -> None:
     """A pipeline dies, then the leader, then the scheduler, which has keys since others could reach it."""
     bind = "tcp://0.0.0.0:*"
     with Command(tmp_path, "--pipelines", "3", "--bind", bind, "-m", "tests.scripts.toy_trainer", "300") as run:
-        run.says(r"3 pipelines × 1 stage; scheduler at tcp://0.0.0.0:\d+; logs in ")
+        run.says(r"1 stage × 3 pipelines; scheduler at tcp://0.0.0.0:\d+; logs in ")
         run.says("all 3 pipelines train")
         policy = json.loads((run.logs / "policy.json").read_text())["policy"]
         assert (policy["type"], policy["connectivity"]) == ("semi_decentralized", 7), "that of the script"
