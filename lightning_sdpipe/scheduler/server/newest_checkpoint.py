@@ -21,69 +21,60 @@ log = logging.getLogger(__name__)
 _MARK = b'{"type":"published"'
 
 
-class NewestCheckpoint:
-    """The newest checkpoint of an elastic run, kept in the file ``path``."""
+def keep_newest(path: Path, elastic: MembershipDesk, now: float) -> None:
+    """Tell ``elastic`` of the checkpoint that an earlier scheduler wrote into the file ``path``, and write each new one
+    there from now on, until the run has finished.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    Raises:
+        ConfigurationError: the file is another one, such as a checkpoint itself, or cannot be read or written.
+    """
+    record = elastic.on_decided
 
-    def follow(self, elastic: MembershipDesk, now: float) -> None:
-        """Tell ``elastic`` of the checkpoint that an earlier scheduler heard of, and record each new one from now on.
-
-        Raises:
-            ConfigurationError: the file is another one, such as a checkpoint itself, or cannot be read or written.
-        """
-        record = elastic.on_decided
-
-        def keep(now: float, event: MemberEvent, decisions: list[MemberDecision]) -> None:
-            record(now, event, decisions)
-            self.hear(event, decisions)
-
-        published = self.read()
-        directory = self._path.parent
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(f"{directory}, for --newest, cannot be made: {error.strerror}") from error
-        if not os.access(directory, os.W_OK):
-            raise ConfigurationError(f"no file can be written in {directory}, for --newest")
-        if published is not None:
-            record(now, published, elastic.membership.on(published, now))
-        elastic.on_decided = keep
-
-    def read(self) -> Published | None:
-        """Return the checkpoint that an earlier scheduler heard of last; None if there is none. Raises as
-        :meth:`follow` does."""
-        try:
-            text = self._path.read_bytes()
-            return msgspec.json.decode(text, type=Published) if text else None
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise ConfigurationError(f"{self._path}, for --newest, cannot be read: {error.strerror}") from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if not text.startswith(_MARK):
-                raise ConfigurationError(
-                    f"{self._path} does not name a checkpoint, and would be replaced; give a file of its own to "
-                    "--newest, where the scheduler writes the path of each new checkpoint"
-                ) from error
-            log.warning("%s, with the newest checkpoint, cannot be read: %s", self._path, error)
-            return None
-
-    def hear(self, event: MemberEvent, decisions: list[MemberDecision]) -> None:
-        """Record a published checkpoint, until the run has finished."""
+    def keep(now: float, event: MemberEvent, decisions: list[MemberDecision]) -> None:
+        record(now, event, decisions)
         try:
             if isinstance(event, Published):
-                self._write(msgspec.json.encode(event))
+                _write(path, msgspec.json.encode(event))
             if any(isinstance(decision, RunOver) and not decision.failed for decision in decisions):
-                self._path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
         except OSError as error:
-            log.error("%s cannot be changed (%s): it may name an older checkpoint", self._path, error.strerror)
+            log.error("%s cannot be changed (%s): it may name an older checkpoint", path, error.strerror)
 
-    def _write(self, text: bytes) -> None:
-        fresh = self._path.with_name(f"{self._path.name}.new")
-        with fresh.open("wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, self._path)
+    published = _read(path)
+    directory = path.parent
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"{directory}, for --newest, cannot be made: {error.strerror}") from error
+    if not os.access(directory, os.W_OK):
+        raise ConfigurationError(f"no file can be written in {directory}, for --newest")
+    if published is not None:
+        record(now, published, elastic.membership.on(published, now))
+    elastic.on_decided = keep
+
+
+def _read(path: Path) -> Published | None:
+    try:
+        text = path.read_bytes()
+        return msgspec.json.decode(text, type=Published) if text else None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise ConfigurationError(f"{path}, for --newest, cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if not text.startswith(_MARK):
+            raise ConfigurationError(
+                f"{path} does not name a checkpoint, and would be replaced; give a file of its own to --newest, where "
+                "the scheduler writes the path of each new checkpoint"
+            ) from error
+        log.warning("%s, with the newest checkpoint, cannot be read: %s", path, error)
+        return None
+
+
+def _write(path: Path, text: bytes) -> None:
+    fresh = path.with_name(f"{path.name}.new")
+    with fresh.open("wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)

@@ -24,7 +24,7 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.credentials import KeyCheck, SchedulerKeys, host_and_port, is_loopback
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, Beginning, EventLog
 from lightning_sdpipe.scheduler.server.lifelines import Lifelines
-from lightning_sdpipe.scheduler.server.newest_checkpoint import NewestCheckpoint
+from lightning_sdpipe.scheduler.server.newest_checkpoint import keep_newest
 from lightning_sdpipe.scheduler.server.outbox import Addressed
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
@@ -137,7 +137,7 @@ class Server:
             now=now,
             log=self._log,
         )
-        self._newest = None if files.newest is None else NewestCheckpoint(files.newest)
+        self._newest = files.newest
         self._endpoint = endpoint
         self._lifeline_notice = StopMessage()
         self._clock = clock
@@ -173,7 +173,7 @@ class Server:
         try:
             self._log.open(self._beginning)
             if self._newest is not None:
-                self._newest.follow(self.service.members, self._clock())
+                keep_newest(self._newest, self.service.members, self._clock())
         except ConfigurationError:
             self.close()
             raise

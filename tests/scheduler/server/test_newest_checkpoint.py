@@ -21,7 +21,7 @@ from lightning_sdpipe.membership.members import (
 )
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler.server.newest_checkpoint import NewestCheckpoint
+from lightning_sdpipe.scheduler.server.newest_checkpoint import keep_newest
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 W = Worker(0, 0)
@@ -35,7 +35,7 @@ class Scheduler:
         self.decided: list[MemberDecision] = []
         self.elastic, self.now = service.members, 0.0
         self.elastic.on_decided = lambda now, event, decisions: self.decided.extend(decisions)
-        NewestCheckpoint(directory / "newest").follow(self.elastic, 0.0)
+        keep_newest(directory / "newest", self.elastic, 0.0)
 
     def hear(self, *events: Enrolled | Published | Departed | Ended) -> list[MemberDecision]:
         self.decided.clear()
