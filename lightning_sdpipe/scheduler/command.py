@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import signal
 import sys
@@ -134,7 +133,6 @@ def _parser() -> Parser:
         type=Path,
         help="file with the path of an elastic run's newest checkpoint, from which --resume continues after a restart",
     )
-    add("--journal", type=_has_left, help=argparse.SUPPRESS)
     add("--verbose", action="store_true", help="log every group and its reason")
     return parser
 
@@ -167,7 +165,3 @@ def replay(arguments: Sequence[str]) -> int:
     if not played:
         raise ConfigurationError(f"nothing of {options.file} can be played back; give --log-limit more next time")
     return int(differs)
-
-
-def _has_left(_: str) -> None:
-    raise argparse.ArgumentTypeError("it has left; --newest FILE keeps the newest checkpoint for a restart")
