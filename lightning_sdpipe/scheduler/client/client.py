@@ -37,7 +37,6 @@ and hears of the run from them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import overload
 
 from lightning_sdpipe import meter
 from lightning_sdpipe.dealing.leases import Lease, Segment
@@ -395,12 +394,6 @@ class SchedulerClient:
         """Return the group as :meth:`group` does, if the answer has come, else None. Called again and again, it repeats
         the ready as a wait would."""
         return self.group() if self._iteration is not None and self.wire.comes(m.Ready, 0.0) else None
-
-    @overload
-    def lease(self, segment: Segment, ordinal: int) -> Lease: ...
-
-    @overload
-    def lease(self, segment: Segment, ordinal: int, seconds: float | None) -> Lease | None: ...
 
     def lease(self, segment: Segment, ordinal: int, seconds: float | None = None) -> Lease | None:
         """Wait for lease ``ordinal`` of this worker's pipeline in ``segment``; all its stages get the same.
