@@ -260,13 +260,13 @@ class DigitsModule(L.LightningModule):
     """A small convolutional network for 8 × 8 images in ten classes; a batch and its gradients sleep for 60 ms, or
     ``factor`` times as long."""
 
-    def __init__(self, factor: float = 1.0, channels: int = 24, depth: int = 3) -> None:
+    def __init__(self, factor: float = 1.0) -> None:
         super().__init__()
-        each = factor * EMULATED / SLEEPS
+        each, channels = factor * EMULATED / SLEEPS, 24
         self.net = nn.Sequential(
             EmulatedBlock(each * 2 / 3, each * 4 / 3),
             nn.Conv2d(1, channels, 3, padding=1),
-            *[nn.Sequential(nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1)) for _ in range(depth)],
+            *[nn.Sequential(nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1)) for _ in range(3)],
             nn.Sequential(nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * channels, 10)),
             EmulatedBlock(each * 2 / 3, each * 4 / 3),
         )
@@ -305,13 +305,9 @@ def _draw(results: Sequence[dict[str, Figures]], file: Path) -> None:
         for place, (name, row) in enumerate(rows.items()):
             axis.bar(place, row.median, color=COLOURS[name], hatch="" if place == 0 else "//", edgecolor="white")
             axis.scatter([place] * len(row.epoch_seconds), row.epoch_seconds, color="black", s=10, zorder=2)
-            label = {
-                "ha": "center",
-                "fontsize": 12,
-                "weight": "bold",
-                "bbox": {"facecolor": "white", "edgecolor": "none"},
-            }
-            axis.annotate(f"{row.median:.1f} s", (place, row.median / 2), **label)
+            box = {"facecolor": "white", "edgecolor": "none"}
+            text = f"{row.median:.1f} s"
+            axis.annotate(text, (place, row.median / 2), ha="center", fontsize=12, weight="bold", bbox=box)
         axis.set_xticks(
             range(len(rows)), [f"{name}\n{row.accuracy:.1%} right" for name, row in rows.items()], fontsize=11
         )
