@@ -205,7 +205,7 @@ class OwnReference:
         if payload.modulo is None:
             raise ConfigurationError(f"{payload} needs a common reference, which groups that change do not have.")
         self._payload = payload
-        self._modulo = Modulo(payload.block, payload.modulo) if payload.modulo else None
+        self._modulo = Modulo(payload.block) if payload.modulo else None
         self.block = payload.block if payload.modulo else 1
         self._spreads: dict[int, Spread] = {}
         self._lengths: dict[int, int] = {}  # of pieces

@@ -14,15 +14,15 @@ places, each value meets each level equally often, so rounding is unbiased to 2�
 float32 there. Two values of a message share nothing but the starting place.
 
 With :class:`Modulo`, for workers without a common reference whose models are close (Moniqua, Lu and De Sa 2020), the
-sender rounds x to k steps, and sends k modulo L = 2ᵇ in b bits. The receiver takes the number that is congruent to it
-and nearest to its own value, which is k itself as long as the two are less than L/2 steps apart. With steps of
-θ/(L/2 − 2), that is so wherever the values differ by less than θ: L/2 − 2 steps, half of one for the rounding, and at
-most half of one at each end for float32 make L/2 − 0.5. So the error of the received value is half of a step, however
-large x is, and only θ has to be remembered.
+sender rounds x to k steps, and sends k modulo 256. The receiver takes the number that is congruent to it and nearest to
+its own value, which is k itself as long as the two are less than 128 steps apart. With steps of θ/126, that is so
+wherever the values differ by less than θ: 126 steps, half of one for the rounding, and at most half of one at each end
+for float32 make 127.5. So the error of the received value is half of a step, however large x is, and only θ has to be
+remembered.
 
-θ is a guess. To detect that it was too small, the sender adds up its wrap counts, ⌊(k + L/2) / L⌋, each times a random
-odd number, modulo 2³²; the receiver does the same with the wrap counts that it has inferred. A single wrong one is
-always detected, and several go undetected with a chance of about 2⁻³¹.
+θ is a guess. To detect that it was too small, the sender adds up its wrap counts, ⌊(k + 128) / 256⌋, each times a
+random odd number, modulo 2³²; the receiver does the same with the wrap counts that it has inferred. A single wrong one
+is always detected, and several go undetected with a chance of about 2⁻³¹.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ MARGIN = 1 + 2**-21
 """Factor of the step, so that rounding errors of float32 cannot take a code beyond its eight bits."""
 SMALLEST = torch.finfo(torch.float32).tiny
 """Smallest step: smaller numbers have no reciprocal."""
+STEPS = 126
+"""Steps within θ."""
 FINEST = 2**-22
 """Finest step, relative to the largest magnitude of a block: float32 still counts steps exactly."""
 SPARE = 4.0
@@ -117,8 +119,8 @@ class EightBit(Payload):
         return {"eight_bit", "nothing"} if plain else super().kinds
 
     @property
-    def modulo(self) -> int | None:  # type: ignore[override]
-        return None if self.feedback else 8
+    def modulo(self) -> bool | None:  # type: ignore[override]
+        return None if self.feedback else True
 
     def nbytes(self, n: int) -> int:
         return n + 8 * num_blocks(n, self.block)
@@ -165,26 +167,6 @@ class EightBit(Payload):
             deliver(scratch.copy_(code).mul_(step).add_(middle), values, weight)
 
 
-def write_codes(codes: Tensor, into: Tensor, bits: int) -> None:
-    """Write whole numbers of ``bits``, in rows of float32, to rows of int8; two of 4 bits in a byte, the first one
-    low."""
-    flat = codes.view(-1)
-    if bits == 4:
-        whole = flat.to(torch.int8)
-        flat = whole[::2].bitwise_and(15)
-        flat[: len(whole) // 2].bitwise_or_(whole[1::2].bitwise_left_shift(4))
-    into.view(-1).copy_(flat)
-
-
-def read_codes(codes: Tensor, into: Tensor, bits: int) -> Tensor:
-    """Reverse :func:`write_codes`."""
-    flat = codes.view(-1)
-    if bits == 4:
-        flat = torch.stack([flat.bitwise_left_shift(4), flat], 1).bitwise_right_shift_(4).view(-1)
-    into.view(-1).copy_(flat[: into.numel()])
-    return into
-
-
 def _choose_levels(values: Tensor, middle: Tensor, step: Tensor) -> None:
     """Write the value of code 0 and the step of each row of float32; the step of a row that is not finite is not."""
     low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
@@ -195,28 +177,24 @@ def _choose_levels(values: Tensor, middle: Tensor, step: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Modulo:
-    """``bits`` per value, 8 or 4, and 8 bytes per block, for receivers that have similar values.
+    """One byte per value and 8 per block, as with ``EightBit``, for receivers that have similar values.
 
     Where a value or θ is not finite, nothing of its block is finite for any receiver. Scratch memory is three pieces
     (:mod:`~lightning_sdpipe.exchange.payloads.payload`) of 32 bits per value.
     """
 
     block: int = 4096
-    bits: int = 8
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise refusal("bits", self.bits, "8 or 4 (of a value)")
-        check_block(self.block, 8 // self.bits)
+        check_block(self.block)
 
     def nbytes(self, n: int) -> int:
         """Return the bytes of a message with ``n`` values."""
-        return -(-n * self.bits // 8) + 8 * num_blocks(n, self.block)
+        return n + 8 * num_blocks(n, self.block)
 
     @torch.no_grad()
     def encode(self, x: Tensor, theta: Tensor, into: Tensor) -> None:
-        """Write ``x`` into a message, with an error of at most half of a step, θ/252 or in 4 bits θ/12,
-        + 2⁻²¹ · the block's largest magnitude per value.
+        """Write ``x`` into a message, with an error of at most θ/252 + 2⁻²¹ · the block's largest magnitude per value.
 
         Args:
             x: 1-D, contiguous, floating-point.
@@ -225,12 +203,12 @@ class Modulo:
         """
         check_flat(x, into, self.nbytes(x.numel()))
         pieces = Pieces(x, self.block)
-        header, levels = pieces.new_header(2), 2**self.bits
+        header = pieces.new_header(2)
         codes = into[4 * header.numel() :].view(torch.int8)
         for values, far, code, step, checksum, wrap, scratch in zip(
             pieces.values(),
             pieces.of(theta, 1),
-            pieces.of(codes, self.block * self.bits // 8),
+            pieces.of(codes, self.block),
             pieces.of(header[0], 1),
             pieces.of(header[1].view(torch.int32), 1),
             pieces.scratch(),
@@ -238,10 +216,10 @@ class Modulo:
             strict=True,
         ):
             exact = add_residual(values, None, scratch)
-            step.copy_(_step(exact, far, levels // 2 - 2))
+            step.copy_(_step(exact, far))
             count = torch.mul(exact, step.reciprocal(), out=scratch).round_()
-            torch.add(count, levels / 2, out=wrap).mul_(1 / levels).floor_()
-            write_codes(count.sub_(wrap, alpha=levels), code, self.bits)
+            torch.add(count, 128, out=wrap).mul_(1 / 256).floor_()
+            code.copy_(count.sub_(wrap, alpha=256))
             checksum.copy_(self._checksum(wrap))
         write_header(header, into)
 
@@ -273,11 +251,11 @@ class Modulo:
         pieces = Pieces(into, self.block)
         header = pieces.read_header(message, 2)
         codes, checksums = message[4 * header.numel() :].view(torch.int8), header[1].view(torch.int32)
-        found, levels = torch.empty_like(checksums), 2**self.bits
+        found = torch.empty_like(checksums)
         for values, here, code, step, checksum, wrap, scratch in zip(
             pieces.values(),
             pieces.of(reference, self.block),
-            pieces.of(codes, self.block * self.bits // 8),
+            pieces.of(codes, self.block),
             pieces.of(header[0], 1),
             pieces.of(found, 1),
             pieces.scratch(),
@@ -285,10 +263,10 @@ class Modulo:
             strict=True,
         ):
             torch.mul(add_residual(here, None, scratch), step.reciprocal(), out=wrap)
-            count = read_codes(code, scratch, self.bits)
-            wrap.sub_(count).mul_(1 / levels).round_()
+            count = scratch.copy_(code)
+            wrap.sub_(count).mul_(1 / 256).round_()
             checksum.copy_(self._checksum(wrap))
-            values.copy_(count.add_(wrap, alpha=levels).mul_(step))
+            values.copy_(count.add_(wrap, alpha=256).mul_(step))
         return (found != checksums) & header[0].isfinite()
 
     def _checksum(self, wraps: Tensor) -> Tensor:
@@ -334,10 +312,10 @@ def _magnitude(rows: Tensor) -> Tensor:
     return torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
 
 
-def _step(values: Tensor, theta: Tensor, steps: int) -> Tensor:
+def _step(values: Tensor, theta: Tensor) -> Tensor:
     """Return the step of each row of float32; NaN for rows that are not finite."""
     finest = _magnitude(values).mul_(FINEST)
-    step = torch.maximum(theta / steps, finest).clamp_(min=SMALLEST)
+    step = torch.maximum(theta / STEPS, finest).clamp_(min=SMALLEST)
     return step.masked_fill_(~step.isfinite(), torch.nan)
 
 

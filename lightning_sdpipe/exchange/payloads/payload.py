@@ -42,9 +42,9 @@ class Payload(ABC):
     (:class:`~lightning_sdpipe.sync.capabilities.Capabilities`)."""
     block: int = 1
     """Values that share a scale."""
-    modulo: int | None = None
-    """Bits of a value where members know nothing of each other's models but that they are close
-    (:class:`~lightning_sdpipe.exchange.payloads.Modulo`); 0 if models travel as they are, None if they cannot."""
+    modulo: bool | None = None
+    """Whether models go as :class:`~lightning_sdpipe.exchange.payloads.Modulo` where members know nothing of each
+    other's but that they are close, or as they are; None if they cannot travel there."""
     feedback: bool = False
     """Whether what a message leaves out is added to the next one (:class:`ErrorFeedback`)."""
     momentum: float = 0.0
@@ -294,7 +294,7 @@ class Full(_Cast):
 
     dtype: torch.dtype = torch.float32
     kinds = frozenset({"full"})
-    modulo = 0
+    modulo = False
 
     @property
     def _wire(self) -> torch.dtype:
@@ -321,7 +321,7 @@ class Half(_Cast):
             raise refusal("dtype", self.dtype, '"float16" or "bfloat16", or use Full()')
 
     kinds = frozenset({"half", "nothing"})
-    modulo = 0
+    modulo = False
 
     @property
     def overflows(self) -> bool:  # type: ignore[override]

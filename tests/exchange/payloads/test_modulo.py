@@ -10,7 +10,6 @@ from lightning_sdpipe.exchange.payloads import EightBit, Modulo, Spread, payload
 
 BLOCK = 16
 MODULO = Modulo(BLOCK)
-OF_BITS = {8: MODULO, 4: Modulo(BLOCK, bits=4)}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -20,37 +19,32 @@ def short_pieces() -> object:
         yield
 
 
-def message_of(x: Tensor, theta: float | Tensor, bits: int = 8) -> Tensor:
-    return OF_BITS[bits].message(x, theta if isinstance(theta, Tensor) else torch.full((-(-len(x) // BLOCK),), theta))
+def message_of(x: Tensor, theta: float | Tensor) -> Tensor:
+    return MODULO.message(x, theta if isinstance(theta, Tensor) else torch.full((-(-len(x) // BLOCK),), theta))
 
 
-def read(message: Tensor, reference: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
+def read(message: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     values = torch.empty_like(reference)
-    return values, OF_BITS[bits].decode(message, reference, values)
+    return values, MODULO.decode(message, reference, values)
 
 
 @given(
     st.lists(st.tuples(st.floats(-1e4, 1e4, width=32), st.floats(-0.999, 0.999)), min_size=1, max_size=2 * BLOCK + 3),
     st.sampled_from([1e-30, 1e-6, 1e-3, 1.0, 1e3]),
-    st.sampled_from([*OF_BITS]),
 )
-def test_exact_wherever_the_receiver_is_closer_than_theta(
-    drawn: list[tuple[float, float]], theta: float, bits: int
-) -> None:
+def test_exact_wherever_the_receiver_is_closer_than_theta(drawn: list[tuple[float, float]], theta: float) -> None:
     x = torch.tensor([value for value, _ in drawn])
     away = torch.tensor([share * theta for _, share in drawn], dtype=torch.float64)
     reference = (x.double() + away).float()
     reference = torch.where((reference.double() - x.double()).abs() < theta, reference, x)
-    message = message_of(x, theta, bits)
-    own, mine_wrong = read(message, x, bits)
-    theirs, wrong = read(message, reference, bits)
+    message = message_of(x, theta)
+    own, mine_wrong = read(message, x)
+    theirs, wrong = read(message, reference)
     assert not wrong.any()
     assert not mine_wrong.any()
     assert torch.equal(own, theirs)
     largest = torch.cat([block.abs().amax().expand(len(block)) for block in x.split(BLOCK)])
-    assert (
-        (own.double() - x).abs() <= theta / {8: 252, 4: 12}[bits] * (1 + 1e-5) + 2**-21 * largest.double() + 1e-37
-    ).all()
+    assert ((own.double() - x).abs() <= theta / 252 * (1 + 1e-5) + 2**-21 * largest.double() + 1e-37).all()
 
 
 @given(st.data())
@@ -120,4 +114,3 @@ def test_theta_is_four_times_the_largest_recent_distance() -> None:
 def test_takes_as_many_bytes_as_eight_bits_do() -> None:
     assert Modulo().nbytes(2**20) == EightBit().nbytes(2**20) == 1_050_624
     assert Modulo().nbytes(0) == 0
-    assert Modulo(bits=4).nbytes(2**20 - 1) == 2**19 + 8 * 256
