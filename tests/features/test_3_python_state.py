@@ -95,7 +95,8 @@ class Changing(Regression):
         self.annealing.step()
         self.phase = Phase.HOT
         self.seen.append(self.noise)
-        self.last = draws
+        with torch.inference_mode():
+            self.last = draws.clone()
         self.shift += 0.25
         self.hparams["lr"] = 0.05
         for group in self.trainer.optimizers[0].param_groups:
