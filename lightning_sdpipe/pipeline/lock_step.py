@@ -154,7 +154,7 @@ def _hook() -> str:
         frame = frame.f_back
         name = frame.f_code.co_name
         if name.startswith("on_") or name.endswith("_step"):
-            owner = frame.f_locals.get("self")
+            owner = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
             if isinstance(owner, (LightningModule, Callback)):
                 return f"{type(owner).__name__}.{name}"
     return "no hook of a module or callback"

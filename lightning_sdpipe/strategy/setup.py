@@ -337,7 +337,8 @@ class Setup:
 
     def _meet_in_a_call(self, block: str) -> None:
         """Have all stages come to a call of ``block`` outside of training, or refuse it."""
-        self.parts.pipeline.settle()
+        if self.parts.pipeline.flushes:  # else a neighbour takes in its next batch what was sent to it
+            self.parts.pipeline.settle()
         if self.guard.ends_evaluation and self.state.call_others():
             return
         if not self.guard.in_step:

@@ -276,8 +276,25 @@ def test_the_whole_model_speaks_as_in_one_process(stages: int, tmp_path: Path) -
     assert {len(said) for *_, said, _ in whole.values()} == {0, 1, 5, 6}
 
 
+def _between_late_updates(directory: Path) -> dict[str, Any]:
+    found = {}
+    for name, where in {"silent": (), "hooks": PLACES}.items():
+        SAID.clear()
+        model, _ = fitted(where, 3, directory, schedule="pipedream")
+        found[name] = weights(model), SAID.copy()
+    return found
+
+
+def test_hooks_speak_while_neighbours_have_not_taken_what_was_sent(tmp_path: Path) -> None:
+    ranks = on_four_ranks(_between_late_updates, tmp_path, count=3)
+    for rank in ranks:
+        torch.testing.assert_close(rank["hooks"][1], ranks[0]["hooks"][1])
+        torch.testing.assert_close(rank["hooks"][0], rank["silent"][0], rtol=0, atol=0)
+    assert len(ranks[0]["hooks"][1]) == 5
+
+
 class OnlyOne(Callback):
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+    def on_train_batch_end(on, trainer: Any, module: Any, *_: Any) -> None:  # whatever its name
         if trainer.is_global_zero:
             module.generate(texts()[:2])
 
