@@ -146,7 +146,7 @@ def _slow(recording: Recording, worker: Worker, rule: SlowRule) -> _Slow | None:
         says_so = median >= math.log(rule.named) and statistics.fmean(look) >= rule.certainty * error
         start, stop = places[0] * rule.block, (places[-1] + 1) * rule.block
         if not in_a_row:
-            begun, since = _begun(mine, start), mine.ends[stop - 1]
+            begun, since = mine.begun(start), mine.ends[stop - 1]
         in_a_row = in_a_row + 1 if says_so else 0
         if in_a_row >= rule.looks or (found is not None and median >= math.log(rule.cleared)):
             first = (begun, since) if found is None else (found.begun, found.since)
@@ -163,11 +163,6 @@ def _comparable(recording: Recording, worker: Worker) -> int:
     return len(mine) - RULE.block * _log_ratios(mine, others, RULE.block).count(None)
 
 
-def _begun(series: Series, at: int) -> float:
-    """Return when that update began."""
-    return series.ends[at] - sum(series.us[at]) / 1e6
-
-
 def _log_ratios(mine: Series, others: Sequence[Series], block: int) -> list[float | None]:
     """Return for each block of updates the logarithm of their median own time over that of other workers' updates that
     ended meanwhile; None where none did."""
@@ -175,7 +170,7 @@ def _log_ratios(mine: Series, others: Sequence[Series], block: int) -> list[floa
     ratios: list[float | None] = []
     for start in range(0, len(mine) - block + 1, block):
         stop = start + block
-        begun, ended = _begun(mine, start), mine.ends[stop - 1]
+        begun, ended = mine.begun(start), mine.ends[stop - 1]
         medians = [
             statistics.median(part)
             for ends, times in theirs
@@ -237,7 +232,7 @@ def _for_slow_ones(recording: Recording, slow: Sequence[_Slow]) -> tuple[Advice,
 
 def _of_worker(recording: Recording, slow: _Slow) -> Finding:
     mine = recording.series[slow.worker]
-    begun, ended = _begun(mine, slow.start), mine.ends[slow.stop - 1]
+    begun, ended = mine.begun(slow.start), mine.ends[slow.stop - 1]
     others = [recording.series[other] for other in recording.replicas(slow.worker)]
     here = _means(mine, slow.start, slow.stop)
     there = [_means(other, bisect_right(other.ends, begun), bisect_right(other.ends, ended)) for other in others]

@@ -78,9 +78,9 @@ class Series:
         """All lives of the worker in which it made updates, the present one last."""
         return (*self.earlier, self)
 
-    def begun(self) -> float:
-        """Return when the first of these updates began."""
-        return self.ends[0] - sum(self.us[0]) / 1e6
+    def begun(self, at: int = 0) -> float:
+        """Return when that update began."""
+        return self.ends[at] - sum(self.us[at]) / 1e6
 
     def own(self) -> list[float]:
         """Return the microseconds of each update that were no wait for another worker."""

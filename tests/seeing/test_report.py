@@ -118,6 +118,15 @@ def test_all_lives_of_a_pipeline_are_counted_and_their_ends_are_marked() -> None
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@pytest.mark.parametrize(("state", "over"), [("waiting: 1 of 2 pipelines", False), ("finished", True)])
+def test_only_a_run_that_is_over_has_an_end(state: str, over: bool) -> None:
+    worker = Worker(0, 0)
+    seen = dataclasses.replace(recording({worker: chunks(worker, [60.0] * 8)}), state=state)
+    text = Page(html.page("train.py", to_plain(seen, None), seen, live=True).decode()).text
+    assert ("pipelines that trained at the end" in text) == over
+    assert ("time so far" in text) != over
+
+
 def test_a_browser_shows_the_same(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(with_losses())
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"file://{tmp_path}/page.html"]
