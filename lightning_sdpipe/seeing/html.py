@@ -209,7 +209,7 @@ def page(
         plain=unknown | plain,
         lanes=[] if recording is None else lanes(recording),
         left_out=len(workers) - len(shown),
-        gone=0.0 if recording is None else recording.now - _begun(recording),
+        elapsed=0.0 if recording is None else recording.now - _begun(recording),
         speed=[] if recording is None else speed(recording),
         charts=charts,
         facts=facts,
