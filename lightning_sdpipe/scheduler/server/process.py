@@ -30,7 +30,7 @@ from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import policy_file, run_file
-from lightning_sdpipe.scheduler.credentials import WorkerKeys, make_keys
+from lightning_sdpipe.scheduler.credentials import WorkerKeys, host_and_port, make_keys
 from lightning_sdpipe.scheduler.server.server import LOOPBACK, NO_FILES, USUAL_LIMITS, Endpoint, Files, Limits, Server
 from lightning_sdpipe.scheduler.server.stop_signals import stop_signals
 
@@ -152,8 +152,6 @@ class SchedulerProcess:
         self.address = bind = settings.endpoint.bind
         self.started = False
         """True if the scheduler has ever listened."""
-        self.credentials: WorkerKeys | None = None
-        """Keys that clients need besides the address, if :meth:`embedded` has made any."""
         self._settings = settings
         self._log = log
         self._environment = {**environment, "PYTHONPATH": _python_path(environment)}
@@ -161,8 +159,8 @@ class SchedulerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._first: FirstLine | None = None
         self._until = 0.0
-        if keeps_port and bind.startswith("tcp://") and bind.endswith(":*"):
-            host = bind.removeprefix("tcp://").removesuffix(":*").strip("[]")
+        host, port = host_and_port(bind)
+        if keeps_port and bind.startswith("tcp://") and port == "*":
             try:
                 self._reserved = reserve_port(host)
             except OSError as error:
@@ -186,7 +184,7 @@ class SchedulerProcess:
         It imports a policy of the user's own from where this process would.
         """
         registry.build(policy, num_stages, num_pipelines, depths)  # refuse here what the child would refuse
-        keys, credentials = make_keys()
+        keys, worker_keys = make_keys()
         settings = SchedulerSettings(
             num_stages,
             num_pipelines,
@@ -196,15 +194,19 @@ class SchedulerProcess:
             path=tuple(os.path.abspath(folder) for folder in sys.path),  # "" is the working directory
             elastic=ElasticConfig.of_fixed(num_pipelines, depths=depths) if depths else None,
             level=logging.WARNING,
-            worker_keys=credentials,
+            worker_keys=worker_keys,
             script=sys.argv[0] or "python",
         )
         scheduler = cls(settings)
-        scheduler.credentials = credentials
         scheduler.start()
         return scheduler
 
     # ------------------------------------------------------------------- looks
+
+    @property
+    def credentials(self) -> WorkerKeys | None:
+        """Keys that clients need besides the address."""
+        return self._settings.worker_keys
 
     @property
     def can_start(self) -> bool:
