@@ -146,6 +146,14 @@ class EffectLayout(NamedTuple):
 BlockLayout: TypeAlias = tuple[EffectLayout, ...]
 
 
+def effects_apart(block: int, effects: Sequence[Effect]) -> tuple[BlockLayout, list[tuple[Any, LeafKey, Part]]]:
+    """Return the layout of the effects of ``block``, and all leaves in them with their keys and parts."""
+    apart = [take_apart(effect.value) for effect in effects]
+    layout = tuple(EffectLayout(e.kind, e.place, s) for e, (_, s) in zip(effects, apart, strict=True))
+    leaves = (leaf for of_effect, _ in apart for leaf in of_effect)
+    return layout, [(leaf, *known) for leaf, known in zip(leaves, leaves_of(block, layout), strict=True)]
+
+
 @dataclass(frozen=True)
 class Layout:
     """A message without its values. ``blocks`` has the effects of every block before the cut, None for one that did not
@@ -284,12 +292,9 @@ class Sending:
         """Add the effects of ``block``, which has run after all that were added before."""
         self._keep_for_skipped(block)
         self._ran.append(block)
-        apart = [take_apart(effect.value) for effect in effects]
-        layout = tuple(EffectLayout(e.kind, e.place, s) for e, (_, s) in zip(effects, apart, strict=True))
-        self._blocks[block - self._span.start] = layout
+        self._blocks[block - self._span.start], leaves = effects_apart(block, effects)
         self._last = {}
-        leaves = (leaf for of_effect, _ in apart for leaf in of_effect)
-        for leaf, (key, part) in zip(leaves, leaves_of(block, layout), strict=True):
+        for leaf, key, part in leaves:
             if isinstance(part, Number):
                 self._numbers.append(float(leaf))
             elif isinstance(part, TensorMeta) and not isinstance(leaf, Placeholder):
@@ -401,13 +406,11 @@ def _located(number: int, block: BlockLayout, at: Mapping[LeafKey, int]) -> Bloc
 
 def whole_message(effects: Sequence[Effect]) -> Message:
     """Return a message about the call of one block, by itself, with which all of its tensors travel."""
-    apart = [take_apart(effect.value) for effect in effects]
-    layout = tuple(EffectLayout(e.kind, e.place, s) for e, (_, s) in zip(effects, apart, strict=True))
+    layout, leaves = effects_apart(0, effects)
     at: dict[LeafKey, int] = {}
     tensors: dict[int, Tensor] = {}  # by their identities
     numbers: list[float] = []
-    leaves = (leaf for of_effect, _ in apart for leaf in of_effect)
-    for leaf, (key, part) in zip(leaves, leaves_of(0, layout), strict=True):
+    for leaf, key, part in leaves:
         if isinstance(part, Number):
             numbers.append(float(leaf))
         elif isinstance(part, TensorMeta):

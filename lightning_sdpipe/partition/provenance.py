@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe.partition.effects import EffectRecorder, Original, hear_assignments, intercept
-from lightning_sdpipe.partition.message import EffectLayout, LeafKey, TensorMeta, leaves_of, take_apart
+from lightning_sdpipe.partition.message import LeafKey, TensorMeta, effects_apart
 from lightning_sdpipe.partition.placeholder import FROM_METADATA, READS, written_by
 from lightning_sdpipe.partition.python_values import tensors_within
 from lightning_sdpipe.partition.same_memory import kept_over_steps, tensors_in_attributes
@@ -282,10 +282,7 @@ class ProvenanceTracer(TorchDispatchMode):
         finally:
             self._block = self._called = OUTSIDE
             self._position = max(self._position, index + 1)
-        apart = [take_apart(effect.value) for effect in effects]
-        layout = [EffectLayout(e.kind, e.place, s) for e, (_, s) in zip(effects, apart, strict=True)]
-        leaves = (leaf for of_effect, _ in apart for leaf in of_effect)
-        for leaf, (key, part) in zip(leaves, leaves_of(index, layout), strict=True):
+        for leaf, key, part in effects_apart(index, effects)[1]:
             value = self._value(leaf) if isinstance(part, TensorMeta) else None
             if value is not None:
                 size = leaf.numel() * leaf.element_size()

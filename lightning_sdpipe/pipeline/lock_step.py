@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.partition.effects import Effect
-from lightning_sdpipe.partition.message import Layout, Message, Receiving, TensorMeta, unpickled, whole_message
+from lightning_sdpipe.partition.message import Layout, Message, Receiving, TensorMeta, whole_message
 from lightning_sdpipe.pipeline.digest import BatchDigest
 
 _TAG = 2**31 - 9  # that no link uses
@@ -120,21 +120,21 @@ class LockStep:
             output, effects = compute()
             message = whole_message(effects)
             values = [_bytes(tensor) for tensor in message.tensors]
-            sent = (message.layout.values, message.layout.blocks), message.numbers, values
-            data = pickle.dumps(((place, self._calls, numbers), *sent))
+            data = pickle.dumps(((place, self._calls, numbers), message.layout.encode(), message.numbers, values))
             with self.first_failure, p2p.awaiting(_Call(place, self._calls, self.ranks, others)):
                 for transfer in [p2p.send_bytes(data, to, self.group, _TAG, f"rank {to}", _FIRST) for to in others]:
                     transfer.wait()
             return output
         with self.first_failure, p2p.awaiting(_Call(place, self._calls, self.ranks, [owner])):
             data = p2p.receive_bytes(owner, self.group, _TAG, f"rank {owner}", _FIRST)
-        (there, calls, digest), layout, found, values = unpickled(data)
+        (there, calls, digest), encoded, found, values = pickle.loads(data)
         if (there, calls) != (place, self._calls):
             raise ConfigurationError(f"Rank {owner} has called {there}, and rank {rank} {place}. {_TOGETHER}")
         if self._digest is not None:
             self._digest.compare(digest, self.ranks.index(owner))
-        tensors = [self._tensor(each, meta) for each, meta in zip(values, layout[0], strict=True)]
-        message = Message(tensors, found, Layout(*layout))
+        layout = Layout.decode(encoded)
+        tensors = [self._tensor(each, meta) for each, meta in zip(values, layout.values, strict=True)]
+        message = Message(tensors, found, layout)
         return repeat(Receiving(message, [self.chain[block]], self.device, frozenset()).effects(0) or [])
 
     def _tensor(self, values: bytes, meta: TensorMeta) -> Tensor:
