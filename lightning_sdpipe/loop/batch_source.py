@@ -16,7 +16,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
@@ -139,6 +139,9 @@ class Turns(Protocol):
     @property
     def loose(self) -> int:
         """Number of the last mini-batches of this pipeline that no other one's model has, and that are lost with it."""
+
+    def show(self, metrics: Mapping[str, float]) -> None:
+        """Show people these metrics, the newest that all workers have."""
 
     def pause(self) -> None:
         """Finish what is in the pipeline, and make all replicas equal."""

@@ -306,6 +306,7 @@ class EpochCallback(Callback):
         with self._turns.first_failure:
             mine = {name: float(value) for name, value in trainer.callback_metrics.items()}  # reduces: on every rank
             shared = self._share(mine)
+        self._turns.show(shared)
         if shared is not mine:
             adopt_metrics(trainer, {name: torch.tensor(value) for name, value in shared.items()})
 

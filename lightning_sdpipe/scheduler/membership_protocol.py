@@ -18,7 +18,7 @@ from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Met, Receive
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Count, Last, Worker
-from lightning_sdpipe.scheduler.rows import About, NewRows, Spans
+from lightning_sdpipe.scheduler.rows import About, Doing, NewRows, Spans
 
 Amount: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
 
@@ -92,7 +92,7 @@ class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
     ``dealt`` how far it is with the batches that it was dealt. ``spans`` are there when the scheduler has asked for
     them. For ``waits`` seconds it has been in its present wait for another worker (0: in none).
     It ``awaits`` what the first string says if no byte has come or gone for as long as a worker may be silent; the
-    others are addresses that acknowledge nothing."""
+    others are addresses that acknowledge nothing. ``doing`` is for people."""
 
     holds: tuple[Count, ...]
     epoch: Count
@@ -108,6 +108,7 @@ class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
     spans: Spans | None = None
     waits: Count = 0
     awaits: tuple[str, ...] = ()
+    doing: Doing | None = None
 
 
 class TellSnapshot(MemberRequest, frozen=True, gc=False, tag="snapshot"):

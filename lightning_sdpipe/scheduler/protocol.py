@@ -19,9 +19,9 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Count, Last, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.log.status import Status
-from lightning_sdpipe.scheduler.rows import About, NewRows
+from lightning_sdpipe.scheduler.rows import About, Doing, NewRows
 
-VERSION = 7
+VERSION = 8
 MAX_REQUEST_BYTES = 1 << 20
 """Requests are tens of bytes, but one that resumes a run carries groups of up to thousands of members."""
 MAX_REPLY_BYTES = 1 << 22
@@ -157,13 +157,14 @@ class StatusReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="s
 class RowsReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="rows"):
     """Chunks from number ``first`` on, each a :class:`~lightning_sdpipe.scheduler.rows.Chunk` in msgpack. ``next`` is
     the number to ask for next, ``now`` the time of the scheduler's clock, and ``workers`` those that have described
-    themselves."""
+    themselves; ``doing`` is what those do that are there."""
 
     now: float
     workers: tuple[tuple[Worker, About], ...]
     first: int
     next: int
     chunks: tuple[bytes, ...]
+    doing: tuple[tuple[Worker, Doing], ...] = ()
 
 
 class SpansReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="spans"):

@@ -14,6 +14,8 @@ MOST = 32
 """Most rows in one heartbeat; as soon as that many wait, they are sent."""
 MOST_UPDATES = 64
 """Most updates whose spans one question may ask for."""
+MOST_METRICS = 8
+"""Most metrics that a worker tells of."""
 _LARGEST = 1 << 53
 """Most microseconds that a row may hold; above, JSON would lose digits."""
 
@@ -119,6 +121,17 @@ class About(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def following_speed(self) -> About:
         """Return the description of the same worker, whose pipeline gets batches by its speed."""
         return msgspec.structs.replace(self, follows_speed=True)
+
+
+class Doing(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Activity of a worker's Trainer, for people: ``what`` it does, in the epoch of that number of ``epochs`` (None: of
+    any number), the seconds that are ``left`` by its own estimate, and the newest metrics."""
+
+    what: Text
+    epoch: Count
+    epochs: Count | None
+    left: Count | None
+    metrics: Annotated[tuple[tuple[Text, Text], ...], msgspec.Meta(max_length=MOST_METRICS)] = ()
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):

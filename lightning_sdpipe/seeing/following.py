@@ -37,6 +37,8 @@ class Follower:
         self._series: dict[Worker, Series] = {}
         self._next: int | None = None
         self._lost = 0
+        self._starts: list[float] = []
+        """When the scheduler was started, and started again, in seconds of its clock."""
 
     def poll(self, timeout: float) -> tuple[Recording, Status]:
         """Return the present state of the run, each of whose parts must come within ``timeout`` seconds. What came
@@ -60,8 +62,10 @@ class Follower:
             self._next = reply.next
             if not reply.chunks:
                 break
+        if status.started not in self._starts:
+            self._starts.append(status.started)
         lost = f"{self._lost} heartbeats that came faster than they were asked for" if self._lost else ""
-        return of_answers(status, reply, self._series, lost), status
+        return of_answers(status, reply, self._series, lost, self._starts), status
 
     def _add(self, chunk: Chunk) -> None:
         if not add(self._series, chunk):

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_sdpipe.meter import OWN, PHASES
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.seeing.page import MEANINGS, RECENT
+from lightning_sdpipe.seeing.page import GOING_ON, MEANINGS, RECENT, lasted
 from lightning_sdpipe.seeing.recording import Recording
 
 MOST_WORKERS = 64
@@ -105,6 +105,16 @@ def _lane(recording: Recording, worker: Worker, begun: float, parts: int) -> Lan
     about = recording.about.get(worker)
     stage = f", stage {worker.stage}" if recording.num_stages > 1 else ""
     return Lane(f"pipeline {worker.pipeline}{stage}", "" if about is None else str(about), paths, marks)
+
+
+def restarts(recording: Recording) -> list[tuple[float, str]]:
+    """Return where on the time of the run its scheduler was started again, from 0 to 1, with words for it."""
+    begun = _begun(recording)
+    long = recording.now - begun or 1.0
+    return [
+        ((at - begun) / long, f"the scheduler was started again after {lasted(at - begun)}")
+        for at in recording.restarts
+    ]
 
 
 @dataclass(frozen=True)
@@ -203,11 +213,13 @@ def page(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    unknown = {"findings": (), "abstains": None, "healthy": False, "state": "unknown", "pipelines": None}
+    unknown = {"findings": (), "abstains": None, "healthy": False, "state": "unknown", "pipelines": None, "doing": None}
     rendered = template.render(
         title=title,
         plain=unknown | plain,
         lanes=[] if recording is None else lanes(recording),
+        goes_on=plain.get("state", "").partition(":")[0] in GOING_ON,
+        restarts=[] if recording is None else restarts(recording),
         left_out=len(workers) - len(shown),
         elapsed=0.0 if recording is None else recording.now - _begun(recording),
         speed=[] if recording is None else speed(recording),
@@ -227,14 +239,6 @@ def page(
         ticks=ticks,
     )
     return rendered.encode()
-
-
-def lasted(seconds: float) -> str:
-    """Return a length of time in its two largest units."""
-    minutes, hours = divmod(round(seconds), 60)[0], int(seconds) // 3600
-    if hours:
-        return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min {round(seconds) % 60} s" if minutes else f"{seconds:.0f} s"
 
 
 def ticks(length: float) -> list[float]:

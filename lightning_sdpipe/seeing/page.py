@@ -3,6 +3,7 @@ last line of a run."""
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -25,6 +26,8 @@ LAST_LINE_WITHIN = 1.0
 HEALTHY = 0
 EXIT = {"blind": 12, "critical": 11, "warning": 10}
 """Exit statuses of ``sdpipe status --once``, the gravest first; a traceback's is 1."""
+GOING_ON = ("starting", "training", "validating", "waiting")
+"""States of a run that is not over."""
 IN_ONE_LINE = ("failed", "blind", "compute_straggler", "slow_host")
 """Kinds of findings that the last line of a run words rather than others, even if they cost little."""
 
@@ -65,6 +68,8 @@ def to_plain(recording: Recording, status: Status | None, found: Sequence[Findin
         "line": in_one_line(recording, found),
         "state": recording.state,
         "seconds": round(recording.now - recording.begun, 1),
+        "ended": _ended(recording),
+        "doing": _doing_to_plain(recording),
         "pipelines": _pipelines_to_plain(recording),
         "healthy": why is None and all(finding.severity == "note" for finding in found),
         "findings": [
@@ -91,7 +96,7 @@ def text(plain: dict[str, Any], status: Status | None) -> str:
     grave, notes = (
         [each for each in plain["findings"] if (each["severity"] == "note") is note] for note in (False, True)
     )
-    lines = [line for finding in grave for line in _lines(finding)]
+    lines = [*_head(plain), *(line for finding in grave for line in _lines(finding))]
     if plain["abstains"] is not None:
         lines.append(f"slow?    {plain['abstains']}")
     elif plain["healthy"]:
@@ -101,6 +106,26 @@ def text(plain: dict[str, Any], status: Status | None) -> str:
     if status is not None:
         lines += ["", status_page.render(status), "", _CELL]
     return "\n".join(lines)
+
+
+def _head(plain: dict[str, Any]) -> list[str]:
+    """Return the line that says what the run does, if its workers say so."""
+    doing = plain["doing"]
+    if doing is None:
+        return []
+    of = "" if doing["epochs"] is None else f" of {doing['epochs']}"
+    parts = [f"{plain['state']}, epoch {doing['epoch'] + 1}{of}"]
+    if doing["seconds_left"] is not None:
+        parts.append(f"about {lasted(doing['seconds_left'])} left")
+    return ["; ".join([*parts, *(f"{name} {value}" for name, value in doing["metrics"].items())])]
+
+
+def lasted(seconds: float) -> str:
+    """Return a length of time in its two largest units."""
+    minutes, hours = divmod(round(seconds), 60)[0], int(seconds) // 3600
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min {round(seconds) % 60} s" if minutes else f"{seconds:.0f} s"
 
 
 def _lines(finding: dict[str, Any]) -> list[str]:
@@ -195,12 +220,36 @@ def _worker_to_plain(recording: Recording, worker: Worker) -> dict[str, Any]:
     }
 
 
+def _ended(recording: Recording) -> str | None:
+    """Return the local time at which the run ended, if it has."""
+    if recording.state.partition(":")[0] in GOING_ON or not recording.clock:
+        return None
+    last = max([life.ends[-1] for series in recording.series.values() for life in series.lives if len(life)], default=0)
+    at = recording.now if recording.over else last or recording.now
+    return datetime.datetime.fromtimestamp(recording.clock + at).strftime("%Y-%m-%d %H:%M")
+
+
+def _doing_to_plain(recording: Recording) -> dict[str, Any] | None:
+    """Return what the furthest pipeline does, with the time that is left for the one that says most."""
+    there = [doing for worker, doing in sorted(recording.doing.items()) if worker not in recording.gone]
+    if not there:
+        return None
+    furthest = max(there, key=lambda doing: doing.epoch)
+    left = [doing.left for doing in there if doing.left is not None]
+    return {
+        "epoch": furthest.epoch,
+        "epochs": furthest.epochs,
+        "seconds_left": max(left, default=None),
+        "metrics": dict(furthest.metrics),
+    }
+
+
 def _pipelines_to_plain(recording: Recording) -> dict[str, Any]:
     """Return how many pipelines train, of how many that ever did or were lost; and which were lost, and since when."""
     gone = {worker.pipeline: recording.now - since for worker, since in sorted(recording.gone.items())}
     ever = {worker.pipeline for worker in (*recording.series, *recording.active)} | gone.keys()
     return {
-        "training": len({worker.pipeline for worker in recording.active} - gone.keys()),
+        "training": len({worker.pipeline for worker in (*recording.active, *recording.doing)} - gone.keys()),
         "of": len(ever),
         "lost": [{"pipeline": pipeline, "seconds_ago": round(ago, 1)} for pipeline, ago in gone.items()],
     }

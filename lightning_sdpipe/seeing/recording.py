@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import datetime
+import time
+from collections import ChainMap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,9 @@ from lightning_sdpipe.errors import counted
 from lightning_sdpipe.meter import OWN, PHASES
 from lightning_sdpipe.policies.events import Joined, Left, Lost, Worker
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.log.event_log import Record, read_log
+from lightning_sdpipe.scheduler.log.event_log import Beginning, Record, read_log
 from lightning_sdpipe.scheduler.log.status import Status
-from lightning_sdpipe.scheduler.rows import About, Chunk
+from lightning_sdpipe.scheduler.rows import About, Chunk, Doing
 
 
 @dataclass
@@ -118,6 +121,12 @@ class Recording:
     """When its scheduler was started."""
     gone: dict[Worker, float] = field(default_factory=dict)
     """Workers that were lost and have not come back, and since when."""
+    doing: dict[Worker, Doing] = field(default_factory=dict)
+    """Activities of the workers that are there; in a log, the last of each."""
+    restarts: tuple[float, ...] = ()
+    """When its scheduler was started again."""
+    clock: float = 0.0
+    """What the wall clock shows when the scheduler's shows 0, in seconds since 1970."""
 
     def replicas(self, worker: Worker) -> list[Worker]:
         """Return other workers of the same stage that have reported updates, in pipelines of as many stages."""
@@ -160,8 +169,11 @@ class Recording:
         return rate or None
 
 
-def of_answers(status: Status, reply: m.RowsReply, series: dict[Worker, Series], lost: str) -> Recording:
-    """Return the recording from a scheduler's answers, with the workers' updates ``series``."""
+def of_answers(
+    status: Status, reply: m.RowsReply, series: dict[Worker, Series], lost: str, starts: Sequence[float]
+) -> Recording:
+    """Return the recording from a scheduler's answers, with the workers' updates ``series``. The scheduler has set out
+    at ``starts``."""
     active = {
         Worker(j, i): reply.now - (stage.joined[i] or 0.0)
         for j, stage in enumerate(status.stages)
@@ -173,14 +185,16 @@ def of_answers(status: Status, reply: m.RowsReply, series: dict[Worker, Series],
         for i, letter in enumerate(stage.states)
         if letter == "l"
     }
-    members = status.members
+    doing, members = dict(reply.doing), status.members
     failure = status.failure or (members and members.over) or None
     if failure is not None:
         state = f"failed: {failure}"
     elif members is not None and members.held:
         state = f"waiting: {members.held}"
+    elif active or doing:  # all leave the policy for a validation
+        state = "validating" if any(each.what == "validating" for each in doing.values()) else "training"
     else:
-        state = "training" if active else "stopped" if gone else "finished" if any(status.workers()) else "starting"
+        state = "stopped" if gone else "finished" if any(status.workers()) else "starting"
     return Recording(
         len(status.stages),
         reply.now,
@@ -190,28 +204,49 @@ def of_answers(status: Status, reply: m.RowsReply, series: dict[Worker, Series],
         lost,
         failure,
         state=state,
-        begun=reply.now - status.uptime,
+        begun=starts[0],
+        restarts=tuple(starts[1:]),
+        clock=time.time() - reply.now,
         gone=gone,
+        doing=doing,
         policy=msgspec.json.decode(status.policy),
         reasons={group.number: group.reason for stage in status.stages for group in stage.groups},
     )
 
 
 def of_log(path: Path) -> Recording:
-    """Return the final recording of the last scheduler that wrote the log at ``path``.
+    """Return the final recording of the last run whose scheduler wrote the log at ``path``.
 
     Raises:
         ConfigurationError: the file cannot be read, or is no log.
     """
-    return of_record(read_log(path)[-1])
+    return of_records(last_run(read_log(path)))
 
 
-def of_record(record: Record) -> Recording:
-    """Return the final recording of a scheduler."""
+def last_run(records: Sequence[Record]) -> list[Record]:
+    """Return those of ``records`` that are of the last one's run: a scheduler that was started again has found the same
+    processes."""
+    run = [records[-1]]
+    for record in reversed(records[:-1]):
+        if record.beginning.at > run[0].beginning.at or not _processes(record) & _processes(run[0]):
+            break
+        run.insert(0, record)
+    return run
+
+
+def _processes(record: Record) -> set[tuple[Worker, int]]:
+    return {(update.rows.worker, update.rows.life) for update in record.updates}
+
+
+def of_records(records: Sequence[Record]) -> Recording:
+    """Return the final recording of a run, of which each of its schedulers has written a record."""
+    first, last = records[0].beginning, records[-1]
+    entries = [entry for record in records for entry in record.entries]
+    updates = [update for record in records for update in record.updates]
     ever: set[Worker] = set()
     left: set[Worker] = set()
     gone: dict[Worker, float] = {}
-    for entry in record.entries:
+    for entry in entries:
         match entry.event:
             case Joined(worker):
                 ever.add(worker)
@@ -222,12 +257,12 @@ def of_record(record: Record) -> Recording:
                 if isinstance(entry.event, Lost):
                     gone[worker] = entry.at
     taking_part = ever - left or ever
-    now = max([entry.at for entry in record.entries] + [update.rows.at for update in record.updates], default=0.0)
-    about = {update.rows.worker: update.about for update in record.updates if update.about is not None}
-    series = series_of(update.rows for update in record.updates)
-    lost = f"its first {record.beginning.after} events, which are in no file any more" if record.beginning.after else ""
+    now = max([entry.at for entry in entries] + [update.rows.at for update in updates], default=0.0)
+    about = {update.rows.worker: update.about for update in updates if update.about is not None}
+    series = series_of(update.rows for update in updates)
+    lost = f"its first {first.after} events, which are in no file any more" if first.after else ""
     return Recording(
-        record.beginning.num_stages,
+        first.num_stages,
         now,
         series,
         dict.fromkeys(taking_part, now),
@@ -235,11 +270,19 @@ def of_record(record: Record) -> Recording:
         lost,
         over=True,
         state=_ended(ever, left, gone),
-        begun=record.beginning.at,
+        begun=first.at,
+        restarts=tuple(record.beginning.at for record in records[1:]),
+        clock=_wall_clock(first),
         gone=gone,
-        policy=record.beginning.policy,
-        reasons={group.sequence: group.reason for entry in record.entries for group in entry.decisions},
+        doing=dict(ChainMap(*(record.doing for record in reversed(records)))),
+        policy=last.beginning.policy,
+        reasons={group.sequence: group.reason for entry in entries for group in entry.decisions},
     )
+
+
+def _wall_clock(beginning: Beginning) -> float:
+    """Return what the wall clock showed when the scheduler's showed 0."""
+    return datetime.datetime.fromisoformat(beginning.time).timestamp() - beginning.at
 
 
 def _ended(ever: set[Worker], left: set[Worker], gone: dict[Worker, float]) -> str:

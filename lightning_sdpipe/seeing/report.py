@@ -15,7 +15,7 @@ from lightning_sdpipe.scheduler.log.event_log import Record, read_log
 from lightning_sdpipe.scheduler.log.status_page import policy_of
 from lightning_sdpipe.seeing.html import Chart, page
 from lightning_sdpipe.seeing.page import to_plain
-from lightning_sdpipe.seeing.recording import Recording, of_record
+from lightning_sdpipe.seeing.recording import Recording, last_run, of_records
 from lightning_sdpipe.simulate.run import lags
 
 MOST_LAGS = 10_000_000
@@ -38,7 +38,7 @@ def missing() -> bool:
 
 
 def write(log: Path, output: Path) -> None:
-    """Write a report about the last scheduler of ``log``.
+    """Write a report about the last run of ``log``.
 
     Raises:
         ConfigurationError: the log cannot be read, the file cannot be written, or a package is not installed.
@@ -47,8 +47,8 @@ def write(log: Path, output: Path) -> None:
         raise ConfigurationError(f"{output} is not allowed; a report is a page: let its name end with .html")
     if missing():
         raise ConfigurationError("a report needs jinja2; install it: pip install 'lightning-sdpipe[report]'")
-    record = read_log(log)[-1]
-    recording, beginning = of_record(record), record.beginning
+    records = last_run(read_log(log))
+    record, recording, beginning = records[-1], of_records(records), records[0].beginning
     facts = (
         f"{_method(record, recording)}; {shape(beginning.num_stages, beginning.num_pipelines)}; from "
         f"{beginning.time[:16].replace('T', ' ')} on, by the clock of the scheduler's machine"

@@ -25,6 +25,7 @@ from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFa
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.batch_source import BatchSource
 from lightning_sdpipe.loop.epoch_callback import Point, StreamSwitches
+from lightning_sdpipe.loop.outlook import Outlook
 from lightning_sdpipe.loop.precision import NonfiniteWatch, last_wait, loss_scale
 from lightning_sdpipe.loop.python_state import PythonState
 from lightning_sdpipe.loop.user_hooks import CollectiveGuard
@@ -223,6 +224,7 @@ class Training:
     _weighs: bool = False  # the gradients of its mini-batch are all that this pipeline gives to a mean
     _steps: int = 0  # of optimizers in the last turn with a batch, in manual optimization
     _meeting: SyncPoint | None = None  # where the others have met, when this worker is out of data
+    _outlook: Outlook | None = None
     _last_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def __post_init__(self) -> None:
@@ -270,6 +272,8 @@ class Training:
         self.client.about = About(
             this_host(), str(self._device), self.groups.rank, samples, options.schedule, parts, sync, divided
         )
+        self._outlook = Outlook(self.trainer)
+        self.client.does(self._outlook.doing)
 
     def begin_batch(self, batch: Any, source: BatchSource) -> None:
         """Take part from now on, unless there is nothing to train; Lightning shows ``batch`` to the hooks."""
@@ -463,8 +467,13 @@ class Training:
 
     # ------------------------------------------- turns, as the source of batches sees them
 
+    def show(self, metrics: Mapping[str, float]) -> None:
+        """Show people ``metrics``, which all workers have; see :class:`~lightning_sdpipe.loop.batch_source.Turns`, as
+        for all that follow."""
+        if self._outlook is not None:
+            self._outlook.metrics = metrics
+
     def begin_shards(self, uneven: bool) -> None:
-        """Begin an epoch of shards; see :class:`~lightning_sdpipe.loop.batch_source.Turns`, as for all that follow."""
         self._uneven, self._meeting = uneven, None
         self._phases.go(Event.BATCH)
 

@@ -14,7 +14,7 @@ from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.client.reporting import RowBuffer
 from lightning_sdpipe.scheduler.log.event_log import Beginning, EventLog, Updates, differences, read_log
-from lightning_sdpipe.scheduler.rows import MOST, About, Chunk, NewRows, UpdateRow
+from lightning_sdpipe.scheduler.rows import MOST, About, Chunk, Doing, NewRows, UpdateRow
 from lightning_sdpipe.scheduler.server import row_desk
 from lightning_sdpipe.scheduler.server.outbox import Outbox
 from lightning_sdpipe.scheduler.server.row_desk import RowDesk, RowRing
@@ -99,7 +99,7 @@ def test_rows_that_make_no_sense_are_ignored_and_counted(wrong: NewRows) -> None
     assert desk.hear(beat(A, 1, wrong), True, b"", 0.0) is None
     assert desk.hear(beat(A, 1, rows(3)), False, b"", 0.0) is None, "it has not joined"
     assert outbox.ignored == {"rows": 2}
-    assert desk.answer(0, 0.0).chunks == ()
+    assert desk.answer(0, (), 0.0).chunks == ()
 
 
 def test_the_ring_says_where_it_begins() -> None:
@@ -151,3 +151,20 @@ def test_the_log_has_a_line_for_each_chunk_which_replay_skips(tmp_path: Path) ->
     assert record.updates[0] == Updates(record.updates[0].rows, About("here", "cpu", 1, 32))
     assert record.events == 0
     assert list(differences(record.policy(), record.dealer(), record.entries)) == []
+
+
+def test_the_log_has_what_workers_do_when_it_changes_and_answers_have_those_that_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = EventLog(path)
+    log.open(Beginning(registry.to_plain(NoSync()), 1, 2, 0.0, "now"))
+    desk = RowDesk(log, Outbox())
+    training, validating = Doing("training", 0, 3, 60), Doing("validating", 0, 3, 40, (("val_loss", "0.5"),))
+    for at, doing in enumerate((None, training, msgspec.structs.replace(training, left=50), validating)):
+        desk.note(A, doing, at)
+    desk.note(B, training, 9)
+    assert desk.answer(0, {A}, 9.0).doing == ((A, validating),)
+    log.close()
+    lines = path.read_text().splitlines()[1:]
+    assert [line.count("training") for line in lines] == [1, 0, 1]
+    (record,) = read_log(path)
+    assert record.doing == {A: validating, B: training}

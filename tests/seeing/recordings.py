@@ -107,7 +107,9 @@ def simulated_log(path: Path, policy: PolicyConfig, run: Run, own: Own, about: A
     """The log that a scheduler would have written of a simulation: its policy, events, groups and rows."""
     work = run.work
     log = EventLog(path)
-    log.open(Beginning(registry.to_plain(policy), work.num_stages, work.num_pipelines, 0.0, "simulated"))
+    log.open(
+        Beginning(registry.to_plain(policy), work.num_stages, work.num_pipelines, 0.0, "2026-01-01T00:00:00+00:00")
+    )
     chunks = deque(simulated_chunks(run, own))
     for at, event, decisions in run.entries:
         log.record(at, event, decisions)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -14,9 +16,11 @@ import pytest
 from lightning_sdpipe.cli import main
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler.rows import About
+from lightning_sdpipe.scheduler.log.event_log import read_log
+from lightning_sdpipe.scheduler.rows import About, Doing
 from lightning_sdpipe.seeing import html
 from lightning_sdpipe.seeing.page import to_plain
+from lightning_sdpipe.seeing.recording import last_run, of_log
 from lightning_sdpipe.simulate import Work, jittered, simulate
 from tests.seeing.recordings import chunks, recording, simulated_log
 
@@ -116,8 +120,6 @@ def test_all_lives_of_a_pipeline_are_counted_and_their_ends_are_marked() -> None
     check_losses(with_losses())
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 @pytest.mark.parametrize(("state", "over"), [("waiting: 1 of 2 pipelines", False), ("finished", True)])
 def test_only_a_run_that_is_over_has_an_end(state: str, over: bool) -> None:
     worker = Worker(0, 0)
@@ -127,6 +129,43 @@ def test_only_a_run_that_is_over_has_an_end(state: str, over: bool) -> None:
     assert ("time so far" in text) != over
 
 
+def test_a_page_has_the_epoch_the_time_that_is_left_and_the_newest_metrics() -> None:
+    worker = Worker(0, 0)
+    does = {worker: Doing("validating", 2, 10, 130, (("val_loss", "0.25"),))}
+    seen = dataclasses.replace(recording({worker: chunks(worker, [60.0] * 8)}, active=()), doing=does, clock=1e9)
+    live = dataclasses.replace(seen, state="validating", restarts=(0.24,))
+    text = Page(html.page("train.py", to_plain(live, None), live, live=True).decode()).text
+    for words in ("Validating", "epoch3 of 10", "time leftabout 2 min 10 s", "val_loss0.25", "1 of 1"):
+        assert words in text
+    assert "the scheduler was started again after 0 s" in text
+    over = dataclasses.replace(seen, state="finished", over=True)
+    text = Page(html.page("train.py", to_plain(over, None), over).decode()).text
+    assert "Finished at 2001-09-" in text
+    assert "val_loss0.25" in text
+    assert "time left" not in text
+
+
+def test_a_run_goes_on_in_the_log_where_its_scheduler_was_started_again(tmp_path: Path) -> None:
+    first, *lines = (GOLDEN / "straggler.jsonl").read_bytes().splitlines(True)
+    begun = json.loads(first)
+    again = json.dumps(begun | {"at": begun["at"] + 20}, separators=(",", ":")).encode() + b"\n"
+    half = len(lines) // 2
+    joins = [line for line in lines if b'"joined"' in line][:4]
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b"".join([first, *lines[:half], again, *joins, *lines[half:]]))
+    whole, both = of_log(GOLDEN / "straggler.jsonl"), of_log(path)
+    assert both.restarts == (begun["at"] + 20,)
+    assert both.begun == whole.begun
+    assert {worker: series.made for worker, series in both.series.items()} == {
+        worker: series.made for worker, series in whole.series.items()
+    }
+    others = [re.sub(rb'^({"rows":\[\[.,.\],)\d+', rb"\g<1>7", line) for line in lines]
+    path.write_bytes(b"".join([first, *lines, again, *others]))
+    assert len(last_run(read_log(path))) == 1, "its processes are others"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_a_browser_shows_the_same(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(with_losses())
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"file://{tmp_path}/page.html"]

@@ -52,7 +52,7 @@ from lightning_sdpipe.scheduler.client.wire import Callbacks, CancelledError, Ru
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
 from lightning_sdpipe.scheduler.membership_protocol import Start
 from lightning_sdpipe.scheduler.protocol import Failure
-from lightning_sdpipe.scheduler.rows import About
+from lightning_sdpipe.scheduler.rows import About, Doing
 
 __all__ = [
     "Callbacks",
@@ -221,6 +221,11 @@ class SchedulerClient:
         """Set the number of updates that this worker has made, for people; cheap."""
         with self.wire.talking() as talk:
             talk.updates = updates
+
+    def does(self, doing: Callable[[], Doing | None]) -> None:
+        """Set what returns what this worker does, for people; another thread calls it."""
+        with self.wire.talking() as talk:
+            talk.doing = doing
 
     # ---------------------------------------------------------------------- states
 

@@ -47,7 +47,7 @@ from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import effects as f
 from lightning_sdpipe.scheduler.client.reporting import HeardAnswers, HeardLeases, RowBuffer, SpanReport
-from lightning_sdpipe.scheduler.rows import About
+from lightning_sdpipe.scheduler.rows import About, Doing
 
 FIRST_BEAT, PROBE, SOONEST = 0.25, 0.05, 0.125
 """Seconds between beats: until the scheduler sets the interval, while it seems away, and with much to tell."""
@@ -128,6 +128,8 @@ class Conversation:
         """Seconds after which a transfer that does not move is given up."""
         self.updates = -1
         """Updates that this worker has made, for people."""
+        self.doing: Callable[[], Doing | None] = lambda: None
+        """Returns what this worker does, for people."""
         self.awaits: tuple[str, ...] = ()
         """What this worker waits for in vain, as a beat says it."""
         self._number, self._member, self._left, self.offered = 0, False, (-1, -1), ""  # offered: the newest transfer
@@ -515,5 +517,6 @@ class Conversation:
             self.spans.take(),
             waits,
             self.awaits,
+            self.doing(),
         )
         return beat

@@ -27,9 +27,9 @@ from lightning_sdpipe.membership.members import MemberDecision, MemberEvent
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Decision
-from lightning_sdpipe.policies.events import Event, Widened
+from lightning_sdpipe.policies.events import Event, Widened, Worker
 from lightning_sdpipe.policies.policy import Policy, RefusedEvent
-from lightning_sdpipe.scheduler.rows import About, Chunk
+from lightning_sdpipe.scheduler.rows import About, Chunk, Doing
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,14 @@ class Updates(msgspec.Struct, frozen=True, omit_defaults=True):
 
     rows: Chunk
     about: About | None = None
+
+
+class Does(msgspec.Struct, frozen=True):
+    """A line with what a ``worker`` does from a time ``at`` on."""
+
+    doing: Doing
+    worker: Worker
+    at: float
 
 
 class EventLog:
@@ -137,13 +145,18 @@ class EventLog:
         if self._file is not None:
             self._write(Updates(chunk, about))
 
+    def record_doing(self, worker: Worker, doing: Doing, now: float) -> None:
+        """Record what ``worker`` does from now on."""
+        if self._file is not None:
+            self._write(Does(doing, worker, now))
+
     def close(self) -> None:
         """Close the file; safe to call twice."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
-    def _write(self, line: Entry | Updates | Beginning) -> None:
+    def _write(self, line: Entry | Updates | Does | Beginning) -> None:
         assert self._file is not None
         text = msgspec.json.encode(line) + b"\n"
         try:
@@ -213,6 +226,8 @@ class Record(msgspec.Struct):
     entries: list[Entry]
     updates: list[Updates]
     """Rows of workers, in the order in which heartbeats brought them."""
+    doing: dict[Worker, Doing] = {}
+    """Last activity of each worker."""
 
     @property
     def events(self) -> int:
@@ -274,6 +289,9 @@ def _read_file(path: Path, records: list[Record]) -> None:
         try:
             if line.startswith(b'{"rows"'):
                 records[-1].updates.append(msgspec.json.decode(line, type=Updates))
+            elif line.startswith(b'{"doing"'):
+                does = msgspec.json.decode(line, type=Does)
+                records[-1].doing[does.worker] = does.doing
             elif line.startswith(b'{"format"'):
                 beginning = msgspec.json.decode(line, type=Beginning)
                 if not (records and beginning.after == records[-1].events > 0):

@@ -153,6 +153,8 @@ class Status(msgspec.Struct, frozen=True):
     policy: str
     """Values of the policy, as JSON."""
     uptime: float
+    started: float
+    """When the scheduler was started, in seconds of its clock."""
     signals: int
     signals_per_second: float
     groups_by_size: dict[int, int]

@@ -69,6 +69,8 @@ class MembershipDesk:
         self._groups, self._leases, self._outbox = groups, leases, outbox
         self._process_groups, self._presence = process_groups, presence
         self._beat, self._limit = min(LONGEST_BEAT, limit / BEATS_PER_LIMIT), limit
+        self.present = presence.incarnations.keys()
+        """Workers that are there."""
         self._store, self._early = KeyValueStore(), DeferredRequests()
         self._setting_out = SettingOut(membership, groups, process_groups, presence, self._early, policy)
         self.spans = SpanDesk(presence.incarnations, groups.rows.about, outbox)
@@ -273,6 +275,7 @@ class MembershipDesk:
                 self._answers.beats(request, now)
                 self._update = max(self._update, request.update)
                 self._presence.waiting[worker] = request.waits, request.awaits
+                self._groups.rows.note(worker, request.doing, now)
                 if request.misses:
                     self._decide(w.Misses(worker, incarnation, epoch, request.misses), now)
                 say(peer, self.spans.note(request, peer, now))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -16,7 +16,7 @@ from lightning_sdpipe.policies.events import Progress, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.event_log import EventLog
-from lightning_sdpipe.scheduler.rows import About, Chunk, SpanChunk
+from lightning_sdpipe.scheduler.rows import About, Chunk, Doing, SpanChunk
 from lightning_sdpipe.scheduler.server.outbox import Outbox
 
 RING_BYTES = 64 << 20
@@ -74,6 +74,7 @@ class RowDesk:
         self._ring = RowRing()
         self.about: dict[Worker, About] = {}
         """Descriptions that workers have given of themselves."""
+        self._doing: dict[Worker, Doing] = {}
 
     def introduce(self, worker: Worker, about: About | None) -> None:
         """Note the description of ``worker``, if it gives one."""
@@ -94,9 +95,18 @@ class RowDesk:
         self._log.record_rows(chunk, self.about.get(worker))
         return new.progress(worker)
 
-    def answer(self, since: int, now: float) -> m.RowsReply:
-        """Return the chunks from number ``since`` on, or that many of the newest if it is negative."""
-        return m.RowsReply(now, tuple(self.about.items()), *self._ring.since(since))
+    def note(self, worker: Worker, doing: Doing | None, now: float) -> None:
+        """Note what ``worker`` does, if it says so; the log has what is new in it, beside the time that is left."""
+        if doing is not None:
+            before, self._doing[worker] = self._doing.get(worker), doing
+            if before is None or msgspec.structs.replace(before, left=doing.left) != doing:
+                self._log.record_doing(worker, doing, now)
+
+    def answer(self, since: int, present: Collection[Worker], now: float) -> m.RowsReply:
+        """Return the chunks from number ``since`` on, or that many of the newest if it is negative, and what workers
+        do that are ``present``."""
+        doing = tuple((worker, doing) for worker, doing in self._doing.items() if worker in present)
+        return m.RowsReply(now, tuple(self.about.items()), *self._ring.since(since), doing)
 
 
 class _Asking:

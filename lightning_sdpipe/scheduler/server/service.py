@@ -181,6 +181,7 @@ class SchedulerService:
         return Status(
             policy=self._description,
             uptime=uptime,
+            started=self._started,
             signals=overview.signals,
             signals_per_second=overview.rate(now, uptime),
             groups_by_size=dict(sorted(overview.sizes.items())),
@@ -213,7 +214,7 @@ class SchedulerService:
             case m.Ask("status"):
                 return [(peer, m.StatusReply(self.status(now)))]
             case m.Ask("rows", since):
-                return [(peer, self.groups.rows.answer(since, now))]
+                return [(peer, self.groups.rows.answer(since, self.members.present, now))]
             case m.Ask("spans", updates):
                 self.members.spans.ask(peer, min(max(1, updates), MOST_UPDATES), now)
         return self._outbox.sent()
