@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -215,3 +216,10 @@ def test_the_help_of_the_strategy_has_every_option_with_its_default() -> None:
 
 def test_readme_is_short() -> None:
     assert len(PAGES["README.md"].read_text().splitlines()) <= 100
+
+
+def test_addresses_of_the_project_are_those_of_its_package() -> None:
+    """They change in pyproject.toml on publication."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert f"url: {urls['Source']}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"<{urls['Security']}>" in (ROOT / "SECURITY.md").read_text()
