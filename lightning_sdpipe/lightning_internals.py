@@ -265,6 +265,11 @@ def validates_in_this_epoch(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._should_check_val_epoch()
 
 
+def may_stop_early(trainer: Trainer) -> bool:
+    """Return whether ``trainer.should_stop`` takes effect now: the least number of epochs and of steps is reached."""
+    return trainer.fit_loop._can_stop_early
+
+
 def skip_next_validation(trainer: Trainer) -> None:
     """Make the end of this turn of training validate nothing."""
     trainer.fit_loop.epoch_loop._skip_next_val = True

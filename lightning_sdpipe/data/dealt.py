@@ -106,6 +106,11 @@ class DealtBatches:
         ``seconds``."""
         return self._sampler.wait(*seconds)
 
+    @property
+    def stop(self) -> int:
+        """Number at which the segment has ended, once :meth:`wait` has returned False."""
+        return self._sampler.stop
+
 
 class NumberedBatches:
     """The batches of an evaluation, of which this pipeline loads those of given numbers.
@@ -211,6 +216,11 @@ class _LeaseSampler:
         number = lease.start + k
         position = number * self._num_pipelines + lease.home
         return Drawn(mix(self._seed, lease.segment.epoch, position), self._shards.batch(lease.home, number))
+
+    @property
+    def stop(self) -> int:
+        assert self._lease is not None
+        return self._lease.stop
 
     def wait(self, *seconds: float) -> bool | None:
         while self._next_lease(*seconds):

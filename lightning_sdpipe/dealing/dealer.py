@@ -10,7 +10,10 @@ start) batches are each dealt once. A segment is over when all are trained, so a
   For batches of one size that minimises the end of the last one: at steady speeds no pipeline waits longer than one of
   its own batches takes. It takes from the head of its home shard; then from the tail of the one that would end last.
 - Leases are half of what a pipeline is expected to train yet (guided self-scheduling, Polychronopoulos and Kuck 1987),
-  but no less than a second of work. So a pipeline asks rarely, and a device that slows down holds little.
+  but no less than a second of work, and no more than two, or a 256th of what it is expected to train. So a pipeline
+  asks rarely, a device that slows down holds little, and a stop takes effect soon.
+- When a worker stops, nothing more is dealt: the segment is over when all is trained that was, and counts as far as
+  that goes.
 - There may be nothing for an ask: all is dealt, or others are faster. The worker then gets an empty lease, trains what
   it still holds, and asks again. That ask stays open until batches come back, others stall, or the segment is over.
 - A dealer that has dealt nothing yet may be a scheduler that was restarted in mid-epoch. Before it decides anything,
@@ -30,8 +33,10 @@ from lightning_sdpipe.errors import shape
 from lightning_sdpipe.policies.events import Widened, Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
 
-LEAST_SECONDS = 1.0
-"""Least seconds of work in a lease, where there is as much: a pipeline asks about once in this time, or per batch."""
+LEAST_SECONDS, MOST_SECONDS = 1.0, 2.0
+"""Seconds of work in a lease, where there is as much: a pipeline asks about once in this time, or per batch."""
+_MOST_PART = 256
+"""What a pipeline is expected to train yet may be as many leases and not more: workers keep those of a segment."""
 
 
 class Dealer:
@@ -50,10 +55,12 @@ class Dealer:
         self._retired = 0
         """Batches that were trained by pipelines that have returned the rest."""
         self.segment: Segment | None = None
-        self._previous: tuple[Segment, dict[int, list[Lease]]] | None = None
-        """Answers of the segment before, which may have been lost on their way."""
+        self._previous: tuple[Segment, dict[int, list[Lease]], int] | None = None
+        """Answers of the segment before, which may have been lost on their way, and where it ended."""
         self._recovering = self._restarted = False
-        self._over = False
+        self._over = self._stops = False
+        self._stop = 0
+        """Number at which the segment ends."""
 
     def on(self, event: LeaseEvent, now: float) -> list[Lease]:
         """Return the leases that follow from ``event`` at ``now``; they may answer asks that were left open.
@@ -72,12 +79,14 @@ class Dealer:
                 account.present = True
                 account.hear(worker.stage, done, now)
                 account.asked = max(account.asked, ordinal)
+                self._stops |= done.stops
                 return self._settle(now)
             case Trained(worker, segment, done):
                 account = self._account(worker, done)
                 if segment != self.segment or not account.present:
                     return []
                 account.hear(worker.stage, done, now)
+                self._stops |= done.stops
                 return self._settle(now)
             case Told():
                 return self._hear_book(event, now)
@@ -101,15 +110,14 @@ class Dealer:
         if segment == self.segment:
             leases = self._accounts[pipeline].leases
         else:
-            previous, before = self._previous or (None, {})
+            previous, before, stop = self._previous or (None, {}, segment.stop)
             unknown = self._restarted and previous is None and not self._is_newer(segment)
             if segment != previous and not unknown:
                 return None
             leases = before.get(pipeline, [])
             # It has all that it needs, and has not asked since. A restarted scheduler may know less than the worker.
             if ordinal == len(leases) or (self._restarted and ordinal > len(leases)):
-                stop, end = segment.stop, float(self._num_pipelines * segment.stop)
-                home = pipeline % self._num_pipelines
+                home, end = pipeline % self._num_pipelines, float(self._num_pipelines * stop)
                 return Lease(segment, pipeline, ordinal, home, stop, stop, end, 0.0, over=True)
         return leases[ordinal] if 0 <= ordinal < len(leases) else None
 
@@ -195,8 +203,9 @@ class Dealer:
     def _begin(self, segment: Segment, now: float) -> None:
         self._recovering = self._restarted = self._recovering or self.segment is None
         if self.segment is not None:
-            self._previous = self.segment, {i: account.leases for i, account in enumerate(self._accounts)}
-        self.segment, self._over, self._retired = segment, False, 0
+            leases = {i: account.leases for i, account in enumerate(self._accounts)}
+            self._previous = self.segment, leases, self._stop
+        self.segment, self._over, self._stops, self._retired, self._stop = segment, False, False, 0, segment.stop
         self._left = [[range(segment.start, segment.stop)] for _ in range(self._num_pipelines)]
         for account in self._accounts:
             account.begin(now)
@@ -228,7 +237,9 @@ class Dealer:
         account.present = True
         account.told.add(told.worker.stage)
         account.hear(told.worker.stage, told.done, now)
+        self._stops |= told.done.stops
         self._over = self._over or told.over
+        self._stop = min([self._stop, *(lease.stop for lease in told.leases if lease.over)])
         return self._settle(now)
 
     def _take_back(self, pipeline: int) -> None:
@@ -252,6 +263,8 @@ class Dealer:
             if not all(account.has_told or not account.present for account in self._accounts):
                 return []
             self._recovering = False
+        if self._stops:
+            self._left = [[] for _ in self._left]
         decided: list[Lease] = []
         for pipeline, account in enumerate(self._accounts):
             if account.told and not account.has_told:
@@ -276,7 +289,18 @@ class Dealer:
                 return decided
             decided.append(self._record(lease))
         self._over = not self.still_training()
+        if self._over and self._stops:
+            self._stop = self._reached()
         return decided
+
+    def _reached(self) -> int:
+        """Return the number at which a segment ends that was stopped: as far as it was trained, rounded up, and as far
+        as workers count."""
+        assert self.segment is not None
+        n, start = self._num_pipelines, self.segment.start
+        trained = n * start + self._retired + sum(account.leased for account in self._accounts)
+        counted = (lease.end for account in self._accounts for lease in account.leases)
+        return min(max(math.ceil(max(trained, *counted, 0.0) / n - 1e-9), start + 1), self.segment.stop)
 
     def _record(self, lease: Lease) -> Lease:
         account = self._accounts[lease.pipeline]
@@ -294,7 +318,8 @@ class Dealer:
         if seconds is None:  # the speed is unknown: double until it is known
             size = min(quota, max(1, account.leased))
         else:
-            size = min(quota, max(math.ceil(quota / 2), math.ceil(LEAST_SECONDS / seconds)))
+            least, most = math.ceil(LEAST_SECONDS / seconds), max(MOST_SECONDS / seconds, quota / _MOST_PART)
+            size = min(quota, max(math.ceil(min(quota / 2, most)), least))
         home, batches = self._choose(pipeline, size, quotas, now)
         progress, advance = self._progress(pipeline, len(batches), now)
         assert self.segment is not None
@@ -304,15 +329,16 @@ class Dealer:
     def _empty(self, pipeline: int, over: bool = False) -> Lease:
         account, segment = self._accounts[pipeline], self.segment
         assert segment is not None
-        end = float(self._num_pipelines * segment.stop)
+        stop = self._stop if over else segment.stop
+        end = float(self._num_pipelines * stop)
         progress = end if over else self._even(account) if not account.leases else account.leases[-1].end
         return Lease(
             segment,
             pipeline,
             len(account.leases),
             pipeline % self._num_pipelines,
-            segment.stop,
-            segment.stop,
+            stop,
+            stop,
             min(progress, end),
             0.0,
             over,

@@ -34,7 +34,8 @@ class Lease(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="leas
     Before its k-th batch, all pipelines are predicted to have trained ``progress`` + k ``advance`` batches of the
     epoch: with N pipelines of equal speeds, N times the batches of this one. The value never falls, and at the end of
     the segment it is N ``segment.stop``. An empty lease tells the pipeline to train all that it holds, and then to ask
-    again. If it is ``over``, so is the segment.
+    again. If it is ``over``, so is the segment, at the number ``stop``: below the planned one if a user has stopped
+    training.
     """
 
     segment: Segment
@@ -61,12 +62,13 @@ class Lease(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="leas
 class Done(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A worker's progress: ``batches`` trained in the segment, the last one ``ago`` seconds ago (or the start, if there
     is none), each recently in ``seconds`` (None before the first). If the worker is lost, so are the last ``loose`` of
-    them, which no other model has."""
+    them, which no other model has. It ``stops`` if its user has asked for the end of training."""
 
     batches: Count
     seconds: Seconds | None = None
     ago: Seconds = 0.0
     loose: Count = 0
+    stops: bool = False
 
 
 class Asked(msgspec.Struct, frozen=True, gc=False, tag="asked"):

@@ -175,6 +175,9 @@ class Turns(Protocol):
     def go_on(self) -> None:
         """Go on, as there is a batch again."""
 
+    def stop_dealing(self) -> None:
+        """Ask for the end of the segment before all of it is dealt."""
+
     def end_dealt(self) -> None:
         """End the segment, which is over for all pipelines, and come together with them."""
 

@@ -278,10 +278,15 @@ class DealtBatchSource:
         return Segment(self._run, self._trainer.current_epoch, start, stop)
 
     @property
+    def _stop(self) -> int:
+        """Number at which the segment ends, or has ended."""
+        assert self._segment is not None
+        return self._batches.stop if self._over else self._segment.stop
+
+    @property
     def _final(self) -> bool:
         """True if the segment ends the epoch."""
-        assert self._segment is not None
-        return self._segment.stop == self._trainer.num_training_batches
+        return self._stop == self._trainer.num_training_batches
 
     @property
     def _batches(self) -> DealtBatches:
@@ -315,8 +320,7 @@ class DealtBatchSource:
             self._turns.go_on()
 
     def _end_turn(self) -> None:
-        split, segment = self._counters, self._segment
-        assert segment is not None
+        split = self._counters
         before, trained = split.number - 1, self._now is not None  # Lightning has counted this turn
         if self._now is not None:
             self._trained += 1
@@ -326,12 +330,12 @@ class DealtBatchSource:
                 self._run_out()
         self._accumulated = 0 if self._closes else self._accumulated + (self._now is not None)
         if self._over:
-            split.advance(before, segment.stop, trained)
+            split.advance(before, self._stop, trained)
             self._turns.end_dealt()
             with self._turns.first_failure:
                 split.agree(self._checks.from_leader)
         else:
-            split.advance(before, min(max(self._reached(before), before), segment.stop - 1), trained)
+            split.advance(before, min(max(self._reached(before), before), self._stop - 1), trained)
 
     def _reached(self, before: int) -> int:
         """Return what each of equal pipelines has trained before the next batch of this one."""

@@ -7,7 +7,8 @@ same time. What it does between batches is changed here, in the loop of one Trai
   rank 0's worker. Here a worker that receives SIGTERM fails like any other, and the scheduler tells the rest.
 - After every batch, it broadcasts whether rank 0's clock says that training ends or a checkpoint is due, and asks each
   rank's own clock whether to validate. Here all look at the clock after batches that they have agreed on.
-- A rank whose user sets ``trainer.should_stop`` would stop by itself. Here all stop at the next point where all meet.
+- A rank whose user sets ``trainer.should_stop`` would stop by itself. Here all stop at the next point where all meet,
+  which comes at once where batches are dealt.
 - A rank whose data end sooner would end the epoch by itself. Here it counts on, until all are at the end.
 - Every rank would train as many batches as the others. Here they may be dealt by speed.
 """
@@ -293,6 +294,8 @@ def _stop_together(trainer: Trainer, turns: Turns, checks: ClockChecks) -> None:
             asked = False
         else:
             asked, trainer.should_stop = asked or trainer.should_stop, False
+            if asked and turns.underway and lightning_internals.may_stop_early(trainer):
+                turns.stop_dealing()
 
     def after_batch(fetcher: Any) -> None:
         agree()

@@ -514,6 +514,9 @@ class Training:
         with self.first_failure:
             self.rendezvous.rejoin()
 
+    def stop_dealing(self) -> None:
+        self.client.stop_dealing()
+
     def end_dealt(self) -> None:
         self.underway = False
         self.come_together()

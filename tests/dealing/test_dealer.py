@@ -78,15 +78,47 @@ def test_a_lease_that_one_stage_has_heard_of_is_dealt_to_the_other(first: int) -
     assert desk.dealer.answer(0, S, 0) == mine
 
 
-def test_leases_grow_until_the_speed_is_known_and_then_are_half_of_what_is_left() -> None:
+def test_leases_grow_until_the_speed_is_known_and_then_are_two_seconds_or_half_of_what_is_left() -> None:
     desk = Desk(2, segment=Segment(1, 0, 0, 64))
     assert brief(desk.begin()) == [(0, 0, 0, 1), (1, 1, 0, 1)]
     assert brief(desk.ask(0)) == [(0, 0, 1, 2)]
     assert brief(desk.ask(1)) == [(1, 1, 1, 2)]
     assert brief(desk.ask(0)) == [(0, 0, 2, 4)]
     desk.ask(1)
-    assert brief(desk.ask(0, 4, 1.0, now=4.0)) == [(0, 0, 4, 34)]
-    assert brief(desk.ask(1, 4, 1.0, now=4.0)) == [(1, 1, 4, 34)]
+    assert brief(desk.ask(0, 4, 0.25, now=4.0)) == [(0, 0, 4, 12)]
+    assert brief(desk.ask(1, 4, 0.05, now=4.0)) == [(1, 1, 4, 44)]
+    assert brief(desk.ask(1, 44, 0.05, now=6.0)) == [(1, 1, 44, 64)]
+
+
+def test_of_a_long_segment_a_lease_is_a_small_part() -> None:
+    """So a worker keeps few."""
+    desk = Desk(1, segment=Segment(1, 0, 0, 256_001))
+    desk.begin()
+    assert brief(desk.ask(0, 1, 1.0, now=1.0)) == [(0, 0, 1, 1001)]
+
+
+def test_a_stop_ends_the_segment_when_all_is_trained_that_was_dealt() -> None:
+    desk = Desk(2, segment=Segment(1, 0, 0, 64))
+    desk.begin()
+    heard = [lease for pipeline in (0, 1) for lease in desk.ask(pipeline, 1, 1.0, now=1.0)]
+    assert brief(heard) == [(0, 0, 1, 3), (1, 1, 1, 3)]
+    assert desk.dealer.on(Trained(Worker(0, 1), desk.segment, Done(2, 1.0, stops=True)), 2.0) == []
+    assert brief(desk.ask(0, 3, 1.0, now=3.0)) == [(0, 0, 64, 64)]
+    assert desk.ask(0, 3, 1.0, now=3.0) == [], "the other one still trains"
+    _, over = desk.ask(1, 3, 1.0, now=3.0)
+    assert over == Lease(desk.segment, 0, 3, 0, 3, 3, 6.0, 0.0, over=True)
+    assert [lease.stop for lease in desk.ask(1, 3, 1.0, now=3.0)] == [3]
+
+    before, desk.segment, desk.ordinals = desk.segment, Segment(1, 0, 3, 64), [0, 0]
+    assert brief(desk.ask(0, now=4.0)) == [(0, 0, 3, 5)], "training goes on where the user does not stop it after all"
+    assert desk.dealer.answer(0, before, 4) == Lease(before, 0, 4, 0, 3, 3, 6.0, 0.0, over=True)
+
+    new = Desk(2, segment=before)
+    new.tell(0, heard[0], over, over=True)
+    new.tell(1, heard[1], batches=3)
+    new.ordinals = [4, 1]
+    (lease,) = new.ask(1, 3)
+    assert (lease.over, lease.stop) == (True, 3), "a scheduler that was started since knows where it ended"
 
 
 def test_who_is_faster_takes_from_the_tail_of_who_would_end_last() -> None:

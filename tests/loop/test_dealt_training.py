@@ -399,6 +399,23 @@ def test_without_a_flush_all_stages_of_a_pipeline_count_alike(tmp_path: Path) ->
     assert records[0]["schedule"][0][0] == 20
 
 
+class Stops(Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and len(module.seen) == 10:
+            trainer.should_stop = True
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stop_on_any_rank_ends_training_soon(tmp_path: Path, stages: int) -> None:
+    factors = (1.0, 2.0) if stages == 1 else (1.0, 1.0, 2.0, 2.0)
+    records = fit(tmp_path, SemiDecentralized(window=0.002), factors, 2000, stages=stages, callbacks=(Stops(),))
+    (_, step, _), (_, end) = [event for event in agreed(records) if event[0] != "checkpoint"]
+    trained = [index for record in records[::stages] for _, indices, *_ in record["seen"] for index in indices]
+    assert len(trained) == len({*trained})
+    assert 10 <= len(trained) / (2 * BATCH) <= step == end <= 1000
+
+
 @pytest.mark.parametrize("sync", [AllReduce(), LocalSGD(2), ADPSGD(asynchronous=False), DiLoCo()])
 def test_methods_whose_pipelines_cannot_leave_are_refused(sync: Any) -> None:
     with pytest.raises(ConfigurationError, match="data='dealt' does not go with sync="):

@@ -288,7 +288,11 @@ class Stopping(Regression):
         return loss
 
 
-@supported("Data", "`trainer.should_stop` on any rank", "at the next validation, checkpoint or end of an epoch")
+@supported(
+    "Data",
+    "`trainer.should_stop` on any rank",
+    "within a few seconds where batches are dealt, else at the next validation, checkpoint or end of an epoch",
+)
 @pytest.mark.distributed
 def test_one_rank_that_asks_to_stop_stops_all_where_they_meet_next(tmp_path: Path) -> None:
     records = fit(tmp_path, DataLoader(samples(64), 4), module=Stopping(), val_check_interval=6)

@@ -424,6 +424,14 @@ class SchedulerClient:
         with self.wire.changed:
             self.wire.talk.leases.trained(batches, loose)
 
+    def stop_dealing(self) -> None:
+        """Ask for the end of the segment: nothing more of it is dealt to any pipeline."""
+        with self.wire.changed:
+            leases = self.wire.talk.leases
+            asked, leases.stops = leases.stops, True
+        if not asked:
+            self.beat_soon()
+
     def step_ended(self, iteration: int, waited: float) -> None:
         """Note that the step of ``iteration`` is over; ``waited`` are all seconds so far that this worker waited for
         replicas.

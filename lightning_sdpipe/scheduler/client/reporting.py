@@ -67,6 +67,8 @@ class HeardLeases:
         self._segment: Segment | None = None
         self._leases: dict[int, Lease] = {}
         self._trained = self._loose = 0
+        self.stops = False
+        """True once the user has asked for the end of training."""
         self._ended_at = 0.0
         self._begins = True
         """True if the next batch begins with the start of a loader."""
@@ -78,7 +80,7 @@ class HeardLeases:
         """Start ``segment``, unless it is trained already."""
         if segment != self._segment:
             self._segment, self._leases, self._trained, self._loose = segment, {}, 0, 0
-            self._ended_at, self._begins = self._clock(), True
+            self._ended_at, self._begins, self.stops = self._clock(), True, False
 
     def hear(self, lease: Lease) -> None:
         """Note the lease."""
@@ -103,7 +105,7 @@ class HeardLeases:
     def done(self) -> Done:
         """Return the worker's progress in this segment."""
         seconds = sum(self._lengths) / len(self._lengths) if self._lengths else self._first
-        return Done(self._trained, seconds, self._clock() - self._ended_at, self._loose)
+        return Done(self._trained, seconds, self._clock() - self._ended_at, self._loose, self.stops)
 
     def progress(self) -> tuple[Segment, Done] | None:
         """Return the segment and the worker's progress; None before its first segment."""

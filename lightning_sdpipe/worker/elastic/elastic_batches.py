@@ -321,7 +321,7 @@ class RoundBatchSource(ElasticBatchSource):
         assert known is not None
         assert segment is not None
         missing = known.flags.numel() - known.count
-        if self._over and missing:
+        if self._over and missing and self._stop == segment.stop:  # else the user has stopped training
             log.warning("%d of %s, by all pipelines, are not in the model", missing, segment)
 
     def _reached(self, before: int) -> int:
