@@ -238,6 +238,12 @@ def loaders(loop: Any) -> Sequence[Any]:
     return () if loop._combined_loader is None else loop._combined_loader.flattened
 
 
+def show_loaders(loop: Any, shown: Callable[[Any], Any]) -> None:
+    """Show users of the Trainer ``shown(loader)`` in the place of each dataloader of ``loop``."""
+    if (combined := loop._combined_loader) is not None:
+        combined._iterables = tree_unflatten([*map(shown, combined.flattened)], combined._spec)
+
+
 def fetcher(loop: Any) -> DataFetcher | None:
     """Return the fetcher of the batches of ``loop``, which trains or evaluates."""
     found: DataFetcher | None = loop._data_fetcher

@@ -31,6 +31,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sdpipe import lightning_internals
+from lightning_sdpipe.data.loader import PipelineLoader
 from lightning_sdpipe.lightning_internals import Method
 from lightning_sdpipe.loop.batch_source import BatchSource, Turns, batches_done, move_to
 
@@ -141,6 +142,7 @@ def change(trainer: Trainer, turns: Turns, checks: ClockChecks, source: BatchSou
     _look_together(trainer, checks)
     _begin_whole_epochs(trainer)
     _profile_nothing(trainer)
+    _show_loaders(trainer)
     if source is not None:
         _take_over(trainer, source)
         source.change()
@@ -151,7 +153,7 @@ def change_back(trainer: Any) -> None:
     """Undo what :func:`change` and others of this package have changed in the objects that a user of ``trainer``
     holds."""
     epoch, connectors = trainer.fit_loop.epoch_loop, lightning_internals.connectors(trainer)
-    loops = trainer.fit_loop, epoch, epoch.automatic_optimization, epoch.manual_optimization
+    loops = *_loading(trainer), epoch, epoch.automatic_optimization, epoch.manual_optimization
     for owner in (*loops, *connectors, *trainer.callbacks, trainer.profiler, trainer.precision_plugin):
         for name, value in list(vars(owner).items()):
             function = value.func if isinstance(value, partial) else value
@@ -261,6 +263,25 @@ def _profile_nothing(trainer: Any) -> None:
     if type(trainer.profiler) is PassThroughProfiler:
         plain: Any = trainer.profiler
         plain.profile = lambda action_name: _NOTHING
+
+
+def _loading(trainer: Any) -> tuple[Any, ...]:
+    """Return the loops of ``trainer`` that have dataloaders."""
+    fit = trainer.fit_loop
+    return fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+
+
+def _show_loaders(trainer: Trainer) -> None:
+    """Make ``trainer.train_dataloader`` and its like show what Lightning has made of the user's loaders."""
+    for loop in _loading(trainer):
+
+        def setup_data(loop: Any = loop) -> None:
+            type(loop).setup_data(loop)
+            lightning_internals.show_loaders(
+                loop, lambda each: each.given if isinstance(each, PipelineLoader) else each
+            )
+
+        loop.setup_data = setup_data
 
 
 def _resume_quietly(trainer: Trainer, source: BatchSource) -> None:

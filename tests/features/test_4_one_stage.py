@@ -361,6 +361,9 @@ class Stopping(Regression):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.trainer.should_stop = batch_idx == 2
 
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        assert [type(each) for each in self.trainer.val_dataloaders] == [DataLoader, list], "as they were given"
+
 
 def _as_lightning(directory: Path) -> None:
     trainer, model = pipelines(directory, SDPipeStrategy()), Stopping()
@@ -370,8 +373,9 @@ def _as_lightning(directory: Path) -> None:
     loader = train_loader()
     assert trainer.strategy.process_dataloader(loader) is loader, "outside of a run"
     assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
-    trainer.fit(model, loader)
+    trainer.fit(model, loader, [train_loader(), list(train_loader())])
     assert trainer.global_step == 3, "a stop takes effect at once"
+    assert type(trainer.train_dataloader) is DataLoader
     with pytest.raises(MisconfigurationException, match="must return a Tensor, a dict, or None"):
         pipelines(directory, SDPipeStrategy()).fit(ReturnsNoLoss(), train_loader())
     with pytest.raises(RuntimeError, match="but have included `dataloader_idx`"):
