@@ -1,9 +1,9 @@
 """Storms: pipelines that are killed, stopped and cut off all the time, in virtual time.
 
-The world is that of the tests: the real scheduler's service, policies and clients' cores, with emulated training. The
-rates of the faults are those of a published storm of 32 replicas, for each pipeline: in all a kill in 60 s, a stop of
-5 to 40 s in 240 s, and a cut link of 15 to 40 s in 300 s. A step is *kept* when it is in a model that an exchange has
-made.
+The world is that of :mod:`recipes.tools.elastic_world`: the real scheduler's service, policies and clients' cores, with
+emulated training. The rates of the faults are those of a published storm of 32 replicas, for each pipeline: in all a
+kill in 60 s, a stop of 5 to 40 s in 240 s, and a cut link of 15 to 40 s in 300 s. A step is *kept* when it is in a
+model that an exchange has made.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import Group, PolicyConfig
 from lightning_sdpipe.scheduler import membership_protocol as e
 from recipes.suites.grid import Goal, Ratios, Row, ratios
-from tests.scheduler import elastic_world
-from tests.scheduler.elastic_world import Process
+from recipes.tools import elastic_world
+from recipes.tools.elastic_world import Process
 
 LOWER_IS_BETTER = frozenset({"back", "stood"})
 

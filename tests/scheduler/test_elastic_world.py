@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.elastic_world import World, live_through
+from recipes.tools.elastic_world import World, live_through
 
 LONG = settings.default.max_examples >= 10_000
 HISTORIES = 10_000 if LONG else 12

@@ -5,7 +5,7 @@ The service is the real one, without its sockets, and so is what each process sa
 the network, the faults and the training. The network delays every message by itself, so they overtake each other, and
 loses some. A history follows from its seed alone::
 
-    python -m tests.scheduler.elastic_world SEED [SECONDS]     # prints what happens
+    python -m recipes.tools.elastic_world SEED [SECONDS]     # prints what happens
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Process:
     incarnation: int
     talk: Conversation = field(repr=False)
     state: str = "enrolling"
-    waits: dict[f.Key, Callable[[e.Reply], None]] = field(default_factory=dict)
+    waits: dict[f.Key, Callable[[Any], None]] = field(default_factory=dict)
     """What it does when an answer comes."""
     copies: dict[str, Copy] = field(default_factory=dict)
     receive: Receive | None = None
@@ -171,8 +171,9 @@ class World:
         )
         self.overlaps = rng.random() < 0.5
         """Does an exchange go on while its worker computes?"""
+        windows: list[float | str] = [0.0, 0.05, "auto", math.inf]
         configs: list[PolicyConfig] = [
-            SemiDecentralized(window=rng.choice([0.0, 0.05, "auto", float("inf")])),
+            SemiDecentralized(window=rng.choice(windows)),
             LocalSGD(every=rng.randint(1, 3)),
             LocalSGD(every=1),
             ADPSGD(),
