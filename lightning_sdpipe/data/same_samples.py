@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from lightning_sdpipe.data.shards import distributed_sampler
 from lightning_sdpipe.p2p import waiting_for
@@ -37,7 +37,7 @@ def unlike_samples(loader: Any, num_pipelines: int, group: dist.ProcessGroup) ->
 
     A sample that is not the same when it is read again is passed over, and so are data sets of which no
     :class:`~torch.utils.data.DistributedSampler` gives each pipeline a shard. They are read in a forked child, so that
-    no generator, file or cache of a data set is touched here.
+    no generator, file or cache of a data set is touched here; those that only index tensors are read without one.
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
@@ -79,9 +79,18 @@ def digests(loader: Any) -> list[int]:
         return _NOTHING
     try:
         size = len(loader.dataset)  # type: ignore[arg-type]
+        if _only_indexes_tensors(loader.dataset):
+            return [size, *(_digest(loader.dataset[place]) for place in _places(size))]
         return [size, *json.loads(apart(partial(_read, loader.dataset, _places(size)), _ANSWERING))]
     except Exception:  # what cannot be read is reported when it is trained
         return _NOTHING
+
+
+def _only_indexes_tensors(dataset: Any) -> bool:
+    """Return whether a sample of ``dataset`` is read without code of the user."""
+    while type(dataset) is Subset and type(dataset.indices) in (list, range):
+        dataset = dataset.dataset
+    return type(dataset) is TensorDataset and all(type(tensor) is Tensor for tensor in dataset.tensors)
 
 
 def _places(size: int) -> list[int]:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 from lightning_sdpipe import SDPipeStrategy, random_streams
+from lightning_sdpipe.data import same_samples
 from lightning_sdpipe.data.same_samples import unlike_samples
 from lightning_sdpipe.sync import AllReduce
 from tests.features.running import Regression, on_four_ranks, pipelines, samples
@@ -72,10 +74,14 @@ ALIKE: dict[str, Callable[[int], Any]] = {
     "not to be read": lambda rank: Fails(),
     "stream": lambda rank: Stream(),
     "empty": lambda rank: Rows(size=0),
+    "tensors": lambda rank: TensorDataset(torch.arange(SIZE), torch.ones(SIZE, 2)),
+    "no tensors": lambda rank: TensorDataset(torch.empty(0)),
 }
 UNLIKE: dict[str, tuple[Callable[[int], Any], str]] = {
     "random_split": (shuffled, "sample 0 on rank 1 is another one than on rank 0"),
     "order of a set": (labels, "sample 0 on rank 1"),
+    "of one tensor each": (lambda rank: TensorDataset(torch.full((SIZE,), rank)), "sample 0 on rank 1"),
+    "subset of a list": (lambda rank: Subset([rank] * SIZE, range(SIZE)), "sample 0 on rank 1"),  # type: ignore[arg-type]
     "sharded by rank": (lambda rank: Subset(Rows(), range(rank, SIZE, 2)), "sample 0 on rank 1"),
     "sizes": (lambda rank: Rows(size=SIZE + rank), "the size on rank 1"),
     "strings": (lambda rank: [f"{rank} {index // 30}" for index in range(SIZE)], "sample 0 on rank 1"),
@@ -92,7 +98,9 @@ def _compared(rank: int) -> dict[str, str | None]:
             data, 2, sampler=None if name == "stream" or not len(data) else DistributedSampler(data, 2, rank)
         )
         before, torch_state = random_streams.states(), torch.get_rng_state()
-        found[name] = unlike_samples(loader, 2, world)
+        with mock.patch.object(same_samples, "apart", wraps=same_samples.apart) as child:
+            found[name] = unlike_samples(loader, 2, world)
+        assert not child.called or "tensor" not in name, "nothing of the user's runs"
         after = random_streams.states()
         assert torch.equal(torch_state, torch.get_rng_state())
         assert before[1] == after[1]
