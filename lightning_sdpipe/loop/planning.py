@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NoReturn, TypeVar
 
-import msgspec
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -95,35 +94,24 @@ def plan_on_rank_zero(planning: Planning) -> list[plan.Plan]:
     world = dist.group.WORLD
     assert world is not None
     module = planning.trainer.lightning_module
+    answer = b""
     if dist.get_rank() == 0:
         try:
             made = _plans(planning)
-            sizes = [plan.num_parameters(module, block) for block in made[0].blocks]
-            answer = b"p" + msgspec.json.encode(_Sent([plan.encode(each) for each in made], sizes))
-        except ConfigurationError as error:
-            p2p.broadcast_bytes(b"c" + str(error).encode(), 0, world)
-            raise
+            answer = pickle.dumps((made, [plan.num_parameters(module, block) for block in made[0].blocks]))
         except Exception as error:
-            p2p.broadcast_bytes(b"e" + f"{type(error).__name__}: {error}".encode(), 0, world)
+            said: Exception = WorkerFailedError(f"Rank 0 could not plan the stages: {type(error).__name__}: {error}")
+            if isinstance(error, ConfigurationError):
+                said = ConfigurationError(str(error))
+            p2p.broadcast_bytes(pickle.dumps(said), 0, world)
             raise
-    else:
-        answer = b""
-    answer = p2p.broadcast_bytes(answer, 0, world)
-    if answer[:1] == b"c":
-        raise ConfigurationError(answer[1:].decode())
-    if answer[:1] == b"e":
-        raise WorkerFailedError(f"Rank 0 could not plan the stages: {answer[1:].decode()}")
-    sent = msgspec.json.decode(answer[1:], type=_Sent)
-    made = [plan.decode(each) for each in sent.plans]
-    plan.check_same_chain(module, made[0].blocks, sent.sizes)
-    return made
-
-
-class _Sent(msgspec.Struct):
-    """Rank 0's plans, and the number of parameters of each block there."""
-
-    plans: list[bytes]
-    sizes: list[int]
+    sent = pickle.loads(p2p.broadcast_bytes(answer, 0, world))
+    if isinstance(sent, Exception):
+        raise sent
+    plans: list[plan.Plan]
+    plans, sizes = sent
+    plan.check_same_chain(module, plans[0].blocks, sizes)
+    return plans
 
 
 _Calls = Sequence[tuple[Any, tuple[int, ...]]]
@@ -200,7 +188,7 @@ def _in_a_child(planning: Planning, end: float, work: Callable[[], _T]) -> _T:
         return found, planning.notes, planning.guard.communicates
 
     left = max(end - time.monotonic(), 1.0)
-    found, planning.notes[:], planning.guard.communicates = apart.in_a_child(noted, left)
+    found, planning.notes[:], planning.guard.communicates = apart.apart(noted, left)
     return found
 
 
@@ -227,20 +215,16 @@ def _try(planning: Planning, profiles: _Profiles, end: float) -> list[plan.Plan]
             profiles[tuple(blocks)] = _measure(planning, module, blocks, *first)
         return profiles[tuple(blocks)]
 
+    in_a_child = partial(_in_a_child, planning, end)
+
     def counted(step: StepCalls) -> Costs:
-        modules = [*module.modules()]
-
-        def packed() -> Costs:
-            found = rehearsal.count(module, step, rates_of(planning.device), _CPU)
-            return found.renamed({each: number for number, each in enumerate(modules)})
-
-        return _in_a_child(planning, end, packed).renamed(dict(enumerate(modules)))
+        return rehearsal.count_apart(module, step, rates_of(planning.device), in_a_child)
 
     def failed(error: Exception) -> None:
         if planning.device.type != "cpu" or not _differentiates():
             raise _WantedError((), f"{type(error).__name__}: {error}") from error
 
-    trial = _Trial(lambda: module, _CPU, measure, counted, failed, partial(_in_a_child, planning, end), True)
+    trial = _Trial(lambda: module, _CPU, measure, counted, failed, in_a_child, True)
     try:
         return _made(planning, steps, trial)
     except _WantedError as wanted:

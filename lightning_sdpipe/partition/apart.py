@@ -40,10 +40,10 @@ class NoAnswerError(RuntimeError):
     """There is no child, or it died, or took too long; the message says which."""
 
 
-def apart(work: Callable[[], bytes], seconds: float) -> bytes:
-    """Call ``work`` in a forked child and return its result. Memory is copied as it is written to. Files and folders
-    that are open for reading are opened anew there, each at its position; pipes, sockets and what is only written to
-    are shared.
+def apart(work: Callable[[], _T], seconds: float) -> _T:
+    """Call ``work`` in a forked child and return its result, which can be pickled. Memory is copied as it is written
+    to. Files and folders that are open for reading are opened anew there, each at its position; pipes, sockets and
+    what is only written to are shared.
 
     The child has this thread only, and torch computes there with as many threads as here, on the CPU: an accelerator
     that is open here cannot be used there. A lock that another thread holds at this moment stays locked in the child:
@@ -87,11 +87,6 @@ def apart(work: Callable[[], bytes], seconds: float) -> bytes:
     if raised:
         raise answer
     return answer  # type: ignore[no-any-return]
-
-
-def in_a_child(work: Callable[[], _T], seconds: float) -> _T:
-    """Return what ``work`` returns, which can be pickled, as :func:`apart` does."""
-    return pickle.loads(apart(lambda: pickle.dumps(work()), seconds))  # type: ignore[no-any-return]
 
 
 def _wait(child: int, answer: Connection, seconds: float) -> None:
@@ -170,7 +165,7 @@ def _reopen_files() -> None:
         os.close(anew)
 
 
-def _answer(work: Callable[[], bytes], send: Connection, seconds: float) -> None:
+def _answer(work: Callable[[], object], send: Connection, seconds: float) -> None:
     """Run the child; it leaves without running what is registered for the end of the parent."""
     global _in_a_child
     status, _in_a_child = 1, True
@@ -191,7 +186,7 @@ def _answer(work: Callable[[], bytes], send: Connection, seconds: float) -> None
         os._exit(status)
 
 
-def _outcome(work: Callable[[], bytes]) -> bytes:
+def _outcome(work: Callable[[], object]) -> bytes:
     """Return whether something was raised, and what was returned or raised."""
     try:
         return pickle.dumps((False, work()))

@@ -6,7 +6,7 @@ import argparse
 import logging
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -16,13 +16,14 @@ from torch import nn
 from lightning_sdpipe.command_line import Parser, depths_of, speeds_of
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import rehearsal
-from lightning_sdpipe.partition.apart import in_a_child
+from lightning_sdpipe.partition.apart import apart
 from lightning_sdpipe.partition.costs import Costs, rates_of
 from lightning_sdpipe.partition.pipeline_cut import Balanced, PipelineCut, cuts_of, in_flight, refuse_lists
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 
+_T = TypeVar("_T")
 _CPU = torch.device("cpu")
 _PATIENCE = 86400.0  # seconds that a child may take
 
@@ -141,9 +142,9 @@ def _give_trainer(module: LightningModule) -> None:
     module.trainer = trainer
 
 
-def tried(work: Callable[[], list[Plan]]) -> list[Plan]:
+def tried(work: Callable[[], _T]) -> _T:
     """Return what ``work`` returns in a child of this process, where all that it changes remains."""
-    return in_a_child(work, _PATIENCE)
+    return apart(work, _PATIENCE)
 
 
 def rehearse(module: nn.Module, chain: Sequence[str], batches: Sequence[Any]) -> RehearsalResult:
@@ -161,13 +162,7 @@ def count(module: nn.Module, batch: Any) -> Costs:
     Raises:
         Exception: the exception that the step raised.
     """
-    modules = [*module.modules()]
-
-    def counted() -> Costs:
-        found = rehearsal.count(module, _training_step([batch]), rates_of(_CPU), _CPU)
-        return found.renamed({each: number for number, each in enumerate(modules)})
-
-    return in_a_child(counted, _PATIENCE).renamed(dict(enumerate(modules)))
+    return rehearsal.count_apart(module, _training_step([batch]), rates_of(_CPU), tried)
 
 
 def _training_step(batches: Sequence[Any]) -> StepCalls:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
-import msgspec
 from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.balance import MUCH, Memory, balance
-from lightning_sdpipe.partition.balance import even as even_spans
+from lightning_sdpipe.partition.balance import MUCH, Memory, balance, even
 from lightning_sdpipe.partition.chain import (
     Block,
     described,
@@ -42,7 +40,8 @@ from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.partition.sections import sections_of_blocks
 
 Profile = Sequence[BlockProfile]
-_T = TypeVar("_T")
+_Candidate = TypeVar("_Candidate")
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,11 @@ def plan(
     measure: Callable[[Sequence[Block]], Profile] | None = None,
     rehearse: Callable[[Sequence[str]], RehearsalResult | None] = lambda _: None,
     in_flight: InFlight | None = None,
-    count: Callable[[], Costs | None] = lambda: None,
     attempt: Callable[[Callable[[], list[Plan]]], list[Plan]] = operator.call,
 ) -> Plan:
     """Make a single plan as :func:`plans` does, for a cut of these values."""
     of = PipelineCut(num_stages, partition, in_flight)
-    (made,) = plans(module, [of], names, measure, rehearse, count, attempt=attempt)
+    (made,) = plans(module, [of], names, measure, rehearse, attempt=attempt)
     return made
 
 
@@ -131,39 +129,26 @@ def plans(
         check_partition(each)
     if _needs_no_blocks(module, names, cuts):
         return [Plan((), (range(0),))] * len(cuts)
-    automatic = [each.num_stages for each in cuts if each.partition == "auto" and each.num_stages > 1]
-    costs = count() if automatic else None
-    even = partial(_even, module, costs=costs, memory=memory)
-    refused: ConfigurationError | None = None
-    for found in find_chains(module, names) if costs is None else _fastest_first(module, names, automatic, costs, even):
-        try:
-            return attempt(partial(_of_chain, module, found, cuts, names, measure, rehearse, automatic, even))
-        except ConfigurationError as error:
-            refused = refused or error
-    assert refused is not None
-    raise refused
+    costs = count() if _automatic(cuts) else None
+    planner = _Planner(module, cuts, names, measure, rehearse, memory, costs)
+    return _first(planner.chains(), lambda chain: attempt(partial(planner.plans_of, chain)))
 
 
-def _of_chain(
-    module: nn.Module,
-    found: Sequence[str],
-    cuts: Sequence[PipelineCut],
-    names: Sequence[str] | None,
-    measure: Callable[[Sequence[Block]], Profile] | None,
-    rehearse: Callable[[Sequence[str]], RehearsalResult | None],
-    automatic: Sequence[int],
-    even: _Even,
-) -> list[Plan]:
-    num_stages = max(cut.num_stages for cut in cuts)
-    for each in cuts:
-        _check_weights(module, found, each)
-    if num_stages > 1:
-        refuse_compiled(module, found)
-    chain, rehearsed = _rehearsed(found, num_stages, rehearse, names) if num_stages > 1 else (found, None)
+def _automatic(cuts: Sequence[PipelineCut]) -> list[int]:
+    """Return the numbers of stages of the cuts that costs decide."""
+    return [each.num_stages for each in cuts if each.partition == "auto" and each.num_stages > 1]
+
+
+def _first(candidates: Iterable[_Candidate], made: Callable[[_Candidate], _Made]) -> _Made:
+    """Return what is ``made`` of the first candidate of which it can be.
+
+    Raises:
+        ConfigurationError: it can be of none; the reason is that of the first.
+    """
     refused: ConfigurationError | None = None
-    for blocks in _blocks(module, chain, names, rehearsed is not None, automatic, even):
+    for candidate in candidates:
         try:
-            return [_cut(module, blocks, each, measure, rehearsed, even) for each in cuts]
+            return made(candidate)
         except ConfigurationError as error:
             refused = refused or error
     assert refused is not None
@@ -183,139 +168,151 @@ def _needs_no_blocks(module: nn.Module, names: Sequence[str] | None, cuts: Seque
 
 _CLOSE = 1.05
 """Ratings whose ratio is smaller are equal."""
-
-
-class _Even(Protocol):
-    """A cut by costs: the spans of M stages, their rating (:func:`~lightning_sdpipe.partition.balance.even`), and the
-    time of each block."""
-
-    def __call__(
-        self, blocks: Sequence[Block], num_stages: int, rehearsed: RehearsalResult | None = None
-    ) -> tuple[tuple[range, ...], float, Sequence[float]]: ...
-
-
-def _fastest_first(
-    module: nn.Module, names: Sequence[str] | None, automatic: Sequence[int], costs: Costs, even: _Even
-) -> Sequence[Sequence[str]]:
-    """Return the chains that can be tried, in the order in which they run and without modules that run more than once;
-    first those whose slowest stage is fastest. Of each chain, those are tried as well in which heavy blocks are
-    opened."""
-    chains = list(find_chains(module, names))
-    if names is None:
-        limits = [costs.total / (parts * max(automatic)) for parts in (0.5, 1, 2)]  # nothing is heavier than the first
-        heavier = [partial(lambda limit, block: costs.within(block) > limit, limit) for limit in limits]
-        chains = [open_heavy(module, chain, is_heavy, costs.calls) for is_heavy in heavier for chain in chains]
-    ordered: dict[tuple[str, ...], None] = {}
-    for chain in chains:
-        order = costs.order([module.get_submodule(path) for path in chain])
-        seen = RehearsalResult(chain, {"": [StepTrace(order=order)]}, {})
-        once = tuple(chain[block] for block in seen.order if block not in seen.repeated)
-        ordered[once if names is None and len(once) >= max(automatic) else tuple(chain)] = None
-    return _close_ones_first(
-        list(ordered),
-        lambda chain: min(_rated(blocks, automatic, even) for blocks in _blocks(module, chain, names, True)),
-    )
-
-
-def _rated(blocks: Sequence[Block], automatic: Sequence[int], even: _Even) -> float:
-    """Return the sum of the ratings over pipelines of so many stages."""
-    return sum(even(blocks, num_stages)[1] for num_stages in automatic)
-
-
-def _close_ones_first(candidates: Sequence[_T], rating: Callable[[_T], float]) -> list[_T]:
-    """Return candidates that are rated about as well as the best in their order, then the others by their rating."""
-    known = [(rating(candidate), candidate) for candidate in candidates]
-    limit = _CLOSE * min(each for each, _ in known)
-    return [candidate for _, candidate in sorted(known, key=lambda each: each[0] if each[0] > limit else 0.0)]
-
-
-def _even(
-    module: nn.Module,
-    blocks: Sequence[Block],
-    num_stages: int,
-    rehearsed: RehearsalResult | None = None,
-    *,
-    costs: Costs | None,
-    memory: float,
-) -> tuple[tuple[range, ...], float, Sequence[float]]:
-    sizes = [parameter_bytes(module, block) for block in blocks]
-    held = [size + _STATES * trained for size, trained in sizes]
-    seconds = [float(size) for size in held] if costs is None else costs.of_blocks(module, blocks)
-    if len(blocks) < num_stages:
-        return (), math.inf, seconds
-    possible = [True] * (len(blocks) - 1)
-    if rehearsed is not None:
-        ends = list(accumulate(len(block) for block in blocks))[:-1]
-        possible = [not any(rehearsed.crossing(step, end).refusals for step in rehearsed.traces) for end in ends]
-    return *even_spans(seconds, held, num_stages, possible, memory), seconds
-
-
 _STATES = 3.0
 """Bytes of the gradient and of Adam's states for each byte of a trained parameter."""
 
 
-def _blocks(
-    module: nn.Module,
-    chain: Sequence[str],
-    names: Sequence[str] | None,
-    rehearsed: bool,
-    automatic: Sequence[int] = (),
-    even: _Even | None = None,
-) -> Sequence[tuple[Block, ...]]:
-    """Return the ways in which modules of a chain may be joined to blocks, in the order in which they are tried."""
-    single = tuple((path,) for path in chain)
-    if names is not None:
-        return [single]
-    joined = join_ends(module, chain)
-    if not rehearsed:
-        return [joined]
-    both = list(dict.fromkeys((joined, single)))  # the values that cross a cut within a block are known
-    return _close_ones_first(both, lambda blocks: _rated(blocks, automatic, even)) if even and automatic else both
+@dataclass(frozen=True)
+class _Planner:
+    """The search for plans; see :func:`plans` for its fields. ``costs`` are None if they are not known."""
+
+    module: nn.Module
+    cuts: Sequence[PipelineCut]
+    names: Sequence[str] | None
+    measure: Callable[[Sequence[Block]], Profile] | None
+    rehearse: Callable[[Sequence[str]], RehearsalResult | None]
+    memory: float
+    costs: Costs | None
+
+    def chains(self) -> Iterable[Sequence[str]]:
+        """Return the chains to try; with costs in the order in which they run and without modules that run more than
+        once, and first those whose slowest stage is fastest. Of each chain, those are tried as well in which heavy
+        blocks are opened."""
+        found = find_chains(self.module, self.names)
+        if self.costs is None:
+            return found
+        chains, costs, most = list(found), self.costs, max(_automatic(self.cuts))
+        if self.names is None:
+            limits = [costs.total / (parts * most) for parts in (0.5, 1, 2)]  # nothing is heavier than the first
+            heavier = [partial(lambda limit, block: costs.within(block) > limit, limit) for limit in limits]
+            chains = [open_heavy(self.module, chain, is_heavy, costs.calls) for is_heavy in heavier for chain in chains]
+        ordered: dict[tuple[str, ...], None] = {}
+        for chain in chains:
+            order = costs.order([self.module.get_submodule(path) for path in chain])
+            seen = RehearsalResult(chain, {"": [StepTrace(order=order)]}, {})
+            once = tuple(chain[block] for block in seen.order if block not in seen.repeated)
+            ordered[once if self.names is None and len(once) >= most else tuple(chain)] = None
+        return _close_ones_first(list(ordered), lambda chain: min(map(self._rated, self._blocks(chain, True))))
+
+    def plans_of(self, found: Sequence[str]) -> list[Plan]:
+        """Return the plans for the chain ``found``.
+
+        Raises:
+            ConfigurationError: it cannot be cut so.
+        """
+        num_stages = max(cut.num_stages for cut in self.cuts)
+        for each in self.cuts:
+            _check_weights(self.module, found, each)
+        if num_stages > 1:
+            refuse_compiled(self.module, found)
+        chain, rehearsed = self._rehearsed(found, num_stages) if num_stages > 1 else (found, None)
+        ways = self._blocks(chain, rehearsed is not None)
+        if _automatic(self.cuts):
+            ways = _close_ones_first(ways, self._rated)
+        return _first(ways, lambda blocks: [self._cut(blocks, each, rehearsed) for each in self.cuts])
+
+    def _rated(self, blocks: Sequence[Block]) -> float:
+        """Return the sum of the ratings over pipelines of so many stages."""
+        return sum(self._even(blocks, num_stages)[1] for num_stages in _automatic(self.cuts))
+
+    def _even(
+        self, blocks: Sequence[Block], num_stages: int, rehearsed: RehearsalResult | None = None
+    ) -> tuple[tuple[range, ...], float, Sequence[float]]:
+        """Return the spans of a cut by costs, its rating (:func:`~lightning_sdpipe.partition.balance.even`), and the
+        time of each block."""
+        sizes = [parameter_bytes(self.module, block) for block in blocks]
+        held = [size + _STATES * trained for size, trained in sizes]
+        seconds = [float(size) for size in held] if self.costs is None else self.costs.of_blocks(self.module, blocks)
+        if len(blocks) < num_stages:
+            return (), math.inf, seconds
+        possible = [True] * (len(blocks) - 1)
+        if rehearsed is not None:
+            ends = list(accumulate(len(block) for block in blocks))[:-1]
+            possible = [not any(rehearsed.crossing(step, end).refusals for step in rehearsed.traces) for end in ends]
+        return *even(seconds, held, num_stages, possible, self.memory), seconds
+
+    def _blocks(self, chain: Sequence[str], rehearsed: bool) -> Sequence[tuple[Block, ...]]:
+        """Return the ways in which modules of a chain may be joined to blocks."""
+        single = tuple((path,) for path in chain)
+        if self.names is not None:
+            return [single]
+        joined = join_ends(self.module, chain)
+        # the values that cross a cut within a block are known
+        return list(dict.fromkeys((joined, single))) if rehearsed else [joined]
+
+    def _rehearsed(self, chain: Sequence[str], num_stages: int) -> tuple[Sequence[str], RehearsalResult | None]:
+        """Return the chain in the order in which it runs, without modules that run more than once, and its
+        rehearsal."""
+        rehearsed = self.rehearse(chain)
+        if rehearsed is None:
+            return chain, None
+        repeated = [chain[block] for block in sorted(rehearsed.repeated)]
+        ordered = [path for path in (chain[block] for block in rehearsed.order) if path not in repeated]
+        if repeated and (self.names is not None or len(ordered) < num_stages):
+            raise ConfigurationError(
+                f"{repeated} run more than once in a step, and a block of a chain runs once. Name larger modules that "
+                "do, or leave them out, with SDPipeStrategy(blocks=[...])."
+            )
+        return (chain, rehearsed) if ordered == list(chain) else (ordered, self.rehearse(ordered))
+
+    def _cut(self, blocks: tuple[Block, ...], of: PipelineCut, rehearsed: RehearsalResult | None) -> Plan:
+        with of.named():
+            if of.partition != "auto" or of.num_stages == 1:
+                return self._cut_into(blocks, of, "uniform" if of.partition == "auto" else of.partition, rehearsed)
+            # which cuts are refused, and why, is found out only if the first is
+            for known in [None] if rehearsed is None else [None, rehearsed]:
+                spans, rating, seconds = self._even(blocks, of.num_stages, known)
+                try:
+                    sizes: Partition = "uniform" if math.isinf(rating) else [len(span) for span in spans]
+                    made = self._cut_into(blocks, of, sizes, rehearsed)
+                except ConfigurationError as error:
+                    refused = error
+                else:
+                    return replace(made, note=_uneven(made, seconds, "" if known is None else str(refused)))
+            raise refused
+
+    def _cut_into(
+        self, blocks: tuple[Block, ...], of: PipelineCut, partition: Partition, rehearsed: RehearsalResult | None
+    ) -> Plan:
+        num_stages, named = of.num_stages, ends(blocks)
+        cut(len(blocks), num_stages, "uniform" if isinstance(partition, (str, Balanced)) else partition, named)
+        if partition == "parameters":
+            sizes = [float(num_parameters(self.module, block)) for block in blocks]
+            spans, _ = balance(sizes, [0.0] * (len(blocks) - 1), [1.0] * num_stages)
+        elif is_measured(partition):
+            if self.measure is None:
+                raise ConfigurationError('partition="balanced" needs a batch to measure the blocks with.')
+            options = partition if isinstance(partition, Balanced) else Balanced()
+            measured = with_crossing(self.measure(blocks), blocks, rehearsed)
+            seconds = [block.forward_seconds + block.backward_seconds for block in measured]
+            crossing = [transfer_seconds(block, options.bandwidth) for block in measured[:-1]]
+            memory = None if options.memory is None else _memory(options, measured, of.in_flight)
+            spans, _ = balance(seconds, crossing, _each(options.speeds) or [1.0] * num_stages, memory)
+        else:
+            spans = cut(len(blocks), num_stages, partition, named)  # type: ignore[arg-type]  # names are dealt with above
+        made = Plan(blocks, spans)
+        if rehearsed is None or num_stages == 1:
+            return made
+        travel = {step: rehearsed.travel(step, made.module_spans) for step in rehearsed.traces}
+        readers = {name: sorted(stages) for name, stages in rehearsed.readers(made.module_spans).items()}
+        return replace(made, travel=travel, readers=readers, lock_step=rehearsed.lock_step)
 
 
-def _rehearsed(
-    chain: Sequence[str],
-    num_stages: int,
-    rehearse: Callable[[Sequence[str]], RehearsalResult | None],
-    names: Sequence[str] | None,
-) -> tuple[Sequence[str], RehearsalResult | None]:
-    """Return the chain in the order in which it runs, without modules that run more than once, and its rehearsal."""
-    rehearsed = rehearse(chain)
-    if rehearsed is None:
-        return chain, None
-    repeated = [chain[block] for block in sorted(rehearsed.repeated)]
-    ordered = [path for path in (chain[block] for block in rehearsed.order) if path not in repeated]
-    if repeated and (names is not None or len(ordered) < num_stages):
-        raise ConfigurationError(
-            f"{repeated} run more than once in a step, and a block of a chain runs once. Name larger modules that do, "
-            "or leave them out, with SDPipeStrategy(blocks=[...])."
-        )
-    return (chain, rehearsed) if ordered == list(chain) else (ordered, rehearse(ordered))
-
-
-def _cut(
-    module: nn.Module,
-    blocks: tuple[Block, ...],
-    of: PipelineCut,
-    measure: Callable[[Sequence[Block]], Profile] | None,
-    rehearsed: RehearsalResult | None,
-    even: _Even,
-) -> Plan:
-    with of.named():
-        if of.partition != "auto" or of.num_stages == 1:
-            partition = "uniform" if of.partition == "auto" else of.partition
-            return _cut_into(module, blocks, of.num_stages, partition, measure, rehearsed, of.in_flight)
-        # which cuts are refused, and why, is found out only if the first is
-        for known in [None] if rehearsed is None else [None, rehearsed]:
-            spans, rating, seconds = even(blocks, of.num_stages, known)
-            try:
-                sizes: Partition = "uniform" if math.isinf(rating) else [len(span) for span in spans]
-                made = _cut_into(module, blocks, of.num_stages, sizes, measure, rehearsed, of.in_flight)
-            except ConfigurationError as error:
-                refused = error
-            else:
-                return replace(made, note=_uneven(made, seconds, "" if known is None else str(refused)))
-        raise refused
+def _close_ones_first(candidates: Sequence[_Candidate], rating: Callable[[_Candidate], float]) -> list[_Candidate]:
+    """Return candidates that are rated about as well as the best in their order, then the others by their rating."""
+    known = [(rating(candidate), candidate) for candidate in candidates]
+    limit = _CLOSE * min(each for each, _ in known)
+    return [candidate for _, candidate in sorted(known, key=lambda each: each[0] if each[0] > limit else 0.0)]
 
 
 def _uneven(made: Plan, seconds: Sequence[float], refused: str) -> str:
@@ -333,39 +330,6 @@ def _uneven(made: Plan, seconds: Sequence[float], refused: str) -> str:
         f"blocks, has {seconds[heaviest] / sum(seconds):.0%}, and is not divided: a module that runs more than once in "
         f"a step is no block{why}. Name other blocks with SDPipeStrategy(blocks=[...]), or use fewer stages."
     )
-
-
-def _cut_into(
-    module: nn.Module,
-    blocks: tuple[Block, ...],
-    num_stages: int,
-    partition: Partition,
-    measure: Callable[[Sequence[Block]], Profile] | None,
-    rehearsed: RehearsalResult | None,
-    in_flight: InFlight | None,
-) -> Plan:
-    named = ends(blocks)
-    cut(len(blocks), num_stages, "uniform" if isinstance(partition, (str, Balanced)) else partition, named)
-    if partition == "parameters":
-        sizes = [float(num_parameters(module, block)) for block in blocks]
-        spans, _ = balance(sizes, [0.0] * (len(blocks) - 1), [1.0] * num_stages)
-    elif is_measured(partition):
-        if measure is None:
-            raise ConfigurationError('partition="balanced" needs a batch to measure the blocks with.')
-        options = partition if isinstance(partition, Balanced) else Balanced()
-        measured = with_crossing(measure(blocks), blocks, rehearsed)
-        seconds = [block.forward_seconds + block.backward_seconds for block in measured]
-        crossing = [transfer_seconds(block, options.bandwidth) for block in measured[:-1]]
-        memory = None if options.memory is None else _memory(options, measured, in_flight)
-        spans, _ = balance(seconds, crossing, _each(options.speeds) or [1.0] * num_stages, memory)
-    else:
-        spans = cut(len(blocks), num_stages, partition, named)  # type: ignore[arg-type]  # names are dealt with above
-    made = Plan(blocks, spans)
-    if rehearsed is None or num_stages == 1:
-        return made
-    travel = {step: rehearsed.travel(step, made.module_spans) for step in rehearsed.traces}
-    readers = {name: sorted(stages) for name, stages in rehearsed.readers(made.module_spans).items()}
-    return replace(made, travel=travel, readers=readers, lock_step=rehearsed.lock_step)
 
 
 def with_crossing(profile: Profile, blocks: Sequence[Block], rehearsed: RehearsalResult | None) -> Profile:
@@ -389,37 +353,29 @@ def check(module: nn.Module, names: Sequence[str] | None, cuts: Sequence[Pipelin
     for each in cuts:
         check_partition(each)
     same_memory(module)
-    if _needs_no_blocks(module, names, cuts):
-        return
+    if not _needs_no_blocks(module, names, cuts):
+        _first(find_chains(module, names), partial(_check_chain, module, names, cuts))
+
+
+def _check_chain(
+    module: nn.Module, names: Sequence[str] | None, cuts: Sequence[PipelineCut], chain: Sequence[str]
+) -> None:
+    blocks = join_ends(module, chain) if names is None else tuple((path,) for path in chain)
     leaves = sum(next(part.children(), None) is None for part in module.modules())
-    refused: ConfigurationError | None = None
-    for chain in find_chains(module, names):
-        blocks = join_ends(module, chain) if names is None else tuple((path,) for path in chain)
-        known: list[tuple[range, ...]] = []
-        try:
-            for each in cuts:
-                with each.named():
-                    given = each.partition
-                    opened = leaves if given == "auto" and names is None else 0  # which opens heavy modules
-                    spans = cut(
-                        max(len(blocks), opened),
-                        each.num_stages,
-                        "uniform" if isinstance(given, (str, Balanced)) else given,
-                        ends(blocks),
-                    )
-                if given == "uniform" or not isinstance(given, (str, Balanced)):
-                    known.append(spans)
-                _check_weights(module, chain, each)
-            if len(known) == len(cuts):
-                sections_of_blocks(known)
-            if max(each.num_stages for each in cuts) > 1:
-                refuse_compiled(module, chain)
-        except ConfigurationError as error:
-            refused = refused or error
-        else:
-            return
-    assert refused is not None
-    raise refused
+    known: list[tuple[range, ...]] = []
+    for each in cuts:
+        with each.named():
+            given = each.partition
+            opened = leaves if given == "auto" and names is None else 0  # which opens heavy modules
+            sizes: Any = "uniform" if isinstance(given, (str, Balanced)) else given
+            spans = cut(max(len(blocks), opened), each.num_stages, sizes, ends(blocks))
+        if given == "uniform" or not isinstance(given, (str, Balanced)):
+            known.append(spans)
+        _check_weights(module, chain, each)
+    if len(known) == len(cuts):
+        sections_of_blocks(known)
+    if max(each.num_stages for each in cuts) > 1:
+        refuse_compiled(module, chain)
 
 
 def check_same_chain(module: nn.Module, blocks: Sequence[Block], sizes: Sequence[int]) -> None:
@@ -434,27 +390,6 @@ def check_same_chain(module: nn.Module, blocks: Sequence[Block], sizes: Sequence
                 f"This process has another model than rank 0, whose chain is {described(blocks)}: {block[0]} has "
                 f"{size:,} parameters on rank 0, and {own} here. Start all processes with the same configuration."
             )
-
-
-def encode(plan: Plan) -> bytes:
-    """Return the plan as JSON."""
-    return msgspec.json.encode(
-        _Encoded(plan.blocks, [(s.start, s.stop) for s in plan.spans], plan.travel, plan.readers, plan.lock_step)
-    )
-
-
-def decode(data: bytes) -> Plan:
-    """Reverse :func:`encode`."""
-    plain = msgspec.json.decode(data, type=_Encoded)
-    return Plan(plain.blocks, tuple(range(*span) for span in plain.spans), plain.travel, plain.readers, plain.lock_step)
-
-
-class _Encoded(msgspec.Struct):
-    blocks: tuple[tuple[str, ...], ...]
-    spans: Sequence[tuple[int, int]]
-    travel: Mapping[str, Travel]
-    readers: Mapping[str, Sequence[int]]
-    lock_step: Mapping[str, int]
 
 
 def num_parameters(module: nn.Module, block: Block) -> int:

@@ -131,6 +131,17 @@ def count(module: nn.Module, step: StepCalls, rates: Rates, device: torch.device
         return costs.count(partial(getattr(module, step.name), batch, *arguments), rates)
 
 
+def count_apart(module: nn.Module, step: StepCalls, rates: Rates, run: Callable[[Callable[[], Costs]], Costs]) -> Costs:
+    """Return the costs that :func:`count` finds on the CPU in a child process, in which ``run`` calls a function."""
+    modules = [*module.modules()]
+
+    def packed() -> Costs:
+        found = count(module, step, rates, torch.device("cpu"))
+        return found.renamed({each: number for number, each in enumerate(modules)})
+
+    return run(packed).renamed(dict(enumerate(modules)))
+
+
 def _used_by_weight(module: nn.Module, weights: Mapping[str, set[int]], read: set[str]) -> set[int]:
     """Return the blocks whose parameters are all used, perhaps by user code alone (an embedding as a table of queries,
     or tied to another one): nothing skips them by chance."""

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE, trainer_of
 from lightning_sdpipe.lightning_results import is_metric
-from lightning_sdpipe.partition.apart import in_a_child
+from lightning_sdpipe.partition.apart import apart
 from lightning_sdpipe.partition.effects import EffectRecorder, Original, intercept
 from lightning_sdpipe.partition.provenance import OUTSIDE, logging_to, note_call
 from lightning_sdpipe.partition.python_values import GENERATORS, attributes_of, is_of_the_user, is_users, state_of
@@ -388,7 +388,7 @@ def watch(module: nn.Module, chain: Sequence[str], calls: Sequence[Call], once: 
         CalledAgain: a call makes a second call of a block, which is to be called ``once``.
         Exception: the step raised it.
     """
-    return Watched(module, chain, calls, *in_a_child(partial(_observed, module, chain, calls, once), _SECONDS))
+    return Watched(module, chain, calls, *apart(partial(_observed, module, chain, calls, once), _SECONDS))
 
 
 def _observed(
@@ -455,7 +455,7 @@ class Watched:
         runs twice: a counter."""
         early = {c.name for c in self.changes if c.block == OUTSIDE and c.position < end}
         names = {name for name in early if not name.startswith(METRIC)}
-        return in_a_child(partial(self._changed_twice, names, range(end)), _SECONDS) if names else set()
+        return apart(partial(self._changed_twice, names, range(end)), _SECONDS) if names else set()
 
     def _changed_twice(self, names: set[str], span: range) -> set[str]:
         owners, digests = _owners(self.module), []
@@ -492,7 +492,7 @@ class Watched:
                 return _FAILED, []
             return None, stage.outputs
 
-        return in_a_child(outcome, _SECONDS)
+        return apart(outcome, _SECONDS)
 
 
 class _StageRun:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.plan import decode, encode, plan
+from lightning_sdpipe.partition.plan import plan
 from lightning_sdpipe.partition.rehearsal import StepCalls, rehearse
 from lightning_sdpipe.worker.assembly import refuse_counting
 from tests.partition.cutting import Stepping, assert_equal_when_cut, planned
@@ -377,7 +377,6 @@ def test_what_workers_with_several_stages_would_count_twice_is_refused() -> None
 def test_what_only_the_end_changes_is_known_to_be_handed_on() -> None:
     cut = planned(Stepping(Model(), only_late), batches(2), 2)
     assert set(cut.travel["training_step"].late) == {"model.number", "model.meter", "model.draws", "model.cycle"}
-    assert decode(encode(cut)).travel["training_step"].late == cut.travel["training_step"].late
 
 
 @pytest.mark.parametrize("loss_of", [early, begun_anew, only_late])
@@ -506,7 +505,7 @@ def test_metrics_that_only_the_end_logs_are_known() -> None:
     steps = [StepCalls("training_step", [(batch, ()) for batch in batches(2)], True)]
     cut = plan(module, 2, rehearse=partial(rehearse, module, steps=steps, device=torch.device("cpu")))
     found = ("the metric 'loss'", "the metric 'loss_epoch'", "the metric 'loss_step'")
-    assert decode(encode(cut)).travel["training_step"].metrics == found
+    assert cut.travel["training_step"].metrics == found
 
 
 def test_of_a_large_list_the_length_is_looked_at() -> None:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from lightning_sdpipe.partition.apart import apart
-from lightning_sdpipe.partition.plan import encode
 from lightning_sdpipe.pipeline.micro_batches import split
 from recipes.harness.processes import PATIENCE, run_processes
 from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
@@ -37,7 +36,7 @@ def measure(
         parts = [part.batch for part in split(batch, num_micro_batches)]
         runs: dict[str, Callable[[], object]] = {
             "plan": lambda: apart(  # as the strategy does it
-                lambda: encode(make_plan(module, num_stages, None, batch, num_micro_batches)), PATIENCE
+                partial(make_plan, module, num_stages, None, batch, num_micro_batches), PATIENCE
             ),
             "training step": partial(_train, module, parts),
         }
