@@ -333,10 +333,8 @@ def agree(trainer: Trainer, groups: ProcessGroups) -> None:
 
 def agree_in_evaluations(
     trainer: Trainer, groups: ProcessGroups, first_failure: AbstractContextManager[None]
-) -> Callable[[], None]:
-    """Let the replicas of this stage agree where the evaluation of a dataloader ends. Return a function that undoes
-    it."""
-    loops = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+) -> None:
+    """Let the replicas of this stage agree where the evaluation of a dataloader ends."""
 
     def agreeing(evaluation: object) -> Callable[[], None]:
         def store() -> None:
@@ -346,11 +344,5 @@ def agree_in_evaluations(
 
         return store
 
-    for each in loops:
+    for each in loop.evaluation_loops(trainer):
         replace(each, Method.STORE_RESULTS, agreeing(each))
-
-    def undo() -> None:
-        for each in loops:
-            restore(each, Method.STORE_RESULTS)
-
-    return undo

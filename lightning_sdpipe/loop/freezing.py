@@ -8,6 +8,7 @@ together; until then all go by what was agreed last.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import FlatBucket, flatten
-from lightning_sdpipe.lightning_internals import Method, of_its_class, replace, restore, take_groups_to_restore
+from lightning_sdpipe.lightning_internals import Method, of_its_class, replace, take_groups_to_restore
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.topology.groups import ProcessGroups
 
@@ -145,11 +146,8 @@ Groups = list[dict[str, Any]]
 
 def adapt_finetuning(callbacks: Sequence[Callback], whole_groups: Callable[[int], Groups]) -> Callable[[], None]:
     """Let finetuning callbacks remember the groups of the whole optimizer, and find what is in a group by identity:
-    Lightning compares values, which those of other stages do not have. Return a function that undoes it."""
+    Lightning compares values, which those of other stages do not have. Return a function that undoes the second."""
     finetuning = [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
-    if not finetuning:
-        return lambda: None
-
     def stored(callback: BaseFinetuning) -> Callable[..., None]:
         def store(pl_module: LightningModule, index: int, number_before: int, _: Groups) -> None:
             of_its_class(callback, Method.STORE_GROUPS)(pl_module, index, number_before, whole_groups(index))
@@ -160,13 +158,7 @@ def adapt_finetuning(callbacks: Sequence[Callback], whole_groups: Callable[[int]
         replace(callback, Method.STORE_GROUPS, stored(callback))
     original = BaseFinetuning.__dict__["filter_on_optimizer"]
     BaseFinetuning.filter_on_optimizer = staticmethod(_new_to)  # type: ignore[method-assign, assignment]
-
-    def undo() -> None:
-        BaseFinetuning.filter_on_optimizer = original  # type: ignore[method-assign]
-        for callback in finetuning:
-            restore(callback, Method.STORE_GROUPS)
-
-    return undo
+    return partial(setattr, BaseFinetuning, "filter_on_optimizer", original)
 
 
 def _new_to(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

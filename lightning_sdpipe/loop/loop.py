@@ -161,6 +161,11 @@ def change_back(trainer: Any) -> None:
                 del vars(owner)[name]
 
 
+def evaluation_loops(trainer: Any) -> list[Any]:
+    """Return the loops of ``trainer`` that validate and test."""
+    return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+
+
 def clocks(trainer: Any) -> list[Countdown]:
     """Find ``trainer``'s features that go by the time."""
     found = []
@@ -267,8 +272,7 @@ def _profile_nothing(trainer: Any) -> None:
 
 def _loading(trainer: Any) -> tuple[Any, ...]:
     """Return the loops of ``trainer`` that have dataloaders."""
-    fit = trainer.fit_loop
-    return fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+    return trainer.fit_loop, *evaluation_loops(trainer), trainer.predict_loop
 
 
 def _show_loaders(trainer: Trainer) -> None:

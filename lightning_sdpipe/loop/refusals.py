@@ -29,7 +29,6 @@ from lightning_sdpipe.lightning_internals import (
     of_its_class,
     records_modules,
     replace,
-    restore,
     syncs_batchnorm,
 )
 from lightning_sdpipe.lightning_results import names_logged_by_step
@@ -154,9 +153,8 @@ def refuse_several_optimizers(cut: bool) -> Iterator[None]:
         ) from error
 
 
-def refuse_own_values(trainer: Trainer, why: str | None) -> Callable[[], None]:
-    """Refuse a plateau schedule by step that monitors what a training step has logged. Return a function that undoes
-    it.
+def refuse_own_values(trainer: Trainer, why: str | None) -> None:
+    """Refuse a plateau schedule by step that monitors what a training step has logged.
 
     Such a value is that of a pipeline's own batch, and exists on its last stage only. Those of validation, and of
     whole epochs, are the same on all workers.
@@ -169,9 +167,6 @@ def refuse_own_values(trainer: Trainer, why: str | None) -> Callable[[], None]:
         ConfigurationError: in the first step whose value is asked for.
     """
     loop: Any = trainer.fit_loop.epoch_loop
-    if why is None:
-        return lambda: None
-
     def monitored(name: str) -> Any:
         value = of_its_class(loop, Method.MONITORED_VALUE)(name)
         by_step = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"]
@@ -185,6 +180,5 @@ def refuse_own_values(trainer: Trainer, why: str | None) -> Callable[[], None]:
             )
         return value
 
-    replace(loop, Method.MONITORED_VALUE, monitored)
-
-    return lambda: restore(loop, Method.MONITORED_VALUE)
+    if why is not None:
+        replace(loop, Method.MONITORED_VALUE, monitored)

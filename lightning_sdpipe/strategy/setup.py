@@ -105,7 +105,8 @@ class Setup:
     begun: set[str] = field(default_factory=set)
     """Checkpoints that are there or will be, as they may be written in the background."""
     undo: list[Callable[[], object]] = field(default_factory=list)
-    """Leave module, callbacks and loop as they were; called in order."""
+    """Leave module and callbacks as they were; called in order, before :func:`~lightning_sdpipe.loop.loop.change_back`
+    leaves the rest so."""
 
     def __post_init__(self) -> None:
         assert self.strategy.lightning_module is not None
@@ -140,12 +141,10 @@ class Setup:
         if self.options.total_stages > 1 or self.options.cuts:
             pipeline, sections = self.parts.pipeline, self.parts.sections
             adapt_precision(self.trainer, self.parts.ownership, self.groups, pipeline, training.ready, sections)
-        self.undo += [
-            *self._adapt_hooks()[::-1],  # several may have changed the same hook
-            refuse_own_values(self.trainer, self._why_alike(training.sync)),
-            agree_in_evaluations(self.trainer, self.groups, self.first_failure),
-            self._know_names(),
-        ]
+        self.undo += self._adapt_hooks()[::-1]  # several may have changed the same hook
+        refuse_own_values(self.trainer, self._why_alike(training.sync))
+        agree_in_evaluations(self.trainer, self.groups, self.first_failure)
+        self._know_names()
         checks = ClockChecks(loop.clocks(self.trainer), from_leader)
         if self._fits:
             self.source = draws.source = self._make_source(training, checks)
@@ -155,7 +154,7 @@ class Setup:
         shared = EpochCallback(self.groups, training, share, random_states, checks, draws, meet, loaded)
         self.state.make_alike()
         shared.put_first(self.trainer)
-        self.undo += [partial(shared.take_out, self.trainer), partial(loop.change_back, self.trainer)]
+        self.undo.append(partial(shared.take_out, self.trainer))
 
     def _count_pipelines(self) -> None:
         """Let Lightning's monitors of throughput count the batches of all pipelines."""
@@ -265,9 +264,9 @@ class Setup:
             return f"replicas stay equal under sync={self.options.sync!r}"
         return "stages other than the last have none" if self.options.num_stages > 1 else None
 
-    def _know_names(self) -> Callable[[], None]:
+    def _know_names(self) -> None:
         """Let each callback that saves know that a name is taken whose checkpoint another one still writes, and refuse
-        places where none can be. Return a function that undoes it."""
+        places where none can be."""
         callbacks: list[Any] = [each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
         def knowing(callback: Any) -> Callable[..., bool]:
@@ -280,12 +279,6 @@ class Setup:
             if self.checkpoints.distributed and callback.dirpath is not None:
                 directory_of(callback.dirpath)
             callback.file_exists = knowing(callback)
-
-        def undo() -> None:
-            for callback in callbacks:
-                vars(callback).pop("file_exists", None)
-
-        return undo
 
     def _make_source(self, training: Training, checks: ClockChecks) -> BatchSource:
         options, run, origin = self.options, self.run, self.origin

@@ -46,6 +46,7 @@ from lightning_sdpipe.lightning_internals import WrappingCheckpointIO
 from lightning_sdpipe.lightning_results import metrics_of
 from lightning_sdpipe.loop.batch_source import BatchSource, split_of
 from lightning_sdpipe.loop.freezing import restore_groups
+from lightning_sdpipe.loop.loop import change_back
 from lightning_sdpipe.loop.optimizers import agree_on_groups, corrected, follow, refuse_unfit, refuse_unfit_momentum
 from lightning_sdpipe.loop.planning import Planning, memory_of, plan_on_rank_zero
 from lightning_sdpipe.loop.predictions import collect, deal_batches
@@ -895,6 +896,8 @@ class SDPipeStrategy(DDPStrategy):
         for undo in (*self._undo, *(() if made is None else made.undo)):
             undo()
         self._undo = ()
+        if made is not None:
+            change_back(made.trainer)
         try:
             if made is not None:
                 made.undo.clear()
