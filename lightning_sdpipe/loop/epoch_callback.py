@@ -331,9 +331,7 @@ def agree(trainer: Trainer, groups: ProcessGroups) -> None:
         expect_values(trainer, {key: options for said in each[::-1] for key, options in said.items()})
 
 
-def agree_in_evaluations(
-    trainer: Trainer, groups: ProcessGroups, first_failure: AbstractContextManager[None]
-) -> None:
+def agree_in_evaluations(trainer: Trainer, groups: ProcessGroups, first_failure: AbstractContextManager[None]) -> None:
     """Let the replicas of this stage agree where the evaluation of a dataloader ends."""
 
     def agreeing(evaluation: object) -> Callable[[], None]:

@@ -148,6 +148,7 @@ def adapt_finetuning(callbacks: Sequence[Callback], whole_groups: Callable[[int]
     """Let finetuning callbacks remember the groups of the whole optimizer, and find what is in a group by identity:
     Lightning compares values, which those of other stages do not have. Return a function that undoes the second."""
     finetuning = [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
+
     def stored(callback: BaseFinetuning) -> Callable[..., None]:
         def store(pl_module: LightningModule, index: int, number_before: int, _: Groups) -> None:
             of_its_class(callback, Method.STORE_GROUPS)(pl_module, index, number_before, whole_groups(index))

@@ -34,8 +34,8 @@ from lightning_sdpipe.exchange.buckets import FlatBucket
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.partition.sections import Sections
+from lightning_sdpipe.pipeline.flush import FlushPipeline
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
-from lightning_sdpipe.pipeline.pipeline import Pipeline
 from lightning_sdpipe.pipeline.ready_signal import LastWait, ReadySignal
 from lightning_sdpipe.topology.groups import ProcessGroups
 
@@ -64,7 +64,7 @@ def adapt_precision(
     trainer: Trainer,
     ownership: Ownership,
     groups: ProcessGroups,
-    pipeline: Pipeline,
+    pipeline: FlushPipeline | PipeDreamPipeline,
     ready: ReadySignal,
     sections: Sections | None,
 ) -> None:

@@ -167,6 +167,7 @@ def refuse_own_values(trainer: Trainer, why: str | None) -> None:
         ConfigurationError: in the first step whose value is asked for.
     """
     loop: Any = trainer.fit_loop.epoch_loop
+
     def monitored(name: str) -> Any:
         value = of_its_class(loop, Method.MONITORED_VALUE)(name)
         by_step = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"]

@@ -332,9 +332,9 @@ class FlushPipeline:
         self._loss = SharedLoss(runners[-1].link, num_workers)
 
     flushes = True
-    filling = draining = False  # nothing is under way between two mini-batches
+    """Whether every mini-batch ends with all of its gradients, on all stages at once."""
+    filling = False  # nothing is under way between two mini-batches
     unfinished = 0
-    late_only = False
 
     def train(
         self,
@@ -347,9 +347,18 @@ class FlushPipeline:
     ) -> Tensor:
         """Run forward and backward of a mini-batch. What is sent last may still be under way afterwards.
 
-        ``ready`` is told before the last backward or within it (``policies/announcing.py``), or if this worker shares
-        parameters with other stages, when their gradients have come. See
-        :meth:`~lightning_sdpipe.pipeline.pipeline.Pipeline.train` for the rest.
+        Args:
+            batch: the whole mini-batch.
+            step: the user's method.
+            iteration: counts mini-batches.
+            exchange: what an update that follows replaces gradients by.
+            accumulated: earlier mini-batches have left gradients for the same update.
+            ready: is told when the update which follows needs nothing more of others: before the last backward or
+                within it (``policies/announcing.py``), or if this worker shares parameters with other stages, when
+                their gradients have come.
+
+        Returns:
+            The loss, a scalar whose ``backward`` puts the gradients in place.
         """
         self.settle()
         self._refuse_hooks()
@@ -403,13 +412,6 @@ class FlushPipeline:
         return loss_with_gradients(
             loss, self._parameters, gradients, step.loss_scale, exchange, accumulated, step.share
         )
-
-    def drain(self, exchange: GradientExchange | None = None, ready: ReadySignal | None = None) -> Tensor:
-        """Never called, since the pipeline is never ``draining``."""
-        raise RuntimeError("a pipeline with a flush has no backwards left to run")
-
-    def finish(self) -> None:
-        """Do nothing, since every mini-batch is finished already."""
 
     def rest(self, loss: Tensor) -> Tensor:
         """Return ``loss`` unchanged, since the gradients of an accumulation are in place already."""

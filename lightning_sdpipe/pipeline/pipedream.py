@@ -118,6 +118,7 @@ class PipeDreamPipeline:
         self._names = {id(p): f"module.{name}" for name, p in runner.module.named_parameters()}
 
     flushes = False
+    """As :attr:`~lightning_sdpipe.pipeline.flush.FlushPipeline.flushes`."""
 
     @property
     def is_last(self) -> bool:
@@ -151,7 +152,7 @@ class PipeDreamPipeline:
 
         While the pipeline fills, none is due: ``exchange`` is not used, ``ready`` is not told, and ``backward`` of the
         returned loss puts no gradients in place. The loss is nan on all stages but the last. See
-        :meth:`~lightning_sdpipe.pipeline.pipeline.Pipeline.train` for the rest.
+        :meth:`~lightning_sdpipe.pipeline.flush.FlushPipeline.train` for the rest.
 
         Raises:
             ConfigurationError: other layers train than at the beginning of this update.

@@ -25,7 +25,6 @@ from lightning_sdpipe.pipeline.flush import FlushPipeline
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.lock_step import LockStep
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
-from lightning_sdpipe.pipeline.pipeline import Pipeline
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_runner import StageRunner
 from lightning_sdpipe.topology.groups import ProcessGroups, Replicas
@@ -39,7 +38,7 @@ class Assembled:
     ownership: Ownership
     cut_model: CutModel
     runners: Sequence[StageRunner]  # those of its stages, in order
-    pipeline: Pipeline
+    pipeline: FlushPipeline | PipeDreamPipeline
     freezing: Freezing  # records which of its parameters train
     buffers: HeldBuffers
     delays: DelayInjector
@@ -146,7 +145,7 @@ def assemble(
     ]
     settle = None if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
     delays = DelayInjector(options.delays, worker, pipeline_number, groups.rank, settle=settle)
-    pipeline: Pipeline
+    pipeline: FlushPipeline | PipeDreamPipeline
     if options.schedule == "pipedream":
         pipeline = PipeDreamPipeline(runners[0], freezing.trained, shared, delays)
     else:

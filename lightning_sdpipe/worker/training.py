@@ -29,6 +29,7 @@ from lightning_sdpipe.loop.outlook import Outlook
 from lightning_sdpipe.loop.precision import NonfiniteWatch, last_wait, loss_scale
 from lightning_sdpipe.loop.python_state import PythonState
 from lightning_sdpipe.loop.user_hooks import CollectiveGuard
+from lightning_sdpipe.pipeline.flush import FlushPipeline
 from lightning_sdpipe.pipeline.gradients import loss_with_gradients, put_back
 from lightning_sdpipe.pipeline.micro_batches import refuse_time_first, weight_of
 from lightning_sdpipe.pipeline.ready_signal import ReadySignal
@@ -606,7 +607,7 @@ class Training:
 
     def drain(self) -> None:
         pipeline, strategy = self.parts.pipeline, self.trainer.strategy
-        if pipeline.flushes or (self.updating and not pipeline.draining):
+        if isinstance(pipeline, FlushPipeline) or (self.updating and not pipeline.draining):
             return
 
         def backward() -> Tensor:
