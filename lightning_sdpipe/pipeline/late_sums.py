@@ -82,7 +82,9 @@ class LateSum:
             WorkerFailedError: another owner is gone.
         """
         self._wait(self._leaving)
-        flats = [_flat(parameters, window) for parameters in self._by_type()]
+        flats: list[_Flat] = []
+        for parameters in by_type(self.trained):
+            flats.append((parameters, joined(parameters, [window.gradients.pop(p, None) for p in parameters], "cpu")))
         tensors = [tensor for _, tensor in flats]
         if self._place + 1 < len(self._ranks):
             later = [torch.empty_like(tensor) for tensor in tensors]
@@ -104,7 +106,11 @@ class LateSum:
         if oldest.arriving is not None:
             oldest.arriving.wait()
         self._leaving += oldest.sent
-        return {p: total for parameters, flat in oldest.flats for p, total in _totals(parameters, flat)}
+        found: dict[nn.Parameter, Tensor] = {}
+        for parameters, flat in oldest.flats:
+            owners, totals = parted(flat, parameters)
+            found |= {p: t.to(p.device) for p, t, some in zip(parameters, totals, owners.tolist(), strict=True) if some}
+        return found
 
     def begin_clipping(self) -> None:
         """Begin clipping by norm in an update with these sums."""
@@ -141,10 +147,6 @@ class LateSum:
         while transfers:
             transfers.pop().wait()
 
-    def _by_type(self) -> list[list[nn.Parameter]]:
-        trained = self.trained
-        return [[p for p in trained if p.dtype == dtype] for dtype in {p.dtype: None for p in trained}]
-
     def _send(self, tensors: Sequence[Tensor], place: int, tag: int) -> p2p.Transfer:
         return p2p.send(tensors, self._ranks[place], self._group, tag, self._name(place))
 
@@ -155,18 +157,25 @@ class LateSum:
         return f"stage {self._stages[place]} (rank {self._ranks[place]}), which holds the same weights"
 
 
-def _flat(parameters: list[nn.Parameter], window: Window) -> _Flat:
-    gradients = [window.gradients.pop(p, None) for p in parameters]
-    used = torch.tensor([grad is not None for grad in gradients], dtype=parameters[0].dtype)
-    parts = [torch.zeros(p.numel(), dtype=p.dtype) if g is None else g.to_dense().flatten().cpu() for p, g in
-             zip(parameters, gradients, strict=True)]  # fmt: skip
-    return parameters, torch.cat([used, *parts])
+def by_type(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return the parameters of each type."""
+    return [[p for p in parameters if p.dtype == dtype] for dtype in {p.dtype: None for p in parameters}]
 
 
-def _totals(parameters: list[nn.Parameter], flat: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-    owners, *totals = torch.split_with_sizes(flat, [len(parameters), *(p.numel() for p in parameters)])
-    return [
-        (p, total.view(p.shape).to(p.device))
-        for p, total, anybody in zip(parameters, totals, owners.tolist(), strict=True)
-        if anybody
-    ]
+def joined(
+    parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], device: torch.device | str
+) -> Tensor:
+    """Return the gradients of parameters of one type one after another, behind a 1 for each that there is and a 0 for
+    each that there is not."""
+    exist = torch.tensor([grad is not None for grad in gradients], dtype=parameters[0].dtype, device=device)
+    parts = (
+        torch.zeros(p.numel(), dtype=p.dtype, device=device) if grad is None else grad.to_dense().flatten().to(device)
+        for p, grad in zip(parameters, gradients, strict=True)
+    )
+    return torch.cat([exist, *parts])
+
+
+def parted(flat: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
+    """Return how many gradients of each parameter there are in a sum of :func:`joined`, and the sum of each."""
+    exist, *sums = torch.split_with_sizes(flat, [len(parameters), *(p.numel() for p in parameters)])
+    return exist, [total.view(p.shape) for p, total in zip(parameters, sums, strict=True)]

@@ -16,9 +16,8 @@ of its mini-batch there, so either stage finds that the other one has not done t
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,7 +75,7 @@ class StageLink:
             ConfigurationError: no layers were frozen or unfrozen on the previous stage.
         """
         if self.stage + 1 < len(self.ranks):
-            self._send_down(p2p.send, [torch.tensor([_FREEZING, *[0] * LENGTH], dtype=torch.float64)])
+            self._send_down([torch.tensor([_FREEZING, *[0] * LENGTH], dtype=torch.float64)])
         if self.stage > 0 and self._first_from_previous(1 + LENGTH)[0] != _FREEZING:
             raise self._frozen_on_one(self.stage, self.stage - 1)
 
@@ -91,15 +90,15 @@ class StageLink:
         number = next((number for number, known in enumerate(layouts) if known == layout), len(layouts))
         expected = number == 0 or _as_expected(layout, layouts[0])
         if expected:
-            self._send_down(p2p.send, [*self._note(number, message.numbers), *message.tensors])
+            self._send_down([*self._note(number, message.numbers), *message.tensors])
         else:  # the buffers that the next stage has posted are filled up, and the message follows
             nothing = [meta.empty(self.device) for meta in layouts[0].values]
-            self._send_down(p2p.send, [*self._note(number, [0.0] * layouts[0].first_numbers[-1]), *nothing])
+            self._send_down([*self._note(number, [0.0] * layouts[0].first_numbers[-1]), *nothing])
         if number == len(layouts):
             layouts.append(layout)
             self._send_layout(layout)
         if not expected:
-            self._send_down(p2p.send, [*self._note(number, message.numbers), *message.tensors])
+            self._send_down([*self._note(number, message.numbers), *message.tensors])
         if self.sends_in_flight is not None:
             self._settle(self._sent_down, 2 * self.sends_in_flight)
 
@@ -201,8 +200,7 @@ class StageLink:
         """Post the receive of a message, in whose note ``begun`` numbers precede those of the blocks."""
         note = torch.empty(begun + layout.first_numbers[-1], dtype=torch.float64)
         buffers = [note, *(meta.empty(self.device) for meta in layout.values)]
-        source = self.stage - 1
-        return p2p.receive(buffers, self.ranks[source], self._lane(2 * self.stage), 2 * self.stage, self.name(source))
+        return self._receive_down(buffers)
 
     def _receive(self, layout: Layout) -> tuple[int, list[float], list[Tensor]]:
         """Receive a message; return its number, the numbers of its note, and its tensors."""
@@ -213,10 +211,8 @@ class StageLink:
         return number, note.tolist(), tensors
 
     def _receive_layout(self) -> Layout:
-        source, tag = self.stage - 1, 2 * self.stage
         payload = torch.empty(self._receive_first(), dtype=torch.uint8)
-        transfer = p2p.receive([payload], self.ranks[source], self._lane(tag), tag, self.name(source))
-        return Layout.decode(self._wait(transfer, meter.WAIT_UP)[0].numpy().tobytes())
+        return Layout.decode(self._wait(self._receive_down([payload]), meter.WAIT_UP)[0].numpy().tobytes())
 
     def _receive_first(self) -> int:
         """Return the number that a header or a note begins with; also compares the digest after it, if one is still to
@@ -234,10 +230,8 @@ class StageLink:
         return number
 
     def _first_from_previous(self, length: int) -> list[int]:
-        source, tag = self.stage - 1, 2 * self.stage
         first = torch.empty(length, dtype=torch.float64)
-        transfer = p2p.receive([first], self.ranks[source], self._lane(tag), tag, self.name(source))
-        (first,) = self._wait(transfer, meter.WAIT_UP)
+        (first,) = self._wait(self._receive_down([first]), meter.WAIT_UP)
         return list(map(int, first.tolist()))
 
     def _frozen_on_one(self, there: int, not_there: int) -> ConfigurationError:
@@ -259,11 +253,15 @@ class StageLink:
 
     def _send_layout(self, layout: Layout) -> None:
         payload = layout.encode()
-        self._send_down(p2p.send, [self._first(len(payload)), torch.frombuffer(bytearray(payload), dtype=torch.uint8)])
+        self._send_down([self._first(len(payload)), torch.frombuffer(bytearray(payload), dtype=torch.uint8)])
 
-    def _send_down(self, send: Callable[..., p2p.Transfer], what: Any) -> None:
+    def _send_down(self, tensors: Sequence[Tensor]) -> None:
         to, tag = self.stage + 1, 2 * (self.stage + 1)
-        self._sent_down.append(send(what, self.ranks[to], self._lane(tag), tag, self.name(to)))
+        self._sent_down.append(p2p.send(tensors, self.ranks[to], self._lane(tag), tag, self.name(to)))
+
+    def _receive_down(self, into: Sequence[Tensor]) -> p2p.Transfer:
+        source, tag = self.stage - 1, 2 * self.stage
+        return p2p.receive(into, self.ranks[source], self._lane(tag), tag, self.name(source))
 
     def _lane(self, tag: int) -> dist.ProcessGroup:
         return self.lanes.get(tag, self.group)

@@ -14,7 +14,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership, buffers_now
 from lightning_sdpipe.pipeline.gradients import hooked
-from lightning_sdpipe.pipeline.late_sums import LateSum
+from lightning_sdpipe.pipeline.late_sums import LateSum, by_type, joined, parted
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 
@@ -125,16 +125,16 @@ class SharedParameters:
         """Give every copy the gradient that the first stage which holds it has in ``gradients``."""
         for copies in self._copies:
             trained = [p for p in self._of(copies) if p.requires_grad]
-            for dtype in {p.dtype: None for p in trained}:
-                _hand_on([p for p in trained if p.dtype == dtype], gradients, copies)
+            for parameters in by_type(trained):
+                _hand_on(parameters, gradients, copies)
 
     def sum_gradients(self) -> None:
         """Give every copy the sum of the gradients of all; a parameter that no owner used has none, as in one
         process."""
         for copies in self._copies:
             trained = [p for p in self._of(copies) if p.requires_grad]
-            for dtype in {p.dtype: None for p in trained}:
-                _sum_gradients([p for p in trained if p.dtype == dtype], copies.group)
+            for parameters in by_type(trained):
+                _sum_gradients(parameters, copies.group)
 
     def late_sums(self, trained: Sequence[nn.Parameter]) -> list[LateSum]:
         """Return the objects that sum gradients in a pipeline without a flush, one for each set of owners."""
@@ -148,35 +148,24 @@ class SharedParameters:
 
 def _sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sum the gradients of parameters of one type. The number of owners that have each gradient travels with them."""
-    mine = [p.grad is not None for p in parameters]
-    used = torch.tensor(mine, dtype=parameters[0].dtype, device=parameters[0].device)
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flat = torch.cat([used, *(g.flatten() for g in gradients)])
+    gradients = [p.grad for p in parameters]
+    flat = joined(parameters, gradients, parameters[0].device)
     with waiting_for(group, "summing the gradients of shared parameters"):
         dist.all_reduce(flat, group=group)
-    owners, *totals = torch.split_with_sizes(flat, [len(parameters), *(g.numel() for g in gradients)])
-    anybody = mine if all(mine) else owners.tolist()  # reading the counts waits for a GPU
+    owners, totals = parted(flat, parameters)
+    all_here = all(grad is not None for grad in gradients)
+    anybody = [1.0] * len(gradients) if all_here else owners.tolist()  # reading the counts waits for a GPU
     for parameter, total, exists in zip(parameters, totals, anybody, strict=True):
-        parameter.grad = total.view_as(parameter) if exists else None
+        parameter.grad = total if exists else None
 
 
 def _hand_on(parameters: Sequence[nn.Parameter], gradients: dict[nn.Parameter, Tensor | None], copies: _Copies) -> None:
     """Send the gradients of parameters of one type from their first owner; flags say which parameters have one."""
-    found = [gradients[p] for p in parameters]
-    flags = torch.tensor([g is not None for g in found], dtype=parameters[0].dtype, device=parameters[0].device)
-    flat = torch.cat(
-        [
-            flags,
-            *(
-                torch.zeros_like(p).flatten() if g is None else g.flatten()
-                for p, g in zip(parameters, found, strict=True)
-            ),
-        ]
-    )
+    flat = joined(parameters, [gradients[p] for p in parameters], parameters[0].device)
     with waiting_for(copies.group, "handing on the gradients of shared parameters"):
         dist.broadcast(flat, copies.ranks[0], group=copies.group)
     if dist.get_rank() == copies.ranks[0]:
         return
-    exists, *totals = torch.split_with_sizes(flat, [len(parameters), *(p.numel() for p in parameters)])
-    for parameter, total, there in zip(parameters, totals, exists.tolist(), strict=True):
-        gradients[parameter] = total.view_as(parameter) if there else None
+    exist, totals = parted(flat, parameters)
+    for parameter, total, there in zip(parameters, totals, exist.tolist(), strict=True):
+        gradients[parameter] = total if there else None
