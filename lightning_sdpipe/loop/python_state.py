@@ -285,7 +285,7 @@ class PythonState:
                     raise NotPackedError(value)
                 place.put(unpack(value, place.value, self._device))
             except NotPackedError as error:
-                place.put(NotHere(".".join(map(str, address[1:])), hook, str(error)))
+                place.put(_not_here(".".join(map(str, address[1:])), hook, str(error)))
 
     def _place(self, address: Sequence[Any]) -> _Slot | None:
         *inside, name = address
@@ -365,7 +365,7 @@ def _attributes(
 
 
 def _is_entered(value: Any) -> bool:
-    return isinstance(value, LRScheduler) or (is_of_the_user(value) and not isinstance(value, NotHere))
+    return isinstance(value, LRScheduler) or (is_of_the_user(value) and not isinstance(value, StandIn))
 
 
 def _is_data(value: Any) -> bool:
@@ -411,13 +411,10 @@ def _print(value: Any) -> Any:
         return id(value)
 
 
-class NotHere(StandIn):
-    """A stand-in for a value of the module's."""
-
-    def __init__(self, name: str, hook: str, reason: str) -> None:
-        super().__init__(
-            f"{name!r} was changed on the last stage by {hook} or before it in an evaluation, and what it "
-            f"is now does not travel to other stages ({reason}), where it is used. Numbers, strings, tensors and "
-            "random generators do, in lists, dicts and objects of your own; or use it on last stages only, where "
-            "trainer.strategy.has_results is true."
-        )
+def _not_here(name: str, hook: str, reason: str) -> StandIn:
+    return StandIn(
+        f"{name!r} was changed on the last stage by {hook} or before it in an evaluation, and what it "
+        f"is now does not travel to other stages ({reason}), where it is used. Numbers, strings, tensors and "
+        "random generators do, in lists, dicts and objects of your own; or use it on last stages only, where "
+        "trainer.strategy.has_results is true."
+    )

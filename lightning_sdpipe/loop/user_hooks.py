@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -33,6 +33,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.lightning_results import metrics_of
 from lightning_sdpipe.loop.epoch_callback import EpochCallback
+from lightning_sdpipe.partition.placeholder import Unusable
 from lightning_sdpipe.partition.state_watch import METRIC, hearing_of_metrics
 
 _OF_A_BATCH = (
@@ -297,26 +298,15 @@ class NoResultError(ConfigurationError):
     """A result was used where there is none."""
 
 
-class StandIn:
-    """A stand-in for what exists on last stages only. It cannot be used for anything.
+class StandIn(Unusable):
+    """A stand-in for what exists on last stages only.
 
     Args:
         message: of the error that every use of it raises.
     """
 
     def __init__(self, message: str) -> None:
-        vars(self)["_message"] = message
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise NoResultError(vars(self)["_message"])
-
-    __getattr__ = __call__ = __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
-    __float__ = __int__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
-    __lt__ = __gt__ = __le__ = __ge__ = _refuse
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
-        raise NoResultError(f"{getattr(function, '__name__', function)} was given what a step returned elsewhere.")
+        super().__init__(lambda: NoResultError(message))
 
 
 class _GatherOverStage:

@@ -7,7 +7,7 @@ only the random numbers are drawn, one tensor at a time, so that all later draws
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.ownership import Ownership, become
+from lightning_sdpipe.partition.placeholder import written_by
 
 # Functions of torch.nn.init that return at once on meta. The first samples until all values are accepted.
 _DO_NOTHING_ON_META = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "dirac_")
@@ -133,7 +134,7 @@ class Initialisation:
             return
         before = {self._place(t).storage for t in inputs}
         created = {self._place(t).storage for t in outputs} - before
-        changed = {self._place(t).storage for t in _on_meta(_written(func, args, kwargs))}
+        changed = {self._place(t).storage for t in _on_meta(written_by(func, args, kwargs))}
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if not created and not changed:  # a view
             return
@@ -257,12 +258,6 @@ def _patched(module: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterat
         yield
     finally:
         vars(module).update(originals)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Any]:
-    arguments = func._schema.arguments
-    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
-    return [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _on_meta(value: Any) -> list[Tensor]:

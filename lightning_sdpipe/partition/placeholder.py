@@ -3,7 +3,8 @@ stage holds."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -138,21 +139,51 @@ class Placeholder(Tensor):
         return f"Placeholder({tuple(self.shape)}, dtype={self.dtype}, of={self.origin!r})"
 
 
-class Absent:
-    """A stand-in for an object of an earlier stage that is no tensor and cannot travel: it may be passed around."""
+class Unusable:
+    """Stands for a value that is not here: it may be passed around, and whatever else is done with it raises.
+
+    Args:
+        error: makes the error.
+    """
+
+    def __init__(self, error: Callable[[], BaseException]) -> None:
+        object.__setattr__(self, "_error", error)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        _use(next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Unusable)))
+
+
+def _use(value: Unusable, *_: Any, **__: Any) -> NoReturn:
+    raise object.__getattribute__(value, "_error")()
+
+
+def refuse_operations(kind: type[Unusable], *operations: str) -> None:
+    """Let these special methods of ``kind``, named without underscores, raise."""
+    for operation in operations:
+        setattr(kind, f"__{operation}__", _use)
+
+
+refuse_operations(
+    Unusable,
+    *("getattr", "setattr", "delattr", "call", "bool", "len", "iter", "next", "getitem", "setitem", "delitem"),
+    *("contains", "lt", "le", "gt", "ge", "float", "int", "index", "complex", "round"),
+    *("neg", "pos", "abs", "invert", "enter", "exit", "reversed"),
+    *(f"{side}{each}" for side in ("", "r", "i") for each in ("add", "sub", "mul", "truediv", "floordiv", "mod")),
+    *(f"{side}{each}" for side in ("", "r", "i") for each in ("pow", "and", "or", "xor", "matmul", "lshift", "rshift")),
+)
+
+
+class Absent(Unusable):
+    """A stand-in for an object of an earlier stage that is no tensor and cannot travel."""
 
     def __init__(self, kind: str, origin: str) -> None:
-        vars(self).update(kind=kind, origin=origin)
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        kind, origin = vars(self).values()
-        raise ConfigurationError(
+        message = (
             f"Block {origin!r}, which runs on an earlier stage, made a {kind}, which is used on a later one, "
             "but only tensors, numbers, strings and None in tuples, lists and dicts travel between stages. Cut "
             "elsewhere with partition=[...], or let the block hand on one of these."
         )
-
-    __getattr__ = __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __setattr__ = _refuse
+        super().__init__(lambda: ConfigurationError(message))
 
 
 class WeightElsewhere(Placeholder):
@@ -217,7 +248,7 @@ def refuse_placeholders(value: Any, where: str) -> None:
         if isinstance(leaf, Placeholder):
             raise SkippedCutError(leaf, f"is used by {where}")
         if isinstance(leaf, Absent):
-            leaf._refuse()
+            _use(leaf)
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

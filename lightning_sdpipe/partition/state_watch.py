@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import _lru_cache_wrapper, partial
 from io import IOBase
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -35,6 +35,7 @@ from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE, trainer_of
 from lightning_sdpipe.lightning_results import is_metric
 from lightning_sdpipe.partition.apart import apart
 from lightning_sdpipe.partition.effects import EffectRecorder, Original, intercept
+from lightning_sdpipe.partition.placeholder import Unusable, refuse_operations
 from lightning_sdpipe.partition.provenance import OUTSIDE, logging_to, note_call
 from lightning_sdpipe.partition.python_values import GENERATORS, attributes_of, is_of_the_user, is_users, state_of
 
@@ -93,29 +94,14 @@ class _EndError(BaseException):
     """The stage's blocks have run."""
 
 
-def _use(mark: Mark, *_: Any, **__: Any) -> NoReturn:
-    raise _MissedError(object.__getattribute__(mark, "_place"))
-
-
-class Mark:
-    """Stands for a value that a stage would not have: whatever is done with it raises."""
+class Mark(Unusable):
+    """Stands for a value that a stage would not have; not even its equality and its text can be asked for."""
 
     def __init__(self, name: str) -> None:
-        object.__setattr__(self, "_place", name)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        _use(next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Mark)))
+        super().__init__(lambda: _MissedError(name))
 
 
-for _name in (
-    *("getattr", "setattr", "delattr", "call", "bool", "len", "iter", "next", "getitem", "setitem", "delitem"),
-    *("contains", "eq", "ne", "lt", "le", "gt", "ge", "hash", "float", "int", "index", "complex", "round", "str"),
-    *("format", "repr", "neg", "pos", "abs", "invert", "enter", "exit", "reversed", "copy", "deepcopy"),
-    *(f"{side}{each}" for side in ("", "r", "i") for each in ("add", "sub", "mul", "truediv", "floordiv", "mod")),
-    *(f"{side}{each}" for side in ("", "r", "i") for each in ("pow", "and", "or", "xor", "matmul", "lshift", "rshift")),
-):
-    setattr(Mark, f"__{_name}__", _use)
+refuse_operations(Mark, "eq", "ne", "hash", "str", "format", "repr", "copy", "deepcopy")
 
 
 class _Counting:
