@@ -378,6 +378,18 @@ def broadcast_value(value: Any, source: int, group: dist.ProcessGroup) -> Any:
     return json.loads(broadcast_bytes(json.dumps(value).encode(), source, group))
 
 
+def same(number: int, group: dist.ProcessGroup, purpose: str) -> bool:
+    """Return whether all members of ``group`` have the same number; all of them must call it.
+
+    Raises:
+        WorkerFailedError: a member is gone, or the group's timeout passed.
+    """
+    extremes = torch.tensor([number, -number])
+    with waiting_for(group, purpose):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    return not extremes.sum()
+
+
 def _started(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise RuntimeError("this process is not a member of the group that it sends or receives in")

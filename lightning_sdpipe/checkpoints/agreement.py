@@ -13,7 +13,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from lightning_sdpipe.checkpoints.distributed import REST, is_distributed
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.p2p import broadcast_value, waiting_for
+from lightning_sdpipe.p2p import broadcast_value, same
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 
@@ -25,10 +25,7 @@ def agree_on(path: Any, groups: ProcessGroups) -> Any:
         ConfigurationError: other ranks have other contents, or none; on all ranks.
     """
     mine = digest(path)
-    extremes = torch.tensor([mine, -mine])
-    with waiting_for(groups.world, "comparing checkpoints"):
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=groups.world)
-    if extremes.sum() == 0:
+    if same(mine, groups.world, "comparing checkpoints"):
         return path
     said = described(path, mine)
     refuse_unlike("ranks", {rank: broadcast_value(said, rank, groups.world) for rank in range(dist.get_world_size())})

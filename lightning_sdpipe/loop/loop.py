@@ -168,13 +168,12 @@ def evaluation_loops(trainer: Any) -> list[Any]:
 
 def clocks(trainer: Any) -> list[Countdown]:
     """Find ``trainer``'s features that go by the time."""
-    found = []
-    for owner in (*trainer.callbacks, trainer):
-        every = lightning_internals.seconds_between(owner)
-        if every is not None:
-            left, wind = lightning_internals.seconds_left, lightning_internals.set_seconds_left
-            found.append(Countdown(owner, every, partial(left, owner), partial(wind, owner)))
-    return found
+    left, wind = lightning_internals.seconds_left, lightning_internals.set_seconds_left
+    return [
+        Countdown(owner, every, partial(left, owner), partial(wind, owner))
+        for owner in (*trainer.callbacks, trainer)
+        if (every := lightning_internals.seconds_between(owner)) is not None
+    ]
 
 
 def position(trainer: Trainer) -> int:

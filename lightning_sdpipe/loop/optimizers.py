@@ -12,7 +12,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.plugins import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -21,7 +21,7 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import FlatBucket
 from lightning_sdpipe.exchange.payloads import Payload
-from lightning_sdpipe.loop.precision import refuse_own_unscaling
+from lightning_sdpipe.loop.precision import refuse_own_unscaling, scaler_of
 from lightning_sdpipe.optim import FrozenVariance, VarianceCorrection, is_adam_family
 from lightning_sdpipe.pipeline.digest import options_of
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -95,11 +95,7 @@ def refuse_unlike_options(optimizers: Sequence[Optimizer], group: dist.ProcessGr
     if group.size() == 1:
         return
     options = options_of(optimizers)
-    digest = crc32(repr(options).encode())
-    extremes = torch.tensor([digest, -digest])
-    with p2p.waiting_for(group, "comparing the options of the optimizer"):
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    if extremes.sum() != 0:
+    if not p2p.same(crc32(repr(options).encode()), group, "comparing the options of the optimizer"):
         raise ConfigurationError(
             "The options of the optimizer are not the same in all pipelines, whose models would come apart under one "
             f"gradient; on rank {dist.get_rank()} they are {options}. A hook has changed them by what a pipeline's own "
@@ -156,7 +152,7 @@ class OptimizerProgress:
             for by_parameter in states
             for state in by_parameter
         ]
-        scaler = self._scaler()
+        scaler = scaler_of(self._precision)
         text = repr((sums, None if scaler is None else scaler.state_dict()))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
@@ -165,7 +161,7 @@ class OptimizerProgress:
         states = [
             [_packed(optimizer.state.get(p, {}), p) for p in self._parameters()] for optimizer in self._optimizers()
         ]
-        scaler = self._scaler()
+        scaler = scaler_of(self._precision)
         file = io.BytesIO()
         torch.save((states, None if scaler is None else scaler.state_dict()), file)
         return file.getvalue()
@@ -178,7 +174,7 @@ class OptimizerProgress:
                 optimizer.state.pop(p, None)
                 if state:  # an empty one would be made by looking
                     optimizer.state[p] = {k: v.to(p.device) if beside else v for k, (v, beside) in state.items()}
-        scaler = self._scaler()
+        scaler = scaler_of(self._precision)
         if scaler is not None:
             scaler.load_state_dict(scale)
 
@@ -190,10 +186,6 @@ class OptimizerProgress:
         if self._only is not None:
             return self._only
         return [p for bucket in self._buckets for p in bucket.all_parameters]
-
-    def _scaler(self) -> torch.amp.GradScaler | None:
-        precision = self._precision
-        return precision.scaler if isinstance(precision, MixedPrecision) else None
 
 
 def _packed(state: dict[str, Any], parameter: Tensor) -> dict[str, tuple[Any, bool]]:

@@ -57,7 +57,7 @@ def last_wait(trainer: Trainer, num_stages: int, flush: bool) -> LastWait:
         return "backward"
     if clips_by_norm(trainer):
         return "norm"
-    return "vote" if flush and getattr(trainer.precision_plugin, "scaler", None) is not None else "backward"
+    return "vote" if flush and scaler_of(trainer.precision_plugin) is not None else "backward"
 
 
 def adapt_precision(
@@ -290,23 +290,27 @@ def _scale_without_flush(precision: Precision, pipeline: PipeDreamPipeline) -> N
 
 def refuse_own_unscaling(optimizer: Optimizer, precision: Precision) -> None:
     """Raise ConfigurationError for an optimizer that looks for overflows by itself, in its own stage only."""
-    scaled = isinstance(precision, MixedPrecision) and precision.scaler is not None
-    if scaled and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if scaler_of(precision) is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
         raise ConfigurationError(
             f"{type(optimizer).__name__}(fused=True) with precision='16-mixed' decides by itself whether to skip a "
             "step that overflowed, and other stages would not skip it. Use fused=False, or precision='bf16-mixed'."
         )
 
 
+def scaler_of(precision: Precision) -> torch.amp.GradScaler | None:
+    """Return what scales losses, in 16-bit mixed precision, and None where they are not scaled."""
+    return precision.scaler if isinstance(precision, MixedPrecision) else None
+
+
 def loss_scale(precision: Precision, device: torch.device) -> Tensor | None:
     """Return the factor that losses are multiplied by now, a scalar on ``device``; None if they are not."""
-    scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
+    scaler = scaler_of(precision)
     return scaler.scale(torch.ones((), device=device)) if scaler is not None and scaler.is_enabled() else None
 
 
 def current_scale(precision: Precision) -> float:
     """Return the factor that gradients are multiplied by now; 1 if they are not."""
-    scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
+    scaler = scaler_of(precision)
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
 

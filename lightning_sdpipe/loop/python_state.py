@@ -234,12 +234,9 @@ class PythonState:
         """Give the other stages the attributes that training steps change late as the last one has them; all stages
         must call it, when it has run."""
         if self._late:
-            self._exchange("training_step", self._values)
-
-    def _exchange(self, hook: str, changes: Callable[[], list[_Change]]) -> None:
-        sent = self._from_last(hook, lambda: json.dumps(changes()).encode())
-        if sent is not None:
-            self._apply(json.loads(sent), hook)
+            sent = self._from_last("training_step", lambda: json.dumps(self._values()).encode())
+            if sent is not None:
+                self._apply(json.loads(sent), "training_step")
 
     def _from_last(self, hook: str, made: Callable[[], bytes]) -> bytes | None:
         """Send ``made()`` from the last stage to the others, and return it there."""

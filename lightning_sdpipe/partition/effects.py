@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -74,6 +74,15 @@ def intercept(module: nn.Module, call: Call) -> Callable[[], None]:
                 attributes[each] = before[each]
 
     return restore
+
+
+@contextmanager
+def intercepted(root: nn.Module, paths: Sequence[str], call: Callable[..., Any]) -> Iterator[None]:
+    """Make calls of the modules at ``paths`` return ``call(number, original, args, kwargs)`` within the context."""
+    with ExitStack() as undo:
+        for number, path in enumerate(paths):
+            undo.callback(intercept(root.get_submodule(path), partial(call, number)))
+        yield
 
 
 _REDUCE = "__reduce_ex__"

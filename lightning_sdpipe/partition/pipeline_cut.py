@@ -147,16 +147,13 @@ def _check_partition(num_stages: int, partition: Partition) -> None:
             f"partition={partition!r} is not known. Use 'auto', 'uniform', 'parameters', 'balanced', Balanced(...) or "
             "a list of block counts."
         )
-    if isinstance(partition, Balanced) and partition.speeds and len(partition.speeds) != num_stages:
-        raise ConfigurationError(
-            f"Balanced(speeds={list(partition.speeds)}) names {len(partition.speeds)} devices for num_stages="
-            f"{num_stages}. Give one speed for each stage."
-        )
-    if isinstance(partition, Balanced) and partition.memory and len(partition.memory) != num_stages:
-        raise ConfigurationError(
-            f"Balanced(memory={list(partition.memory)}) names {len(partition.memory)} devices for num_stages="
-            f"{num_stages}. Give the bytes of one device for each stage."
-        )
+    for name, value in (("speeds", "one speed"), ("memory", "the bytes of one device")):
+        given = getattr(partition, name) if isinstance(partition, Balanced) else None
+        if given and len(given) != num_stages:
+            raise ConfigurationError(
+                f"Balanced({name}={list(given)}) names {len(given)} devices for num_stages={num_stages}. Give {value} "
+                "for each stage."
+            )
 
 
 def in_flight(schedule: str, num_stages: int, num_micro_batches: int) -> InFlight:

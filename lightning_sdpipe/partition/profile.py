@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.chain import Block
-from lightning_sdpipe.partition.effects import Original, intercept
+from lightning_sdpipe.partition.effects import Original, intercepted
 from lightning_sdpipe.partition.message import Opaque, take_apart
 from lightning_sdpipe.partition.rehearsal import unheard
 
@@ -118,8 +118,7 @@ def _measure(
                 register_multi_grad_hook(trained, partial(stamps.arrive, index, now))
         return output
 
-    restore = [intercept(module.get_submodule(block[-1]), partial(call, i)) for i, block in enumerate(blocks)]
-    try:
+    with intercepted(module, [block[-1] for block in blocks], call):
         module.zero_grad()
         begin = now()
         outcome = step()
@@ -128,9 +127,6 @@ def _measure(
         if isinstance(loss, Tensor) and loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         end = now()
-    finally:
-        for undo in restore:
-            undo()
     missing = [" + ".join(block) for i, block in enumerate(blocks) if i not in stamps.returned]
     if missing:
         raise ConfigurationError(

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_sdpipe.partition.effects import EffectRecorder, Original, hear_assignments, intercept
+from lightning_sdpipe.partition.effects import EffectRecorder, Original, hear_assignments, intercepted
 from lightning_sdpipe.partition.message import LeafKey, TensorMeta, effects_apart
 from lightning_sdpipe.partition.placeholder import FROM_METADATA, READS, written_by
 from lightning_sdpipe.partition.python_values import tensors_within
@@ -157,8 +157,7 @@ class ProvenanceTracer(TorchDispatchMode):
             self._begin(tensor, "given")
         with ExitStack() as undo:
             undo.callback(hear_assignments())
-            for index, path in enumerate(self._chain):
-                undo.callback(intercept(self._module.get_submodule(path), partial(self._call, index)))
+            undo.enter_context(intercepted(self._module, self._chain, self._call))
             hooks = nn.modules.module
             undo.callback(hooks.register_module_forward_pre_hook(self._enter_module).remove)
             undo.callback(hooks.register_module_forward_hook(self._leave_module, always_call=True).remove)

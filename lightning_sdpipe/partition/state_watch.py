@@ -17,7 +17,7 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import _lru_cache_wrapper, partial
 from io import IOBase
@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE, trainer_of
 from lightning_sdpipe.lightning_results import is_metric
 from lightning_sdpipe.partition.apart import apart
-from lightning_sdpipe.partition.effects import EffectRecorder, Original, intercept
+from lightning_sdpipe.partition.effects import EffectRecorder, Original, intercepted
 from lightning_sdpipe.partition.placeholder import Unusable, refuse_operations
 from lightning_sdpipe.partition.provenance import OUTSIDE, logging_to, note_call
 from lightning_sdpipe.partition.python_values import GENERATORS, attributes_of, is_of_the_user, is_users, state_of
@@ -310,7 +310,7 @@ class _Run:
         """Run the step, and note what it changes, and which metrics it asks for."""
         hearing = hearing_of_metrics(lambda name: self.asked.add(f"{METRIC}{name!r}"))
         logging = logging_to(self._module, self._log)
-        with call.context(), _intercepted(self._module, self._chain, self._call), logging, hearing:
+        with call.context(), intercepted(self._module, self._chain, self._call), logging, hearing:
             self._look()
             call.step()
             self._look()
@@ -356,15 +356,6 @@ class _Run:
 def metrics_of_log(name: str) -> list[str]:
     """Return the names of the metrics that a step makes which logs ``name``."""
     return [f"{METRIC}{name + suffix!r}" for suffix in ("", "_step", "_epoch")]
-
-
-@contextmanager
-def _intercepted(module: nn.Module, chain: Sequence[str], call: Callable[..., Any]) -> Iterator[None]:
-    """Let ``call(index, original, args, kwargs)`` run the blocks within the context."""
-    with ExitStack() as undo:
-        for index, path in enumerate(chain):
-            undo.callback(intercept(module.get_submodule(path), partial(call, index)))
-        yield
 
 
 def watch(module: nn.Module, chain: Sequence[str], calls: Sequence[Call], once: bool) -> Watched:
@@ -497,7 +488,7 @@ class _StageRun:
             _MissedError: it has used a mark.
         """
         module, chain = self._of.module, self._of.chain
-        with call.context(), _intercepted(module, chain, self._call), hearing_of_metrics(self._asked):
+        with call.context(), intercepted(module, chain, self._call), hearing_of_metrics(self._asked):
             self._put()
             try:
                 self.outputs.append(_bytes_of(call.step()))

@@ -30,7 +30,7 @@ from lightning_sdpipe.loop.freezing import adapt_finetuning
 from lightning_sdpipe.loop.joint import JointBatchSource
 from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.loop.optimizers import OptimizerProgress, refuse_unlike_options
-from lightning_sdpipe.loop.precision import NonfiniteWatch, adapt_precision, current_scale
+from lightning_sdpipe.loop.precision import NonfiniteWatch, adapt_precision, current_scale, scaler_of
 from lightning_sdpipe.loop.python_state import PythonState
 from lightning_sdpipe.loop.refusals import leave_out_example, refuse_own_values, takes_iterator
 from lightning_sdpipe.loop.user_hooks import (
@@ -118,7 +118,7 @@ class Setup:
             self.trainer, held, self.groups, self.strategy.root_device, self.first_failure, self.parts.changed_late
         )
         self._fits = self.trainer.state.fn == TrainerFn.FITTING
-        self._scales = getattr(self.strategy.precision_plugin, "scaler", None) is not None
+        self._scales = scaler_of(self.strategy.precision_plugin) is not None
         self._callbacks: Sequence[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
 
     def prepare(

@@ -26,7 +26,7 @@ from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.batch_source import BatchSource
 from lightning_sdpipe.loop.epoch_callback import Point, StreamSwitches
 from lightning_sdpipe.loop.outlook import Outlook
-from lightning_sdpipe.loop.precision import NonfiniteWatch, last_wait, loss_scale
+from lightning_sdpipe.loop.precision import NonfiniteWatch, last_wait, loss_scale, scaler_of
 from lightning_sdpipe.loop.python_state import PythonState
 from lightning_sdpipe.loop.user_hooks import CollectiveGuard
 from lightning_sdpipe.pipeline.flush import FlushPipeline
@@ -237,7 +237,7 @@ class Training:
         self.ready = ReadySignal(last, self.announce)
         # what nothing hears is said after the step, and no backward is watched for it
         self._heard = self.ready if type(self.sync).announce is not Synchronizer.announce else None
-        self._scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        self._scales = scaler_of(self.trainer.precision_plugin) is not None
         self._look_before_sharing: Callable[[], None] = (lambda: None) if self.watch is None else self.watch.check
         self.backwards = Backwards(self.sync, self.meter, self.first_failure)
 
