@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
-from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.lightning_internals import IndexBatchSampler, batches_of, set_batches
-from lightning_sdpipe.partition.message import Constant, Number, Opaque, TensorMeta, take_apart, unpickled
+from lightning_sdpipe.partition.effects import Effect
+from lightning_sdpipe.partition.message import Layout, Message, Opaque, Receiving, whole_message
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _TAG = 2**31 - 2
@@ -78,34 +78,26 @@ def collect(predictions: list[list[Any]], loaders: Iterable[Any], groups: Proces
 
 
 def _send(predictions: Sequence[Any], groups: ProcessGroups) -> None:
-    leaves, structure = take_apart(list(predictions))
-    opaque = next((part.kind for part in structure.parts if isinstance(part, Opaque)), None)
+    message = whole_message([Effect("output", (), list(predictions))])
+    (effect,) = message.layout.blocks[0] or ()
+    opaque = next((part.kind for part in effect.structure.parts if isinstance(part, Opaque)), None)
     if opaque is not None:
         raise ConfigurationError(
             f"predict_step returned a {opaque}, and only tensors, numbers, strings and None in tuples, lists and dicts "
             "are brought to rank 0. Return such, or call predict(return_predictions=False) and write them with a "
             "BasePredictionWriter."
         )
-    numbers = [leaf for leaf, part in zip(leaves, structure.parts, strict=True) if isinstance(part, Number)]
-    p2p.send_bytes(pickle.dumps((structure, numbers)), 0, groups.stage, _TAG, "rank 0").wait()
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    p2p.send(tensors, 0, groups.stage, _TAG, "rank 0").wait()
+    described = pickle.dumps((message.layout.encode(), message.numbers))
+    p2p.send_bytes(described, 0, groups.stage, _TAG, "rank 0").wait()
+    p2p.send(message.tensors, 0, groups.stage, _TAG, "rank 0").wait()
 
 
 def _receive(source: int, groups: ProcessGroups) -> list[Any]:
-    peer = f"rank {source}"
-    structure, numbers = unpickled(p2p.receive_bytes(source, groups.stage, _TAG, peer))
-    left = iter(numbers)
-    leaves: list[Any] = []
-    for part in structure.parts:
-        match part:
-            case TensorMeta():
-                leaves.append(part.empty(torch.device("cpu")))
-            case Number():
-                leaves.append(part.restore(next(left)))
-            case Constant(value):
-                leaves.append(value)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    peer, device = f"rank {source}", torch.device("cpu")
+    encoded, numbers = pickle.loads(p2p.receive_bytes(source, groups.stage, _TAG, peer))
+    layout = Layout.decode(encoded)
+    tensors = [meta.empty(device) for meta in layout.values]
     p2p.receive(tensors, source, groups.stage, _TAG, peer).wait()
-    predictions: list[Any] = structure.rebuild(leaves)
+    effects = Receiving(Message(tensors, numbers, layout), [""], device, frozenset()).effects(0)
+    predictions: list[Any] = (effects or [])[0].value
     return predictions

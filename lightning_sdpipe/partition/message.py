@@ -408,16 +408,17 @@ def whole_message(effects: Sequence[Effect]) -> Message:
     """Return a message about the call of one block, by itself, with which all of its tensors travel."""
     layout, leaves = effects_apart(0, effects)
     at: dict[LeafKey, int] = {}
-    tensors: dict[int, Tensor] = {}  # by their identities
+    tensors: list[Tensor] = []
+    number_of: dict[int, int] = {}  # of a tensor by its identity
     numbers: list[float] = []
     for leaf, key, part in leaves:
         if isinstance(part, Number):
             numbers.append(float(leaf))
         elif isinstance(part, TensorMeta):
-            tensors.setdefault(id(leaf), leaf)
-            at[key] = list(tensors).index(id(leaf))
-    values = tuple(map(TensorMeta.of, tensors.values()))
-    return Message([*tensors.values()], numbers, Layout(values, (_located(0, layout, at),)))
+            at[key] = number_of.setdefault(id(leaf), len(tensors))
+            if at[key] == len(tensors):
+                tensors.append(leaf)
+    return Message(tensors, numbers, Layout(tuple(map(TensorMeta.of, tensors)), (_located(0, layout, at),)))
 
 
 class Receiving:
