@@ -18,14 +18,18 @@ import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import date, time, timedelta
+from enum import Enum
 from functools import _lru_cache_wrapper, partial
 from io import IOBase
 from itertools import islice
+from numbers import Number
 from typing import Any
 from zlib import crc32
 
 import numpy as np
+import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -43,6 +47,8 @@ METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 METRIC = "the metric "
 _OPTIONS = "the options of the optimizer's group "
 _PLAIN = (type(None), bool, int, float, str)
+_OTHERS = (bytes, Number, Enum, np.generic, range, frozenset, date, time, timedelta, torch.dtype, torch.device)
+"""Values, too, which never change: where there was one, another one is there."""
 _MANY = 10_000  # values of one container that are looked at
 _DEPTH = 4  # of containers and objects in each other
 _FAILED = ""  # in the place of the name of a mark
@@ -127,6 +133,18 @@ class _Counting:
 def _owners(root: nn.Module) -> list[_Owner]:
     """Return all that has places and that code of the user's reaches from ``root``; what counts takes the place of each
     iterator."""
+    found = _reached(root)
+    for _, owner, name, value in _places(found):
+        if (
+            isinstance(value, Iterator)
+            and not isinstance(value, (IOBase, _Counting, Mark))
+            and not is_of_the_user(value)
+        ):
+            owner.put(name, _Counting(value))
+    return found
+
+
+def _reached(root: nn.Module) -> list[_Owner]:
     found: list[_Owner] = []
     named: dict[str, tuple[dict[str, Any], set[str]]] = {}  # global variables that functions name, by the file's name
     cells: dict[int, str] = {}
@@ -183,13 +201,6 @@ def _owners(root: nn.Module) -> list[_Owner]:
             todo.append(value.__wrapped__)
     for file, (variables, names) in named.items():
         found.append(_Owner(f"{file}.", partial(_of_names, variables, names), variables.__setitem__))
-    for _, owner, name, value in _places(found):
-        if (
-            isinstance(value, Iterator)
-            and not isinstance(value, (IOBase, _Counting, Mark))
-            and not is_of_the_user(value)
-        ):
-            owner.put(name, _Counting(value))
     return found
 
 
@@ -253,7 +264,9 @@ def digest(value: Any) -> Any:
 
 
 def _digest(value: Any, depth: int, left: Iterator[int]) -> Any:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, (set, frozenset)):
+        return len(value), tuple(sorted(repr(item) for item, _ in zip(value, left, strict=False)))
+    if isinstance(value, (_PLAIN, _OTHERS)):
         return repr(value)
     if isinstance(value, _Counting):
         return value.taken
@@ -271,8 +284,6 @@ def _digest(value: Any, depth: int, left: Iterator[int]) -> Any:
     if isinstance(value, (list, tuple, deque)):
         values = (item for item in value if not _in_torch(item))
         return tuple(within(item) for item, _ in zip(values, left, strict=False)), len(value) > _MANY and len(value)
-    if isinstance(value, set):
-        return len(value), tuple(sorted(repr(item) for item, _ in zip(value, left, strict=False)))
     if is_of_the_user(value):
         attributes = (attributes_of(value) or {}).items()
         return tuple((name, within(item)) for (name, item), _ in zip(attributes, left, strict=False))
@@ -365,13 +376,15 @@ def watch(module: nn.Module, chain: Sequence[str], calls: Sequence[Call], once: 
         CalledAgain: a call makes a second call of a block, which is to be called ``once``.
         Exception: the step raised it.
     """
-    return Watched(module, chain, calls, *apart(partial(_observed, module, chain, calls, once), _SECONDS))
+    plain = {what: value for what, _, _, value in _places(_reached(module)) if isinstance(value, (*_PLAIN, *_OTHERS))}
+    changes, asked = apart(partial(_observed, module, chain, calls, once), _SECONDS)
+    initial = {change.name: plain[change.name] for change in changes if change.name in plain}
+    return Watched(module, chain, calls, changes, asked, initial)
 
 
 def _observed(
     module: nn.Module, chain: Sequence[str], calls: Sequence[Call], once: bool
-) -> tuple[list[Change], set[str], dict[str, Any]]:
-    plain = {what: value for what, _, _, value in _places(_owners(module)) if type(value) in _PLAIN}
+) -> tuple[list[Change], set[str]]:
     changes: list[Change] = []
     asked: set[str] = set()
     for call in calls:
@@ -379,7 +392,7 @@ def _observed(
         run.run(call)
         changes += run.changes
         asked |= run.asked
-    return changes, asked, {change.name: plain[change.name] for change in changes if change.name in plain}
+    return changes, asked
 
 
 # ------------------------------------------------------------------------- verdicts
@@ -403,7 +416,7 @@ class Watched:
     calls: Sequence[Call]
     changes: Sequence[Change]
     asked: Collection[str]
-    initial: Mapping[str, Any] = field(default_factory=dict)
+    initial: Mapping[str, Any]
 
     def missed(self, span: range) -> Change | None:
         """Return a change that the stage of the blocks ``span`` does not see, of a value that it reads."""

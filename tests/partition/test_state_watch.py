@@ -6,6 +6,8 @@ import itertools
 import random
 from collections import deque
 from contextlib import nullcontext
+from datetime import date
+from enum import Enum
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -306,6 +308,34 @@ def test_what_a_stage_would_miss_is_refused(loss_of: Any, what: str, num_stages:
         ConfigurationError, match=rf"training_step changes {what}[\w.]* after the end of a stage that reads"
     ):
         planned(Stepping(Model(), loss_of), batches(2), num_stages)
+
+
+class Mode(Enum):
+    FIRST, LATER = range(2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Mode.FIRST, Mode.LATER),
+        (np.float32(1), np.float32(2)),
+        (1j, 2j),
+        (b"first", b"later"),
+        (frozenset({1}), frozenset({2})),
+        (date(2023, 1, 1), date(2024, 1, 1)),
+        (torch.float32, torch.float64),
+    ],
+)
+def test_values_of_which_only_another_one_can_be_there_are_seen_to_change(before: object, after: object) -> None:
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        loss = squared(model(x if model.maybe is before else -2 * x))
+        model.maybe = after
+        return loss
+
+    model: Any = Model()
+    model.maybe = before
+    with pytest.raises(ConfigurationError, match=r"training_step changes model\.maybe after the end of a stage"):
+        planned(Stepping(model, loss_of), batches(2), 2)
 
 
 def test_a_generator_that_blocks_of_several_stages_draw_from_is_refused() -> None:
