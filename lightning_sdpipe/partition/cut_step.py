@@ -134,7 +134,8 @@ class CutModel:
                 undo()
         if run.sending is not None:
             return run.sending.message()
-        refuse_placeholders(outcome, "the result of the step")
+        if type(outcome) is not Tensor:
+            refuse_placeholders(outcome, "the result of the step")
         return outcome
 
     def _call(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,7 +214,8 @@ class CutModel:
             output, effects = self._watches[index].call(original, args, kwargs)
         finally:
             run.in_block = False
-        refuse_placeholders(output, f"block {self._chain[index]!r}")
+        if type(output) is not Tensor:
+            refuse_placeholders(output, f"block {self._chain[index]!r}")
         run.sending.add(index, effects)
         if index == run.span.stop - 1:
             self._end(run, index)
