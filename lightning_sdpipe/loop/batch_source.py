@@ -2,7 +2,7 @@
 
 A turn is one pass of Lightning's loop. In each it asks one :class:`Fetcher` for a batch, which asks a source:
 :class:`ShardBatchSource`, :class:`~lightning_sdpipe.loop.dealt.DealtBatchSource`,
-:class:`~lightning_sdpipe.loop.joint.JointBatchSource`, or in elastic jobs
+:class:`~lightning_sdpipe.loop.joint.JointBatchSource`, or in elastic runs
 :class:`~lightning_sdpipe.worker.elastic.elastic_batches.ElasticBatchSource`.
 
 Shards may have different lengths. All pipelines count the same batches, so that validation, checkpoints, learning rates

@@ -228,7 +228,7 @@ class SDPipeStrategy(DDPStrategy):
             start_method=start_method,
         )
         if parallel_devices is not None:
-            self.parallel_devices = list(parallel_devices)  # of which an elastic job takes its own
+            self.parallel_devices = list(parallel_devices)  # of which an elastic run takes its own
 
     brought_home: Mapping[str, Any] = {}
     """Results that the worker of rank 0 sent at the end, in a process that is no worker."""
@@ -286,7 +286,7 @@ class SDPipeStrategy(DDPStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """Devices of this machine: those of the Trainer, or among them those of an elastic job."""
+        """Devices of this machine: those of the Trainer, or among them those of an elastic run."""
         return super().parallel_devices
 
     @parallel_devices.setter

@@ -95,7 +95,7 @@ def capabilities_of(method: SyncMethod | PolicyConfig) -> Capabilities:
 
 def refusals(row: Capabilities, asked: Combination) -> Iterator[Refusal]:
     """Yield what was asked and is not in the row's sets."""
-    exchange, method, job = asked.exchange, f"sync={asked.sync!r}", "in an elastic job (SDPIPE_PIPELINE is set)"
+    exchange, method, job = asked.exchange, f"sync={asked.sync!r}", "in an elastic run (SDPIPE_PIPELINE is set)"
     depths = f"num_stages={list(asked.unlike)} with unlike cuts"
     flushes = "pipedream" if asked.schedule == "pipedream" else "flush"
     several = "one" if asked.accumulate_grad_batches == 1 else "several"

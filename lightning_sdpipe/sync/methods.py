@@ -244,7 +244,7 @@ def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:
 def method_for(asked: Combination) -> SyncMethod:
     """Return the method that carries ``asked.sync`` out with the other options.
 
-    In an elastic job ``LocalSGD`` with a payload is carried out as ``DiLoCo`` with ``lr=1, momentum=0``, which computes
+    In an elastic run ``LocalSGD`` with a payload is carried out as ``DiLoCo`` with ``lr=1, momentum=0``, which computes
     the same: its base is the common model that messages are differences from, and newcomers get it.
 
     Raises:

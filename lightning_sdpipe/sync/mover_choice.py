@@ -80,7 +80,7 @@ def _counts(replica: Replica) -> list[int]:
 
 
 def mover_among_groups(replica: Replica) -> Mover:
-    """Return the mover of models among groups that change; in an elastic job, among the pipelines that are present."""
+    """Return the mover of models among groups that change; in an elastic run, among the pipelines that are present."""
     if (surviving := replica.mover) is not None:
         return surviving
     exchange = replica.exchange

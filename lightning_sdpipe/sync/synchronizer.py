@@ -347,7 +347,7 @@ class Synchronizer:
         raise ConfigurationError(
             f"{type(self).__name__} averages the gradients of one backward in each update, and manual optimization, or "
             "an optimizer that evaluates its closure several times, may run more. Average models instead, as "
-            "sync='semi_decentralized' does, or use sync='all_reduce' outside of elastic jobs."
+            "sync='semi_decentralized' does, or use sync='all_reduce' outside of elastic runs."
         )
 
     @property

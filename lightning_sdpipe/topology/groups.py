@@ -145,7 +145,7 @@ def open_groups() -> list[dist.ProcessGroup]:
 @dataclass(frozen=True)
 class ProcessGroups:
     """This worker's place in the mesh and its groups: ``pipeline`` holds the stages of its pipeline, ``stage`` the
-    replicas of its stage in all pipelines of this world (in an elastic job, itself).
+    replicas of its stage in all pipelines of this world (in an elastic run, itself).
 
     Where pipelines are cut unlike, ``stage`` holds all last stages, where steps come to their end; another stage has no
     replicas, and is alone in it. Replicas then share a section of the chain (:meth:`open_section`).
@@ -276,7 +276,7 @@ class ProcessGroups:
 
     @property
     def world(self) -> dist.ProcessGroup:
-        """All workers of the run; in an elastic job, those of the pipeline."""
+        """All workers of the run; in an elastic run, those of the pipeline."""
         world = dist.group.WORLD
         assert world is not None, "open() has been called, so the world exists"
         return world

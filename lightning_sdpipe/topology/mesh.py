@@ -120,7 +120,7 @@ def rows_of(depths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class OnePipeline(Mesh):
-    """The mesh as a pipeline of an elastic job sees it. Its world has ranks of its own; other pipelines are in other
+    """The mesh as a pipeline of an elastic run sees it. Its world has ranks of its own; other pipelines are in other
     worlds."""
 
     _: KW_ONLY

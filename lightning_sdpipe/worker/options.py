@@ -88,7 +88,7 @@ class Options:
         run_timeout: the strategy's ``timeout``.
         standing_scheduler: the scheduler that runs already; None if rank 0 starts one.
         scheduler_log: file for a scheduler that rank 0 starts.
-        job: the elastic job that this process belongs to; None if the run is not elastic.
+        job: the job, in an elastic run, that this process belongs to; None if the run is not elastic.
     """
 
     num_stages: int = 1
@@ -158,7 +158,7 @@ def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
 
     Args:
         given: arguments by name; None stands for a default.
-        job: the elastic job that this process belongs to, which overrides some of them.
+        job: the job, in an elastic run, that this process belongs to, which overrides some of them.
 
     Raises:
         ConfigurationError: some of them do not go together, or a file or a scheduler that they name is missing.
@@ -206,7 +206,7 @@ def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
             "job": job,
         }
     )
-    dealt = data == "dealt" and job is None  # in an elastic job they are in any case
+    dealt = data == "dealt" and job is None  # in an elastic run they are in any case
     asked = capabilities.Combination(
         options.sync,
         options.exchange,

@@ -235,7 +235,7 @@ def test_a_method_of_ones_own_goes_with_what_it_says() -> None:
     ):
         with pytest.raises(ConfigurationError, match=said):
             SDPipeStrategy(**asked)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"does not work in an elastic job.*members that are lost"):
+    with pytest.raises(ConfigurationError, match=r"does not work in an elastic run.*members that are lost"):
         check(ForEightBits(), Combination(ForEightBits(), elastic=True))
 
 
@@ -269,7 +269,7 @@ def test_every_refusal_offers_what_is_accepted(given: Any) -> None:
     """The values that it names are in the dimension's words, and the methods take all of what was asked."""
     for one, other in combinations_with_replacement([{}, *OFF_DEFAULT], 2):
         if {"elastic", "unlike"} <= {*one, *other}:
-            continue  # an elastic job is one pipeline
+            continue  # an elastic run is one pipeline
         exchange = Exchange(**{**one.get("exchange", {}), **other.get("exchange", {})})
         asked = Combination(given, num_stages=2, **{**one, **other, "exchange": exchange})
         found = list(refusals(capabilities_of(method_for(asked)), asked))

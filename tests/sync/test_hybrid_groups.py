@@ -332,5 +332,5 @@ def test_groups_that_do_not_fit_are_refused_before_any_process_starts() -> None:
 
 
 def test_pipelines_that_come_and_go_form_no_groups() -> None:
-    with pytest.raises(ConfigurationError, match=r"sync=PHDPSGD.*does not work in an elastic job"):
+    with pytest.raises(ConfigurationError, match=r"sync=PHDPSGD.*does not work in an elastic run"):
         check(method_of(PHDPSGD(group_size=1)), Combination(PHDPSGD(group_size=1), elastic=True))

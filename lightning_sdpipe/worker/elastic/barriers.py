@@ -1,4 +1,4 @@
-"""Barriers of a stage's replicas in an elastic job, at which they meet through the scheduler, and average.
+"""Barriers of a stage's replicas in an elastic run, at which they meet through the scheduler, and average.
 
 A barrier takes the place of a collective: a worker that dies is not waited for, and all that pass it get the same
 answer, which of them have come and what each said. The barriers of a stage are numbered between two segments of
@@ -221,7 +221,7 @@ def pack(integers: Sequence[Tensor]) -> bytes:
     flat = torch.cat([tensor.detach().reshape(-1).to("cpu", torch.int64) for tensor in integers])
     if flat.nbytes > MOST_BYTES:
         raise ConfigurationError(
-            f"The module's integer buffers are {flat.nbytes} bytes, and pipelines of an elastic job tell each other at "
+            f"The module's integer buffers are {flat.nbytes} bytes, and pipelines of an elastic run tell each other at "
             f"most {MOST_BYTES}. Register what is no state with persistent=False outside of the module, or keep it in "
             "floating point."
         )

@@ -1,4 +1,4 @@
-"""Turns of Lightning's loop in an elastic job.
+"""Turns of Lightning's loop in an elastic run.
 
 All that changes the pipeline happens between two turns, where Lightning's counters, the model and the optimizer belong
 together: it gives its state to a newcomer, it leaves, it takes over from the leader. All waiting for batches happens

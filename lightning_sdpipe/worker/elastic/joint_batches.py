@@ -1,4 +1,4 @@
-"""Turns of Lightning's loop where all pipelines of an elastic job train one batch together, each as much of it as its
+"""Turns of Lightning's loop where all pipelines of an elastic run train one batch together, each as much of it as its
 speed allows.
 
 Every turn but the last of a segment is a round of gradients. The flags of a round tell all members which pipelines were

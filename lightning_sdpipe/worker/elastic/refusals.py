@@ -1,4 +1,4 @@
-"""Refusals of what elastic jobs cannot do, each with what to use instead.
+"""Refusals of what elastic runs cannot do, each with what to use instead.
 
 :mod:`lightning_sdpipe.sync.capabilities` has those that depend on the method or the exchange.
 """
@@ -20,11 +20,11 @@ from lightning_sdpipe.sync.capabilities import Combination
 from lightning_sdpipe.sync.methods import check
 from lightning_sdpipe.worker.options import Options
 
-_HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
+_HOW = "in an elastic run (SDPIPE_PIPELINE is set)"
 
 
 def check_options(options: Options) -> None:
-    """Raise ConfigurationError for options of the strategy that no elastic job carries out."""
+    """Raise ConfigurationError for options of the strategy that no elastic run carries out."""
     if options.start_method != "popen":
         raise ConfigurationError(f"start_method={options.start_method!r} does not work {_HOW}: leave it out.")
 
@@ -56,7 +56,7 @@ def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) 
 
 
 def check_trainer(trainer: Trainer, options: Options) -> None:
-    """Raise ConfigurationError for what a Trainer is asked for and an elastic job cannot do."""
+    """Raise ConfigurationError for what a Trainer is asked for and an elastic run cannot do."""
     if trainer.state.fn == TrainerFn.FITTING:
         each = trainer.accumulate_grad_batches
         check(options.method, Combination(options.sync, options.exchange, elastic=True, accumulate_grad_batches=each))

@@ -1,4 +1,4 @@
-"""A worker as one of the replicas of its stage in an elastic job: its rendezvous with the others, and exchanges that
+"""A worker as one of the replicas of its stage in an elastic run: its rendezvous with the others, and exchanges that
 survive their members. When one is lost, the members that are left go on with the models that they have.
 """
 
@@ -126,7 +126,7 @@ class ElasticRendezvous(Rendezvous):
 
     def wait_for_others(self, position: int, steps: int = 0) -> SyncPoint:
         """Raise an error, since data are dealt, and no pipeline runs out of its own."""
-        raise ConfigurationError("In an elastic job data are dealt, so no pipeline runs out of its own.")
+        raise ConfigurationError("In an elastic run data are dealt, so no pipeline runs out of its own.")
 
     def _meet_others(self, position: int, steps: int) -> None:
         self._barriers.meet()
@@ -143,7 +143,7 @@ class ElasticRendezvous(Rendezvous):
 
 @dataclass(frozen=True)
 class ElasticReplica(Replica):
-    """A replica in an elastic job; see :class:`~lightning_sdpipe.sync.synchronizer.Replica`."""
+    """A replica in an elastic run; see :class:`~lightning_sdpipe.sync.synchronizer.Replica`."""
 
     barriers: Barriers = field(kw_only=True)
     present: Callable[[], int] = field(kw_only=True)  # number of pipelines

@@ -1,4 +1,4 @@
-"""Validation in an elastic job, shared among the pipelines that are present.
+"""Validation in an elastic run, shared among the pipelines that are present.
 
 The pipelines meet as it begins, and each computes the same division of the batches from what all have said there. When
 each has evaluated what it was given, they meet again: a pipeline that comes has evaluated all of it. What the missing

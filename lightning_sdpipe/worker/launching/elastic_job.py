@@ -197,6 +197,6 @@ def _refuse_other_launchers(environment: Mapping[str, str], pipeline: int) -> No
         if environment.get(name, "1") != "1":
             raise ConfigurationError(
                 f"{PIPELINE}={pipeline} is set and {launcher} started {environment[name]} tasks ({name}), but not RANK "
-                "and WORLD_SIZE, which tell an elastic job its ranks. Let one task per machine run `torchrun "
+                "and WORLD_SIZE, which tell the job of a pipeline its ranks. Let one task per machine run `torchrun "
                 "--nproc-per-node M SCRIPT`; docs/faults.md has job scripts."
             )

@@ -87,7 +87,7 @@ def test_every_worker_refuses_a_quorum_that_can_never_come_together() -> None:
         (lambda: ParameterServer(every=0), "every=0"),
         (lambda: ParameterServer(quorum=2, staleness=1), "staleness=1 contradicts quorum=2"),
         (lambda: SDPipeStrategy(sync=ParameterServer(), data="dealt"), "does not go with sync=ParameterServer"),
-        (lambda: check(HetPipe(), Combination(HetPipe(), elastic=True)), r"does not work in an elastic job"),
+        (lambda: check(HetPipe(), Combination(HetPipe(), elastic=True)), r"does not work in an elastic run"),
         (lambda: SDPipeStrategy(2, sync="het_pipe"), "it has left the package: a checkout has it"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What elastic jobs cannot do, or cannot mean, is refused by name before anything is waited for."""
+"""What elastic runs cannot do, or cannot mean, is refused by name before anything is waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process learns of its elastic job from the environment, and what is refused there."""
+"""What a process learns of its job in an elastic run from the environment, and what is refused there."""
 
 from __future__ import annotations
 
