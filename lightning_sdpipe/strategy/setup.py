@@ -201,12 +201,19 @@ class Setup:
             stage, pipeline = self.groups.mesh.locate(self.groups.rank)
             where, buckets = f"stage {stage} of pipeline {pipeline}", self.parts.freezing.buckets
             watch = NonfiniteWatch(where, buckets, self.strategy.root_device, losses=not self._scales)
-        rendezvous, client = self.run.rendezvous(sync), self.run.membership.client
-        late = self.state if self.parts.changed_late else None
         return Training(
-            self.trainer, self.parts, sync, rendezvous, client, self.groups, draws, self.guard, watch,
-            self.first_failure, late,
-        )  # fmt: skip
+            trainer=self.trainer,
+            parts=self.parts,
+            sync=sync,
+            rendezvous=self.run.rendezvous(sync),
+            client=self.run.membership.client,
+            groups=self.groups,
+            draws=draws,
+            guard=self.guard,
+            watch=watch,
+            first_failure=self.first_failure,
+            state=self.state if self.parts.changed_late else None,
+        )
 
     def _refuse_by_hand(self, sync: Synchronizer) -> None:
         """Raise ConfigurationError for options that manual optimization does not go with, whose steps may run any

@@ -179,7 +179,7 @@ class FirstFailure:
             self._explain(error)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Training:
     """The training that hooks and batch sources (:class:`~lightning_sdpipe.loop.batch_source.Turns`) call.
 

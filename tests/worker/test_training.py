@@ -122,8 +122,9 @@ def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[in
     groups = SimpleNamespace(mesh=SimpleNamespace(num_stages=1))
     draws = SimpleNamespace(stream=(), between_steps=lambda point: None, end_update=lambda optimizer: None)
     elsewhere = Elsewhere(meetings or [])
-    arguments: list[Any] = [trainer, parts, sync, elsewhere, client, groups, draws, CollectiveGuard(1)]
-    return Training(*arguments, None, nullcontext()), announced
+    made: dict[str, Any] = {"trainer": trainer, "parts": parts, "sync": sync, "rendezvous": elsewhere, "client": client}
+    made |= {"groups": groups, "draws": draws, "guard": CollectiveGuard(1), "watch": None}
+    return Training(**made, first_failure=nullcontext()), announced
 
 
 def turn(it: Training, within: Callable[[], None] = lambda: None) -> Phase:
