@@ -1,7 +1,7 @@
 """Averages with the two neighbours in a ring (BAGUA §3.2, D_FP_S and D_LP_S).
 
 In full precision, x ← Σ over itself and its neighbours of ⅓ x; in a ring of two, ½ and ½. The weights are symmetric, so
-the mean over the ring stays; if a neighbour has left, its weight stays with self, so the mean still stays.
+the mean over the ring stays.
 
 In low precision each worker keeps *replicas*, copies x̂ of its own model and of its neighbours' models, which only
 messages change. After its optimizer has made x of x̂, a worker sends
@@ -17,10 +17,11 @@ beyond that residual. Q must be close: 8 or 16 bits. The part of z that is left 
 late: on quadratics, the largest quarter of the values with feedback made models grow without bound, and signs without
 it stayed away from the optimum.
 
-Where members come and go (:class:`ChangingRing`), weights are those for as many members as the group has. A copy is of
-use if both ends of it have added the same messages. So before each exchange two neighbours tell each other, in 8 bytes,
-which was the last one that they have ended together. Where they name different ones, or none, they are new to each
-other, and each sends the other the copy of its own model in full. If none of its neighbours knows its copy, a worker
+A copy is of use if both ends of it have added the same messages. Members that all begin with one model have copies of
+it, and later of those that were their neighbours in the exchange before; others are new to each other. Where an
+exchange may end for some only, as where members come and go, two neighbours tell each other before each exchange, in 8
+bytes, which was the last one that they have ended together; where they name different ones, or none, they are new. New
+neighbours send each other the copies of their own models in full. If none of its neighbours knows its copy, a worker
 makes a new one of its model. An exchange that breaks off leaves no copies.
 """
 
@@ -45,23 +46,13 @@ from lightning_sdpipe.topology.groups import Replicas
 class RingMean:
     """Gives each member of a group its average with its neighbours, as ``Group.neighbours`` names them.
 
-    Memory, unless in full precision: three models, and a residual if the payload has feedback.
-
     Args:
         replicas: replicas of which this worker is one.
-        payload: ``Half`` or ``EightBit``; None for full precision.
+        copies: this worker's, from one process group to the next.
     """
 
-    def __init__(self, replicas: Replicas, payload: Payload | None) -> None:
-        self._replicas = replicas
-        self._memory = RingCopies(payload, replicas.pipeline)
-        self._weight = weight_of_each(len(replicas.ranks))
-
-    def begin(self, tensors: Sequence[Tensor], neighbours: Sequence[int]) -> None:
-        """Set the common model and the neighbours: all workers have the same ``tensors`` now."""
-        self._memory.forget()
-        for piece in pieces_of(tensors) if self._memory.payload is not None else ():
-            self._memory.add(NeighbourCopies(piece, dict.fromkeys(neighbours, piece), self._weight))
+    def __init__(self, replicas: Replicas, copies: RingCopies) -> None:
+        self._replicas, self._copies = replicas, copies
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
         """Start the exchange.
@@ -69,9 +60,7 @@ class RingMean:
         Raises:
             ConfigurationError: a group of several members has no neighbours.
         """
-        exchange = RingExchange(self._replicas, self._memory, tensors, group, self._weight)
-        self._memory.leave(exchange.neighbours)
-        return exchange
+        return _Exchange(self._replicas, self._copies, tensors, group)
 
 
 class RingCopies:
@@ -82,15 +71,18 @@ class RingCopies:
     Args:
         payload: ``Half`` or ``EightBit``; None for full precision.
         seed: seed of stochastic rounding, different on each worker.
+        changes: whether members come and go, so that neighbours compare what they have; else all begin with one model.
     """
 
-    def __init__(self, payload: Payload | None, seed: int) -> None:
-        self.payload = payload
+    def __init__(self, payload: Payload | None, seed: int, changes: bool = False) -> None:
+        self.payload, self.changes = payload, changes
         self.draws = random.Random(seed)
         self.of_pieces: list[NeighbourCopies] = []
         self.residuals: list[ErrorFeedback] = []
         self.ended_with: dict[int, int] = {}
         """Sequence of the last exchange that was ended with each neighbour."""
+        self.is_common = False
+        """Whether all other workers have copies as this one's own, since nothing was exchanged after :meth:`begin`."""
 
     def add(self, copies: NeighbourCopies) -> None:
         """Add the copies of the next piece."""
@@ -98,30 +90,34 @@ class RingCopies:
         if self.payload is not None and self.payload.feedback:
             self.residuals.append(ErrorFeedback(copies.own))
 
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """Set the common model: all workers have the same ``tensors`` now."""
+        self.forget()
+        for piece in pieces_of(tensors):
+            self.add(NeighbourCopies(piece, {}, 0.0))
+        self.is_common = True
+
     def forget(self) -> None:
         """Let go of all copies, as when models have been made equal: the next exchange begins with new ones."""
-        self.of_pieces, self.residuals, self.ended_with = [], [], {}
+        self.of_pieces, self.residuals, self.ended_with, self.is_common = [], [], {}, False
 
     def leave(self, neighbours: Collection[int]) -> None:
-        """Let go of the copies of all but these neighbours: the weights of the others stay with this worker."""
+        """Let go of the copies of all but these neighbours."""
         for copies in self.of_pieces:
             for gone in copies.neighbours.keys() - {*neighbours}:
                 copies.leave(gone)
 
 
-class RingExchange(PieceByPiece):
-    """An exchange of one worker with its neighbours in ``group``.
+class _Exchange(PieceByPiece):
+    """An exchange of one worker with its neighbours in ``group``."""
 
-    Raises:
-        ConfigurationError: a group of several members has no neighbours.
-    """
-
-    def __init__(
-        self, replicas: Replicas, memory: RingCopies, tensors: Sequence[Tensor], group: Group, weight: float
-    ) -> None:
+    def __init__(self, replicas: Replicas, memory: RingCopies, tensors: Sequence[Tensor], group: Group) -> None:
         super().__init__(tensors)
         self.neighbours = neighbours_of(group, replicas.pipeline)
-        self._replicas, self._memory, self._weight, self._tag = replicas, memory, weight, tag_of(group)
+        self._replicas, self._memory, self._tag = replicas, memory, tag_of(group)
+        self._weight = weight_of_each(len(group.members))
+        self._known: set[int] | None = None
+        """Neighbours that have the same copies; None before that is known."""
 
     def _compute(self, number: int, piece: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         """Return this worker's message and those of its neighbours; in full precision its average, and none."""
@@ -138,9 +134,35 @@ class RingExchange(PieceByPiece):
 
     def _copies(self, number: int, piece: Tensor) -> NeighbourCopies:
         """Return the copies of a piece, which both ends of them have."""
-        if not self._memory.of_pieces:
+        memory = self._memory
+        if self._known is None:
+            self._known = self._compare() if memory.changes else {*memory.ended_with} & {*self.neighbours}
+            memory.leave(self._known)
+        if memory.changes and number == len(memory.of_pieces):
+            memory.add(NeighbourCopies(piece, {}, self._weight))
+        if not memory.of_pieces:
             raise WorkerFailedError(BROKEN_OFF)
-        return self._memory.of_pieces[number]
+        copies, new = memory.of_pieces[number], [i for i in self.neighbours if i not in self._known]
+        copies.weight = self._weight
+        if memory.is_common:
+            copies.neighbours = {i: copies.own.clone() for i in new}
+        elif new:
+            copies.neighbours |= self._swap(copies.own, new)
+        return copies
+
+    def _compare(self) -> set[int]:
+        """Return the neighbours that have ended the same exchange with this worker last as it with them. If there are
+        none, or copies have other sizes, let the copies go."""
+        memory = self._memory
+        if [len(copies.own) for copies in memory.of_pieces] != [len(piece) for _, piece in self._to_come]:
+            memory.forget()  # of layers that have been frozen or unfrozen since
+        mine = {i: torch.tensor([memory.ended_with.get(i, _NONE)]) for i in self.neighbours}
+        theirs = {i: torch.empty_like(number) for i, number in mine.items()}
+        transfers.begin(mine, theirs, self._replicas, self._tag).wait()
+        known = {i for i, number in mine.items() if int(number) == int(theirs[i]) != _NONE}
+        if not known:
+            memory.forget()
+        return known
 
     def _put(self, number: int, piece: Tensor, outcome: tuple[Tensor, dict[int, Tensor]]) -> None:
         mine, theirs = outcome
@@ -151,9 +173,13 @@ class RingExchange(PieceByPiece):
         copies.commit(self._memory.payload.on(piece.dtype), mine, theirs)
         piece.copy_(copies.own)
 
+    def commit(self) -> None:
+        super().commit()
+        if not self._to_come and not self._arrived:
+            self._memory.ended_with, self._memory.is_common = dict.fromkeys(self.neighbours, self._tag), False
+
     def abort(self) -> None:
-        """Drop the copies until models are equal again, since a neighbour may have changed copies that this worker has
-        not."""
+        """Drop the copies, since a neighbour may have changed copies that this worker has not."""
         if self._to_come or self._arrived:
             self._memory.forget()
         super().abort()
@@ -166,59 +192,6 @@ class RingExchange(PieceByPiece):
 
 _NONE = -1
 """Number in the place of an exchange where there was none."""
-
-
-class ChangingRing:
-    """Gives each member of a group its average with its neighbours, as ``Group.neighbours`` names them.
-
-    Args:
-        replicas: replicas of which this worker is one.
-        memory: its copies, from one process group to the next.
-    """
-
-    def __init__(self, replicas: Replicas, memory: RingCopies) -> None:
-        self._replicas, self._memory = replicas, memory
-
-    def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
-        """Start the exchange.
-
-        Raises:
-            ConfigurationError: a group of several members has no neighbours.
-        """
-        return _ChangingExchange(self._replicas, self._memory, tensors, group, weight_of_each(len(group.members)))
-
-
-class _ChangingExchange(RingExchange):
-    _known: set[int] | None = None
-
-    def commit(self) -> None:
-        super().commit()
-        if not self._to_come and self._memory.payload is not None:
-            self._memory.ended_with = dict.fromkeys(self.neighbours, self._tag)
-
-    def _copies(self, number: int, piece: Tensor) -> NeighbourCopies:
-        """Return the copies of a piece, after new neighbours have been sent that of this worker."""
-        memory = self._memory
-        if self._known is None:
-            if [len(of_piece.own) for of_piece in memory.of_pieces] != [len(of_piece) for _, of_piece in self._to_come]:
-                memory.forget()  # of layers that have been frozen or unfrozen since
-            self._known = self._compare()
-            if not self._known:
-                memory.forget()
-            memory.leave(self._known)
-        if number == len(memory.of_pieces):
-            memory.add(NeighbourCopies(piece, {}, self._weight))
-        copies = memory.of_pieces[number]
-        copies.weight = self._weight
-        copies.neighbours |= self._swap(copies.own, [i for i in self.neighbours if i not in self._known])
-        return copies
-
-    def _compare(self) -> set[int]:
-        """Return the neighbours that have ended the same exchange with this worker last as it with them."""
-        mine = {i: torch.tensor([self._memory.ended_with.get(i, _NONE)]) for i in self.neighbours}
-        theirs = {i: torch.empty_like(number) for i, number in mine.items()}
-        transfers.begin(mine, theirs, self._replicas, self._tag).wait()
-        return {i for i, number in mine.items() if int(number) == int(theirs[i]) != _NONE}
 
 
 def neighbours_of(group: Group, pipeline: int) -> list[int]:
@@ -290,5 +263,5 @@ class NeighbourCopies:
             payload.decode(message, replica, 1.0)
 
     def leave(self, key: int) -> None:
-        """Remove a neighbour that has left: its weight stays with this worker from now on."""
+        """Remove a neighbour: its weight stays with this worker."""
         del self.neighbours[key]

@@ -3,7 +3,6 @@
 from lightning_sdpipe.policies.ad_psgd import ADPSGD as ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllPresent, AllReduceModels
 from lightning_sdpipe.policies.decentralized import Decentralized as Decentralized
-from lightning_sdpipe.policies.decentralized import PresentPeers
 from lightning_sdpipe.policies.local_sgd import LocalSGD as LocalSGD
 from lightning_sdpipe.policies.local_sgd import NoSync as NoSync
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
@@ -15,5 +14,5 @@ from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized as Se
 METHODS = (SemiDecentralized, PartialReduce, LocalSGD, Decentralized, ADPSGD, PHDPSGD, NoSync)
 """Policies that users choose as methods, in the order in which they are offered."""
 
-POLICIES: tuple[type[PolicyConfig], ...] = (*METHODS, AllReduceModels, AllPresent, OuterRounds, PresentPeers)
+POLICIES: tuple[type[PolicyConfig], ...] = (*METHODS, AllReduceModels, AllPresent, OuterRounds)
 """All of them."""

@@ -1,15 +1,10 @@
-"""Averaging with neighbours that are known in advance: a ring, or pairs (BAGUA §3.2, its decentralised algorithms).
+"""Averaging with neighbours that follow from who is there: a ring, or pairs (BAGUA §3.2, its decentralised algorithms).
 
-The partners depend on the number of the iteration alone, so all stages agree on them. A worker of a pair waits for its
-partner of that iteration, as with AD-PSGD. In a ring every worker is a neighbour of a waiting one, so all of them form
-one group, in which each averages with its two neighbours only. A neighbour that has left is not replaced: the ring is
-open there, and the weights stay with its neighbours.
-
-Where pipelines come and go (:class:`PresentPeers`), neighbours and pairs are those of the pipelines that are there. A
-ring closes over the members of its group. For the pairs of an iteration, the policy notes the members when the first
-worker reports it, on any stage. Later changes do not change these pairs: a worker whose partner is lost, or that was
-not there yet, goes on alone. So all stages agree on partners, as they do where the number of pipelines is fixed, and
-no cycle of waits can form.
+In a ring every worker is a neighbour of a waiting one, so all of them form one group, in which each averages with its
+two neighbours only; the ring closes over the members of its group. A worker of a pair waits for its partner of that
+iteration, as with AD-PSGD. The pairs depend on the number of the iteration, and on the pipelines that the policy notes
+when the first worker reports it, on any stage. Later changes do not change these pairs: a worker whose partner is gone,
+or that was not there yet, goes on alone. So all stages agree on partners, and no cycle of waits can form.
 """
 
 from __future__ import annotations
@@ -24,7 +19,6 @@ from lightning_sdpipe.policies import pairing as places
 from lightning_sdpipe.policies.ad_psgd import ADPSGDPolicy
 from lightning_sdpipe.policies.capabilities import BESIDE, CHANGING, FREELY, LIKE, RING, Capabilities
 from lightning_sdpipe.policies.decisions import Decision, Group, Reason
-from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
@@ -67,58 +61,20 @@ class Decentralized(PolicyConfig, frozen=True):
     def half(self) -> str:
         return f"lightning_sdpipe.sync.methods:{'in_a_ring' if self.peers == 'ring' else 'in_pairs'}"
 
-    @property
-    def elastic_policy(self) -> PolicyConfig:
-        return PresentPeers(self.peers, self.every, self.seed)
-
     def make_policy(self, num_stages: int, num_pipelines: int) -> GroupPolicy:
         if self.peers == "ring":
             return RingPolicy(num_stages, num_pipelines, every=self.every)
-        if self.peers == "shift_one":
-            return ShiftingPairsPolicy(num_stages, num_pipelines, every=self.every)
-        return ADPSGDPolicy(num_stages, num_pipelines, seed=self.seed)
-
-
-class PresentPeers(Decentralized, frozen=True):
-    """Decentralised averaging among the pipelines that are there: the policy of :class:`Decentralized` in an elastic
-    run."""
-
-    registered = "present_peers"
-    in_step = False
-
-    def make_policy(self, num_stages: int, num_pipelines: int) -> GroupPolicy:
-        if self.peers == "ring":
-            return PresentRingPolicy(num_stages, num_pipelines, every=self.every)
-        return PresentPairsPolicy(self, num_stages, num_pipelines)
+        return PairsPolicy(self, num_stages, num_pipelines)
 
 
 class RingPolicy(LocalSGDPolicy):
-    """One group of all workers, with two neighbours for each."""
-
-    def _release(self, reason: Reason) -> list[Decision]:
-        return [with_neighbours(group, self.participants.num_pipelines) for group in super()._release(reason)]
-
-
-class ShiftingPairsPolicy(ADPSGDPolicy):
-    """Pairs that shift by one."""
-
-    def __init__(self, num_stages: int, num_pipelines: int, *, every: int = 1) -> None:
-        super().__init__(num_stages, num_pipelines)
-        self._every = every
-
-    def _partner(self, pipeline: int, iteration: int) -> int:
-        partner = places.shift_one(pipeline, self.participants.num_pipelines, iteration // self._every)
-        return pipeline if partner is None else partner
-
-
-class PresentRingPolicy(LocalSGDPolicy):
     """One group of all workers that are there, as a ring without gaps."""
 
     def _release(self, reason: Reason) -> list[Decision]:
         return [as_ring(group) for group in super()._release(reason)]
 
 
-class PresentPairsPolicy(ADPSGDPolicy):
+class PairsPolicy(ADPSGDPolicy):
     """Pairs of those that are there."""
 
     def __init__(self, config: Decentralized, num_stages: int, num_pipelines: int) -> None:
@@ -146,16 +102,3 @@ def as_ring(group: Group) -> Group:
     members, size = group.members, len(group.members)
     beside = tuple(tuple(members[other] for other in places.ring(place, size)) for place in range(size))
     return msgspec.structs.replace(group, neighbours=beside if size > 1 else ())
-
-
-def with_neighbours(group: Group, num_pipelines: int) -> Group:
-    """Return ``group`` as a ring of ``num_pipelines``, with gaps where pipelines are not in it."""
-    if len(group.members) == 1:
-        return group
-    there = {worker.pipeline for worker in group.members}
-
-    def beside(worker: Worker) -> tuple[Worker, ...]:
-        ring = places.ring(worker.pipeline, num_pipelines)
-        return tuple(Worker(worker.stage, pipeline) for pipeline in ring if pipeline in there)
-
-    return msgspec.structs.replace(group, neighbours=tuple(beside(worker) for worker in group.members))

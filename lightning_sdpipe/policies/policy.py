@@ -100,11 +100,6 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, meta
         return "lightning_sdpipe.sync.model_averaging:in_groups"
 
     @property
-    def elastic_policy(self) -> PolicyConfig:
-        """Policy for pipelines that come and go."""
-        return self
-
-    @property
     def must_hold(self) -> Mapping[str, object]:
         """Values that a scheduler must have, too, for the workers' half to work."""
         return {}

@@ -24,7 +24,7 @@ from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.built_in import METHODS as BY_POLICY
 from lightning_sdpipe.policies.capabilities import BY_SAMPLES, EQUALLY, GRADIENTS
-from lightning_sdpipe.policies.decentralized import Decentralized, with_neighbours
+from lightning_sdpipe.policies.decentralized import Decentralized, as_ring
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.pairing import random_pair, shift_one
@@ -89,11 +89,6 @@ class ByPolicy:
     policy: PolicyConfig
 
     @property
-    def elastic_policy(self) -> PolicyConfig:
-        """Policy for pipelines that come and go."""
-        return self.policy.elastic_policy
-
-    @property
     def capabilities(self) -> Capabilities:
         return self.policy.capabilities
 
@@ -115,8 +110,7 @@ def among_all(replica: Replica, policy: LocalSGD) -> Synchronizer:
 
 def in_a_ring(replica: Replica, policy: Decentralized) -> Synchronizer:
     """Return the half that averages models with two neighbours."""
-    meet = partial(with_neighbours, num_pipelines=replica.count)
-    return _averaging(replica, policy.every, *mover_in_a_ring(replica), meet)
+    return _averaging(replica, policy.every, *mover_in_a_ring(replica), as_ring)
 
 
 def in_pairs(replica: Replica, policy: Decentralized) -> Synchronizer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from torch import Tensor
 
@@ -11,11 +10,10 @@ from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import GroupMean, Mover
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.references import CommonModel, OwnReference
-from lightning_sdpipe.exchange.ring_mean import ChangingRing, RingCopies, RingMean
+from lightning_sdpipe.exchange.ring_mean import RingCopies, RingMean
 from lightning_sdpipe.exchange.sectioned import SectionedMover, parted
 from lightning_sdpipe.policies.decentralized import Decentralized
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
-from lightning_sdpipe.policies.pairing import ring
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import Replicas, hosts_of_replicas, require_names, this_host
@@ -103,8 +101,8 @@ def among_those_present(
     equal. What members have in common, and the distance of models, is remembered from one process group to the next."""
     in_rounds = policy.keeps_equal or isinstance(policy, OuterRounds)  # which bring movers of their own
     if isinstance(policy, Decentralized) and policy.peers == "ring":
-        copies = RingCopies(None if exchange.is_full else exchange.payload, pipeline)
-        return lambda replicas, hosts: ChangingRing(replicas, copies), copies.forget
+        copies = RingCopies(None if exchange.is_full else exchange.payload, pipeline, changes=True)
+        return lambda replicas, hosts: RingMean(replicas, copies), copies.forget
     if in_rounds or exchange.is_plain:
         return lambda replicas, hosts: GroupMean(replicas), lambda: None
     coding = OwnReference(exchange.payload)
@@ -127,7 +125,6 @@ def mover_in_a_ring(replica: Replica) -> tuple[Mover, Begin | None]:
     if (surviving := replica.mover) is not None:
         return surviving, None
     payload = None if replica.exchange.is_full else replica.exchange.payload
-    movers = [RingMean(replicas, payload) for replicas in replicas_for(replica)]
-    neighbours = ring(replica.pipeline, replica.count)
-    begins = [partial(mover.begin, neighbours=neighbours) for mover in movers]
-    return by_part(replica, movers), None if payload is None else _begin_by_part(replica, begins)
+    parts = [(replicas, RingCopies(payload, replica.pipeline)) for replicas in replicas_for(replica)]
+    mover = by_part(replica, [RingMean(replicas, copies) for replicas, copies in parts])
+    return mover, None if payload is None else _begin_by_part(replica, [copies.begin for _, copies in parts])

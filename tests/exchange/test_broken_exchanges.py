@@ -24,10 +24,9 @@ from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.outer_model import Nesterov, OuterModel
 from lightning_sdpipe.exchange.payloads import EightBit, OneBit
 from lightning_sdpipe.exchange.references import CommonModel, CommonReference, OwnReference
-from lightning_sdpipe.exchange.ring_mean import RingMean
+from lightning_sdpipe.exchange.ring_mean import RingCopies, RingMean
 from lightning_sdpipe.policies import Group
-from lightning_sdpipe.policies.decentralized import with_neighbours
-from lightning_sdpipe.policies.pairing import ring
+from lightning_sdpipe.policies.decentralized import as_ring
 from lightning_sdpipe.topology.groups import Replicas
 from tests import relay
 from tests.exchange.test_group_mean import group, values
@@ -135,8 +134,8 @@ def outer_model(crew: Crew, rank: int, model: Tensor) -> tuple[Mover, Callable[[
 
 
 def in_a_ring(crew: Crew, rank: int, model: Tensor) -> tuple[Mover, Callable[[], None]]:
-    mover = RingMean(crew.replicas(rank), EightBit())
-    return mover, lambda: mover.begin([model], ring(rank, N))
+    copies = RingCopies(EightBit(), rank)
+    return RingMean(crew.replicas(rank), copies), lambda: copies.begin([model])
 
 
 @pytest.mark.parametrize("make", [common_model, outer_model, in_a_ring])
@@ -149,9 +148,7 @@ def test_what_is_not_common_any_more_is_not_used(
         begin()
 
     def exchange(rank: int, number: int) -> None:
-        finish(
-            made[rank][0].start([models[rank]], with_neighbours(everybody(number), N) if is_ring else everybody(number))
-        )
+        finish(made[rank][0].start([models[rank]], as_ring(everybody(number)) if is_ring else everybody(number)))
 
     is_ring = make is in_a_ring
     together(N, lambda rank: exchange(rank, 1))

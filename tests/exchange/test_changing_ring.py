@@ -14,7 +14,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange import moving
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.payloads import EightBit, Half, Payload
-from lightning_sdpipe.exchange.ring_mean import ChangingRing, RingCopies, weight_of_each
+from lightning_sdpipe.exchange.ring_mean import RingCopies, RingMean, weight_of_each
 from lightning_sdpipe.policies import Group
 from lightning_sdpipe.policies.decentralized import as_ring
 from lightning_sdpipe.topology.groups import Traffic
@@ -32,12 +32,15 @@ def crew() -> Iterator[Crew]:
 
 
 class Workers:
-    """N workers with their models and copies."""
+    """N workers with their models and copies; unless they come and go, all begin with one model."""
 
-    def __init__(self, crew: Crew, payload: Payload | None) -> None:
+    def __init__(self, crew: Crew, payload: Payload | None, changes: bool = True) -> None:
         self.crew, self.number = crew, 0
-        self.models = [values(rank, SIZE) for rank in range(N)]
-        self.copies = [RingCopies(payload, rank) for rank in range(N)]
+        self.models = [values(rank if changes else 0, SIZE) for rank in range(N)]
+        self.copies = [RingCopies(payload, rank, changes) for rank in range(N)]
+        for model, copies in zip(self.models, self.copies, strict=True):
+            if not changes:
+                copies.begin([model])
         self.traffic = [Traffic() for _ in range(N)]
 
     def exchange(self, members: Sequence[int], breaks: int | None = None) -> list[int]:
@@ -52,7 +55,7 @@ class Workers:
                 return
             replicas = self.crew.replicas(rank)
             object.__setattr__(replicas, "traffic", self.traffic[rank])
-            pending = ChangingRing(replicas, self.copies[rank]).start([self.models[rank]], ring)
+            pending = RingMean(replicas, self.copies[rank]).start([self.models[rank]], ring)
             pieces = 0
             while pending.wait():
                 pieces += 1
@@ -141,6 +144,28 @@ def test_only_what_is_new_to_a_neighbour_travels_in_full(crew: Crew) -> None:
     assert sent == [2 * message + in_full, 2 * (message + in_full), 2 * message + in_full, 2 * message]
 
 
+def test_members_that_stay_compare_nothing_and_a_ring_that_closes_sends_in_full_there(crew: Crew) -> None:
+    workers = Workers(crew, EightBit(64), changes=False)
+    message = sum(EightBit(64).nbytes(min(PIECE, SIZE - start)) for start in range(0, SIZE, PIECE))
+    for members, in_full in (
+        ((0, 1, 2, 3), ()),
+        ((0, 1, 2, 3), ()),
+        ((0, 1, 3), (1, 3)),
+        ((0, 1, 3), ()),
+        ((0, 3), ()),
+    ):
+        for rank in members:
+            workers.models[rank].add_(0.1 * values(rank + 10 * workers.number, SIZE))
+        expected = averaged(workers.models, members)
+        beside = 1 if len(members) == 2 else 2
+        sent = [beside * message + (4 * SIZE if rank in in_full else 0) for rank in members]
+        found = workers.exchange(members)
+        assert [found[rank] for rank in members] == sent
+        workers.check_copies(members)
+        for rank, mean in zip(members, expected, strict=True):  # by neighbours as they were before their step
+            assert (workers.models[rank] - mean).abs().max() < 0.6
+
+
 def test_models_in_a_changing_ring_become_one(crew: Crew) -> None:
     workers = Workers(crew, EightBit(64))
     for number in range(40):
@@ -151,7 +176,7 @@ def test_models_in_a_changing_ring_become_one(crew: Crew) -> None:
 
 
 def test_a_group_without_neighbours_is_refused_and_one_alone_is_not(crew: Crew) -> None:
-    mover = ChangingRing(crew.replicas(0), RingCopies(EightBit(), 0))
+    mover = RingMean(crew.replicas(0), RingCopies(EightBit(), 0, changes=True))
     with pytest.raises(ConfigurationError, match="names no neighbours"):
         mover.start([values(0, SIZE)], group([0, 1], [0.5, 0.5], 1))
     model = values(0, SIZE)

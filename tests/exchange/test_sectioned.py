@@ -16,10 +16,10 @@ from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import GroupMean, Mover, finish
 from lightning_sdpipe.exchange.payloads import EightBit, OneBit
 from lightning_sdpipe.exchange.references import CommonModel, OwnReference
-from lightning_sdpipe.exchange.ring_mean import RingMean
+from lightning_sdpipe.exchange.ring_mean import RingCopies, RingMean
 from lightning_sdpipe.exchange.sectioned import OwnSections, SectionedMover, SectionedRounds
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.policies.decentralized import with_neighbours
+from lightning_sdpipe.policies.decentralized import as_ring
 from lightning_sdpipe.topology.groups import Replicas
 from tests.exchange.threads import Crew, together
 
@@ -185,8 +185,8 @@ def test_means_of_sections_may_come_during_the_next_step_and_in_few_bits() -> No
 
 def test_a_ring_goes_by_sections_too() -> None:
     together_ = [Group(tuple(Worker(0, i) for i in range(3)), (1 / 3,) * 3, k, "all") for k in range(5)]
-    meetings = [with_neighbours(group, 3) for group in together_]
-    found, _ = run(lambda replicas: RingMean(replicas, None), meetings)
+    meetings = [as_ring(group) for group in together_]
+    found, _ = run(lambda replicas: RingMean(replicas, RingCopies(None, replicas.pipeline)), meetings)
     assert_close(found, expected(meetings), 1e-6)  # in a ring of three all are neighbours
 
 

@@ -27,7 +27,7 @@ from lightning_sdpipe.policies import (
 from lightning_sdpipe.policies.ad_psgd import ADPSGD, ADPSGDPolicy, AsynchronousADPSGDPolicy, matching
 from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.built_in import POLICIES
-from lightning_sdpipe.policies.decentralized import PresentPeers
+from lightning_sdpipe.policies.decentralized import Decentralized
 from lightning_sdpipe.policies.decisions import check_group
 from lightning_sdpipe.policies.local_sgd import LocalSGD, LocalSGDPolicy, NoSync
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
@@ -62,8 +62,8 @@ specs = st.one_of(
             LocalSGD(every=3),
             ADPSGD(seed=1),
             OuterRounds(None),
-            PresentPeers("shift_one", every=2),
-            PresentPeers("random", seed=3),
+            Decentralized("shift_one", every=2),
+            Decentralized("random", seed=3),
             PHDPSGD(staleness=2),
             PHDPSGD(staleness=None, every=2, gamma=0.0),
             PHDPSGD(staleness=1, asynchronous=True),

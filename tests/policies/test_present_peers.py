@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sdpipe.policies import Event, Group, Joined, Left, Lost, Ready, Worker
-from lightning_sdpipe.policies.decentralized import PresentPeers, as_ring
+from lightning_sdpipe.policies.decentralized import Decentralized, as_ring
 from lightning_sdpipe.policies.decisions import check_group
 
 PIPELINES = 6
@@ -20,7 +20,7 @@ class History:
     """A run of ``stages``; each worker reports its next iteration when the last one has been answered, which may be the
     one that a member took over from its donor."""
 
-    def __init__(self, config: PresentPeers, stages: int, rng: Random) -> None:
+    def __init__(self, config: Decentralized, stages: int, rng: Random) -> None:
         self.policy = config.make_policy(stages, PIPELINES)
         self.stages, self.rng, self.now = stages, rng, 0.0
         self.done: dict[Worker, int] = {}
@@ -87,7 +87,7 @@ class History:
 
 @given(seed=st.integers(0, 2**32), stages=st.integers(1, 2))
 def test_a_ring_closes_over_those_that_are_there(seed: int, stages: int) -> None:
-    history = History(PresentPeers(), stages, Random(seed))
+    history = History(Decentralized(), stages, Random(seed))
     history.run(150)
     for _, group in history.groups:
         size = len(group.members)
@@ -106,7 +106,7 @@ def test_a_ring_closes_over_those_that_are_there(seed: int, stages: int) -> None
 def test_pairs_are_of_those_that_were_there_and_alike_on_all_stages(
     peers: str, seed: int, stages: int, every: int
 ) -> None:
-    history = History(PresentPeers(peers, every), stages, Random(seed))
+    history = History(Decentralized(peers, every), stages, Random(seed))
     history.run(200)
     met: dict[tuple[int, int], set[int]] = {}
     """The partners of a pipeline in an iteration, on all stages."""
@@ -124,7 +124,7 @@ def test_pairs_are_of_those_that_were_there_and_alike_on_all_stages(
 @pytest.mark.parametrize("peers", ["shift_one", "random"])
 def test_of_those_left_all_have_partners_again(peers: str) -> None:
     """Where pairs of a fixed number would leave those alone whose partners are gone."""
-    history = History(PresentPeers(peers), 1, Random(1))
+    history = History(Decentralized(peers), 1, Random(1))
     for gone in [i for i in history.there if i not in (0, 3)]:
         history.go(gone, Lost)
     for pipeline in {0, 1, 3, 5} - {*history.there}:

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
-from lightning_sdpipe.policies.decentralized import PresentPeers
+from lightning_sdpipe.policies.decentralized import Decentralized
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.capabilities import Combination
@@ -46,7 +46,7 @@ def check_served(options: Options, served: Sequence[int], address: str) -> None:
 def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) -> None:
     """Raise ConfigurationError if the scheduler decides by another policy than a method needs, or only one of the two
     lets pipelines average while they compute."""
-    others = (needed.keeps_equal or isinstance(needed, OuterRounds | PresentPeers)) and type(held) is not type(needed)
+    others = (needed.keeps_equal or isinstance(needed, OuterRounds | Decentralized)) and type(held) is not type(needed)
     if others or needed.must_hold != held.must_hold:
         name = _named(needed)
         raise ConfigurationError(

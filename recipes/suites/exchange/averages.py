@@ -21,10 +21,10 @@ from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import GroupMean, Mover, finish
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload
 from lightning_sdpipe.exchange.references import CommonReference, OwnReference
-from lightning_sdpipe.exchange.ring_mean import RingMean
+from lightning_sdpipe.exchange.ring_mean import RingCopies, RingMean
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.policies.decentralized import with_neighbours
-from lightning_sdpipe.policies.pairing import ring, shift_one
+from lightning_sdpipe.policies.decentralized import as_ring
+from lightning_sdpipe.policies.pairing import shift_one
 from lightning_sdpipe.topology.groups import Replicas
 from recipes.harness.namespaces import INTERFACE, NotAllowed, hosts
 from recipes.harness.processes import run_on_hosts, run_processes
@@ -108,8 +108,9 @@ def _among_four(rank: int, elements: int, repeats: int, seed: int) -> list[Row]:
     replicas = _replicas(rank)
     common = torch.randn(elements, generator=torch.Generator().manual_seed(seed))
     model = common + 1e-3 * torch.randn(elements, generator=torch.Generator().manual_seed(seed + 1 + rank))
-    in_a_ring, pairs = RingMean(replicas, EightBit()), EncodedMean(replicas, OwnReference(EightBit()))
-    in_a_ring.begin([common], ring(rank, WORKERS))
+    copies, pairs = RingCopies(EightBit(), rank), EncodedMean(replicas, OwnReference(EightBit()))
+    in_a_ring = RingMean(replicas, copies)
+    copies.begin([common])
     partner = shift_one(rank, WORKERS, 0)
     assert partner is not None
     two = sorted((rank, partner))
@@ -119,7 +120,7 @@ def _among_four(rank: int, elements: int, repeats: int, seed: int) -> list[Row]:
         return lambda number: _average(mover, [model], number)
 
     def around(number: int) -> None:
-        finish(in_a_ring.start([model], with_neighbours(_group(range(WORKERS), number), WORKERS)))
+        finish(in_a_ring.start([model], as_ring(_group(range(WORKERS), number))))
 
     cases: dict[str, Average] = {
         FULL: lambda _: dist.all_reduce(model.div_(WORKERS)),

@@ -15,7 +15,6 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import EightBit, OneBit
 from lightning_sdpipe.policies.all_reduce import AllPresent
-from lightning_sdpipe.policies.decentralized import PresentPeers
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.sync import (
     ADPSGD,
@@ -178,9 +177,9 @@ def test_what_rounds_of_gradients_cannot_do_is_refused_with_what_they_can() -> N
     with pytest.raises(ConfigurationError, match="decides by outer_rounds, and this one decides by no_sync"):
         refusals.check_scheduler(outer, OuterRounds(), NoSync())
     ring = SDPipeStrategy(sync=Decentralized()).options
-    refusals.check_scheduler(ring, PresentPeers(), PresentPeers())
-    with pytest.raises(ConfigurationError, match="decides by present_peers, and this one decides by decentralized"):
-        refusals.check_scheduler(ring, PresentPeers(), Decentralized())
+    refusals.check_scheduler(ring, Decentralized(), Decentralized())
+    with pytest.raises(ConfigurationError, match="decides by decentralized, and this one decides by no_sync"):
+        refusals.check_scheduler(ring, Decentralized(), NoSync())
     with pytest.raises(ConfigurationError, match="decides by all_present, and this one decides by no_sync"):
         refusals.check_scheduler(options, AllPresent(), NoSync())
 
