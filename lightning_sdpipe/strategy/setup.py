@@ -46,6 +46,7 @@ from lightning_sdpipe.partition.chain import described
 from lightning_sdpipe.partition.ownership import assign_owners, parameters_held, saves_nothing
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.sync.methods import deals
+from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.options import Options
@@ -205,7 +206,7 @@ class Setup:
             trainer=self.trainer,
             parts=self.parts,
             sync=sync,
-            rendezvous=self.run.rendezvous(sync),
+            rendezvous=Rendezvous(sync),
             client=self.run.membership.client,
             groups=self.groups,
             draws=draws,

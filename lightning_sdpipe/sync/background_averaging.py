@@ -22,10 +22,14 @@ the paper (Lian et al. 2018).
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -34,14 +38,17 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.background import Background, Job, Overlapped, turn_into_changes
 from lightning_sdpipe.exchange.buckets import PublishedCopy, tensors_of
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.exchange.moving import Mover, PairMean, Pending, finish
+from lightning_sdpipe.exchange.moving import Mover, PairMean, Pending, exchange_whole, finish
 from lightning_sdpipe.exchange.references import OwnReference
-from lightning_sdpipe.p2p import labelled, waiting_for
+from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync.mover_choice import Begin
+from lightning_sdpipe.sync.peers import Peers
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
+
+log = logging.getLogger(__name__)
 
 MakeMover = Callable[[Replicas], Mover]
 _LOST_AFTER = 1.0  # seconds; the sender of an invitation that is lost drops the exchange later
@@ -191,12 +198,11 @@ class FreeAveraging(Synchronizer):
                 self._begin(self.replica.client.group_if_known())
         self.statistics.count(members, 0.0, time.perf_counter() - start)
 
-    def stop(self) -> None:
-        """End the average that is asked for or under way, since others wait for it."""
+    def settle(self) -> None:
+        """End the average that is under way, or whose members have been named, since they count on this worker."""
         if self._asked:
-            with labelled("group"):
-                group = self.replica.client.group()
-            self._begin(group)
+            self._begin(self.replica.client.withdraw())
+            self._asked = False
         self._end()
 
     def _begin(self, group: Group | None) -> None:
@@ -216,22 +222,50 @@ class FreeAveraging(Synchronizer):
         return members
 
 
+Pairs = Callable[[Group, Callable[[Replicas], Pending]], bool]
+"""Exchanges between the two members of a group; the function begins it between these replicas. Returns whether it was
+done. Any thread may call it."""
+
+
+def _piece_by_piece(replicas: Replicas, group: Group, start: Callable[[Replicas], Pending]) -> bool:
+    finish(start(replicas))
+    return True
+
+
+def _dropped_or_whole(peers: Peers, group: Group, start: Callable[[Replicas], Pending]) -> bool:
+    """Exchange all of it, or nothing if it breaks off: neither member changes its model then.
+
+    It is not tried again, since each member averages with another one soon. An exchange is taken over when both members
+    have all of it. Only if their connection breaks in the last word about that, while both live, one may take it over
+    and the other not.
+    """
+    try:
+        with peers.epochs.beside(group) as replicas:
+            limit = timedelta(seconds=peers.client.limit)
+            limited = replace(replicas, traffic=peers.traffic, limit=limit)
+            exchange_whole(start(limited), group, limited)
+    except WorkerFailedError as error:
+        log.info("the exchange %d is dropped: %s", group.sequence, str(error).splitlines()[0])
+        return False
+    return True
+
+
 class AsynchronousPairs(Synchronizer):
     """After each step, averages with the neighbour that the scheduler names; a thread serves the neighbours that name
     it."""
 
-    serves = shares_next = True
+    shares_next = True
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
         self._published = PublishedCopy([])
         self._lock = threading.Lock()  # guards the published copy
-        self._pairs = replica.pairs
-        self._replicas: Replicas | None = None
-        if self._pairs is not None:
+        if replica.peers is not None:
             replica.client.invitations_are_lost_after = _LOST_AFTER
+            self._pairs: Pairs = partial(_dropped_or_whole, replica.peers)
         else:
-            self._replicas = replica.groups.replicas(replica.groups.side_channel(replica.timeout))
+            channel = replica.groups.side_channel(replica.timeout)
+            self._pairs = partial(_piece_by_piece, replica.groups.replicas(channel))
         self._asks, self._answers = self._movers(), self._movers()
         self._dropped = 0
         """Exchanges of this worker that were dropped and are not taken off the statistics yet."""
@@ -281,14 +315,7 @@ class AsynchronousPairs(Synchronizer):
         self._dropped += not self._exchange(self._asks, group)
 
     def _exchange(self, movers: MakeMover, group: Group) -> bool:
-        def start(replicas: Replicas) -> Pending:
-            return movers(replicas).start(self._published.tensors, group)
-
-        if self._pairs is not None:
-            return self._pairs(group, start)
-        assert self._replicas is not None
-        finish(start(self._replicas))
-        return True
+        return self._pairs(group, lambda replicas: movers(replicas).start(self._published.tensors, group))
 
     def _settle(self) -> None:
         """Wait for the exchange that this worker asked for, if one goes on beside training."""
@@ -332,7 +359,7 @@ class AsynchronousPairs(Synchronizer):
         self._take_published()  # what was averaged since the last step: enter() begins from the model
 
     def resynchronise(self) -> None:
-        if self._pairs is None:
+        if self.replica.peers is None:
             self.make_parameters_equal()
 
     def make_parameters_equal(self) -> None:

@@ -86,6 +86,6 @@ class DiLoCo(msgspec.Struct, frozen=True, metaclass=Refusing):
     def build(self, replica: Replica) -> Synchronizer:
         nesterov, keeps = Nesterov(self.lr, self.momentum), replica.exchange.overlap == "step"
         delay = max(self.delay, 1) if keeps else self.delay
-        if replica.bases is not None or self.weights == "samples":
+        if replica.peers is not None or self.weights == "samples":
             return OwnBaseAveraging(replica, nesterov, Fragments(self.every, delay=delay), self.weights == "samples")
         return OuterAveraging(replica, nesterov, Fragments(self.every, self.fragments, delay, self.mix), keeps)

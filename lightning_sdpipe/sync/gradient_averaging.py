@@ -1,27 +1,22 @@
-"""Worker's half of all-reduce data parallelism: gradients are averaged before the optimizer steps.
+"""Worker's half of all-reduce data parallelism: gradients of all replicas are averaged before the optimizer steps.
 
-The average is over all replicas or, where pipelines come and go, over the replicas that are present."""
+Where pipelines come and go, :mod:`~lightning_sdpipe.sync.present_averaging` does it."""
 
 from __future__ import annotations
 
-import time
-import zlib
 from collections.abc import Collection, Mapping, Sequence, Set
 
-import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError, NonFiniteError
-from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
-from lightning_sdpipe.exchange.present_rounds import Round
 from lightning_sdpipe.exchange.references import CommonReference
 from lightning_sdpipe.exchange.sectioned import SectionedRounds, accompany
 from lightning_sdpipe.sync.mover_choice import hosts_of
 from lightning_sdpipe.sync.rendezvous import copy_most_advanced_parts
-from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfPresent, Synchronizer
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
 
 _COUNTED = 2**12  # updates, and backwards of one, after which counting begins again: both are sent as one mark
@@ -137,73 +132,6 @@ class GradientAveraging(Synchronizer):
     def average_buffers(self) -> None:
         """Make buffers equal; averages of the weights were copied with the parameters."""
         self.replica.average_buffers()
-
-
-class PresentAveraging(Synchronizer):
-    """Averages every gradient over the replicas of the stage that are present. All of them make equal steps, even
-    without a batch, so they stay equal, bit for bit.
-
-    Args:
-        replica: this worker, in a run whose pipelines come and go.
-        rounds: rounds of its stage.
-        bucket_bytes: see :class:`~lightning_sdpipe.exchange.gradient_rounds.GradientRounds`.
-        by_samples: whether gradients are weighted by the samples of their mini-batch; else all count the same, as they
-            must unless they travel in full.
-    """
-
-    def __init__(self, replica: Replica, rounds: RoundsOfPresent, bucket_bytes: int, by_samples: bool) -> None:
-        super().__init__(replica)
-        self._rounds, self._cap, self.by_samples = rounds, bucket_bytes, by_samples
-        self._came: Round | None = None
-        """Outcome of a round that is not in place yet."""
-        self.gradients = self
-
-    def begin(self, update: int) -> None:
-        self._rounds.begin(update, weight=1.0)
-
-    def begin_without_batch(self, update: int) -> bool:
-        self._rounds.begin(update, weight=0.0)
-        self._rounds.rounds.complete([None] * len(self.replica.trained))
-        outcome = self._wait()
-        updates = self._rounds.on_any_stage(outcome.weight > 0)
-        self._came = outcome if updates else None
-        return updates
-
-    def weigh(self, samples: float) -> None:
-        self._rounds.rounds.weight = samples
-
-    @property
-    def early(self) -> Collection[int]:
-        return self._rounds.rounds.early
-
-    def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        self._rounds.rounds.gradient_ready(number, gradient)
-
-    def complete(self, gradients: Sequence[Tensor | None]) -> None:
-        if self._came is None:
-            self._rounds.rounds.complete(gradients)
-
-    def finish(self) -> list[Tensor | None]:
-        outcome, self._came = self._came or self._wait(), None
-        return outcome.gradients
-
-    def start(self) -> None:
-        replica = self.replica
-        self._rounds.arrange(replica.trained, self._cap, replica.watch, replica.exchange, replica.loss_scale)
-
-    def make_parameters_equal(self) -> None:
-        digest = 0
-        for tensor in tensors_of(self.replica.parameters):
-            digest = zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data, digest)
-        self._rounds.check_equal(digest)
-
-    def _wait(self) -> Round:
-        start = time.perf_counter()
-        outcome, waited = self._rounds.finish()
-        if outcome.nonfinite:
-            raise NonFiniteError(f"the gradients of pipelines {list(outcome.nonfinite)}, stage {self.replica.stage}")
-        self.statistics.count(len(outcome.members), waited, time.perf_counter() - start - waited)
-        return outcome
 
 
 def _rounds(replica: Replica, bucket_bytes: int) -> GradientRounds | SectionedRounds:

@@ -32,9 +32,10 @@ from lightning_sdpipe.policies.policy import PolicyConfig, refusal
 from lightning_sdpipe.sync.background_averaging import AsynchronousPairs, BackgroundAveraging, FreeAveraging
 from lightning_sdpipe.sync.capabilities import SENTENCES, Capabilities, Combination, capabilities_of, refusals
 from lightning_sdpipe.sync.diloco import DiLoCo
-from lightning_sdpipe.sync.gradient_averaging import GradientAveraging, PresentAveraging
+from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
 from lightning_sdpipe.sync.model_averaging import ModelAveraging
 from lightning_sdpipe.sync.mover_choice import Begin, mover_among_all, mover_among_groups, mover_in_a_ring
+from lightning_sdpipe.sync.present_averaging import PresentAveraging
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
 
 
@@ -75,10 +76,10 @@ class AllReduce:
         return {None: GRADIENTS, "equal": EQUALLY, "samples": BY_SAMPLES}[self.weights]
 
     def build(self, replica: Replica) -> Synchronizer:
-        size, rounds = int(self.bucket_mib * 2**20), replica.rounds
-        if rounds is not None:
+        size = int(self.bucket_mib * 2**20)
+        if replica.peers is not None:
             by_samples = self.weights == "samples" or (self.weights is None and replica.exchange.is_plain)
-            return PresentAveraging(replica, rounds, size, by_samples)
+            return PresentAveraging(replica, replica.peers, size, by_samples)
         return GradientAveraging(replica, size, self.weights == "samples")
 
 
@@ -127,7 +128,7 @@ def asynchronously(replica: Replica, policy: ADPSGD) -> Synchronizer:
 def _averaging(
     replica: Replica, every: int, mover: Mover, begin: Begin | None, meet: Callable[[Group], Group]
 ) -> Synchronizer:
-    if replica.exchange.overlap == "free" and replica.mover is not None:
+    if replica.exchange.overlap == "free" and replica.peers is not None:
         return FreeAveraging(replica, mover)
     if replica.exchange.overlap == "free":
         return BackgroundAveraging(replica, mover, meet, begin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -12,15 +13,11 @@ from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.references import CommonModel, OwnReference
 from lightning_sdpipe.exchange.ring_mean import RingCopies, RingMean
 from lightning_sdpipe.exchange.sectioned import SectionedMover, parted
-from lightning_sdpipe.policies.decentralized import Decentralized
-from lightning_sdpipe.policies.outer_rounds import OuterRounds
-from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.sync.peers import Surviving
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import Replicas, hosts_of_replicas, require_names, this_host
 
 Begin = Callable[[Sequence[Tensor]], None]
-MakeMover = Callable[[Replicas, Mapping[int, str] | None], Mover]
-"""Makes a mover among replicas, of which the machine of each pipeline is known where it matters."""
 
 
 def hosts_of(replica: Replica) -> list[str] | None:
@@ -78,35 +75,18 @@ def _counts(replica: Replica) -> list[int]:
 
 
 def mover_among_groups(replica: Replica) -> Mover:
-    """Return the mover of models among groups that change; in an elastic run, among the pipelines that are present."""
-    if (surviving := replica.mover) is not None:
-        return surviving
-    exchange = replica.exchange
-    if exchange.is_plain:
-        return by_part(replica, [GroupMean(replicas) for replicas in replicas_for(replica)])
+    """Return the mover of models among groups that change; in an elastic run, among the pipelines that are there, whose
+    distance is remembered from one process group to the next."""
+    payload = replica.exchange.payload
+
+    def make(replicas: Replicas, hosts: Mapping[int, str] | Sequence[str] | None, coding: OwnReference) -> Mover:
+        return GroupMean(replicas) if replica.exchange.is_plain else EncodedMean(replicas, coding, hosts)
+
+    if replica.peers is not None:
+        return Surviving(replica.peers, partial(make, coding=OwnReference(payload)))
     return by_part(
-        replica,
-        [
-            EncodedMean(replicas, OwnReference(exchange.payload), hosts_of(replica))
-            for replicas in replicas_for(replica)
-        ],
+        replica, [make(replicas, hosts_of(replica), OwnReference(payload)) for replicas in replicas_for(replica)]
     )
-
-
-def among_those_present(
-    exchange: Exchange, policy: PolicyConfig, pipeline: int
-) -> tuple[MakeMover, Callable[[], None]]:
-    """Return a factory of movers among the pipelines that are present, for one process group after the other, and the
-    machine of each pipeline, if the exchange distinguishes machines; and a function to call when models have been made
-    equal. What members have in common, and the distance of models, is remembered from one process group to the next."""
-    in_rounds = policy.keeps_equal or isinstance(policy, OuterRounds)  # which bring movers of their own
-    if isinstance(policy, Decentralized) and policy.peers == "ring":
-        copies = RingCopies(None if exchange.is_full else exchange.payload, pipeline, changes=True)
-        return lambda replicas, hosts: RingMean(replicas, copies), copies.forget
-    if in_rounds or exchange.is_plain:
-        return lambda replicas, hosts: GroupMean(replicas), lambda: None
-    coding = OwnReference(exchange.payload)
-    return lambda replicas, hosts: EncodedMean(replicas, coding, hosts), lambda: None
 
 
 def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:
@@ -122,9 +102,11 @@ def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:
 
 def mover_in_a_ring(replica: Replica) -> tuple[Mover, Begin | None]:
     """Return the mover of models between neighbours of a ring, and a function as that of :func:`mover_among_all`."""
-    if (surviving := replica.mover) is not None:
-        return surviving, None
     payload = None if replica.exchange.is_full else replica.exchange.payload
+    if replica.peers is not None:
+        kept = RingCopies(payload, replica.pipeline, changes=True)
+        replica.peers.forget = kept.forget
+        return Surviving(replica.peers, lambda replicas, hosts: RingMean(replicas, kept)), None
     parts = [(replicas, RingCopies(payload, replica.pipeline)) for replicas in replicas_for(replica)]
     mover = by_part(replica, [RingMean(replicas, copies) for replicas, copies in parts])
     return mover, None if payload is None else _begin_by_part(replica, [copies.begin for _, copies in parts])

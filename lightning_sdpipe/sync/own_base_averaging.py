@@ -4,7 +4,7 @@ their samples.
 A round goes on at once, or with ``overlap="step"`` beside the next mini-batches. Its outcome is put into the model by
 the thread that trains, whole, after ``delay`` updates.
 
-Where pipelines come and go, ``Replica.bases`` carries rounds out among those that are there, and the scheduler counts
+Where pipelines come and go, rounds are those of :class:`SurvivingBases`, and the scheduler counts
 the updates of all. Heartbeats tell it of them, each eighth of a second where a pipeline has made its share. A worker is
 ready for the next round as soon as it has adopted the last one, and trains on. When the scheduler names the members,
 stage 0 tells the other stages before a turn, and all begin with the model after it. So no pipeline waits for a slow
@@ -30,6 +30,7 @@ from lightning_sdpipe.exchange.outer_state import NewBase, OuterState, OwnBase
 from lightning_sdpipe.p2p import labelled, waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
+from lightning_sdpipe.sync.surviving_bases import SurvivingBases
 from lightning_sdpipe.sync.synchronizer import Replica
 
 
@@ -57,9 +58,8 @@ class OwnBaseAveraging(OuterAveraging):
         self._group: Group | None = None
         """Members of that round, if they are known already."""
         (self._whole,) = self._fragments
-        self._state, self._bases = OuterState(self._whole.common), replica.bases
-        if self._bases is not None:
-            self._bases.arrange(self._state)
+        self._state = OuterState(self._whole.common)
+        self._bases = None if replica.peers is None else SurvivingBases(replica.peers, self._state)
         self._beside = Background("a round of bases beside training", 2 * replica.timeout.total_seconds())
         self._job: Job | None = None
         self._underway = False
@@ -129,16 +129,16 @@ class OwnBaseAveraging(OuterAveraging):
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
 
     def settle(self) -> None:
-        """Take part in a round whose members have been named already."""
-        if not self._stands:
-            return
-        self._stands = self._takes_part = False
-        group, self._group = self._group, None
-        if group is None and (group := self.replica.client.withdraw()) is not None:
-            self.replica.client.join()
-        if group is not None:
-            self._begin_round(group)
-            self._adopt()
+        """Take part in a round whose members have been named already, and adopt its outcome, or that of one that is
+        under way."""
+        if self._stands:
+            self._stands = self._takes_part = False
+            group, self._group = self._group, None
+            if group is None and (group := self.replica.client.withdraw()) is not None:
+                self.replica.client.join()
+            if group is not None:
+                self._begin_round(group)
+        self._adopt()
 
     def start(self) -> None:
         """Begin with the model as the base, unless it only rested; or with the base that another pipeline gave."""
@@ -152,9 +152,6 @@ class OwnBaseAveraging(OuterAveraging):
         if given is not None and given[1]:  # a donor that has not begun has no base besides its model
             self._state.load(*given)
             self._state.put(self._whole.tensors)
-
-    def stop(self) -> None:
-        self._adopt()
 
     def make_parameters_equal(self) -> None:
         """Run a round of all that are present."""

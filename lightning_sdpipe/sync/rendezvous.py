@@ -220,6 +220,7 @@ class Rendezvous:
         self.place = SyncState.TOGETHER
         self._sync = sync
         self._replica = sync.replica
+        self._peers = sync.replica.peers
         self._unequal = False  # whether some worker has trained since the last sync point
         self._agreed: int | None = None  # where this worker, which is out of data, will be together with the others
 
@@ -315,17 +316,22 @@ class Rendezvous:
         self.place, self._unequal, self._sync.announced = SyncState.TOGETHER, False, False
 
     def _meet_others(self, position: int, steps: int) -> None:
-        _meet(position, False, steps, self._replica.groups.meeting, self._replica.device)
+        if self._peers is not None:
+            self._peers.barriers.meet()
+        else:
+            _meet(position, False, steps, self._replica.groups.meeting, self._replica.device)
 
     def _set_out(self) -> None:
+        if self._peers is not None:  # a worker that comes later finds its groups then
+            self._peers.barriers.set_out()
+            self.rejoin()
+            return
         among = self._sync.equal_at_start
         if among is not None:
             begin_equal(self._replica, among)
-        self._replica.client.join()
-        self._sync.start()
+        self.rejoin()
         with waiting_for(self._replica.groups.meeting, "setting out"):  # no worker's first group may miss one
             dist.barrier(self._replica.groups.meeting)
-        self.place = SyncState.TRAINING
 
     def _leave(self) -> None:
         self._sync.settle()

@@ -16,74 +16,14 @@ from torch import Tensor, nn
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
 from lightning_sdpipe.exchange.collectives import average_all, take_over
-from lightning_sdpipe.exchange.moving import Mover, Pending
 from lightning_sdpipe.exchange.options import Exchange
-from lightning_sdpipe.exchange.outer_state import NewBase, OuterState
-from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
 from lightning_sdpipe.exchange.sectioned import OwnSections
 from lightning_sdpipe.pipeline.gradients import GradientExchange
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
-from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
+from lightning_sdpipe.sync.peers import Peers
 from lightning_sdpipe.topology.groups import ProcessGroups, Replicas, Traffic
-
-
-class RoundsOfPresent(Protocol):
-    """Rounds of gradients among replicas that come and go."""
-
-    @property
-    def rounds(self) -> PresentRounds:
-        """Rounds that take the gradients of this worker."""
-
-    @property
-    def on_any_stage(self) -> Callable[[bool], bool]:
-        """Returns a function that tells whether something is true on any stage of this pipeline. Every stage asks at
-        the same point."""
-
-    def arrange(
-        self,
-        parameters: Sequence[nn.Parameter],
-        cap: int,
-        watch: bool,
-        exchange: Exchange,
-        loss_scale: Callable[[], float],
-    ) -> None:
-        """Set the parameters whose gradients are averaged from now on, and how these travel; see
-        :class:`~lightning_sdpipe.exchange.encoded_rounds.EncodedPresentRounds`."""
-
-    def begin(self, update: int, weight: float) -> None:
-        """Take part in the round of ``update``. Do not wait."""
-
-    def finish(self) -> tuple[Round, float]:
-        """Wait for the outcome; return it with the seconds until the members were known."""
-
-    def check_equal(self, digest: int) -> None:
-        """End the run if the digests of the replicas, which are all together, differ."""
-
-
-class RoundsOfBases(Protocol):
-    """Rounds of an outer optimizer among replicas that come and go."""
-
-    def arrange(self, state: OuterState) -> None:
-        """Set the state of this worker."""
-
-    def run(self, tensors: Sequence[Tensor], group: Group) -> NewBase | None:
-        """Compute the outcome of the round of ``group`` for the model ``tensors``; None if the round was dropped. Any
-        thread may call it."""
-
-    def accept(self, new: NewBase, adopt: Callable[[], None]) -> None:
-        """Call ``adopt``, by which this worker takes over the outcome of the last round; the thread that trains calls
-        it."""
-
-    def meet(self, tensors: Sequence[Tensor], since: int) -> None:
-        """Run a round of all replicas, which are together, unless none has trained since the last one; ``since`` is
-        the number of updates that this worker has made."""
-
-
-ExchangeOfPair = Callable[[Group, Callable[[Replicas], Pending]], bool]
-"""Exchanges between the two members of a group, all of it or nothing, where either may be lost; returns whether it was
-done. The function begins the exchange between these replicas. Any thread may call it."""
 
 
 @dataclass
@@ -174,10 +114,7 @@ class Replica:
     averages: list[Tensor] = field(default_factory=list)  # of the weights over time; made equal with them
     sections: OwnSections | None = None  # of the chain; None where the replicas of the stage hold what it holds
     shared: SharedParameters | None = None  # with other stages, whose copies follow after each exchange; with sections
-    rounds: RoundsOfPresent | None = None  # these four: where replicas come and go
-    bases: RoundsOfBases | None = None  # if the method has an outer optimizer
-    pairs: ExchangeOfPair | None = None  # exchanges beside training
-    mover: Mover | None = None  # averages models in groups, some of whose members may be lost
+    peers: Peers | None = None  # those that are there, where replicas come and go
 
     @property
     def stage(self) -> int:
@@ -223,6 +160,8 @@ class Replica:
     @property
     def count(self) -> int:
         """Number of replicas now."""
+        if self.peers is not None:
+            return self.peers.count
         return len(self.ranks) if self.sections is None else self.groups.mesh.num_pipelines
 
     @property
@@ -244,7 +183,10 @@ class Replica:
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Make ``tensors`` the mean over all replicas, which are together; integers (counters) become the largest."""
-        average_all(tensors, self.groups.replicas())
+        if self.peers is not None:
+            self.peers.average(tensors)
+        else:
+            average_all(tensors, self.groups.replicas())
 
     def average_parameters(self) -> None:
         """Average the parameters in the same way, except frozen ones that are integers."""
@@ -322,10 +264,6 @@ class Synchronizer:
 
     loose = 0
     """Number of the last updates of this worker that no other one's model has, if the method counts them."""
-
-    serves = False
-    """Whether others may exchange with this worker at any time until it has left. Then it has to :meth:`stop` after
-    that."""
 
     by_samples = False
     """Whether :meth:`weigh` is called for each mini-batch before its backward."""

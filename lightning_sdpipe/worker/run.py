@@ -19,8 +19,7 @@ from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource, SourceInputs
 from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
-from lightning_sdpipe.sync.rendezvous import Rendezvous
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
+from lightning_sdpipe.sync.synchronizer import Replica, TrainingState
 from lightning_sdpipe.topology.groups import ProcessGroups, compare_meshes, roll_call
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.placement_file import check_shape, mesh_of
@@ -193,10 +192,6 @@ class TrainingRun:
             sections=parts.own_sections,
             shared=parts.shared,
         )
-
-    def rendezvous(self, sync: Synchronizer) -> Rendezvous:
-        """Return this worker's synchronisation state."""
-        return Rendezvous(sync)
 
     def dealt_batches(
         self, trainer: Trainer, training: Training, checkpoints: Checkpoints, checks: ClockChecks, dealing: Dealing

@@ -36,7 +36,8 @@ from lightning_sdpipe.scheduler.credentials import read_scheduler_keys, read_wor
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess, SchedulerSettings, reserve_port
 from lightning_sdpipe.scheduler.server.server import USUAL_LIMITS, Endpoint, Files, Limits
-from lightning_sdpipe.worker.elastic import barriers, replica, state_transfer
+from lightning_sdpipe.sync import background_averaging, barriers, peers
+from lightning_sdpipe.worker.elastic import state_transfer
 from lightning_sdpipe.worker.options import Schedule
 from lightning_sdpipe.worker.training import Phase
 from recipes.harness import namespaces
@@ -448,17 +449,17 @@ def inject(fault: Fault, trainer: L.Trainer, diary: Diary) -> None:
     before: dict[str, list[tuple[Any, str]]] = {
         "waiting": [(client.SchedulerClient, "group")],
         "exchange": [
-            (replica._Surviving, "wait"),
+            (peers._Surviving, "wait"),
             (present_rounds.PresentRounds, "outcome"),
             (outer_state.OuterState, "make"),
-            (replica, "exchange_whole"),
+            (background_averaging, "exchange_whole"),
         ],
         "pause": [(barriers.Barriers, "meet")],
         "donor": [(state_transfer, "send_state")],
     }
     after: dict[str, list[tuple[Any, str]]] = {
         "half_sent": [
-            (replica._Surviving, "commit"),
+            (peers._Surviving, "commit"),
             (present_rounds.PresentRounds, "_reduce"),
             (encoded_mean.EncodedMean, "average"),
             (moving._Pair, "wait"),

@@ -28,8 +28,8 @@ from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.exchange.present_rounds import Batch, Round
 from lightning_sdpipe.loop.dealt import DealtBatchSource, SourceInputs, batch_to_show
 from lightning_sdpipe.membership.turn_order import Command, CommandKind
+from lightning_sdpipe.sync.present_averaging import PresentAveraging
 from lightning_sdpipe.worker.elastic.leader import CommandChannel
-from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
 
 _GLANCE = 0.02  # seconds between two checks whether there are enough pipelines
 
@@ -173,7 +173,7 @@ class TrainedBatches:
 class RoundBatchSource(ElasticBatchSource):
     """The batch source of one worker whose pipeline makes every update together with all others."""
 
-    def __init__(self, inputs: SourceInputs, duties: Duties, rounds: SurvivingRounds) -> None:
+    def __init__(self, inputs: SourceInputs, duties: Duties, rounds: PresentAveraging) -> None:
         super().__init__(inputs, duties)
         self._rounds = rounds
         rounds.on_round = self._hear

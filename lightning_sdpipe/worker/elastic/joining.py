@@ -39,10 +39,10 @@ from lightning_sdpipe.loop.weight_averaging import averaging_of
 from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.scheduler.client.client import Receive, SchedulerClient, Start
+from lightning_sdpipe.sync.barriers import Barriers, divided, of_all_stages, pack, unpack_max
 from lightning_sdpipe.tested import VERSION
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.worker.elastic import leader, state_transfer
-from lightning_sdpipe.worker.elastic.barriers import Barriers, divided, of_all_stages, pack, unpack_max
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource
 from lightning_sdpipe.worker.elastic.leader import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.options import Options
@@ -316,9 +316,9 @@ class StageDuties:
         fit = self._fit()
         if command.kind is CommandKind.LEAVE:
             self.commands.done()  # when one stage leaves, all of them must end at once
-            if fit.training.sync.serves:
-                fit.training.client.leave()
-            fit.training.sync.stop()  # others may wait for exchanges that are under way
+            fit.training.sync.settle()  # others may wait for exchanges that are under way
+            fit.training.client.leave()
+            fit.training.sync.stop()
             fit.checkpoints.wait()
             raise SIGTERMException
         fit.give(command.text, turns)

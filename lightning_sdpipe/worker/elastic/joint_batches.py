@@ -26,8 +26,8 @@ from lightning_sdpipe.loop.dealt import SourceInputs, batch_to_show
 from lightning_sdpipe.loop.joint import refuse_own_split, refuse_small_last_batch, refuse_to_divide
 from lightning_sdpipe.membership.turn_order import Command, CommandKind
 from lightning_sdpipe.pipeline.micro_batches import Portion
+from lightning_sdpipe.sync.present_averaging import PresentAveraging
 from lightning_sdpipe.worker.elastic.elastic_batches import Duties, ElasticBatchSource, State
-from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
 
 _SOON = 0.05
 """Seconds that a pipeline that is held up waits before it takes a turn without a batch."""
@@ -44,7 +44,7 @@ class JointRoundSource(ElasticBatchSource):
         self,
         inputs: SourceInputs,
         duties: Duties,
-        rounds: SurvivingRounds,
+        rounds: PresentAveraging,
         division: tuple[int, int],
         delays: DelayInjector,
     ) -> None:

@@ -6,7 +6,6 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -21,29 +20,26 @@ from lightning_sdpipe.loop.dealt import Dealing, SourceInputs
 from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
-from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client.client import Callbacks, SchedulerClient
-from lightning_sdpipe.sync.mover_choice import among_those_present, own_host
-from lightning_sdpipe.sync.rendezvous import Rendezvous
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
+from lightning_sdpipe.sync.barriers import Barriers
+from lightning_sdpipe.sync.epoch_process_groups import EpochGroups
+from lightning_sdpipe.sync.mover_choice import own_host
+from lightning_sdpipe.sync.peers import Peers
+from lightning_sdpipe.sync.present_averaging import PresentAveraging
+from lightning_sdpipe.sync.synchronizer import Replica, TrainingState
 from lightning_sdpipe.topology.groups import ProcessGroups, roll_call
 from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic import joining, leader, refusals
-from lightning_sdpipe.worker.elastic.barriers import Barriers
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, RoundBatchSource
-from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 from lightning_sdpipe.worker.elastic.joint_batches import JointRoundSource
 from lightning_sdpipe.worker.elastic.leader import CommandChannel, LeaveNotice
-from lightning_sdpipe.worker.elastic.replica import DroppedPairs, ElasticRendezvous, ElasticReplica, Surviving
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection, SchedulerStore
 from lightning_sdpipe.worker.elastic.shared_evaluation import SharedEvaluations
-from lightning_sdpipe.worker.elastic.surviving_rounds import Connections, SurvivingBases, SurvivingRounds
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.run import TrainingRun
 from lightning_sdpipe.worker.training import Training
@@ -64,11 +60,6 @@ class _OpenRun:
     epochs: EpochGroups
     commands: CommandChannel
     leaving: LeaveNotice
-    rounds: SurvivingRounds
-    bases: SurvivingBases | None
-    """Rounds of an outer optimizer, if the method has one."""
-    forget: Callable[[], None]
-    """Forgets what the members of groups have in common."""
 
 
 class ElasticRun(TrainingRun):
@@ -83,7 +74,7 @@ class ElasticRun(TrainingRun):
         self._mesh = OnePipeline.of(job.world_size, job.pipeline, job.pipeline + 1)  # N comes later
         self._lead = leader.Leadership(job.rank, job.pipeline)
         self._open: _OpenRun | None = None
-        self._barriers: Barriers | None = None
+        self._peers: Peers | None = None
         self._fit: joining.Fit | None = None
 
     # ------------------------------------------------------------------ places
@@ -119,7 +110,7 @@ class ElasticRun(TrainingRun):
             Callbacks(
                 epoch=lambda epoch: self._opened.epochs.enter(epoch),
                 broke=lambda sequence: self._opened.epochs.broke(sequence),
-                hands_over=self._hand_over,
+                hands_over=lambda sequence, group: self._there.hands_over(sequence, group),
             ),
             self._give_up,
         )
@@ -135,24 +126,17 @@ class ElasticRun(TrainingRun):
         def store(name: str, *cancelled: Callable[[], bool]) -> SchedulerStore:
             return SchedulerStore(client, name, _CONNECTING, *cancelled)
 
-        traffic = self._groups.traffic
-        among, forget = among_those_present(options.exchange, policy, job.pipeline)
         host = own_host(options.exchange, job.pipeline)
-        epochs = EpochGroups(worker, store, options.run_timeout, client, among, traffic, host)
+        epochs = EpochGroups(worker, store, options.run_timeout, client, host)
         commands = CommandChannel(self._groups)
         leaving = LeaveNotice(client, job.pipeline, commands)
-        connections = Connections(worker, client, epochs, self._where_to_meet, traffic)
-        rounds = SurvivingRounds(connections, commands.on_any_stage, options.run_timeout.total_seconds())
-        bases = SurvivingBases(connections) if isinstance(policy, OuterRounds) else None
-        self._open = _OpenRun(worker, client, store, epochs, commands, leaving, rounds, bases, forget)
+        self._open = _OpenRun(worker, client, store, epochs, commands, leaving)
 
-    def _hand_over(self, sequence: int, group: Group) -> None:
-        """Give other members of ``group`` the result of a group."""
-        (self._opened.bases or self._opened.rounds).hand_over(sequence, group)
-
-    def _where_to_meet(self) -> Barriers:
-        assert self._barriers is not None
-        return self._barriers
+    @property
+    def _there(self) -> Peers:
+        """Replicas of this worker's stage that are there, once it has a replica itself."""
+        assert self._peers is not None
+        return self._peers
 
     def _placed_row(self, placement: Placement) -> tuple[int, ...]:
         device = self._strategy.root_device
@@ -178,7 +162,7 @@ class ElasticRun(TrainingRun):
         """Lead from now on if all pipelines before this one have gone, and not if one of them is there. Called between
         two turns, and after barriers."""
         members = [member.pipeline for member in self._opened.client.epoch.members]
-        here = members if self._barriers is None else self._barriers.present(members)
+        here = members if self._peers is None else self._peers.barriers.present(members)
         if members:
             self._lead.take([pipeline for pipeline in members if pipeline in here])
 
@@ -205,25 +189,13 @@ class ElasticRun(TrainingRun):
     def replica(
         self, parts: Assembled, watch: bool, loss_scale: Callable[[], float], progress: TrainingState
     ) -> Replica:
-        place, client = self._opened, self._opened.client
+        place, client, groups = self._opened, self._opened.client, self.groups
         self._fit = None
-        self._barriers = Barriers(place.worker, client, place.epochs, self._point, self.take_lead)
-        self.evaluations = SharedEvaluations(self._job.pipeline, self._barriers, self.groups)
-        exchanges: dict[str, Any] = {
-            "rounds": place.rounds,
-            "bases": place.bases,
-            "pairs": DroppedPairs(place.epochs, client, self.groups.traffic).run,
-            "mover": Surviving(place.epochs),
-        }
-        return ElasticReplica(
-            **vars(super().replica(parts, watch, loss_scale, progress)) | exchanges,
-            barriers=self._barriers,
-            present=lambda: max(1, len(client.epoch.members)),
-            forget=place.forget,
-        )
-
-    def rendezvous(self, sync: Synchronizer) -> Rendezvous:
-        return ElasticRendezvous(sync, self._where_to_meet())
+        barriers = Barriers(place.worker, client, place.epochs, self._point, self.take_lead)
+        self.evaluations = SharedEvaluations(self._job.pipeline, barriers, groups)
+        on_any_stage = place.commands.on_any_stage
+        self._peers = Peers(place.worker, client, place.epochs, barriers, on_any_stage, groups.traffic)
+        return replace(super().replica(parts, watch, loss_scale, progress), peers=self._peers)
 
     def dealt_batches(
         self, trainer: Trainer, training: Training, checkpoints: Checkpoints, checks: ClockChecks, dealing: Dealing
@@ -231,14 +203,14 @@ class ElasticRun(TrainingRun):
         place, run = self._opened, shared(secrets.randbits(62))
         duties = joining.StageDuties(lambda: self.fit, self.take_lead, place.commands, place.leaving)
         inputs = SourceInputs(trainer, training, place.client, self.groups, checks, run, dealing)
+        rounds = training.sync
         source: ElasticBatchSource
-        if self.options.batch_by_speed:
-            division, delays = self.options.division, training.parts.delays
-            source = JointRoundSource(inputs, duties, place.rounds, division, delays)
-        elif training.sync.gradients is None:
+        if not isinstance(rounds, PresentAveraging):
             source = ElasticBatchSource(inputs, duties)
+        elif self.options.batch_by_speed:
+            source = JointRoundSource(inputs, duties, rounds, self.options.division, training.parts.delays)
         else:
-            source = RoundBatchSource(inputs, duties, place.rounds)
+            source = RoundBatchSource(inputs, duties, rounds)
         place.client.meanwhile = source.serve
 
         self._fit = joining.Fit(trainer, training, source, checkpoints, self.groups, place.client, place.store)
@@ -252,7 +224,7 @@ class ElasticRun(TrainingRun):
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """Return the mean over the pipelines that are there, of each value over those that have it."""
-        return self._where_to_meet().agree(self.groups, values, lambda each: _means([*each.values()]))
+        return self._there.barriers.agree(self.groups, values, lambda each: _means([*each.values()]))
 
     def from_leader(self, numbers: list[float]) -> list[float]:
         """Return the numbers of the pipeline that leads, or if none does, of the first that is there."""
@@ -260,10 +232,10 @@ class ElasticRun(TrainingRun):
         def leaders(each: Mapping[int, tuple[bool, list[float]]]) -> list[float]:
             return min(each.values(), key=lambda said: not said[0])[1]
 
-        return self._where_to_meet().agree(self.groups, (self.leads, numbers), leaders)
+        return self._there.barriers.agree(self.groups, (self.leads, numbers), leaders)
 
     def vote(self, decision: bool, all: bool) -> bool:
-        met = self._where_to_meet().meet(b"1" if decision else b"0")
+        met = self._there.barriers.meet(b"1" if decision else b"0")
         votes = [said == b"1" for said in met.values]
         return super().vote(min(votes) if all else max(votes), all)
 
@@ -286,7 +258,7 @@ class ElasticRun(TrainingRun):
             fit.go_on_from_file(answer.checkpoint)
         if state is None and len(answer.epoch.members) > 1:
             path = answer.checkpoint or trainer.ckpt_path
-            data_seed = fit.begin_together(self._where_to_meet(), data_seed, path)
+            data_seed = fit.begin_together(self._there.barriers, data_seed, path)
         self.take_lead()
         self._lead.begin(trainer)
         place.leaving.listen(trainer)

@@ -37,8 +37,8 @@ from lightning_sdpipe.loop.batch_source import Item
 from lightning_sdpipe.loop.loop import batches as batches_begun
 from lightning_sdpipe.loop.user_hooks import has_own_rule
 from lightning_sdpipe.random_streams import mix
+from lightning_sdpipe.sync.barriers import Barriers
 from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.worker.elastic.barriers import Barriers
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from lightning_sdpipe.exchange.payloads import EightBit, Half
 from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
 from lightning_sdpipe.exchange.references import CommonReference
 from lightning_sdpipe.sync import AllReduce
-from lightning_sdpipe.sync.gradient_averaging import PresentAveraging
-from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
+from lightning_sdpipe.sync.present_averaging import PresentAveraging
 from tests.worker.elastic.jobs import BATCH, SAMPLES, Diary, ElasticRun, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
@@ -40,15 +39,13 @@ class Rounds(Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, SDPipeStrategy)
         (self.diary,) = (each for each in trainer.callbacks if isinstance(each, Diary))  # type: ignore[attr-defined]
-        self.training, sync = strategy.training, strategy.training.sync
-        assert isinstance(sync, PresentAveraging)
-        rounds = sync._rounds
-        assert isinstance(rounds, SurvivingRounds)
-        self.rounds, heard = rounds, rounds.on_round
+        self.training, rounds = strategy.training, strategy.training.sync
+        assert isinstance(rounds, PresentAveraging)
+        self.rounds, heard, handed = rounds, rounds.on_round, rounds.hand_overs
 
         def hear(outcome: Round) -> None:
             said = {"members": outcome.members, "batches": outcome.batches, "weight": outcome.weight}
-            ways = {"again": rounds.retried, "taken": rounds.taken}
+            ways = {"again": handed.retried, "taken": handed.taken}
             self.diary.note(round=self.training.updates, epoch=trainer.current_epoch, **said, **ways)
             heard(outcome)
 

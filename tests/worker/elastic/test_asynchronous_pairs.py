@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 import lightning as L
@@ -16,9 +15,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning_sdpipe import EightBit, Exchange
 from lightning_sdpipe.exchange.moving import Pending
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.sync import ADPSGD
+from lightning_sdpipe.sync import ADPSGD, background_averaging
 from lightning_sdpipe.topology.groups import Replicas
-from lightning_sdpipe.worker.elastic.replica import DroppedPairs
 from tests.worker.elastic.jobs import SAMPLES, Diary, ElasticRun, elastic_run, fit
 
 SYNC = ADPSGD(asynchronous=True)
@@ -34,8 +32,8 @@ class Exchanges(Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         (diary,) = (each for each in trainer.callbacks if isinstance(each, Diary))  # type: ignore[attr-defined]
-        sync, module = trainer.strategy.training.sync, import_module(DroppedPairs.__module__)  # type: ignore[attr-defined]
-        run, whole = sync._pairs, module.exchange_whole
+        sync = trainer.strategy.training.sync  # type: ignore[attr-defined]
+        run, whole = sync._pairs, background_averaging.exchange_whole
 
         def runs(group: Group, start: Callable[[Replicas], Pending]) -> bool:
             done: bool = run(group, start)
@@ -52,7 +50,7 @@ class Exchanges(Callback):
 
         own = int(os.environ["SDPIPE_PIPELINE"])
         sync._pairs = runs
-        module.exchange_whole = exchanges  # type: ignore[attr-defined]
+        background_averaging.exchange_whole = exchanges
 
 
 def train(directory: Path, exchange: Exchange, role: str = "") -> None:

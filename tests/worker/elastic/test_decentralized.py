@@ -12,7 +12,7 @@ import pytest
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import EightBit
 from lightning_sdpipe.sync import Decentralized
-from lightning_sdpipe.worker.elastic.replica import _Surviving
+from lightning_sdpipe.sync.peers import _Surviving
 from tests.worker.elastic.jobs import SAMPLES, elastic_run, fit
 
 pytestmark = pytest.mark.distributed

@@ -26,8 +26,9 @@ from lightning_sdpipe.exchange.payloads import EightBit, Full, OneBit
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync import DiLoCo, LocalSGD
+from lightning_sdpipe.sync.peers import Peers
+from lightning_sdpipe.sync.surviving_bases import SurvivingBases
 from lightning_sdpipe.topology.groups import Traffic
-from lightning_sdpipe.worker.elastic.surviving_rounds import Connections, SurvivingBases
 from tests.worker.elastic.jobs import SAMPLES, Diary, ElasticRun, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
@@ -147,10 +148,10 @@ class MetBarriers:
 def test_all_that_meet_weigh_as_their_method_says(samples: float | None, weights: dict[int, float]) -> None:
     barriers: Any = MetBarriers([-1, 4, 1 if samples is None else 2.0])
     nobody: Any = None
-    bases = SurvivingBases(Connections(Worker(0, 3), nobody, nobody, lambda: barriers, Traffic()))
     codec, model = OwnBase(Full(), 3, Nesterov(), 0.0), [torch.arange(4.0)]
     codec.begin(model)
-    bases.arrange(OuterState(codec))
+    peers = Peers(Worker(0, 3), nobody, nobody, barriers, lambda mine: mine, Traffic())
+    bases = SurvivingBases(peers, OuterState(codec))
     bases.state.samples = samples
     bases.meet(model, 4)
     assert barriers.weights == weights

@@ -17,7 +17,7 @@ from lightning_sdpipe.exchange.moving import Pending
 from lightning_sdpipe.membership.members import Epoch, Member, Met
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler.client.client import Receive, Start
-from lightning_sdpipe.worker.elastic.barriers import Barriers
+from lightning_sdpipe.sync.barriers import Barriers
 from lightning_sdpipe.worker.elastic.joining import begin_together, compare, join
 from tests.worker.elastic.test_barriers import Epochs, Place
 

@@ -22,9 +22,9 @@ from lightning_sdpipe import EightBit, Exchange
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.sync import PHDPSGD, LocalSGD, SemiDecentralized
+from lightning_sdpipe.sync.barriers import Barriers
 from lightning_sdpipe.topology.placement_file import Placement, write_placement
 from lightning_sdpipe.worker.elastic import run as elastic_worker
-from lightning_sdpipe.worker.elastic.barriers import Barriers
 from recipes.harness import namespaces
 from tests.namespaces import hosts
 from tests.patience import limit

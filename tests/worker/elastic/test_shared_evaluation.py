@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanSquaredError, PearsonCorrCoef
 
 from lightning_sdpipe import SDPipeStrategy
-from lightning_sdpipe.worker.elastic.barriers import Barriers
+from lightning_sdpipe.sync.barriers import Barriers
 from tests.patience import limit
 from tests.worker.elastic.jobs import BATCH, FINDING_OUT, Diary, ElasticRun, Model, Numbered, elastic_run
 

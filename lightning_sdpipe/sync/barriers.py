@@ -25,8 +25,8 @@ from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
+from lightning_sdpipe.sync.epoch_process_groups import EpochGroups
 from lightning_sdpipe.topology.groups import ProcessGroups, Replicas
-from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
 MOST_BYTES = 1 << 15
 """Most bytes that a worker says at a barrier."""

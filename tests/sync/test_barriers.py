@@ -14,7 +14,7 @@ from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.moving import Pending
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.worker.elastic.barriers import MOST_BYTES, Barriers
+from lightning_sdpipe.sync.barriers import MOST_BYTES, Barriers
 
 
 class Place:

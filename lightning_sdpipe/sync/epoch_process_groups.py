@@ -8,7 +8,7 @@ way to memory that is let go would hold up all later ones for good. Waits for me
 connection was lost in the midst of one, are left (:mod:`~lightning_sdpipe.exchange.transfers`).
 
 To make a group, replicas find each other by a
-:class:`~lightning_sdpipe.worker.elastic.scheduler_connection.SchedulerStore`, over the scheduler's key-value store. The
+SchedulerStore, over the scheduler's key-value store. The
 scheduler imports no torch, and its connection is encrypted where there are keys. A TCPStore would live and die with one
 of the workers, and be open to all that can reach it.
 """
@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -30,13 +30,12 @@ from torch._C._distributed_c10d import Store
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.moving import GroupMean, Mover
+from lightning_sdpipe.exchange.moving import GroupMean
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
-from lightning_sdpipe.sync.mover_choice import MakeMover
-from lightning_sdpipe.topology.groups import Replicas, Traffic
+from lightning_sdpipe.topology.groups import Replicas
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,6 @@ MakeStore = Callable[[str, Callable[[], bool]], Store]
 @dataclass(frozen=True)
 class _OfEpoch:
     replicas: Replicas  # over a gloo group that belongs to no world
-    exchange: Mover
     hosts: Mapping[int, str] | None
 
 
@@ -68,8 +66,6 @@ class EpochGroups:
         make_store: see :data:`MakeStore`.
         timeout: that of a transfer, once a group exists.
         report: the client that is told the groups and exchanges of this worker.
-        among: makes the mover that averages models while they train, from the replicas and their machines.
-        traffic: counts the bytes that this worker sends.
         host: this worker's machine, if machines are told apart; the replicas of an epoch tell each other theirs.
     """
 
@@ -79,8 +75,6 @@ class EpochGroups:
         make_store: MakeStore,
         timeout: timedelta,
         report: SchedulerClient,
-        among: MakeMover = lambda replicas, hosts: GroupMean(replicas),
-        traffic: Traffic | None = None,
         host: str | None = None,
     ) -> None:
         self._worker = worker
@@ -88,9 +82,7 @@ class EpochGroups:
         self._timeout = timeout
         self._report = report
         self._lock = threading.Condition()
-        self._among = among
         self._host = host
-        self._traffic = Traffic() if traffic is None else traffic
         self._made: dict[int, _OfEpoch] = {}
         self._given_up = -1  # the newest epoch whose group was
         self._epoch: Epoch | None = None  # the newest
@@ -126,11 +118,6 @@ class EpochGroups:
         """Epochs whose process group this worker has."""
         with self._lock:
             return sorted(self._made)
-
-    def exchange(self, group: Group) -> Mover:
-        """Return the mover that averages among the members of ``group`` while they train; raises as :meth:`replicas`
-        does."""
-        return self._of(group).exchange
 
     def mean(self, group: Group) -> GroupMean:
         """Return the mover that averages among the members of ``group`` in full precision; raises as :meth:`replicas`
@@ -286,7 +273,7 @@ class EpochGroups:
             return
         group._set_default_timeout(self._timeout)  # of collectives
         replicas = Replicas(group, ranks, own.stage, own.pipeline, limit=self._timeout, connections=connections)
-        made = _OfEpoch(replicas, self._among(replace(replicas, traffic=self._traffic), hosts), hosts)
+        made = _OfEpoch(replicas, hosts)
         with self._lock:
             if self._is_over:
                 return

@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,15 +20,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.moving import GroupMean, finish
+from lightning_sdpipe.exchange.moving import GroupMean, Mover, finish
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.sync.mover_choice import among_those_present
+from lightning_sdpipe.sync import epoch_process_groups
+from lightning_sdpipe.sync.epoch_process_groups import EpochGroups
+from lightning_sdpipe.sync.mover_choice import mover_among_groups
+from lightning_sdpipe.sync.peers import Peers
 from lightning_sdpipe.topology.groups import Traffic
-from lightning_sdpipe.worker.elastic import epoch_process_groups
-from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 from tests.exchange.threads import together
 from tests.patience import limit, until
 
@@ -58,6 +60,14 @@ def group(number: int, *pipelines: int) -> Group:
     return Group(workers, (1 / len(workers),) * len(workers), 7, "tested", epoch=number)
 
 
+def averaging(groups: EpochGroups, pipeline: int, traffic: Traffic, exchange: Exchange) -> Mover:
+    """As training moves models."""
+    nobody: Any = None
+    peers = Peers(Worker(0, pipeline), nobody, groups, nobody, lambda mine: mine, traffic)
+    replica: Any = SimpleNamespace(peers=peers, exchange=exchange)
+    return mover_among_groups(replica)
+
+
 def test_a_group_of_somebody_that_was_lost_before_fails_at_once_and_those_that_are_left_exchange() -> None:
     """As at a barrier: one of those that met is lost before they share a process group, which is then made without."""
     stores: dict[str, Store] = {"epoch-2-0": dist.HashStore()}
@@ -69,9 +79,8 @@ def test_a_group_of_somebody_that_was_lost_before_fails_at_once_and_those_that_a
         groups.mean(group(2, 0, 1))  # waits until it is made
         began = time.monotonic()
         groups.use(group(2, 0, 1, 2))
-        for mover in (groups.mean, groups.exchange):
-            with pytest.raises(WorkerFailedError, match=r"pipelines \[0, 1, 2\].*epoch 2, which has \[0, 1\]"):
-                mover(group(2, 0, 1, 2))
+        with pytest.raises(WorkerFailedError, match=r"pipelines \[0, 1, 2\].*epoch 2, which has \[0, 1\]"):
+            groups.replicas(group(2, 0, 1, 2))
         seconds = time.monotonic() - began
         groups.use(group(2, 0, 1))
         finish(groups.mean(group(2, 0, 1)).start([tensor], group(2, 0, 1)))
@@ -87,11 +96,10 @@ def test_what_training_sends_is_counted_and_what_pauses_send_is_not() -> None:
     store = dist.HashStore()
 
     def work(pipeline: int) -> list[int]:
-        traffic = Traffic()
-        groups = EpochGroups(Worker(0, pipeline), lambda *_: store, limit(), Reports(), traffic=traffic)
+        groups = EpochGroups(Worker(0, pipeline), lambda *_: store, limit(), Reports())
         groups.enter(epoch(1, 0, 1))
-        counts = []
-        for mover in (groups.mean(group(1, 0, 1)), groups.exchange(group(1, 0, 1))):
+        traffic, counts = Traffic(), []
+        for mover in (groups.mean(group(1, 0, 1)), averaging(groups, pipeline, traffic, Exchange())):
             finish(mover.start([torch.zeros(8)], group(1, 0, 1)))
             counts.append(traffic.bytes)
         return counts
@@ -107,20 +115,14 @@ def test_models_are_averaged_by_machines_which_each_epoch_tells_anew() -> None:
 
     def work(pipeline: int) -> list[tuple[Mapping[int, str] | None, list[float], int]]:
         traffic, seen = Traffic(), []
-        groups = EpochGroups(
-            Worker(0, pipeline),
-            lambda name, cancelled: stores[name],
-            limit(),
-            Reports(),
-            among_those_present(Exchange(hierarchy="hosts"), SemiDecentralized(), pipeline)[0],
-            traffic,
-            machines[pipeline],
-        )
+        stored, host = (lambda name, cancelled: stores[name]), machines[pipeline]
+        groups = EpochGroups(Worker(0, pipeline), stored, limit(), Reports(), host)
+        mover = averaging(groups, pipeline, traffic, Exchange(hierarchy="hosts"))
         for number, those in members.items():
             if pipeline in those:
                 before, tensor = traffic.bytes, torch.full((64,), float(pipeline))
                 groups.enter(epoch(number, *those))
-                finish(groups.exchange(group(number, *those)).start([tensor], group(number, *those)))
+                finish(mover.start([tensor], group(number, *those)))
                 seen.append((groups.hosts(group(number, *those)), sorted({*tensor.tolist()}), traffic.bytes - before))
         return seen
 
@@ -156,7 +158,7 @@ def test_what_an_exchange_that_broke_off_has_left_on_its_way_does_not_hold_up_th
         groups.use(None)
         began = time.monotonic()
         with pytest.raises(WorkerFailedError, match="epoch 1 is not there"):
-            groups.exchange(group(1, 0, 1))
+            groups.mean(group(1, 0, 1))
         assert time.monotonic() - began < limit(10).total_seconds()
         groups.enter(epoch(2, 0, 1))
         tensor = torch.full((3,), float(pipeline))
@@ -213,7 +215,7 @@ def test_a_group_that_is_not_made_is_not_waited_for_once_there_is_a_newer_epoch(
     began = time.monotonic()
     try:
         with pytest.raises(WorkerFailedError, match="epoch 1 is not there"):
-            groups.exchange(group(1, 0, 1))
+            groups.mean(group(1, 0, 1))
         assert time.monotonic() - began < limit(10).total_seconds()
     finally:
         ends.set()
@@ -354,7 +356,7 @@ ENDS = """
 import sys, time
 from datetime import timedelta
 from torch._C._distributed_c10d import Store
-from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
+from lightning_sdpipe.sync.epoch_process_groups import EpochGroups
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.membership.members import Epoch, Member
 

@@ -13,7 +13,8 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.worker.elastic.replica import Surviving
+from lightning_sdpipe.sync.peers import Peers, Surviving
+from lightning_sdpipe.topology.groups import Replicas, Traffic
 
 
 def group(sequence: int, *pipelines: int) -> Group:
@@ -59,20 +60,26 @@ class Epochs:
     def wait_for_newest(self) -> None:
         pass
 
-    def exchange(self, group: Group) -> Any:
+    def replicas(self, group: Group) -> Any:
         if self.failures.get(group.sequence) == -1:
             raise WorkerFailedError("the process group is gone")
+        return Replicas(None, {0: 0}, 0, 0)  # type: ignore[arg-type]
 
+    def hosts(self, group: Group) -> None: ...
+
+    def surviving(self) -> Surviving:
         class Mover:
             def start(_, tensors: Sequence[Tensor], group: Group) -> Inner:
                 return Inner(tensors[0], self.failures.get(group.sequence, 99))
 
-        return Mover()
+        nobody: Any = None
+        peers = Peers(Worker(0, 0), nobody, self, nobody, lambda mine: mine, Traffic())  # type: ignore[arg-type]
+        return Surviving(peers, lambda replicas, hosts: Mover())  # type: ignore[arg-type, return-value]
 
 
 def average(epochs: Epochs, first: Group) -> list[float]:
     tensor = torch.zeros(3)
-    finish(Surviving(epochs).start([tensor], first))  # type: ignore[arg-type]
+    finish(epochs.surviving().start([tensor], first))
     assert epochs.used[-1:] in ([None], [])
     return tensor.tolist()
 
@@ -99,8 +106,7 @@ def test_after_a_failure_it_keeps_what_was_taken_over_and_what_it_has(
 
 def test_what_broke_off_beside_training_changes_what_was_taken_over_only() -> None:
     model = torch.zeros(3)
-    mover: Any = Surviving(Epochs({4: 1}))  # type: ignore[arg-type]
-    late = Overlapped(mover, 10.0)
+    late = Overlapped(Epochs({4: 1}).surviving(), 10.0)
     late.begin([model], group(4, 0, 1, 2))
     model += 10  # trained meanwhile
     late.end()

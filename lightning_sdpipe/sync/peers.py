@@ -1,0 +1,129 @@
+"""The other replicas of a worker's stage where pipelines come and go, and exchanges of models that survive their
+members. When one is lost, the members that are left go on with the models that they have."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.moving import Mover, Pending
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
+from lightning_sdpipe.sync.barriers import Barriers
+from lightning_sdpipe.sync.epoch_process_groups import EpochGroups
+from lightning_sdpipe.topology.groups import Replicas, Traffic
+
+log = logging.getLogger(__name__)
+
+MakeMover = Callable[[Replicas, Mapping[int, str] | None], Mover]
+"""Makes a mover among replicas, of which the machine of each pipeline is known where it matters."""
+
+
+@dataclass
+class Peers:
+    """The replicas of one worker's stage that are there, and the ways to them."""
+
+    worker: Worker
+    client: SchedulerClient
+    """That of the scheduler, which is asked after a failure."""
+    epochs: EpochGroups
+    """Process groups of the replicas."""
+    barriers: Barriers
+    """Barriers at which they meet."""
+    on_any_stage: Callable[[bool], bool]
+    """Returns whether something is true on any stage of this pipeline; every stage asks at the same point."""
+    traffic: Traffic
+    """Counts the bytes that this worker sends in exchanges."""
+    hands_over: Callable[[int, Group], None] = lambda sequence, group: None
+    """Gives other members of a group the result of the group of that number; any thread may call it."""
+    forget: Callable[[], None] = lambda: None
+    """Forgets what the members of groups have in common, when models have been made equal."""
+
+    @property
+    def count(self) -> int:
+        """Number of replicas that are there, this worker included."""
+        return max(1, len(self.client.epoch.members))
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Make ``tensors`` the mean over all replicas, which are together; integers (counters) become the largest."""
+        self.forget()
+        self.barriers.average(tensors)
+
+
+class Surviving:
+    """The weighted mean over a group, by a mover of its epoch. A group that breaks off is no group: what was taken over
+    stays, since these pieces are means of models that existed, and the rest of the model stays as it is.
+
+    Args:
+        peers: the replicas.
+        make: makes a mover among those of an epoch.
+    """
+
+    def __init__(self, peers: Peers, make: MakeMover) -> None:
+        self._peers, self._make = peers, make
+        self._made: tuple[Replicas, Mover] | None = None
+        """The mover among the replicas of an epoch, for its other groups."""
+
+    def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
+        """Start the exchange; see :class:`~lightning_sdpipe.exchange.moving.Mover`."""
+        return _Surviving(tensors, group, self._peers.epochs, self._mover)
+
+    def _mover(self, group: Group) -> Mover:
+        replicas, hosts = self._peers.epochs.replicas(group), self._peers.epochs.hosts(group)
+        if self._made is None or self._made[0] is not replicas:
+            self._made = replicas, self._make(replace(replicas, traffic=self._peers.traffic), hosts)
+        return self._made[1]
+
+
+class _Surviving:
+    def __init__(
+        self, tensors: Sequence[Tensor], group: Group, epochs: EpochGroups, find: Callable[[Group], Mover]
+    ) -> None:
+        self.seconds_waiting = 0.0
+        self._group, self._epochs = group, epochs
+        self._inner: Pending | None = None
+        if len(group.members) < 2:
+            return
+        epochs.use(group)
+        mover: Mover | None = None
+        try:
+            mover = find(group)
+            self._inner = mover.start(tensors, group)
+        except WorkerFailedError as error:
+            self._drop(error, has_begun=mover is not None)
+
+    def wait(self) -> bool:
+        if self._inner is None:
+            return False
+        try:
+            goes_on = self._inner.wait()
+        except WorkerFailedError as error:
+            self.seconds_waiting = self._inner.seconds_waiting
+            self._drop(error, has_begun=True)
+            return False
+        self.seconds_waiting = self._inner.seconds_waiting
+        if not goes_on:
+            self._inner = None
+            self._epochs.use(None)
+        return goes_on
+
+    def commit(self) -> None:
+        assert self._inner is not None
+        self._inner.commit()
+
+    def abort(self) -> None:
+        if self._inner is not None:
+            self._inner.abort()
+            self._inner = None
+        self._epochs.use(None)
+
+    def _drop(self, error: WorkerFailedError, has_begun: bool) -> None:
+        log.info("the exchange %d has broken off: %s", self._group.sequence, str(error).splitlines()[0])
+        if has_begun:
+            self._epochs.give_up(self._group)
+        self.abort()

@@ -1,0 +1,216 @@
+"""Worker's half of all-reduce where pipelines come and go, in rounds of gradients that survive their members.
+
+Every pipeline that goes on has the same mean. A worker reports ready as its turn begins, so the members are known
+before the backward has filled a bucket. After a failure it asks the scheduler, with ``together``: if a member has the
+mean, it hands it over, bit for bit. If none has, the members that are left compute one of the same gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_sdpipe import meter
+from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, WorkerFailedError
+from lightning_sdpipe.exchange.background import Background
+from lightning_sdpipe.exchange.buckets import tensors_of
+from lightning_sdpipe.exchange.collectives import SumInPlace
+from lightning_sdpipe.exchange.encoded_rounds import EncodedPresentRounds
+from lightning_sdpipe.exchange.present_rounds import Batch, PresentRounds, Round
+from lightning_sdpipe.p2p import labelled
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.sync.hand_overs import HandOvers
+from lightning_sdpipe.sync.peers import Peers
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+
+log = logging.getLogger(__name__)
+
+_MARKS = 2**24
+
+
+class PresentAveraging(Synchronizer):
+    """Averages every gradient over the replicas of the stage that are present. All of them make equal steps, even
+    without a batch, so they stay equal, bit for bit.
+
+    Args:
+        replica: this worker.
+        peers: the replicas that are there.
+        bucket_bytes: see :class:`~lightning_sdpipe.exchange.gradient_rounds.GradientRounds`.
+        by_samples: whether gradients are weighted by the samples of their mini-batch; else all count the same, as they
+            must unless they travel in full.
+    """
+
+    def __init__(self, replica: Replica, peers: Peers, bucket_bytes: int, by_samples: bool) -> None:
+        super().__init__(replica)
+        self._peers, self._cap, self.by_samples = peers, bucket_bytes, by_samples
+        self._client, self._epochs = peers.client, peers.epochs
+        self._beside = Background("averaging gradients", 2 * replica.timeout.total_seconds())
+        self._buckets: PresentRounds | None = None
+        self.hand_overs = HandOvers(peers, lambda *asked: self.buckets.hand_over(*asked))
+        self.batch: Batch | None = None
+        """Batch that the next round is trained on, if any."""
+        self.seconds = 0.0
+        """Seconds of a micro-batch, which the others learn in the next round; 0 if they are not known."""
+        self.on_round: Callable[[Round], None] = lambda outcome: None
+        """Called with each outcome, before the optimizer steps."""
+        self._sums: SumInPlace | None = None
+        self._group: Group | None = None
+        self._number = -1  # of the round; pipelines differ in how many rounds they took part in without a batch
+        self._waits = False
+        self._thread = 0
+        self._came: Round | None = None
+        """Outcome of a round that is not in place yet."""
+        self.gradients = self
+
+    @property
+    def buckets(self) -> PresentRounds:
+        """Rounds that take the gradients."""
+        assert self._buckets is not None, "start() comes first"
+        return self._buckets
+
+    def begin(self, update: int) -> None:
+        self._begin_turn(update, weight=1.0)
+
+    def begin_without_batch(self, update: int) -> bool:
+        self._begin_turn(update, weight=0.0)
+        self.buckets.complete([None] * len(self.replica.trained))
+        outcome = self._wait()
+        updates = self._peers.on_any_stage(outcome.weight > 0)
+        self._came = outcome if updates else None
+        return updates
+
+    def weigh(self, samples: float) -> None:
+        self.buckets.weight = samples
+
+    @property
+    def early(self) -> Collection[int]:
+        return self.buckets.early
+
+    def gradient_ready(self, number: int, gradient: Tensor) -> None:
+        self.buckets.gradient_ready(number, gradient)
+
+    def complete(self, gradients: Sequence[Tensor | None]) -> None:
+        if self._came is None:
+            self.buckets.complete(gradients)
+
+    def finish(self) -> list[Tensor | None]:
+        outcome, self._came = self._came or self._wait(), None
+        return outcome.gradients
+
+    def start(self) -> None:
+        replica, exchange = self.replica, self.replica.exchange
+        rounds = replica.trained, self._peers.worker, self._cap, replica.watch, self._look
+        self._buckets = (
+            PresentRounds(*rounds)
+            if exchange.is_plain
+            else EncodedPresentRounds(*rounds, exchange.payload, self._beside, replica.loss_scale)
+        )
+
+    def make_parameters_equal(self) -> None:
+        """End the run if replicas, which are all together, are not equal.
+
+        Raises:
+            ConfigurationError: names the pipelines that differ.
+        """
+        digest = 0
+        for tensor in tensors_of(self.replica.parameters):
+            digest = zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data, digest)
+        met = self._peers.barriers.meet(b"%x" % digest)
+        others = [i for i, said in zip(met.pipelines, met.values, strict=True) if said != b"%x" % digest]
+        if others:
+            raise ConfigurationError(
+                f"The parameters of stage {self.replica.stage} are not the same in pipelines {self.replica.pipeline} "
+                f"and {others}, though all have averaged the same gradients. Something has changed them on some ranks "
+                "only: change parameters in all pipelines alike, or not at all."
+            )
+
+    # --------------------------------------------------------------- rounds
+
+    def _begin_turn(self, update: int, weight: float) -> None:
+        """Begin the turn of ``update``, with a batch of that ``weight``, if it is known already."""
+        self.buckets.mark, self.buckets.batch, self.buckets.weight = update % _MARKS, self.batch, weight
+        self.buckets.seconds = self.seconds
+        self._group, self._waits, self._thread = None, True, threading.get_ident()
+        self._number += 1
+        self._client.ready(self._number)
+
+    def _wait(self) -> Round:
+        """Wait for the outcome of a round, and return it.
+
+        Raises:
+            ConfigurationError: replicas are at different updates.
+            NonFiniteError: the gradients of a replica are not finite.
+            WorkerFailedError: the run is over, or goes on without this process.
+        """
+        start = time.perf_counter()
+        if self._group is None:
+            with labelled("group"), meter.current().waiting():
+                self._known(self._client.group())
+        assert self._group is not None
+        group, waited = self._group, time.perf_counter() - start
+        outcome: Round | None = None
+        while outcome is None:
+            try:
+                if not self.buckets.begun:
+                    self._begin(group)
+                outcome = self.buckets.outcome()
+            except WorkerFailedError as error:
+                log.info("the round %d has broken: %s", group.sequence, str(error).splitlines()[0])
+                if self.buckets.begun:
+                    self._epochs.give_up(group)
+                self._epochs.use(None)
+                self.buckets.begin_again()
+                outcome, group = self.hand_overs.ask(
+                    group, lambda source, broken, _, replicas: self.buckets.take_over(source, broken, replicas)
+                )
+        self._epochs.use(None)
+        if len(group.members) > 1:
+            self._client.completed(group.sequence)
+        self._check(outcome)
+        self.on_round(outcome)
+        if outcome.nonfinite:
+            raise NonFiniteError(f"the gradients of pipelines {list(outcome.nonfinite)}, stage {self.replica.stage}")
+        self.statistics.count(len(outcome.members), waited, time.perf_counter() - start - waited)
+        return outcome
+
+    def _look(self) -> None:
+        """Send a full bucket if the members are known."""
+        if self._waits and threading.get_ident() == self._thread:
+            group = self._client.group_if_known()
+            if group is not None:
+                self._known(group)
+                try:
+                    self._begin(group)
+                except WorkerFailedError:  # tried again when all gradients are there
+                    log.debug("the process group of round %d is gone", group.sequence)
+
+    def _known(self, group: Group) -> None:
+        self._group, self._waits = group, False
+
+    def _begin(self, group: Group) -> None:
+        """Begin the exchange among the members of ``group``."""
+        if len(group.members) == 1:
+            self.buckets.begin(group, None)
+            return
+        self._epochs.use(group)
+        replicas = self._epochs.replicas(group)
+        if self._sums is None or self._sums.replicas.group is not replicas.group:
+            self._sums = SumInPlace(replace(replicas, traffic=self._peers.traffic))
+        self.buckets.begin(group, self._sums, self._epochs.hosts(group))
+
+    def _check(self, outcome: Round) -> None:
+        own = self.replica.pipeline
+        mine = outcome.marks[own]
+        others = {i: mark for i, mark in outcome.marks.items() if mark != mine}
+        if others:
+            raise ConfigurationError(
+                f"Pipeline {own} has averaged gradients of its update {mine}, and others of another one ({others}, by "
+                "pipeline). All must make the same updates: whether a batch is trained must not depend on the rank."
+            )
