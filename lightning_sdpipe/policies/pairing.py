@@ -51,13 +51,6 @@ def matching(num_pipelines: int, seed: int, iteration: int) -> tuple[int, ...]:
     return tuple(partners)
 
 
-def random_pair(place: int, size: int, number: int, seed: int) -> int | None:
-    """Return the partner in round ``number`` of pairs that are drawn afresh each time; None for a pipeline that is
-    left over."""
-    partner = matching(size, seed, number)[place]
-    return partner if partner != place else None
-
-
 def similarities(times: Sequence[float], group: int, gamma: float) -> list[float]:
     """Return w of one group with each group; 0 with itself."""
     own = times[group]

@@ -1,19 +1,12 @@
 """Worker's halves of averaging beside training, whatever it does: ``overlap="free"`` (BAGUA §3.2, asynchronous), and
 asynchronous AD-PSGD.
 
-In an ordinary run with ``overlap="free"`` a thread of each worker takes part in one average after the other, with an
-interval between them. It works on what the worker publishes: a copy of its model, to which each update is added when it
-is ready, and to which the thread adds the difference between the mean and the sent model. So a gradient is computed on
-one unchanged model, no worker stands still, and no update is lost. A lock is held for the copy and the sums only.
-
-All threads average the same number of times: each begins an average by saying whether its worker has arrived at a sync
-point, and they end together when all have.
-
-In an elastic run replicas come and go, so the scheduler names the members of each average. The worker asks for the next
-one when an interval has passed, looks after each of its updates whether it is known, and gives a copy of its model to a
-thread, which averages it. When the thread has the whole mean, the worker adds the difference between the mean and the
-copy after its next update. If a member dies, the thread begins again, with those that are left; nothing of it is in any
-model until then. A newcomer begins with its donor's model, without what is under way there.
+With ``overlap="free"`` a worker asks the scheduler for the next average when an interval has passed since the last one,
+looks after each of its updates whether the members are known, and gives a copy of its model to a thread, which
+averages it. When the thread has the whole mean, the worker adds the difference between the mean and the copy after its
+next update. So a gradient is computed on one unchanged model, no worker stands still, and no update is lost. What a
+lost member has left unfinished is in no model. A newcomer begins with its donor's model, without what is under way
+there.
 
 With asynchronous AD-PSGD a worker averages with a neighbour that goes on computing, on the copies that both have
 published. No worker holds a lock while it waits for another one, which excludes deadlock without the bipartite graph of
@@ -31,18 +24,13 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
-import torch
-import torch.distributed as dist
-
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.background import Background, Job, Overlapped, turn_into_changes
+from lightning_sdpipe.exchange.background import Background, Job, Overlapped
 from lightning_sdpipe.exchange.buckets import PublishedCopy, tensors_of
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import Mover, PairMean, Pending, exchange_whole, finish
 from lightning_sdpipe.exchange.references import OwnReference
-from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync.mover_choice import Begin
 from lightning_sdpipe.sync.peers import Peers
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
@@ -54,127 +42,21 @@ MakeMover = Callable[[Replicas], Mover]
 _LOST_AFTER = 1.0  # seconds; the sender of an invitation that is lost drops the exchange later
 
 
-class BackgroundAveraging(Synchronizer):
-    """Averages beside training. Memory: three further models.
+class FreeAveraging(Synchronizer):
+    """Averages beside training; see the module's text. Memory: a further model.
 
     Args:
         replica: this worker.
-        mover: moves the published models.
-        meet: the members that this worker averages with in a round; asked with a group of all, whose sequence is the
-            round.
+        mover: moves copies of the models.
         begin: called with the models whenever training begins; then they are equal on all replicas.
     """
 
     shares_next = True
 
-    def __init__(self, replica: Replica, mover: Mover, meet: Callable[[Group], Group], begin: Begin | None) -> None:
-        super().__init__(replica)
-        self._mover = mover
-        self._meet = meet
-        self._begin = begin
-        self._channel = replica.groups.side_channel(replica.timeout)
-        self._lock = threading.Lock()  # guards the published copy
-        self._published = PublishedCopy([])
-        self._thread: threading.Thread | None = None
-        self._arrived = threading.Event()
-        self._failure: BaseException | None = None
-        self._number = 0  # number of the next round, equal on all workers
-        self._members = 1  # members of the last average, which has not been counted yet
-
-    @property
-    def models_averaged(self) -> int:
-        return len(self.replica.ranks)
-
-    @property
-    def equal_at_start(self) -> Replicas | None:
-        return None if self._begin is None else self.replica.groups.replicas()
-
-    def synchronise(self) -> None:
-        """Publish the update, and take over the changes that averages have made.
-
-        Raises:
-            WorkerFailedError: another worker failed while it averaged with this one.
-        """
-        if self._failure is not None:
-            raise self._failure
-        start = time.perf_counter()
-        with self._lock:
-            members, self._members = self._members, 1
-            self._published.add_step()
-            self._published.take()
-        self.statistics.count(members, 0.0, time.perf_counter() - start)
-
-    def start(self) -> None:
-        self._published = PublishedCopy(self.replica.exchanged)
-        if self._begin is not None:
-            self._begin(self._published.tensors)
-        self._arrived.clear()
-        self._thread = threading.Thread(target=self._run, name="averaging freely", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Wait until all workers have arrived."""
-        assert self._thread is not None
-        self._arrived.set()
-        self._thread.join(2 * self.replica.timeout.total_seconds())
-        if self._failure is not None:
-            raise self._failure
-        if self._thread.is_alive():
-            raise WorkerFailedError(
-                f"the replicas of stage {self.replica.stage} did not stop averaging with pipeline "
-                f"{self.replica.pipeline} within {2 * self.replica.timeout.total_seconds():g} s"
-            )
-        self._published.take()
-
-    def resynchronise(self) -> None:
-        self.make_parameters_equal()
-
-    def _run(self) -> None:
-        try:
-            with torch.no_grad():
-                self._go_through_rounds()
-        except BaseException as error:  # raised where the training next asks; a thread could only print it
-            self._failure = error
-
-    def _go_through_rounds(self) -> None:
-        copies = [torch.empty_like(tensor) for tensor in self._published.tensors]
-        replica, size = self.replica, self.replica.count
-        members = tuple(Worker(replica.stage, pipeline) for pipeline in range(size))
-        while not self._all_have_arrived():
-            with self._lock:
-                for copy, published in zip(copies, self._published.tensors, strict=True):
-                    copy.copy_(published)
-            group = self._meet(Group(members, (1 / size,) * size, self._number, "all"))
-            if len(group.members) > 1:
-                turn_into_changes(self._mover, copies, group)
-                with self._lock:
-                    self._members = len(group.members)
-                    for change, published in zip(copies, self._published.tensors, strict=True):
-                        published.add_(change)
-            self._number += 1
-            self._arrived.wait(self.replica.exchange.interval)
-
-    def _all_have_arrived(self) -> bool:
-        """Wait for the threads of all workers; return whether all workers have arrived."""
-        training = torch.tensor([0 if self._arrived.is_set() else 1])
-        with waiting_for(self._channel, "averaging freely"):
-            dist.all_reduce(training, group=self._channel)
-        return not training.item()
-
-
-class FreeAveraging(Synchronizer):
-    """Averages beside training among replicas that come and go; see the module's text. Memory: a further model.
-
-    Args:
-        replica: this worker.
-        mover: moves copies of the models; it drops an exchange that breaks off.
-    """
-
-    shares_next = True
-
-    def __init__(self, replica: Replica, mover: Mover) -> None:
+    def __init__(self, replica: Replica, mover: Mover, begin: Begin | None) -> None:
         super().__init__(replica)
         self._beside = Overlapped(mover, replica.timeout.total_seconds())
+        self._begin_with = begin
         self._asked = False
         self._due = 0.0  # time of the next average
         self._number = 0  # of the next average; all stages of a pipeline count alike from the moment they take part
@@ -183,8 +65,14 @@ class FreeAveraging(Synchronizer):
     def models_averaged(self) -> int:
         return self.replica.count
 
+    @property
+    def equal_at_start(self) -> Replicas | None:
+        return None if self._begin_with is None else self.replica.parts[0].among
+
     def start(self) -> None:
         self._number, self._due = 0, time.monotonic()
+        if self._begin_with is not None:
+            self._begin_with(tensors_of(self.replica.exchanged))
 
     def synchronise(self) -> None:
         """Add the change of an average that has ended, and ask for the next one when it is due. Do not wait."""

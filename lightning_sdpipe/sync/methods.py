@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar, Literal
 
-import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_debug
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -24,12 +22,10 @@ from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.built_in import METHODS as BY_POLICY
 from lightning_sdpipe.policies.capabilities import BY_SAMPLES, EQUALLY, GRADIENTS
-from lightning_sdpipe.policies.decentralized import Decentralized, as_ring
-from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.decentralized import Decentralized
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
-from lightning_sdpipe.policies.pairing import random_pair, shift_one
 from lightning_sdpipe.policies.policy import PolicyConfig, refusal
-from lightning_sdpipe.sync.background_averaging import AsynchronousPairs, BackgroundAveraging, FreeAveraging
+from lightning_sdpipe.sync.background_averaging import AsynchronousPairs, FreeAveraging
 from lightning_sdpipe.sync.capabilities import SENTENCES, Capabilities, Combination, capabilities_of, refusals
 from lightning_sdpipe.sync.diloco import DiLoCo
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
@@ -106,18 +102,17 @@ def alone(replica: Replica, policy: NoSync) -> Synchronizer:
 
 def among_all(replica: Replica, policy: LocalSGD) -> Synchronizer:
     """Return the half that averages models with all replicas."""
-    return _averaging(replica, policy.every, *mover_among_all(replica), lambda all_replicas: all_replicas)
+    return _averaging(replica, policy.every, *mover_among_all(replica))
 
 
 def in_a_ring(replica: Replica, policy: Decentralized) -> Synchronizer:
     """Return the half that averages models with two neighbours."""
-    return _averaging(replica, policy.every, *mover_in_a_ring(replica), as_ring)
+    return _averaging(replica, policy.every, *mover_in_a_ring(replica))
 
 
 def in_pairs(replica: Replica, policy: Decentralized) -> Synchronizer:
     """Return the half that averages models with a partner, whom the number of the round names."""
-    meet = partial(_pair, policy, replica.pipeline)
-    return _averaging(replica, policy.every, mover_among_groups(replica), None, meet)
+    return _averaging(replica, policy.every, mover_among_groups(replica), None)
 
 
 def asynchronously(replica: Replica, policy: ADPSGD) -> Synchronizer:
@@ -125,25 +120,10 @@ def asynchronously(replica: Replica, policy: ADPSGD) -> Synchronizer:
     return AsynchronousPairs(replica)
 
 
-def _averaging(
-    replica: Replica, every: int, mover: Mover, begin: Begin | None, meet: Callable[[Group], Group]
-) -> Synchronizer:
-    if replica.exchange.overlap == "free" and replica.peers is not None:
-        return FreeAveraging(replica, mover)
+def _averaging(replica: Replica, every: int, mover: Mover, begin: Begin | None) -> Synchronizer:
     if replica.exchange.overlap == "free":
-        return BackgroundAveraging(replica, mover, meet, begin)
+        return FreeAveraging(replica, mover, begin)
     return ModelAveraging(replica, every, mover, begin)
-
-
-def _pair(peers: Decentralized, pipeline: int, all_replicas: Group) -> Group:
-    """Return the members that a pipeline averages with; the sequence of ``all_replicas`` is the number of the round."""
-    size, number = len(all_replicas.members), all_replicas.sequence
-    if peers.peers == "shift_one":
-        partner = shift_one(pipeline, size, number)
-    else:
-        partner = random_pair(pipeline, size, number, peers.seed)
-    together = [worker for worker in all_replicas.members if worker.pipeline in (pipeline, partner)]
-    return msgspec.structs.replace(all_replicas, members=tuple(together), weights=(1 / len(together),) * len(together))
 
 
 METHODS: tuple[Any, ...] = (AllReduce, *BY_POLICY, DiLoCo)

@@ -21,7 +21,7 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Ready, Tick, Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.sync.background_averaging import AsynchronousPairs, BackgroundAveraging
+from lightning_sdpipe.sync.background_averaging import AsynchronousPairs, FreeAveraging
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
@@ -53,6 +53,7 @@ class Office:
         self._answers: list[deque[Group]] = [deque() for _ in range(size)]
         self.clients = [Client(self, pipeline) for pipeline in range(size)]
         self.groups: list[Group] = []
+        self._joined: set[Worker] = set()
 
     def tell(self, event: Event) -> None:
         with self._changed:
@@ -72,7 +73,19 @@ class Office:
             self._tell(Tick())
             return bool(self._answers[pipeline])
 
+    def withdraw(self, worker: Worker) -> Group | None:
+        """Lets a worker leave, unless it has; returns the group that it was named for."""
+        with self._changed:
+            answers = self._answers[worker.pipeline]
+            group = answers.popleft() if answers else None
+            if worker in self._joined:
+                self._joined.remove(worker)
+                self._tell(Left(worker))
+            return group
+
     def _tell(self, event: Event) -> None:
+        if isinstance(event, Joined):
+            self._joined.add(event.worker)
         for group in self._policy.on(event, time.monotonic()):
             self.groups.append(group)
             for worker in group.members:
@@ -95,7 +108,10 @@ class Client:
         self._office.tell(Joined(self._worker))
 
     def leave(self) -> None:
-        self._office.tell(Left(self._worker))
+        self.withdraw()
+
+    def withdraw(self) -> Group | None:
+        return self._office.withdraw(self._worker)
 
     def ready(self, iteration: int, base: int | None = None) -> None:
         self._office.tell(Ready(self._worker, iteration, base))
@@ -140,8 +156,10 @@ def assert_uses(sync: Synchronizer, exchange: Exchange) -> None:
     parts = list(found.values())
     assert exchange.is_full or exchange.payload in parts
     assert (exchange.hierarchy == "hosts") == any(getattr(each, "hosts", None) for each in parts)
-    assert (exchange.overlap == "free") == any(isinstance(each, BackgroundAveraging) for each in parts)
-    if not isinstance(sync, AsynchronousPairs | OuterAveraging):  # which are beside training by themselves
+    assert (exchange.overlap == "free") == any(isinstance(each, FreeAveraging) for each in parts)
+    if not isinstance(
+        sync, AsynchronousPairs | FreeAveraging | OuterAveraging
+    ):  # which are beside training by themselves
         assert (exchange.overlap == "step") == any(isinstance(each, Overlapped) for each in parts)
 
 

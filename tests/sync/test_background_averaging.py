@@ -1,4 +1,4 @@
-"""Averages beside training among replicas that come and go: who is asked when, and what is added."""
+"""Averages beside training at their own pace: who is asked when, and what is added."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def made(mover: Mover, interval: float = 0.0) -> tuple[FreeAveraging, Client, li
         timeout=limit(),
         exchanged=[SimpleNamespace(buffer=tensor, check=lambda take_back: None) for tensor in model],
     )
-    sync = FreeAveraging(replica, mover)
+    sync = FreeAveraging(replica, mover, None)
     sync.start()
     return sync, client, model
 
