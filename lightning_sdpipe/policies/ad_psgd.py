@@ -2,9 +2,11 @@
 
 :class:`ADPSGDPolicy` is the baseline of SDPipe §5: for every iteration a perfect matching of the pipelines is drawn,
 the same for all stages, and a worker waits for its partner of that iteration. With an odd number of pipelines one of
-them goes on alone. A partner that is not active, or past that iteration, is not waited for. There is no deadlock: to
-report iteration k a worker needs only groups of iterations before k, so among all waiting workers those of the lowest
-iteration have partners that come.
+them goes on alone. The pairs depend on the number of the iteration, and on the pipelines that take part when the first
+worker reports it, on any stage. Later changes do not change them: a partner that is not active, or past that iteration,
+is not waited for, and one that was not there yet goes on alone. There is no deadlock: to report iteration k a worker
+needs only groups of iterations before k, so among all waiting workers those of the lowest iteration have partners that
+come.
 
 :class:`AsynchronousADPSGDPolicy` is the algorithm as its authors describe it (AD-PSGD, Lian et al. 2018): a ready
 worker averages at once with a random neighbour, whatever that neighbour is doing. The group then has a member that did
@@ -15,6 +17,7 @@ ever.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -22,7 +25,7 @@ from lightning_sdpipe.policies.capabilities import BESIDE, CHANGING, DEALT, FLAT
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
-from lightning_sdpipe.policies.pairing import matching, uniform
+from lightning_sdpipe.policies.pairing import matching, shift_one, uniform
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 
 
@@ -64,12 +67,18 @@ class ADPSGD(PolicyConfig, frozen=True):
         return ADPSGDPolicy(num_stages, num_pipelines, seed=self.seed)
 
 
-class ADPSGDPolicy(GroupPolicy):
-    """Pairs drawn afresh for every iteration; both wait for each other."""
+_REMEMBERED = 64
+"""Number of iterations whose pipelines are remembered."""
 
-    def __init__(self, num_stages: int, num_pipelines: int, *, seed: int = 0) -> None:
+
+class ADPSGDPolicy(GroupPolicy):
+    """Pairs that wait for each other: drawn afresh for every iteration, or shifted by one every ``shifts`` of them."""
+
+    def __init__(self, num_stages: int, num_pipelines: int, *, seed: int = 0, shifts: int | None = None) -> None:
         super().__init__(num_stages, num_pipelines)
-        self._seed = seed
+        self._seed, self._shifts = seed, shifts
+        self._there: OrderedDict[int, list[int]] = OrderedDict()
+        """Pipelines that took part when the first worker reported an iteration."""
         self._waits_for: list[dict[int, set[int]]] = [{} for _ in range(num_stages)]
 
     def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
@@ -105,7 +114,16 @@ class ADPSGDPolicy(GroupPolicy):
 
     def _partner(self, pipeline: int, iteration: int) -> int:
         """Return the pipeline's partner in ``iteration``; the pipeline itself if it goes on alone."""
-        return matching(self.participants.num_pipelines, self._seed, iteration)[pipeline]
+        there = self._there.setdefault(iteration, sorted(set[int]().union(*self.participants.active)))
+        if len(self._there) > _REMEMBERED:
+            self._there.popitem(last=False)
+        if pipeline not in there:
+            return pipeline
+        place, size = there.index(pipeline), len(there)
+        if self._shifts is None:
+            return there[matching(size, self._seed, iteration)[place]]
+        partner = shift_one(place, size, iteration // self._shifts)
+        return pipeline if partner is None else there[partner]
 
 
 class AsynchronousADPSGDPolicy(GroupPolicy):

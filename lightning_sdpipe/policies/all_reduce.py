@@ -1,4 +1,7 @@
-"""All-reduce as policies: in every iteration, all participating workers of a stage form one group."""
+"""All-reduce as policies: in every iteration, all participating workers of a stage form one group.
+
+With models it is the synchronous baseline, and the limit T = ∞ of the semi-decentralised policy (SDPipe §3.2).
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,8 @@ class AllReduceModels(PolicyConfig, frozen=True):
     registered = "all_reduce"
     in_step = True
 
-    def make_policy(self, num_stages: int, num_pipelines: int) -> AllReducePolicy:
-        return AllReducePolicy(num_stages, num_pipelines)
-
-
-class AllReducePolicy(LocalSGDPolicy):
-    """The synchronous baseline, and the limit T = ∞ of the semi-decentralised policy (SDPipe §3.2)."""
-
-    def __init__(self, num_stages: int, num_pipelines: int) -> None:
-        super().__init__(num_stages, num_pipelines, every=1)
+    def make_policy(self, num_stages: int, num_pipelines: int) -> LocalSGDPolicy:
+        return LocalSGDPolicy(num_stages, num_pipelines, every=1)
 
 
 class AllPresent(PolicyConfig, frozen=True):

@@ -2,14 +2,11 @@
 
 In a ring every worker is a neighbour of a waiting one, so all of them form one group, in which each averages with its
 two neighbours only; the ring closes over the members of its group. A worker of a pair waits for its partner of that
-iteration, as with AD-PSGD. The pairs depend on the number of the iteration, and on the pipelines that the policy notes
-when the first worker reports it, on any stage. Later changes do not change these pairs: a worker whose partner is gone,
-or that was not there yet, goes on alone. So all stages agree on partners, and no cycle of waits can form.
+iteration, as with AD-PSGD.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Literal, get_args
 
 import msgspec
@@ -24,8 +21,6 @@ from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 
 Peers = Literal["ring", "shift_one", "random"]
-_REMEMBERED = 64
-"""Number of iterations whose members are remembered."""
 
 
 class Decentralized(PolicyConfig, frozen=True):
@@ -64,7 +59,8 @@ class Decentralized(PolicyConfig, frozen=True):
     def make_policy(self, num_stages: int, num_pipelines: int) -> GroupPolicy:
         if self.peers == "ring":
             return RingPolicy(num_stages, num_pipelines, every=self.every)
-        return PairsPolicy(self, num_stages, num_pipelines)
+        shifts = self.every if self.peers == "shift_one" else None
+        return ADPSGDPolicy(num_stages, num_pipelines, seed=self.seed, shifts=shifts)
 
 
 class RingPolicy(LocalSGDPolicy):
@@ -72,29 +68,6 @@ class RingPolicy(LocalSGDPolicy):
 
     def _release(self, reason: Reason) -> list[Decision]:
         return [as_ring(group) for group in super()._release(reason)]
-
-
-class PairsPolicy(ADPSGDPolicy):
-    """Pairs of those that are there."""
-
-    def __init__(self, config: Decentralized, num_stages: int, num_pipelines: int) -> None:
-        super().__init__(num_stages, num_pipelines, seed=config.seed)
-        self._config = config
-        self._there: OrderedDict[int, list[int]] = OrderedDict()
-        """Pipelines that took part when the first worker reported an iteration."""
-
-    def _partner(self, pipeline: int, iteration: int) -> int:
-        there = self._there.setdefault(iteration, sorted(set[int]().union(*self.participants.active)))
-        if len(self._there) > _REMEMBERED:
-            self._there.popitem(last=False)
-        if pipeline not in there:
-            return pipeline
-        place, size = there.index(pipeline), len(there)
-        if self._config.peers == "shift_one":
-            partner = places.shift_one(place, size, iteration // self._config.every)
-        else:
-            partner = places.matching(size, self._config.seed, iteration)[place]
-        return pipeline if partner is None else there[partner]
 
 
 def as_ring(group: Group) -> Group:

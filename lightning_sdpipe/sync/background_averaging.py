@@ -152,8 +152,7 @@ class AsynchronousPairs(Synchronizer):
             replica.client.invitations_are_lost_after = _LOST_AFTER
             self._pairs: Pairs = partial(_dropped_or_whole, replica.peers)
         else:
-            channel = replica.groups.side_channel(replica.timeout)
-            self._pairs = partial(_piece_by_piece, replica.groups.replicas(channel))
+            self._pairs = partial(_piece_by_piece, replica.beside())
         self._asks, self._answers = self._movers(), self._movers()
         self._dropped = 0
         """Exchanges of this worker that were dropped and are not taken off the statistics yet."""

@@ -140,7 +140,7 @@ def _rounds(replica: Replica, bucket_bytes: int) -> GradientRounds | SectionedRo
     exchange, replicas = replica.exchange, replica.groups.replicas()
     if exchange.is_plain:
         return GradientRounds(replica.trained, replicas, bucket_bytes, replica.watch)
-    beside = replica.groups.replicas(replica.groups.side_channel(replica.timeout))
+    beside = replica.beside()
     mover = EncodedMean(beside, CommonReference(exchange.payload, beside.pipeline), hosts_of(replica))
     seconds = replica.timeout.total_seconds()
     return EncodedRounds(replica.trained, replicas, mover, bucket_bytes, replica.watch, seconds, replica.loss_scale)

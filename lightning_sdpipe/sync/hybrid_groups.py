@@ -225,8 +225,7 @@ class HybridGroups(Synchronizer):
         """Number of the last meeting with others that was carried out, and the same at the last boundary; from 1."""
         self._meets = len(self._groups) > 1
         if self._meets:
-            own_links = replica.groups.side_channel(replica.timeout) if policy.asynchronous else None
-            self._mover = GroupMean(replica.groups.replicas(own_links))
+            self._mover = GroupMean(replica.beside() if policy.asynchronous else replica.groups.replicas())
             self._model = InPlace([])
             self._meetings = OrderedInvitations(self._worker, self._carry_out, replica.timeout)
             replica.client.on_invitation = self._meetings.invite

@@ -50,7 +50,7 @@ def replicas_for(replica: Replica) -> list[Replicas]:
     beside = exchange.overlap != "none" or exchange.hierarchy == "hosts"
     if sections is not None:
         return [among for _, among in sorted((sections.beside if beside else sections.replicas).items())]
-    return [replica.groups.replicas(replica.groups.side_channel(replica.timeout) if beside else None)]
+    return [replica.beside() if beside else replica.groups.replicas()]
 
 
 def by_part(replica: Replica, movers: Sequence[Mover]) -> Mover:

@@ -78,8 +78,7 @@ class OuterAveraging(Synchronizer):
         super().__init__(replica)
         self._schedule, self._is_plain = schedule, nesterov == Nesterov(1.0, 0.0)
         beside = schedule.delay or replica.exchange.hierarchy == "hosts"
-        channel = replica.groups.side_channel(replica.timeout) if beside else None
-        self._replicas, hosts = replica.groups.replicas(channel), hosts_of(replica)
+        self._replicas, hosts = replica.beside() if beside else replica.groups.replicas(), hosts_of(replica)
         commons = [self.codec(replica, nesterov, schedule.mix) for _ in range(schedule.fragments)]
         self._fragments = [_Fragment(common, EncodedMean(self._replicas, common, hosts), keeps) for common in commons]
         self._background = Background("averaging what models have moved by", 2 * replica.timeout.total_seconds())

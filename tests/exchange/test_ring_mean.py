@@ -29,12 +29,6 @@ def test_rings_mix_as_their_matrices_say(size: int, rho: float) -> None:
     torch.testing.assert_close(torch.stack(models), expected)
 
 
-def test_the_weight_of_one_that_left_stays_with_self() -> None:
-    x = torch.tensor([3.0])
-    average(x, [torch.tensor([9.0])], weight_of_each(8))
-    assert float(x) == pytest.approx(2 / 3 * 3 + 1 / 3 * 9)
-
-
 class Ring:
     """Workers on quadratics of their own, whose mean is least at ``best``."""
 
@@ -116,25 +110,6 @@ def test_sending_models_themselves_would_not_converge() -> None:
     spread = [float((torch.stack(r.models) - torch.stack(r.models).mean(0)).std()) for r in (ring, without)]
     assert without.distance() > 5 * ring.distance()
     assert spread[0] == pytest.approx(spread[1], rel=0.5)
-
-
-def test_a_neighbour_may_leave() -> None:
-    ring = Ring(4, EightBit(16))
-    for draw in range(10):
-        ring.step()
-        ring.average(draw)
-    for place in (0, 2):
-        ring.replicas[place].leave(1)
-    before = ring.replicas[0].own.clone()
-    messages = {place: ring.payload.message(ring.replicas[place].difference(ring.models[place])) for place in (0, 3)}
-    with pytest.raises(KeyError):
-        ring.replicas[0].commit(ring.payload, messages[0], {})
-    assert torch.equal(ring.replicas[0].own, before)
-    ring.replicas[0].commit(ring.payload, messages[0], {3: messages[3]})
-    theirs = ring.replicas[0].neighbours[3]
-    exact = 2 / 3 * ring.models[0] + 1 / 3 * ring.models[3]
-    torch.testing.assert_close(ring.replicas[0].own, exact, atol=0.05, rtol=0)
-    assert theirs.shape == exact.shape
 
 
 def test_models_of_sixteen_bits_are_averaged_in_float32() -> None:
