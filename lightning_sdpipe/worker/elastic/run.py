@@ -23,7 +23,7 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import policy_file
-from lightning_sdpipe.scheduler.client.client import Callbacks, SchedulerClient
+from lightning_sdpipe.scheduler.client.client import Callbacks
 from lightning_sdpipe.sync.barriers import Barriers
 from lightning_sdpipe.sync.epoch_process_groups import EpochGroups
 from lightning_sdpipe.sync.mover_choice import own_host
@@ -53,11 +53,10 @@ _CONNECTING = 20.0  # seconds
 class _OpenRun:
     """The parts of a worker while a run is open."""
 
-    worker: Worker
-    client: SchedulerClient
+    peers: Peers
+    """Replicas of its stage that are there."""
     store: Callable[..., SchedulerStore]
     """Makes a store of that name; its waits end when a second argument, if any, returns true."""
-    epochs: EpochGroups
     commands: CommandChannel
     leaving: LeaveNotice
 
@@ -74,7 +73,6 @@ class ElasticRun(TrainingRun):
         self._mesh = OnePipeline.of(job.world_size, job.pipeline, job.pipeline + 1)  # N comes later
         self._lead = leader.Leadership(job.rank, job.pipeline)
         self._open: _OpenRun | None = None
-        self._peers: Peers | None = None
         self._fit: joining.Fit | None = None
 
     # ------------------------------------------------------------------ places
@@ -108,8 +106,8 @@ class ElasticRun(TrainingRun):
             shared(1 + secrets.randbits(61)),
             options.run_timeout.total_seconds(),
             Callbacks(
-                epoch=lambda epoch: self._opened.epochs.enter(epoch),
-                broke=lambda sequence: self._opened.epochs.broke(sequence),
+                epoch=lambda epoch: self._there.epochs.enter(epoch),
+                broke=lambda sequence: self._there.epochs.broke(sequence),
                 hands_over=lambda sequence, group: self._there.hands_over(sequence, group),
             ),
             self._give_up,
@@ -128,15 +126,12 @@ class ElasticRun(TrainingRun):
 
         host = own_host(options.exchange, job.pipeline)
         epochs = EpochGroups(worker, store, options.run_timeout, client, host)
+        barriers = Barriers(worker, client, epochs, self._point, self.take_lead)
         commands = CommandChannel(self._groups)
+        peers = Peers(worker, client, epochs, barriers, commands.on_any_stage, self._groups.traffic)
         leaving = LeaveNotice(client, job.pipeline, commands)
-        self._open = _OpenRun(worker, client, store, epochs, commands, leaving)
-
-    @property
-    def _there(self) -> Peers:
-        """Replicas of this worker's stage that are there, once it has a replica itself."""
-        assert self._peers is not None
-        return self._peers
+        self._open, self._fit = _OpenRun(peers, store, commands, leaving), None
+        self.evaluations = SharedEvaluations(job.pipeline, barriers, self._groups)
 
     def _placed_row(self, placement: Placement) -> tuple[int, ...]:
         device = self._strategy.root_device
@@ -155,14 +150,18 @@ class ElasticRun(TrainingRun):
         return self._open
 
     @property
+    def _there(self) -> Peers:
+        return self._opened.peers
+
+    @property
     def leads(self) -> bool:
         return self._lead.held
 
     def take_lead(self) -> None:
         """Lead from now on if all pipelines before this one have gone, and not if one of them is there. Called between
         two turns, and after barriers."""
-        members = [member.pipeline for member in self._opened.client.epoch.members]
-        here = members if self._peers is None else self._peers.barriers.present(members)
+        members = [member.pipeline for member in self._there.client.epoch.members]
+        here = self._there.barriers.present(members)
         if members:
             self._lead.take([pipeline for pipeline in members if pipeline in here])
 
@@ -171,7 +170,7 @@ class ElasticRun(TrainingRun):
         """Asked before a checkpoint takes its place; None when the run is over."""
         if self._open is None or self._fit is None:
             return None
-        return leader.LeadersCheckpoints(self._open.client, self._fit.trainer, self._fit.source.run)
+        return leader.LeadersCheckpoints(self._there.client, self._fit.trainer, self._fit.source.run)
 
     @property
     def sampler(self) -> dict[str, int]:
@@ -189,20 +188,14 @@ class ElasticRun(TrainingRun):
     def replica(
         self, parts: Assembled, watch: bool, loss_scale: Callable[[], float], progress: TrainingState
     ) -> Replica:
-        place, client, groups = self._opened, self._opened.client, self.groups
-        self._fit = None
-        barriers = Barriers(place.worker, client, place.epochs, self._point, self.take_lead)
-        self.evaluations = SharedEvaluations(self._job.pipeline, barriers, groups)
-        on_any_stage = place.commands.on_any_stage
-        self._peers = Peers(place.worker, client, place.epochs, barriers, on_any_stage, groups.traffic)
-        return replace(super().replica(parts, watch, loss_scale, progress), peers=self._peers)
+        return replace(super().replica(parts, watch, loss_scale, progress), peers=self._there)
 
     def dealt_batches(
         self, trainer: Trainer, training: Training, checkpoints: Checkpoints, checks: ClockChecks, dealing: Dealing
     ) -> ElasticBatchSource:
         place, run = self._opened, shared(secrets.randbits(62))
         duties = joining.StageDuties(lambda: self.fit, self.take_lead, place.commands, place.leaving)
-        inputs = SourceInputs(trainer, training, place.client, self.groups, checks, run, dealing)
+        inputs = SourceInputs(trainer, training, self._there.client, self.groups, checks, run, dealing)
         rounds = training.sync
         source: ElasticBatchSource
         if not isinstance(rounds, PresentAveraging):
@@ -211,9 +204,9 @@ class ElasticRun(TrainingRun):
             source = JointRoundSource(inputs, duties, rounds, self.options.division, training.parts.delays)
         else:
             source = RoundBatchSource(inputs, duties, rounds)
-        place.client.meanwhile = source.serve
+        self._there.client.meanwhile = source.serve
 
-        self._fit = joining.Fit(trainer, training, source, checkpoints, self.groups, place.client, place.store)
+        self._fit = joining.Fit(trainer, training, source, checkpoints, self.groups, self._there.client, place.store)
         return source
 
     @property
@@ -250,8 +243,8 @@ class ElasticRun(TrainingRun):
         mine = joining.fingerprint(trainer, self.options, fit.training.parts.ownership, loader)
         if self.groups.rank == 0:
             fit.samples[:] = digests(loader)
-        answer, state = joining.join(place.client, mine, fit.receive)
-        place.epochs.enter(answer.epoch)
+        answer, state = joining.join(self._there.client, mine, fit.receive)
+        self._there.epochs.enter(answer.epoch)
         if state is not None:
             fit.go_on_from(state)
         elif answer.checkpoint:
@@ -276,7 +269,7 @@ class ElasticRun(TrainingRun):
             self.take_lead()
         connection.depart(finished=True)
         if place is not None:
-            place.epochs.close()
+            self._there.epochs.close()
         connection.close()
         self.membership = self._open = None
 
