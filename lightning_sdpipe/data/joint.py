@@ -1,8 +1,8 @@
 """Joint batches, whose micro-batches all pipelines divide among themselves by their speed.
 
 Round r joins batch r of every home shard. Each of these is cut into P micro-batches as always, so there are N × P at
-fixed positions, whichever pipeline trains them. Pipeline i trains k_i, with Σ k_i = N × P: first those of its own
-shard, then those that others leave of theirs. Equal speeds give each pipeline its own shard.
+fixed positions, whichever pipeline trains them (:mod:`~lightning_sdpipe.dealing.joint_rounds`). Equal speeds give each
+pipeline its own shard.
 """
 
 from __future__ import annotations
@@ -21,19 +21,6 @@ from lightning_sdpipe.dealing.joint_rounds import PartKey
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.micro_batches import Portion, part_sizes
 from lightning_sdpipe.random_streams import beginning_again, mix
-
-
-def divide(counts: Sequence[int], parts: int) -> list[list[tuple[int, int]]]:
-    """Return the micro-batches that each pipeline trains, as (home shard, number), in order.
-
-    Args:
-        counts: number of micro-batches of each pipeline; they add up to ``parts`` times the number of pipelines.
-        parts: number of micro-batches of each shard's batch.
-    """
-    kept = [[(home, number) for number in range(min(count, parts))] for home, count in enumerate(counts)]
-    left = iter([(home, number) for home, count in enumerate(counts) for number in range(min(count, parts), parts)])
-    return [own + [next(left) for _ in range(count - len(own))] for own, count in zip(kept, counts, strict=True)]
-
 
 _NOTHING = object()
 
@@ -56,8 +43,6 @@ class PlacedBatches:
         self._given: deque[tuple[Sequence[PartKey], Portion]] = deque()
         self._iterator: Iterator[Any] | None = None
         self._loader = drawing_copy(loader, self)
-        self.ahead = loader.num_workers * (loader.prefetch_factor or 0)
-        """Number of batches before one is taken at which its contents are settled."""
 
     def begin(self, epoch: int, seed: int) -> None:
         """Begin a part of ``epoch``; ``seed`` is the run's, equal on all workers."""

@@ -1,4 +1,4 @@
-"""Division of joint batches among pipelines that come and go: pure, and alike on all of them.
+"""Division of joint batches among pipelines, which may come and go: pure, and alike on all of them.
 
 Round r joins batch r of every home shard. Each of these has P micro-batches, so a round has N P, whichever pipelines
 are there. A *division* names pipelines and their speeds; each trains a share of a round by its speed. What a pipeline
@@ -11,7 +11,7 @@ A new division is made after a round whose members were not those of the last on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_sdpipe.dealing.proportional import shares_by_speed
@@ -36,10 +36,12 @@ class JointRounds:
         shards: N.
         parts: P.
         unit: number of micro-batches that a share is a multiple of.
-        bubble: micro-batches' times for which a pipeline is idle in a round.
+        bubble: returns the micro-batches' times for which a pipeline is idle in a round.
     """
 
-    def __init__(self, shards: int, parts: int, unit: int = 1, bubble: int = 0) -> None:
+    def __init__(
+        self, shards: int, parts: int, unit: int = 1, bubble: Callable[[int], int] = lambda pipeline: 0
+    ) -> None:
         self._shards, self._parts, self._unit, self._bubble = shards, parts, unit, bubble
         self.seconds: dict[int, float] = dict.fromkeys(range(shards), 1.0)
         """The division: seconds of a micro-batch of each of its pipelines."""
@@ -194,12 +196,12 @@ class JointRounds:
         return {i: [place for _ in range(given[i]) for place in next(left)] for i in given if given[i]}
 
     def _shares(self, chunks: int, seconds: Mapping[int, float]) -> dict[int, int]:
-        return shares_by_speed(chunks, {i: (self._bubble * each, self._unit * each) for i, each in seconds.items()})
+        return shares_by_speed(chunks, {i: (self._bubble(i) * each, self._unit * each) for i, each in seconds.items()})
 
     def _longest(self, division: Mapping[int, float], seconds: Mapping[int, float]) -> float:
         """Return the time of a round that is divided by ``division`` among pipelines that take ``seconds``."""
         given = self._shares(self._shards * self._parts // self._unit, division)
-        return max((self._bubble + self._unit * given[i]) * seconds[i] for i in given)
+        return max((self._bubble(i) + self._unit * given[i]) * seconds[i] for i in given)
 
 
 def _as_places(given: Sequence[Sequence[int]]) -> list[PartKey]:

@@ -2,47 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_sdpipe.data.joint import PlacedBatches, divide
+from lightning_sdpipe.data.joint import PlacedBatches
 from lightning_sdpipe.dealing.joint_rounds import PartKey
-from lightning_sdpipe.loop.joint import divided
-
-SPEEDS = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=6)
-
-
-@given(seconds=SPEEDS, units=st.integers(1, 8), unit=st.integers(1, 3), bubble=st.integers(0, 3))
-def test_every_micro_batch_is_somebodys(seconds: list[float], units: int, unit: int, bubble: int) -> None:
-    parts, number = units * unit, len(seconds)
-    counts = divided(seconds, parts, unit, [bubble] * number)
-    portions = divide(counts, parts)
-    assert [len(portion) for portion in portions] == counts
-    assert min(counts) >= unit
-    assert all(count % unit == 0 for count in counts)
-    assert sorted(chain(*portions)) == [(home, part) for home in range(number) for part in range(parts)]
-    for pipeline, portion in enumerate(portions):
-        own = min(counts[pipeline], parts)
-        assert portion[:own] == [(pipeline, part) for part in range(own)]
-
-
-def test_equal_speeds_give_everybody_its_own() -> None:
-    assert divided([0.3] * 4, 8, 1, [0] * 4) == [8] * 4
-
-
-def test_who_is_twice_as_slow_trains_half() -> None:
-    assert divided([1, 1, 1, 2], 7, 1, [0] * 4) == [8, 8, 8, 4]
-    assert divided([1, 3], 8, 1, [1, 1]) == [13, 3]  # with two stages: 14 and 12 micro-batches' time, not 13 and 15
-
-
-def test_a_deeper_pipeline_idles_longer_and_so_trains_less() -> None:
-    assert divided([1, 1], 4, 1, [0, 2]) == [5, 3]
 
 
 class Drawing(Dataset[torch.Tensor]):
@@ -63,11 +30,11 @@ def test_what_is_loaded_does_not_depend_on_who_loads_it(workers: int) -> None:
             sampler: Any = DistributedSampler(Drawing(), 2, pipeline, drop_last=True)
             loader = DataLoader(Drawing(), 4, sampler=sampler, num_workers=workers)
             batches = PlacedBatches(loader, 2, 2)
-            assert batches.ahead == 2 * workers
             batches.begin(3, 7)
 
             def mine(number: int, pipeline: int = pipeline) -> list[PartKey]:
-                return [(home, number, part) for home, part in divide(counts[number], 2)[pipeline]]
+                places, first = [(home, number, part) for home in range(2) for part in range(2)], counts[number][0]
+                return places[first:] if pipeline else places[:first]
 
             for number in range(start, 3):
                 data, portion = batches.take(mine(number), map(mine, range(number + 1, len(batches))))

@@ -27,7 +27,7 @@ class History:
         self.epoch = 1
 
     def made(self) -> JointRounds:
-        return JointRounds(N, P, self.unit, 1)
+        return JointRounds(N, P, self.unit, lambda pipeline: 1)
 
     def segment(self, start: int, stop: int) -> None:
         for copies in self.alive.values():
@@ -136,3 +136,19 @@ def test_of_one_that_is_gone_the_share_is_missed_and_trained_after_the_rounds() 
 @pytest.mark.parametrize("members", [[], [0], [1, 5, 64]])
 def test_members_as_bits(members: list[int]) -> None:
     assert members_of(there(members)) == members
+
+
+@pytest.mark.parametrize(
+    ("seconds", "parts", "bubbles", "shares"),
+    [
+        ([0.3] * 4, 8, [0] * 4, [8] * 4),
+        ([1, 1, 1, 2], 7, [0] * 4, [8, 8, 8, 4]),
+        ([1, 3], 8, [1, 1], [13, 3]),  # with two stages: 14 and 12 micro-batches' time, not 13 and 15
+        ([1, 1], 4, [0, 2], [5, 3]),  # a deeper pipeline idles longer
+    ],
+)
+def test_shares_follow_the_speeds(seconds: list[float], parts: int, bubbles: list[int], shares: list[int]) -> None:
+    rounds = JointRounds(len(seconds), parts, bubble=bubbles.__getitem__)
+    rounds.begin(0, 1)
+    rounds.divide_by(dict(enumerate(seconds)))
+    assert [len(places) for _, places in sorted(rounds.turn().items())] == shares

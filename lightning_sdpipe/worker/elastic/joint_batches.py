@@ -54,7 +54,7 @@ class JointRoundSource(ElasticBatchSource):
         rounds.on_round = self._hear
         self._parts, unit = division
         self._own, bubble = groups.mesh.locate(groups.rank)[1], groups.mesh.num_stages - 1
-        self._joint = JointRounds(self._num_pipelines, self._parts, unit, bubble)
+        self._joint = JointRounds(self._num_pipelines, self._parts, unit, lambda pipeline: bubble)
         self._placed: PlacedBatches | None = None
         self._goes_on = False  # where a donor was in a segment
         self._computed = self._speed = 0.0
