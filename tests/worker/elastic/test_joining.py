@@ -19,7 +19,7 @@ from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler.client.client import Receive, Start
 from lightning_sdpipe.sync.barriers import Barriers
 from lightning_sdpipe.worker.elastic.joining import begin_together, compare, join
-from tests.worker.elastic.test_barriers import Epochs, Place
+from tests.sync.test_barriers import Epochs, Place
 
 EPOCH = Epoch(3, (Member(1, 7),), "tested")
 
