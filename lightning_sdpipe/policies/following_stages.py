@@ -58,9 +58,10 @@ class _Due:
 
 
 class FollowingStages:
-    """The meetings that are still to come in ``stage``; ``last`` is the stage that decides."""
+    """The meetings that are still to come in ``stage``; ``last`` is the stage that decides. ``versions`` counts the age
+    of models; None where that does not matter."""
 
-    def __init__(self, stage: int, participants: Participants, versions: Versions, last: int) -> None:
+    def __init__(self, stage: int, participants: Participants, versions: Versions | None, last: int) -> None:
         self._stage, self._last = stage, last
         self._participants = participants
         self._versions = versions
@@ -120,7 +121,8 @@ class FollowingStages:
             ]
             present = [(part, members) for part, members in here if members]
             every_member = {p for _, members in present for p in members}
-            if self._versions.bound is not None:  # these keep their place too: they contain it from that step on
+            if self._versions is not None and self._versions.bound is not None:
+                # these keep their place too: they contain it from that step on
                 every_member.update(*planned.computing.values())
             if not coming and not any(not part.stays for part, _ in present):
                 self._is_over(due)  # the worker that it would have answered has gone
@@ -151,11 +153,13 @@ class FollowingStages:
     def _fresh(self, due: _Due, present: Sequence[tuple[GroupPart, Sequence[int]]], earlier: set[int]) -> bool:
         """Return whether no group that goes on would wait for one that has an earlier meeting to come."""
         self._step(due, present)
+        if self._versions is None:
+            return True
         nodes = [part.group for part, _ in present]
         return not any(self._versions.behind(part.group, nodes) & earlier for part, _ in present if not part.stays)
 
     def _step(self, due: _Due, present: Sequence[tuple[GroupPart, Sequence[int]]]) -> None:
-        for part, _ in present:
+        for part, _ in present if self._versions is not None else ():
             if part.steps and part.group not in due.stepped:
                 due.stepped.add(part.group)
                 self._versions.stepped(part.group)
@@ -175,6 +179,8 @@ class FollowingStages:
             passive=[p for own in members[len(go) :] for p in own],
             standing=[p for _, own in stay for p in own],
         )
+        if self._versions is None:
+            return group
         waiting = self._participants.waiting[self._stage]
         awake = [k for k, own in asleep.items() if all(p in waiting for p in own)]
         nodes = [part.group for part, _ in (*go, *stay)] + awake

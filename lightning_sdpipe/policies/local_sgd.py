@@ -8,7 +8,6 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.following_stages import FollowingStages, GroupPart, PlannedGroup
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
-from lightning_sdpipe.policies.versions import Versions
 
 
 class LocalSGD(PolicyConfig, frozen=True):
@@ -59,12 +58,7 @@ class LocalSGDPolicy(GroupPolicy):
         super().__init__(num_stages, num_pipelines)
         self._every = every
         self._last = num_stages - 1
-        self._versions = [Versions(num_pipelines, None) for _ in range(self._last)]
-        self._replays = [FollowingStages(j, self.participants, v, self._last) for j, v in enumerate(self._versions)]
-
-    def widened(self, num_pipelines: int) -> None:
-        for versions in self._versions:
-            versions.widen(num_pipelines)
+        self._replays = [FollowingStages(j, self.participants, None, self._last) for j in range(self._last)]
 
     def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
         if self._every is None or iteration % self._every:
@@ -74,14 +68,7 @@ class LocalSGDPolicy(GroupPolicy):
                 replay.heard_of(worker.pipeline)
         return self._release(Reason.EVERYBODY_CAME)
 
-    def worker_joined(self, worker: Worker, now: float) -> list[Decision]:
-        if worker.stage != self._last:
-            self._versions[worker.stage].joins(worker.pipeline)
-        return []
-
     def worker_left(self, worker: Worker, now: float) -> list[Decision]:
-        if worker.stage != self._last:
-            self._versions[worker.stage].leaves(worker.pipeline)
         return self._release(Reason.WORKER_LOST)
 
     def scheduler_restarted(self, now: float) -> list[Decision]:

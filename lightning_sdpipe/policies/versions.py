@@ -27,126 +27,7 @@ The scheduler hears of every step anyway, so this costs O(nodes) per signal and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class _Stepped:
-    node: int
-
-
-@dataclass(frozen=True)
-class _Met:
-    nodes: tuple[int, ...]
-    computing: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Joined:
-    node: int
-
-
-@dataclass(frozen=True)
-class _Left:
-    node: int
-    lost: bool
-
-
-@dataclass(frozen=True)
-class _Doubted:
-    by: int
-
-
-_Change = _Stepped | _Met | _Joined | _Left | _Doubted
-
-
-class _State:
-    """The vectors at one moment."""
-
-    def __init__(self, size: int) -> None:
-        self.active: set[int] = set()
-        self.steps = [0] * size
-        self.rows: list[list[int] | None] = [None] * size
-        """Rows of the nodes that were ever seen."""
-        self.arriving: dict[int, list[int]] = {}
-        """The contents of the model of a computing node when it has finished its step."""
-        self.lost: set[int] = set()
-        self.doubt = 0
-        """Largest age of nodes that are seen for the first time."""
-        self._least: list[int] | None = None
-        """Minimum of the active rows, while it is known: many nodes join one after the other."""
-
-    def widen(self, size: int) -> None:
-        more = size - len(self.steps)
-        if more <= 0:
-            return
-        self.steps += [0] * more
-        self.rows += [None] * more
-        for row in (*self.rows, *self.arriving.values(), self._least):
-            if row is not None:
-                row += [0] * more
-
-    def row(self, node: int) -> list[int]:
-        row = self.rows[node]
-        assert row is not None, f"node {node} has never taken part"
-        return row
-
-    def apply(self, change: _Change) -> None:
-        match change:
-            case _Stepped(node) if node not in self.arriving and len(self.active) > 1:
-                pass  # another node's entry is the least in this column
-            case _Joined(_):
-                pass
-            case _:
-                self._least = None
-        match change:
-            case _Stepped(node):
-                self.steps[node] += 1
-                row = self.row(node)
-                if node in self.arriving:
-                    row[:] = map(max, row, self.arriving.pop(node))
-                row[node] = self.steps[node]
-            case _Met(nodes, computing):
-                newest = self.merged([*nodes, *computing])
-                for node in nodes:
-                    self.row(node)[:] = newest
-                for node in computing:
-                    self.arriving[node] = list(map(max, newest, self.arriving.get(node, newest)))
-            case _Joined(node):
-                self._join(node)
-            case _Left(node, lost):
-                self.active.discard(node)
-                self.arriving.pop(node, None)
-                if lost:
-                    self.lost.add(node)
-            case _Doubted(by):
-                self.doubt = by
-                for node, own in enumerate(self.rows):
-                    if own is not None:
-                        own[:] = [n - by * (i != node) for i, n in enumerate(self.steps)]
-
-    def merged(self, nodes: Iterable[int]) -> list[int]:
-        return list(map(max, *rows)) if len(rows := [self.row(node) for node in nodes]) > 1 else list(rows[0])
-
-    def _join(self, node: int) -> None:
-        own = self.rows[node]
-        if self._least is None and self.active:
-            self._least = _least([self.row(other) for other in self.active])
-        if own is None or node in self.lost:
-            known = [row for row in (self._least, own) if row is not None]
-            if self.doubt or not known:
-                known.append([n - self.doubt for n in self.steps])
-            own = _least(known)
-            own[node] = self.steps[node]
-        self._least = _least([own] if self._least is None else [self._least, own])
-        self.rows[node] = own
-        self.lost.discard(node)
-        self.active.add(node)
-
-
-def _least(rows: list[list[int]]) -> list[int]:
-    return list(map(min, *rows)) if len(rows) > 1 else list(rows[0])
+from collections.abc import Collection
 
 
 class Versions:
@@ -154,60 +35,106 @@ class Versions:
 
     def __init__(self, size: int, bound: int | None) -> None:
         self.bound = bound
-        self._now = _State(size)
-
-    def widen(self, size: int) -> None:
-        """Allow ``size`` nodes from now on."""
-        self._now.widen(size)
+        self._active: set[int] = set()
+        self._steps = [0] * size
+        self._rows: list[list[int] | None] = [None] * size
+        """Rows of the nodes that were ever seen."""
+        self._arriving: dict[int, list[int]] = {}
+        """The contents of the model of a computing node when it has finished its step."""
+        self._lost: set[int] = set()
+        self._doubt = 0
+        """Largest age of nodes that are seen for the first time."""
+        self._least: list[int] | None = None
+        """Minimum of the active rows, while it is known: many nodes join one after the other."""
 
     def joins(self, node: int) -> None:
         """Add ``node``, which takes part from now on."""
-        self._change(_Joined(node))
+        if self.bound is None:
+            return
+        own = self._rows[node]
+        if self._least is None and self._active:
+            self._least = _least([self._row(other) for other in self._active])
+        if own is None or node in self._lost:
+            known = [row for row in (self._least, own) if row is not None]
+            if self._doubt or not known:
+                known.append([n - self._doubt for n in self._steps])
+            own = _least(known)
+            own[node] = self._steps[node]
+        self._least = _least([own] if self._least is None else [self._least, own])
+        self._rows[node] = own
+        self._lost.discard(node)
+        self._active.add(node)
 
     def leaves(self, node: int, lost: bool = False) -> None:
         """Remove ``node``, for which no worker waits any more; ``lost`` if it may come back with another model."""
-        self._change(_Left(node, lost))
+        if self.bound is None:
+            return
+        self._least = None
+        self._active.discard(node)
+        self._arriving.pop(node, None)
+        if lost:
+            self._lost.add(node)
 
     def stepped(self, node: int) -> None:
         """Note that ``node`` has finished a step."""
-        self._change(_Stepped(node))
+        self._steps[node] += 1
+        if self.bound is None:
+            return
+        row, arriving = self._row(node), self._arriving.pop(node, None)
+        if arriving is not None:
+            row[:] = map(max, row, arriving)
+        if arriving is not None or len(self._active) <= 1:  # else another node's entry is the least in this column
+            self._least = None
+        row[node] = self._steps[node]
 
     def met(self, nodes: Collection[int], computing: Collection[int] = ()) -> None:
         """Note that all of these averaged; nodes that were ``computing`` contain the average from the end of their
         step on."""
-        self._change(_Met(tuple(nodes), tuple(computing)))
+        if self.bound is None:
+            return
+        self._least = None
+        newest = list(map(max, zip(*(self._row(node) for node in (*nodes, *computing)), strict=True)))
+        for node in nodes:
+            self._row(node)[:] = newest
+        for node in computing:
+            self._arriving[node] = list(map(max, newest, self._arriving.get(node, newest)))
 
     def doubted(self) -> None:
         """Doubt all versions, since the past is not known: every model may be as old as the bound allows."""
-        if self.bound is not None:
-            self._change(_Doubted(self.bound))
+        if self.bound is None:
+            return
+        self._least, self._doubt = None, self.bound
+        for node, own in enumerate(self._rows):
+            if own is not None:
+                own[:] = [n - self.bound * (i != node) for i, n in enumerate(self._steps)]
 
     def behind(self, node: int, after: Collection[int] = ()) -> set[int]:
         """Return the nodes that ``node`` has to meet before its next step, once it has met all of ``after``."""
         if self.bound is None:
             return set()
-        state, oldest = self._now, self._now.steps[node] + 1 - self.bound
+        oldest = self._steps[node] + 1 - self.bound
         return {
-            other for other in state.active if other != node and other not in after and state.row(other)[node] < oldest
+            other for other in self._active if other != node and other not in after and self._row(other)[node] < oldest
         }
 
     def contained(self, node: int, of: int) -> int:
         """Return ``V_node[of]``."""
-        return self._now.row(node)[of]
+        return self._row(node)[of]
 
     def steps(self, node: int) -> int:
         """Return how many steps ``node`` has finished."""
-        return self._now.steps[node]
+        return self._steps[node]
 
     @property
     def lag(self) -> int:
         """Largest n_i - V_k[i] among the nodes that take part."""
-        state = self._now
-        return max((state.steps[i] - state.row(k)[i] for i in state.active for k in state.active), default=0)
+        return max((self._steps[i] - self._row(k)[i] for i in self._active for k in self._active), default=0)
 
-    def _change(self, change: _Change) -> None:
-        if self.bound is None:
-            if isinstance(change, _Stepped):
-                self._now.steps[change.node] += 1
-            return
-        self._now.apply(change)
+    def _row(self, node: int) -> list[int]:
+        row = self._rows[node]
+        assert row is not None, f"node {node} has never taken part"
+        return row
+
+
+def _least(rows: list[list[int]]) -> list[int]:
+    return list(map(min, *rows)) if len(rows) > 1 else list(rows[0])
