@@ -133,10 +133,14 @@ class Replica:
         """The stage's replicas, with their process group."""
         return self.groups.replicas()
 
+    def side_channel(self) -> dist.ProcessGroup:
+        """Return a second process group of the stage's replicas, on gloo, for threads beside the training. Every worker
+        of the run must ask for it at the same point."""
+        return self.groups.side_channel(self.timeout)
+
     def beside(self) -> Replicas:
-        """Return the stage's replicas over a second process group, on gloo, for threads beside the training. Every
-        worker of the run must ask for it at the same point."""
-        return self.groups.replicas(self.groups.side_channel(self.timeout))
+        """Return the stage's replicas over their :meth:`side_channel`."""
+        return self.groups.replicas(self.side_channel())
 
     def take_over(self, pipeline: int) -> None:
         """Give all replicas, which are together, the parameters of ``pipeline``."""
