@@ -159,7 +159,9 @@ class FollowingStages:
         return not any(self._versions.behind(part.group, nodes) & earlier for part, _ in present if not part.stays)
 
     def _step(self, due: _Due, present: Sequence[tuple[GroupPart, Sequence[int]]]) -> None:
-        for part, _ in present if self._versions is not None else ():
+        if self._versions is None:
+            return
+        for part, _ in present:
             if part.steps and part.group not in due.stepped:
                 due.stepped.add(part.group)
                 self._versions.stepped(part.group)
