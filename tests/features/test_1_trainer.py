@@ -73,9 +73,8 @@ def test_a_module_that_setup_builds(tmp_path: Path) -> None:
 
 
 @supported("Trainer", "`limit_train_batches`, `limit_val_batches`, …")
-@pytest.mark.parametrize("limit", [2, 0.5])
-def test_limits(tmp_path: Path, limit: float) -> None:
-    assert _compare(tmp_path, limit_train_batches=limit, limit_val_batches=limit) == 4
+def test_limits(tmp_path: Path) -> None:
+    assert _compare(tmp_path, limit_train_batches=0.5, limit_val_batches=0.5) == 4
 
 
 @supported("Trainer", "`fast_dev_run`")
@@ -94,9 +93,7 @@ def test_max_steps(tmp_path: Path) -> None:
 
 
 @supported("Trainer", "`val_check_interval`, `check_val_every_n_epoch`")
-@pytest.mark.parametrize(
-    "options", [{"val_check_interval": 2}, {"val_check_interval": 0.25}, {"check_val_every_n_epoch": 2}]
-)
+@pytest.mark.parametrize("options", [{"val_check_interval": 0.25}, {"check_val_every_n_epoch": 2}])
 def test_validation_intervals(tmp_path: Path, options: dict[str, Any]) -> None:
     assert _compare(tmp_path, **options) == 8
 

@@ -74,8 +74,13 @@ class Logging(Regression):
         self.log("epoch", float(self.current_epoch))
 
 
-def _fit(directory: Path, options: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    trainer = trainer_of_this_process(directory, **options)
+Found = tuple[dict[str, float], dict[str, float]]
+"""The metrics that callbacks see, and those of the progress bar."""
+
+
+def _fit(directory: Path) -> Found:
+    loggers = [CSVLogger(directory), TensorBoardLogger(directory)]
+    trainer = trainer_of_this_process(directory, logger=loggers, log_every_n_steps=1)
     trainer.fit(Logging(), train_loader(), eval_loader())
     return (
         {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -83,12 +88,18 @@ def _fit(directory: Path, options: dict[str, Any]) -> tuple[dict[str, float], di
     )
 
 
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Found], Found]:
+    """The directory of four ranks, what each of them has, and what one process has."""
+    directory = tmp_path_factory.mktemp("logged")
+    return directory / "four", on_four_ranks(_fit, directory / "four"), _fit(directory / "one")
+
+
 @supported("Logging", "`self.log`, `self.log_dict` with `on_step`, `on_epoch`, `prog_bar`, `reduce_fx`, `batch_size`",
            "values of an epoch are those of one process, to 1e-5; those of a step are rank 0's pipeline's, its "
            "micro-batches averaged")  # fmt: skip
-def test_logged_values(tmp_path: Path) -> None:
-    ranks = on_four_ranks(_fit, tmp_path, {})
-    expected, shown = _fit(tmp_path, {})
+def test_logged_values(fitted: tuple[Path, list[Found], Found]) -> None:
+    _, ranks, (expected, shown) = fitted
     # the largest loss is of a micro-batch's mean, which another split of the samples changes
     compared = [name for name in expected if not name.endswith("_step") and name not in ("both", "largest")]
     for metrics, _ in ranks:  # every rank knows them
@@ -182,8 +193,8 @@ def test_values_that_some_pipelines_log_are_reduced_over_those(tmp_path: Path) -
 
 @supported("Logging", "torchmetrics objects, logged or computed at the end of an epoch, and `MetricCollection`",
            "gathered from all pipelines")  # fmt: skip
-def test_metrics(tmp_path: Path) -> None:
-    metrics, expected = on_four_ranks(_fit, tmp_path, {})[0][0], _fit(tmp_path, {})[0]
+def test_metrics(fitted: tuple[Path, list[Found], Found]) -> None:
+    _, [(metrics, _), *_], (expected, _) = fitted
     for name in ("train_error", "r2", "mae", "computed"):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-5)
 
@@ -191,24 +202,19 @@ def test_metrics(tmp_path: Path) -> None:
 @supported("Logging", "`on_validation_epoch_end` that works on collected outputs",
            "this hook, those of test and predict, and `on_*_batch_end` of evaluation run on last stages only, where "
            "the outputs are; `on_train_epoch_end` runs on every stage")  # fmt: skip
-def test_collected_outputs(tmp_path: Path) -> None:
-    metrics, expected = on_four_ranks(_fit, tmp_path, {})[0][0], _fit(tmp_path, {})[0]
+def test_collected_outputs(fitted: tuple[Path, list[Found], Found]) -> None:
+    _, [(metrics, _), *_], (expected, _) = fitted
     assert metrics["stacked"] == pytest.approx(expected["stacked"], rel=1e-5)
 
 
-def _log_to(directory: Path) -> None:
-    options = {"logger": [CSVLogger(directory), TensorBoardLogger(directory)], "log_every_n_steps": 1}
-    _fit(directory, options)
-
-
 @supported("Logging", "CSV and TensorBoard loggers", "written by rank 0")
-def test_loggers(tmp_path: Path) -> None:
-    on_four_ranks(_log_to, tmp_path)
-    (table,) = tmp_path.glob("**/metrics.csv")
+def test_loggers(fitted: tuple[Path, list[Found], Found]) -> None:
+    directory, *_ = fitted
+    (table,) = directory.glob("**/metrics.csv")
     rows = list(csv.DictReader(table.open()))
     assert [row["step"] for row in rows if row["both_step"]] == [str(step) for step in range(8)]
     assert len([row for row in rows if row["val_loss"]]) == 2
-    (events,) = tmp_path.glob("**/events.out.tfevents.*")
+    (events,) = directory.glob("**/events.out.tfevents.*")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(events))
@@ -235,7 +241,7 @@ def _refused(directory: Path) -> None:
 
 @refused("Logging", "`PyTorchProfiler(record_module_names=True)`, its default", _HOOKS)
 def test_profiler_of_modules(tmp_path: Path) -> None:
-    on_four_ranks(_refused, tmp_path)
+    on_four_ranks(_refused, tmp_path, count=2)
 
 
 @supported("Logging", "`PyTorchProfiler(record_module_names=False)`, and `torch.profiler`",

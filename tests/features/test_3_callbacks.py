@@ -31,7 +31,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
 from tests.features.running import (
     Regression,
@@ -96,39 +95,6 @@ def test_early_stopping(tmp_path: Path) -> None:
     assert set(on_four_ranks(_stopped, tmp_path / "four")) == {expected}
 
 
-def _logged(directory: Path, callbacks: list[L.Callback]) -> str:
-    options = {"logger": CSVLogger(directory), "log_every_n_steps": 1, "callbacks": callbacks, "max_epochs": 1}
-    trainer = pipelines(directory, **options)
-    trainer.fit(Regression(), train_loader(), eval_loader())
-    return next(directory.glob("**/metrics.csv")).read_text().splitlines()[0] if trainer.is_global_zero else ""
-
-
-@supported("Callbacks", "`LearningRateMonitor`")
-def test_learning_rate_monitor(tmp_path: Path) -> None:
-    assert "lr-SGD" in on_four_ranks(_logged, tmp_path, [LearningRateMonitor("step")])[0]
-
-
-@supported(
-    "Callbacks",
-    "`ThroughputMonitor`",
-    "its device is rank 0's pipeline, and `mfu` a share of what all devices of that can do; its figures of all devices "
-    "are those times the number of pipelines",
-)
-def test_throughput_monitor(tmp_path: Path) -> None:
-    monitor = ThroughputMonitor(lambda batch: len(batch[0]), window_size=3)
-    assert "train/device/samples_per_sec" in on_four_ranks(_logged, tmp_path, [monitor])[0]
-    with next(tmp_path.glob("**/metrics.csv")).open() as file:
-        *_, last = (row for row in csv.DictReader(file) if row["train/device/samples_per_sec"])
-    for what in ("samples_per_sec", "batches_per_sec"):
-        assert float(last[f"train/{what}"]) == pytest.approx(2 * float(last[f"train/device/{what}"]))
-
-
-@supported("Callbacks", "`DeviceStatsMonitor`", "of rank 0's device")
-@pytest.mark.skipif(find_spec("psutil") is None, reason="needs psutil, of the extra integrations")
-def test_device_stats_monitor(tmp_path: Path) -> None:
-    assert "cpu_percent" in on_four_ranks(_logged, tmp_path, [DeviceStatsMonitor(cpu_stats=True)])[0]
-
-
 class Summary(ModelSummary):
     total: int | None = None
 
@@ -136,18 +102,43 @@ class Summary(ModelSummary):
         self.total = total_parameters
 
 
-def _show(directory: Path) -> int | None:
+def _watched(directory: Path, callbacks: list[L.Callback]) -> int | None:
     summary = Summary()
-    options = {"enable_progress_bar": True, "callbacks": [TQDMProgressBar(), summary], "max_epochs": 1}
-    pipelines(directory, **options).fit(Regression(), train_loader(), eval_loader())
+    trainer = pipelines(
+        directory,
+        logger=CSVLogger(directory),
+        log_every_n_steps=1,
+        enable_progress_bar=True,
+        callbacks=[*callbacks, TQDMProgressBar(), summary],
+        max_epochs=1,
+    )
+    trainer.fit(Regression(), train_loader(), eval_loader())
     return summary.total
 
 
+@supported("Callbacks", "`LearningRateMonitor`")
+@supported(
+    "Callbacks",
+    "`ThroughputMonitor`",
+    "its device is rank 0's pipeline, and `mfu` a share of what all devices of that can do; its figures of all devices "
+    "are those times the number of pipelines",
+)
+@supported("Callbacks", "`DeviceStatsMonitor`", "of rank 0's device")
 @supported("Callbacks", "progress bar and `ModelSummary`", "shown by rank 0; the summary counts the whole model")
-def test_progress_bar_and_summary(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    totals = on_four_ranks(_show, tmp_path)
+def test_what_watches_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    monitor = ThroughputMonitor(lambda batch: len(batch[0]), window_size=3)
+    has_psutil = find_spec("psutil") is not None  # of the extra integrations
+    stats = [DeviceStatsMonitor(cpu_stats=True)] if has_psutil else []
+    totals = on_four_ranks(_watched, tmp_path, [LearningRateMonitor("step"), monitor, *stats])
     assert totals == [sum(p.numel() for p in Regression().parameters()), None, None, None]
     assert "Epoch 0: 100%" in capfd.readouterr().out
+    with next(tmp_path.glob("**/metrics.csv")).open() as file:
+        rows = list(csv.DictReader(file))
+    assert "lr-SGD" in rows[0]
+    assert any("cpu_percent" in name for name in rows[0]) == has_psutil
+    *_, last = (row for row in rows if row["train/device/samples_per_sec"])
+    for what in ("samples_per_sec", "batches_per_sec"):
+        assert float(last[f"train/{what}"]) == pytest.approx(2 * float(last[f"train/device/{what}"]))
 
 
 def _accumulate(directory: Path) -> tuple[dict[str, Tensor], int]:
@@ -197,61 +188,42 @@ def test_hooks(tmp_path: Path) -> None:
     assert all(calls == expected for calls in on_four_ranks(_calls, tmp_path / "four"))
 
 
-def _refuse(directory: Path, callback: L.Callback, error: str, strategy: SDPipeStrategy | None = None) -> None:
-    trainer = pipelines(directory, strategy, callbacks=[callback])
-    with pytest.raises((ConfigurationError, MisconfigurationException), match=re.escape(error)):
-        trainer.fit(Regression(), train_loader())
-
-
 _SECOND_COPY = "keeps a second copy of the whole model, and each worker holds its own stage only"
+_REPLACES = "replaces parameters by others while training goes on, when the model has been cut"
+_AFTER_FAILURE = "would save a checkpoint after a failure, when the stages that are gone cannot give their part"
+_DISTRIBUTED = "The Batch size finder is not supported with distributed strategies"
+_NO_LOSS = "stops where the loss grows, and the loss exists on last stages only"
+
+
+def _refuse(directory: Path) -> None:
+    cases = [
+        (StochasticWeightAveraging(1e-2), _SECOND_COPY),
+        (WeightAveraging(), _SECOND_COPY),
+        (ModelPruning("l1_unstructured", amount=0.5), _REPLACES),
+        (OnExceptionCheckpoint("."), _AFTER_FAILURE),
+        (ModelCheckpoint(save_on_exception=True), _AFTER_FAILURE),
+        (BatchSizeFinder(), _DISTRIBUTED),
+        (LearningRateFinder(), _NO_LOSS),
+    ]
+    for callback, error in cases:
+        trainer = pipelines(directory, callbacks=[callback])
+        with pytest.raises((ConfigurationError, MisconfigurationException), match=re.escape(error)):
+            trainer.fit(Regression(), train_loader())
 
 
 @refused("Callbacks", "`StochasticWeightAveraging`", _SECOND_COPY,
          "`SDPipeWeightAveraging(update_every_n_steps=0, update_starting_at_epoch=…)`, and `SWALR`; with "
          "`num_stages=1` it works")  # fmt: skip
-def test_stochastic_weight_averaging(tmp_path: Path) -> None:
-    on_four_ranks(_refuse, tmp_path, StochasticWeightAveraging(1e-2), _SECOND_COPY)
-
-
 @refused("Callbacks", "Lightning's `WeightAveraging`, `EMAWeightAveraging`", _SECOND_COPY,
          "`SDPipeWeightAveraging` takes the same arguments; with `num_stages=1` they work")  # fmt: skip
-def test_weight_averaging(tmp_path: Path) -> None:
-    on_four_ranks(_refuse, tmp_path, WeightAveraging(), _SECOND_COPY)
-
-
-_REPLACES = "replaces parameters by others while training goes on, when the model has been cut"
-
-
 @refused("Callbacks", "`ModelPruning`", _REPLACES, "with `num_stages=1` it works")
-def test_pruning(tmp_path: Path) -> None:
-    on_four_ranks(_refuse, tmp_path, ModelPruning("l1_unstructured", amount=0.5), _REPLACES, count=2)
-
-
-_AFTER_FAILURE = "would save a checkpoint after a failure, when the stages that are gone cannot give their part"
-
-
 @refused(
     "Callbacks",
     "`OnExceptionCheckpoint`, `ModelCheckpoint(save_on_exception=True)`",
     _AFTER_FAILURE,
     "with `num_stages=1` it works",
 )
-@pytest.mark.parametrize("callback", [OnExceptionCheckpoint("."), ModelCheckpoint(save_on_exception=True)])
-def test_checkpoint_on_exception(tmp_path: Path, callback: L.Callback) -> None:
-    on_four_ranks(_refuse, tmp_path, callback, _AFTER_FAILURE)
-
-
-_DISTRIBUTED = "The Batch size finder is not supported with distributed strategies"
-
-
 @refused("Callbacks", "`BatchSizeFinder`", _DISTRIBUTED, "Lightning's own rule for all distributed strategies")
-def test_batch_size_finder(tmp_path: Path) -> None:
-    on_four_ranks(_refuse, tmp_path, BatchSizeFinder(), _DISTRIBUTED)
-
-
-_NO_LOSS = "stops where the loss grows, and the loss exists on last stages only"
-
-
 @refused("Callbacks", "`LearningRateFinder`, `Tuner.lr_find`", _NO_LOSS, "with `num_stages=1` it works")
-def test_learning_rate_finder(tmp_path: Path) -> None:
-    on_four_ranks(_refuse, tmp_path, LearningRateFinder(), _NO_LOSS)
+def test_what_does_not_go_with_parts_of_a_model(tmp_path: Path) -> None:
+    on_four_ranks(_refuse, tmp_path, count=2)

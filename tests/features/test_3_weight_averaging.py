@@ -72,7 +72,7 @@ def _train(
     """What this rank holds in the end, the losses of validation, and how much the average took."""
     memory, saving = Memory(), ModelCheckpoint(directory, save_last=True)
     options: dict[str, Any] = {
-        "max_epochs": 5 if resume else 3,
+        "max_epochs": 3 if resume else 2,
         "num_sanity_val_steps": -1,
         "callbacks": [averaging(), memory, saving],
     }

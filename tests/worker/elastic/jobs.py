@@ -303,6 +303,7 @@ class ElasticRun:
             write_keys(directory / "keys")
             self._options += ["--key-file", str(directory / "keys/scheduler.key")]
         self.jobs: list[Job] = []
+        self._read: dict[Path, tuple[int, list[dict[str, Any]]]] = {}
         self.start_scheduler()
 
     def start_scheduler(self) -> None:
@@ -321,9 +322,18 @@ class ElasticRun:
 
     def rows(self, pipeline: int, rank: int = 0) -> list[list[dict[str, Any]]]:
         """What each start of a worker wrote down, the oldest first."""
-        texts = [path.read_text().splitlines(True) for path in self.directory.glob(f"{pipeline}-{rank}-*.jsonl")]
-        rows = [[json.loads(line) for line in lines if line.endswith("\n")] for lines in texts]
+        rows = map(self._rows_of, self.directory.glob(f"{pipeline}-{rank}-*.jsonl"))
         return sorted(filter(None, rows), key=lambda of_a_start: of_a_start[0]["at"])
+
+    def _rows_of(self, path: Path) -> list[dict[str, Any]]:
+        """Reads on where it has read before: who waits asks often."""
+        at, rows = self._read.get(path, (0, []))
+        with path.open("rb") as file:
+            file.seek(at)
+            whole, end, _ = file.read().rpartition(b"\n")
+        rows += map(json.loads, whole.splitlines())
+        self._read[path] = at + len(whole + end), rows
+        return rows
 
     def turns(self, pipeline: int) -> int:
         """Of the newest start."""
