@@ -24,7 +24,7 @@ from tests.large_pages import fork_in_large_pages
 from tests.scheduler.forked import forked_schedulers
 
 pytest_plugins = ["tests.patience"]
-settings.register_profile("shared host", deadline=None, max_examples=50)  # an example may wait long for a core
+settings.register_profile("shared host", deadline=None, max_examples=30)  # an example may wait long for a core
 settings.register_profile("long", deadline=None, max_examples=10_000)  # --hypothesis-profile=long, before a release
 settings.register_profile("quick", deadline=None, max_examples=20)
 settings.load_profile("shared host")
@@ -44,9 +44,11 @@ LONG = [
     "golden/test_golden.py",
     *("worker/launching/test_launching.py", "test_sweep.py", "recipes/test_train.py", "worker/test_failures.py"),
     *("loop/test_uneven.py", "features/test_4_optimization.py", "loop/test_dealt_training.py"),
-    *("sync/test_mover_choice.py", "sync/test_methods.py", "features/test_3_callbacks.py"),
-    *("features/test_5_checkpoints.py", "test_wheel.py", "strategy/test_strategy.py", "pipeline/test_models.py"),
-    *("recipes/suites/test_smoke.py", "placement/test_in_trainer.py"),
+    *("recipes/suites/test_smoke.py", "sync/test_hybrid_groups.py", "recipes/test_examples.py"),
+    *("features/test_5_checkpoints.py", "features/test_4_one_stage.py", "recipes/test_experiments.py"),
+    *("features/test_1_trainer.py", "loop/test_every_checkpoint.py", "features/test_1_trainer_options.py"),
+    *("sync/test_mover_choice.py", "sync/test_methods.py", "features/test_6_freezing.py"),
+    *("supervision/test_supervisor.py", "strategy/test_strategy.py", "test_wheel.py", "pipeline/test_models.py"),
     *("sync/test_every_exchange.py", "exchange/test_encoded_mean.py", "recipes/test_conf.py", "test_configuration.py"),
     *("recipes/suites/test_virtual.py", "recipes/suites/test_placement.py"),
 ]
@@ -75,6 +77,8 @@ def train_once() -> None:
 
         with tempfile.TemporaryDirectory() as directory, mock.patch.dict(os.environ):
             train_before_forks(Path(directory))
+        gc.collect()
+        gc.freeze()  # in forks, to look through what this has imported would copy it
 
 
 @pytest.hookimpl(tryfirst=True)

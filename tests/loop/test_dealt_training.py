@@ -352,7 +352,7 @@ def test_a_pipeline_that_is_dealt_nothing_is_met_all_the_same(tmp_path: Path) ->
         pytest.param(SemiDecentralized(window=0.002), 2, "1f1b", marks=pytest.mark.slow),
         (ADPSGD(asynchronous=True), 1, "1f1b"),
         pytest.param(PartialReduce(group_size=2), 1, "1f1b", marks=pytest.mark.slow),
-        (PartialReduce(group_size=2), 2, "1f1b"),
+        pytest.param(PartialReduce(group_size=2), 2, "1f1b", marks=pytest.mark.slow),
         (SemiDecentralized(window=0.002), 2, "pipedream"),
         pytest.param(NoSync(), 2, "pipedream", marks=pytest.mark.slow),
     ],

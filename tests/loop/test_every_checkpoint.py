@@ -57,9 +57,7 @@ ROWS = {  # whether the checkpoint is distributed, its place, and the batches of
     (False, "after a step/step=3.ckpt"): 3,
     (False, "after a step/step=8.ckpt"): 8,
     (False, "validation/step=4.ckpt"): 4,
-    (False, "validation/last.ckpt"): 8,
     (False, "epoch/step=8.ckpt"): 8,
-    (False, "afterwards.ckpt"): 8,
     (True, "after a step/step=3.ckpt"): 3,
     (True, "validation/last.ckpt"): 8,
     (True, "afterwards.ckpt"): 8,
@@ -128,12 +126,13 @@ def _resume(place: Path, stages: int, source: str, checkpoints: Sequence[Path]) 
     ],
 )
 def test_table(tmp_path: Path, saved: Any, count: int, stages: int, source: str) -> None:
-    checkpoints = [saved[distributed][0] / place for distributed, place in ROWS]
+    rows = dict([*ROWS.items()][::2]) if count == 4 else ROWS
+    checkpoints = [saved[distributed][0] / place for distributed, place in rows]
     ranks = on_four_ranks(_resume, tmp_path, stages, source, checkpoints, count=count)
     num_pipelines = count // stages
     shard = -(-SAMPLES // num_pipelines)
     each, whole = -(-shard // BATCH), shard * num_pipelines  # padded
-    for number, ((distributed, place), done) in enumerate(ROWS.items()):
+    for number, ((distributed, place), done) in enumerate(rows.items()):
         row = f"{place}, distributed: {distributed}"
         went_on = done * 2 // num_pipelines if done < BATCHES else each
         before = [batch for rank in saved[distributed][1] for batch in rank[:done]]

@@ -302,7 +302,7 @@ def in_every_block(model: Any, x: Tensor) -> Tensor:
         (shared_meter(), "the variable meter of shared_meter"),
     ],
 )
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_what_a_stage_would_miss_is_refused(loss_of: Any, what: str, num_stages: int) -> None:
     with pytest.raises(
         ConfigurationError, match=rf"training_step changes {what}[\w.]* after the end of a stage that reads"
@@ -410,7 +410,7 @@ def test_what_only_the_end_changes_is_known_to_be_handed_on() -> None:
 
 
 @pytest.mark.parametrize("loss_of", [early, begun_anew, only_late])
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_no_stage_misses_is_as_in_one_process(loss_of: Any, num_stages: int) -> None:
     torch.manual_seed(0)
     assert_equal_when_cut(Stepping(Model(), loss_of), batches(3), num_stages)

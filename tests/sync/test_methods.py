@@ -65,7 +65,7 @@ class Gentle(Regression):
 @pytest.mark.parametrize(
     ("sync", "sizes"),
     [
-        (PartialReduce(group_size=2, decay=0.5), (2.0, 2.0)),
+        pytest.param(PartialReduce(group_size=2, decay=0.5), (2.0, 2.0), marks=pytest.mark.slow),
         (ADPSGD(asynchronous=True), (1.01, 2.0)),  # alone when the other has ended its epoch
     ],
     ids=lambda value: str(value) if not isinstance(value, tuple) else "",

@@ -42,8 +42,10 @@ def loss(model: nn.Module) -> float:
     [
         pytest.param(SemiDecentralized(), Exchange(EightBit(block=8), "step"), {}, marks=pytest.mark.slow),
         (ADPSGD(asynchronous=True), Exchange(EightBit(block=8), "step"), {"schedule": "pipedream"}),
-        (LocalSGD(every=1), Exchange(Half(), "free", interval=0.01), {}),
-        (DiLoCo(every=3, fragments=2, delay=1, mix=0.5), Exchange(OneBit(block=8)), {}),
+        pytest.param(LocalSGD(every=1), Exchange(Half(), "free", interval=0.01), {}, marks=pytest.mark.slow),
+        pytest.param(
+            DiLoCo(every=3, fragments=2, delay=1, mix=0.5), Exchange(OneBit(block=8)), {}, marks=pytest.mark.slow
+        ),
         pytest.param(
             Decentralized("ring"),
             Exchange(EightBit(block=8, rounding="stochastic"), "step"),
@@ -139,7 +141,7 @@ def test_eight_bits_on_a_model_in_bfloat16(tmp_path: Path) -> None:
     ("sync", "stages"),
     [
         (DiLoCo(every=4, fragments=2), 2),
-        (DiLoCo(every=4), 1),
+        pytest.param(DiLoCo(every=4), 1, marks=pytest.mark.slow),
         pytest.param(LocalSGD(every=4), 2, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -522,7 +522,7 @@ class TestAPolicyThatFails:
 
 
 def test_the_status_of_thousands_of_workers_is_a_fraction_of_the_largest_reply() -> None:
-    for config in (AllReduceModels(), SemiDecentralized(window=0.0, connectivity=None), SemiDecentralized()):
+    for config in (AllReduceModels(), SemiDecentralized()):
         stages, pipelines = 8, 256
         service = SchedulerService(config, stages, pipelines)
         workers = [Worker(j, i) for j in range(stages) for i in range(pipelines)]
