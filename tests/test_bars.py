@@ -40,7 +40,7 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 BARS = {
     "code lines of the package": 39_030,
     "code lines of recipes, without baselines and tools": 7_460,
-    "code lines of tests": 42_090,
+    "code lines of tests": 42_400,
     "statements that raise something": 619,
     "types of messages, events, decisions and effects": 84,
 }
