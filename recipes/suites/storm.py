@@ -18,8 +18,15 @@ from typing import Any
 import hydra
 
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
+from lightning_sdpipe.membership.members import Receive
+from lightning_sdpipe.membership.turn_order import Command
+from lightning_sdpipe.meter import PHASES, MeterRow
 from lightning_sdpipe.policies import Group, PolicyConfig
+from lightning_sdpipe.policies.all_reduce import AllPresent
+from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.scheduler import membership_protocol as e
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.client.reporting import RowBuffer
 from recipes.suites.grid import Goal, Ratios, Row, ratios
 from recipes.tools import elastic_world
 from recipes.tools.elastic_world import Process
@@ -31,7 +38,7 @@ FAULTS = {"kill": (60.0, (0.0, 0.0)), "stop": (240.0, (5.0, 40.0)), "cut": (300.
 """Mean seconds between two of them in a storm of that many pipelines, and how long each lasts."""
 IMPORTS = 10.0, 20.0
 GLANCE = 0.25
-ALL_MEET = "all_reduce", "local_sgd"
+ALL_MEET = "all_reduce", "local_sgd", "diloco"
 
 
 class Storm(elastic_world.World):
@@ -51,6 +58,12 @@ class Storm(elastic_world.World):
         self.newest: dict[int, Process] = {}
         self.killed: dict[int, float] = {}
         self.back, self.gaps = list[float](), list[float]()
+        self._bases: dict[int, int] = {}
+        """Newest base of each start, of DiLoCo."""
+        self._copied: dict[tuple[int, str], int] = {}
+        """Bases with the states that were copied, by start and transfer."""
+        self._named: dict[int, Group] = {}
+        """Groups of the starts' next rounds."""
         self._kept_at: dict[int, tuple[float, int]] = {}
         """When each start has kept its last step, and how many it had made."""
         super().__init__(seed)
@@ -83,6 +96,47 @@ class Storm(elastic_world.World):
     def joined(self, process: Process) -> None:
         self._kept_at.setdefault(process.incarnation, (self.now, process.update))
         super().joined(process)
+        if isinstance(self.config, OuterRounds):
+            process.talk.rows = RowBuffer(self.nanoseconds)
+            self.stands(process)
+
+    def nanoseconds(self) -> int:
+        return round(self.now * 1e9)
+
+    def stands(self, process: Process) -> None:
+        """Be ready for a round of DiLoCo, and train on."""
+        start = process.incarnation
+
+        def named(answer: Any) -> None:
+            self._named[start] = answer.group
+
+        self.ask_session(process, named, m.Ready, process.iteration, self._bases.get(start, -1))
+
+    def turn(self, process: Process) -> None:
+        if not isinstance(self.config, OuterRounds):
+            super().turn(process)
+            return
+        us = (round(self._seconds * 1e6), *(0,) * (len(PHASES) - 1))
+        process.talk.rows.add(process.iteration, MeterRow(us, 0, self.nanoseconds(), follows=process.turns > 1))
+        if process.update + 1 - self._kept_at[process.incarnation][1] >= (self.config.every or 0):
+            process.talk.beat_soon()  # the round may be due
+        group = self._named.pop(process.incarnation, None)
+        if group is None:
+            self.stepped(process)
+        elif group.lineage is not None and group.lineage.goes_on:
+            self.exchange(process, group)
+        else:
+            self.stands(process)
+            self.stepped(process)
+
+    def obey(self, process: Process, command: Command) -> None:
+        super().obey(process, command)
+        self._copied[process.incarnation, command.text] = self._bases.get(process.incarnation, -1)
+
+    def copied(self, process: Process, receive: Receive) -> None:
+        giver = self.newest[receive.donor].incarnation
+        self._bases[process.incarnation] = self._copied.get((giver, receive.transfer), -1)
+        super().copied(process, receive)
 
     def strikes(self, kind: str, faults: random.Random, first: float = 0.0) -> None:
         """Let a fault of this kind come, and the next one."""
@@ -121,7 +175,7 @@ class Storm(elastic_world.World):
         super().exchanged(process, group)
 
     def exchange_ends(self, process: Process) -> None:
-        group, together = process.group, self.config.__class__.__name__ == "AllPresent"
+        group, together = process.group, isinstance(self.config, AllPresent | OuterRounds)
         if group is not None and together and process.has_result is False:
             self.ask(process, lambda reply: self.again(process, group, reply), e.AskRegroup, group, process.talk.held)
             return
@@ -129,11 +183,18 @@ class Storm(elastic_world.World):
             process.talk.completed(group.sequence)
             if process.has_result and len(group.members) > 1:
                 self.keep(process, group)
+            if group.lineage is not None:
+                if process.has_result:
+                    self._bases[process.incarnation] = group.sequence
+                self.stands(process)
         super().exchange_ends(process)
 
     def again(self, process: Process, group: Group, reply: e.Reply) -> None:
         assert isinstance(reply, e.Again)
-        if reply.source < 0:
+        if reply.group.lineage is not None and not reply.group.lineage.goes_on:  # it is dropped
+            process.has_result = None
+            self.exchange_ends(process)
+        elif reply.source < 0:
             self.begin_exchange(process, reply.group)
         else:
             process.has_result = True

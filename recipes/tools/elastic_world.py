@@ -517,9 +517,13 @@ class World:
             self.ready(process)
         elif lease.size:
             process.iteration += 1
-            self.ask_session(process, lambda answer: self.exchange(process, answer.group), m.Ready, process.iteration)
+            self.turn(process)
         else:
             self.leave(process)  # there is nothing for now: others must not wait for this one
+
+    def turn(self, process: Process) -> None:
+        """It asks for the group of its iteration, and trains the batch when the exchange is over."""
+        self.ask_session(process, lambda answer: self.exchange(process, answer.group), m.Ready, process.iteration)
 
     def dealt(self, process: Process, reply: m.Dealt) -> None:
         process.lease, process.done, process.ordinal = reply.lease, 0, process.ordinal + 1

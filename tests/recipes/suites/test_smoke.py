@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.suites.storm import ALL_MEET
 from tests.recipes.composed import parameters_of
 
 ECHO = {f"echo{kind}_{p}/{n}" for kind in ("", "_pairs", "_alone") for p in ("p50", "p99") for n in (2, 4)}
@@ -48,8 +49,8 @@ RATIOS = {
     "soak": {"soak/failed", "soak/loss", "soak/still"},
     "storm": {
         f"{ratio}/{method}/4/{weather}"
-        for method in ("all_reduce", "local_sgd", "semi_decentralized", "partial_reduce", "ad_psgd")
-        for ratio in ("kept", "back", "stood", *(("members",) if method in ("all_reduce", "local_sgd") else ()))
+        for method in ("all_reduce", "local_sgd", "diloco", "semi_decentralized", "partial_reduce", "ad_psgd")
+        for ratio in ("kept", "back", "stood", *(("members",) if method in ALL_MEET else ()))
         for weather in ("kills", "storm")
     },
     "throughput": set(),
