@@ -26,6 +26,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="recipes.tools.pictures", description=__doc__)
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs" / "pictures")
     parser.add_argument("--without-demo", action="store_true", help="only the pages")
+    parser.add_argument(
+        "--for", dest="seconds", type=float, default=180.0, help="seconds of training; more if it is busy"
+    )
     options = parser.parse_args()
     output = options.output.resolve()
     if shutil.which("chromium") is None:
@@ -35,14 +38,14 @@ def main() -> None:
         if not options.without_demo:
             subprocess.run([*SDPIPE, "demo"], check=True)
             shutil.copy("sdpipe-demo.png", output / "demo.png")
-        _elastic(output)
+        _elastic(output, options.seconds)
 
 
-def _elastic(output: Path) -> None:
+def _elastic(output: Path, seconds: float) -> None:
     script = str(ROOT / "recipes/examples/elastic.py")
     with Path("printed").open("wb") as printed:
         run = subprocess.Popen(
-            [*SDPIPE, "run", "--pipelines", "2", "--logs", "logs", script], stdout=printed, stderr=printed
+            [*SDPIPE, "run", "--pipelines", "2", "--logs", "logs", script, str(seconds)], stdout=printed, stderr=printed
         )
     _until(lambda: _said("all 2 pipelines train"), run)
     (address,) = re.findall(r"scheduler at (\S+);", Path("printed").read_text(errors="replace"))
