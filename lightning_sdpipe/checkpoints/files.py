@@ -150,7 +150,7 @@ def _not_written(place: Path, checkpoint: Any, error: OSError) -> NotWrittenErro
     free = shutil.disk_usage(directory).free
     return NotWrittenError(
         f"the checkpoint {place} was not written ({error.strerror or error}): its tensors take {needed:,} bytes, and "
-        f"{free:,} bytes are free in {directory}. What was there before is whole. Make room, "
+        f"{free:,} bytes are free in {directory}. An earlier checkpoint at that path is untouched. Make room, "
         "keep fewer checkpoints (ModelCheckpoint(save_top_k=...)), or write them elsewhere"
     )
 

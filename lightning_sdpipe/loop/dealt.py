@@ -364,7 +364,7 @@ def announcement(required: bool, module: LightningModule, callbacks: Iterable[Ca
         module: the user's.
         callbacks: of the Trainer.
     """
-    why = "as data='dealt' says" if required else "since this method lets each run at its own and the loader allows it"
+    why = "as data='dealt' says" if required else "since the method and the loader allow it"
     users = [each for each in callbacks if type(each).__module__.partition(".")[0] not in _LIBRARIES]
     told: list[tuple[Any, str]] = [
         (module, name) for name in ("on_train_batch_start", "on_train_batch_end", "optimizer_step")
@@ -377,6 +377,6 @@ def announcement(required: bool, module: LightningModule, callbacks: Iterable[Ca
     ]
     seen = f"; {', '.join(hooks)} see the batch_idx of their own pipeline's batches" if hooks else ""
     return (
-        f"Batches go to the pipelines by their speed, {why}{seen}. What must happen at a point of the whole run goes "
-        "by trainer.global_step (docs/data.md). data='sharded' gives each pipeline its own shard instead."
+        f"Batches are dealt to pipelines by their speed, {why}{seen}. Count in trainer.global_step where all pipelines "
+        "must do something at the same point (docs/data.md). data='sharded' gives each pipeline its own shard instead."
     )

@@ -93,7 +93,7 @@ _OF_A_RUN = frozenset({"_run", "_set_up", "_origin", "_guard", "_first_failure",
 _T = TypeVar("_T")
 _SETUP = (
     ". If it timed out, a rank was still in the setup hook of the module, of the data or of a callback: SDPipeStrategy("
-    "timeout=...) bounds that. What one rank has to do alone (a download) belongs into prepare_data, which is not."
+    "timeout=...) bounds that. Work of one rank alone (a download) belongs in prepare_data, which is not bounded."
 )
 log = logging.getLogger(__name__)
 

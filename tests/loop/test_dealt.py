@@ -31,7 +31,7 @@ def test_hooks_that_are_told_the_number_of_a_batch_are_named() -> None:
     line = announcement(False, Module(), [EveryTenth(), AtTheEnd(), ModelCheckpoint(), LearningRateMonitor()])
     hooks = "Module.on_train_batch_end, EveryTenth.on_train_batch_start"
     assert f"{hooks} see the batch_idx of their own pipeline's batches" in line
-    assert "since this method lets each run at its own" in line
+    assert "since the method and the loader allow it" in line
     assert "AtTheEnd" not in line
     assert "Monitor" not in line
 
