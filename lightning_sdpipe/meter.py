@@ -106,22 +106,13 @@ class Meter:
         """Microseconds of each phase at the end of the last update, and of ``core_wait``."""
         self._core_mark = 0
         self._waited = 0.0
-        self._asked = 0
-        """Time at which the last wait was asked for."""
         self._descriptor: int | None = None
         self._closer: weakref.finalize[..., Meter] | None = None
 
     def waiting(self, phase: int = WAIT_STAGE) -> AbstractContextManager[None]:
         """Return a context for a wait for another worker in that ``phase``, unless a phase of waiting has been entered
         already."""
-        self._asked = self._clock()
         return self.spans[phase] if self._stack[-1] < OWN else _NO_SPAN
-
-    def seconds_waiting(self) -> float:
-        """Return for how long this thread has been in its present wait for another worker; 0 if it is in none. Any
-        thread may ask."""
-        since = max(self._since, self._asked)
-        return (self._clock() - since) / 1e9 if self._stack[-1] >= OWN else 0.0
 
     def seconds(self, *phases: int) -> float:
         """Return the seconds in all of these phases since this thread began."""

@@ -116,19 +116,6 @@ def test_a_wait_that_no_span_names_is_for_a_stage() -> None:
     assert it.seconds(WAIT_UP, WAIT_STAGE) == 3e-6
 
 
-def test_a_wait_lasts_until_the_next_one_is_asked_for() -> None:
-    it, clock, _ = metered()
-    clock.now = 1e6
-    assert it.seconds_waiting() == 0, "it computes"
-    with it.spans[EXCHANGE]:
-        clock.now = 5e6
-        assert it.seconds_waiting() == 4
-        with it.waiting():  # for the next piece
-            clock.now = 7e6
-            assert it.seconds_waiting() == 2
-    assert it.seconds_waiting() == 0
-
-
 def test_a_full_collection_counts_for_the_thread_that_it_stops() -> None:
     gc.collect()
     seen: list[float] = []

@@ -16,9 +16,9 @@ start) batches are each dealt once. A segment is over when all are trained, so a
   that goes.
 - There may be nothing for an ask: all is dealt, or others are faster. The worker then gets an empty lease, trains what
   it still holds, and asks again. That ask stays open until batches come back, others stall, or the segment is over.
-- A dealer that has dealt nothing yet may be a scheduler that was restarted in mid-epoch. Before it decides anything,
-  every stage of every pipeline tells what it was dealt: one stage may have heard of a lease that is still on its way to
-  another. A lease that no stage has heard of has not been trained.
+- The dealer of a scheduler that was restarted in mid-epoch hears first what every stage of every pipeline was dealt:
+  one stage may have heard of a lease that is still on its way to another. A lease that no stage has heard of has not
+  been trained.
 """
 
 from __future__ import annotations
@@ -26,7 +26,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from lightning_sdpipe.dealing.leases import Asked, Done, Expected, Lease, LeaseEvent, Returned, Segment, Told, Trained
+from lightning_sdpipe.dealing.leases import (
+    Asked,
+    Book,
+    Books,
+    Done,
+    Lease,
+    LeaseEvent,
+    Returned,
+    Segment,
+    Trained,
+)
 from lightning_sdpipe.dealing.pipeline_progress import PipelineProgress
 from lightning_sdpipe.dealing.proportional import proportional_shares
 from lightning_sdpipe.errors import shape
@@ -57,8 +67,7 @@ class Dealer:
         self.segment: Segment | None = None
         self._previous: tuple[Segment, dict[int, list[Lease]], int] | None = None
         """Answers of the segment before, which may have been lost on their way, and where it ended."""
-        self._recovering = self._restarted = False
-        self._over = self._stops = False
+        self._restarted = self._over = self._stops = False
         self._stop = 0
         """Number at which the segment ends."""
 
@@ -88,19 +97,16 @@ class Dealer:
                 account.hear(worker.stage, done, now)
                 self._stops |= done.stops
                 return self._settle(now)
-            case Told():
-                return self._hear_book(event, now)
+            case Books(books):
+                self._take_over(books, now)
+                return self._settle(now)
             case Returned(pipeline):
                 self._take_back(pipeline)
                 return self._settle(now)
-            case Expected(pipeline):
-                if self.segment is None:
-                    self._numbered(pipeline).present = True
-                return []
             case Widened(num_pipelines):
                 for _ in range(num_pipelines - len(self._accounts)):
                     account = PipelineProgress(self._num_stages)
-                    account.present = False  # until it asks, tells, or is expected
+                    account.present = False  # until it asks, or brings a book
                     account.begin(now)
                     self._accounts.append(account)
                 return []
@@ -126,39 +132,20 @@ class Dealer:
         """Number below which pipelines may hold leases: those of the plan, and those that it was widened for."""
         return len(self._accounts)
 
-    def asks_for_book(self, worker: Worker, segment: Segment) -> bool:
-        """Return whether ``worker`` should tell what it was dealt in ``segment``."""
-        if self.segment is None or (self._recovering and self._is_newer(segment)):
-            return True
-        told = self._accounts[worker.pipeline].told
-        return segment == self.segment and worker.stage not in told and (self._recovering or bool(told))
-
     def still_training(self) -> list[int]:
         """Return the pipelines that were dealt something that not all of their stages have trained."""
         return [
             i for i, account in enumerate(self._accounts) if account.present and account.finished() < account.leased
         ]
 
-    def awaited(self) -> list[int]:
-        """Return the pipelines that others wait for, with nothing to train meanwhile."""
-        return self.still_training() if any(account.waits for account in self._accounts) else []
-
     def behind(self) -> list[Worker]:
-        """Return the workers of awaited pipelines that have not trained yet what those were dealt."""
+        """Return the workers that have not trained yet what their pipelines were dealt, if others wait for that with
+        nothing to train meanwhile."""
         return [
             Worker(stage, pipeline)
-            for pipeline in self.awaited()
+            for pipeline in (self.still_training() if any(account.waits for account in self._accounts) else ())
             for stage in range(self._accounts[pipeline].depth)
             if self._accounts[pipeline].trained.get(stage, 0) < self._accounts[pipeline].leased
-        ]
-
-    def untold(self) -> list[Worker]:
-        """Return the workers that have to tell what they were dealt before anything else is dealt."""
-        return [
-            Worker(stage, i)
-            for i, account in enumerate(self._accounts)
-            for stage in range(account.depth)
-            if account.present and stage not in account.told and (self._recovering or account.told)
         ]
 
     # ---------------------------------------------------------------- segments
@@ -172,11 +159,6 @@ class Dealer:
         if not (done.batches >= 0 and 0 <= done.ago < math.inf and 0 <= (done.seconds or 0) < math.inf):
             raise RefusedEvent(f"worker {worker} says that it has trained {done}, which cannot be")
         return self._accounts[worker.pipeline]
-
-    def _numbered(self, pipeline: int) -> PipelineProgress:
-        if not 0 <= pipeline < len(self._accounts):
-            raise RefusedEvent(f"pipeline {pipeline} does not exist among {len(self._accounts)}")
-        return self._accounts[pipeline]
 
     def _is_newer(self, segment: Segment) -> bool:
         current = self.segment
@@ -197,11 +179,10 @@ class Dealer:
                 "must pause at the same batches, whatever their rank, data or clock"
             )
         known = len(account.leases) if segment == current and account.present else 0
-        if ordinal > known and not (current is None or self._recovering):
+        if ordinal > known:
             raise RefusedEvent(f"worker {worker} asked for lease {ordinal} of its pipeline, which was dealt {known}")
 
     def _begin(self, segment: Segment, now: float) -> None:
-        self._recovering = self._restarted = self._recovering or self.segment is None
         if self.segment is not None:
             leases = {i: account.leases for i, account in enumerate(self._accounts)}
             self._previous = self.segment, leases, self._stop
@@ -210,40 +191,36 @@ class Dealer:
         for account in self._accounts:
             account.begin(now)
 
-    def _hear_book(self, told: Told, now: float) -> list[Lease]:
-        account, segment = self._account(told.worker, told.done), told.segment
-        begins = self._is_newer(segment)
-        known = begins or told.worker.stage in account.told or (account.leases and not account.told)
-        if self.segment is not None and not self._recovering and known:
-            return []  # it has told, or holds what this dealer has dealt
-        if not begins and segment != self.segment:
-            return []
-        whole = [range(segment.start, segment.stop)]
-        left = [list(whole if begins else parts) for parts in self._left]
-        news = told.leases if begins else told.leases[len(account.leases) :]
-        for lease in news:
-            if (
-                lease.segment != segment
-                or lease.pipeline != told.worker.pipeline
-                or not 0 <= lease.home < self._num_pipelines
-                or not _removed(left[lease.home], lease.start, lease.stop)
+    def _take_over(self, books: Iterable[tuple[Worker, Book]], now: float) -> None:
+        """Go on in the newest segment of these books. One that contradicts another is left out, and what its worker
+        asks for is then refused."""
+        self._restarted = True
+        for _, book in books:
+            if self._is_newer(book.segment):
+                self.segment = book.segment
+        newest, self.segment = self.segment, None
+        assert newest is not None
+        self._begin(newest, now)
+        for worker, book in books:
+            account = self._accounts[worker.pipeline]
+            left, news = [list(parts) for parts in self._left], book.leases[len(account.leases) :]
+            if book.segment == newest and all(
+                lease.pipeline == worker.pipeline
+                and lease.home < self._num_pipelines
+                and _removed(left[lease.home], lease.start, lease.stop)
+                for lease in news
             ):
-                raise RefusedEvent(f"worker {told.worker} told of {lease}, which others hold or {segment} lack")
-        if begins:
-            self._begin(segment, now)
-        self._left = left
-        account.leases += news
-        account.leased += sum(lease.size for lease in news)
-        account.present = True
-        account.told.add(told.worker.stage)
-        account.hear(told.worker.stage, told.done, now)
-        self._stops |= told.done.stops
-        self._over = self._over or told.over
-        self._stop = min([self._stop, *(lease.stop for lease in told.leases if lease.over)])
-        return self._settle(now)
+                self._left = left
+                account.leases += news
+                account.leased += sum(lease.size for lease in news)
+                account.present = True
+                account.hear(worker.stage, book.done, now)
+                self._stops |= book.done.stops
+                self._over |= book.over
+                self._stop = min([self._stop, *(lease.stop for lease in book.leases if lease.over)])
 
     def _take_back(self, pipeline: int) -> None:
-        account = self._numbered(pipeline)
+        account = self._accounts[pipeline]
         trained = min(account.kept(), max(0, account.finished() - self._in_doubt))
         self._retired += trained
         for lease in account.leases:
@@ -259,16 +236,10 @@ class Dealer:
 
     def _settle(self, now: float) -> list[Lease]:
         """Decide the open asks, as far as they can be decided."""
-        if self._recovering:
-            if not all(account.has_told or not account.present for account in self._accounts):
-                return []
-            self._recovering = False
         if self._stops:
             self._left = [[] for _ in self._left]
         decided: list[Lease] = []
         for pipeline, account in enumerate(self._accounts):
-            if account.told and not account.has_told:
-                continue
             if account.open and not account.waits:
                 lease = None if self._over else self._lease(pipeline, self._quotas(now), now)
                 decided.append(self._record(lease or self._empty(pipeline, self._over)))

@@ -88,15 +88,19 @@ class Trained(msgspec.Struct, frozen=True, gc=False, tag="trained"):
     done: Done
 
 
-class Told(msgspec.Struct, frozen=True, gc=False, tag="told"):
-    """A report of what the pipeline of ``worker`` was dealt in ``segment``, as far as it heard; ``over`` if it heard
-    that."""
+class Book(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """All leases in ``segment`` that a worker has heard of; ``over`` says that it also heard of the segment's end."""
 
-    worker: Worker
     segment: Segment
     leases: tuple[Lease, ...]
     over: bool
     done: Done
+
+
+class Books(msgspec.Struct, frozen=True, gc=False, tag="books"):
+    """The books of the workers of all pipelines that are there, to which another dealer has dealt."""
+
+    books: tuple[tuple[Worker, Book], ...]
 
 
 class Returned(msgspec.Struct, frozen=True, gc=False, tag="returned"):
@@ -108,11 +112,4 @@ class Returned(msgspec.Struct, frozen=True, gc=False, tag="returned"):
     pipeline: int
 
 
-class Expected(msgspec.Struct, frozen=True, gc=False, tag="expected"):
-    """The ``pipeline``, which is beyond those that were planned, is in the run, and another scheduler may have dealt to
-    it: nothing is dealt before it tells."""
-
-    pipeline: int
-
-
-LeaseEvent: TypeAlias = Asked | Trained | Told | Returned | Expected | Widened
+LeaseEvent: TypeAlias = Asked | Trained | Books | Returned | Widened

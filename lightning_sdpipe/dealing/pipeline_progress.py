@@ -13,7 +13,7 @@ SHORTEST = 1e-6
 class PipelineProgress:
     """One pipeline's leases in this segment, and its speed as far as known. It has ``depth`` stages."""
 
-    __slots__ = ("asked", "base", "depth", "leased", "leases", "loose", "present", "seconds", "told", "trained")
+    __slots__ = ("asked", "base", "depth", "leased", "leases", "loose", "present", "seconds", "trained")
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -32,13 +32,6 @@ class PipelineProgress:
         """Time from which it takes its remaining batches × ``seconds`` to finish what it holds."""
         self.asked = -1
         """Newest ordinal that some stage asked for."""
-        self.told: set[int] = set()
-        """Stages that have told what they were dealt by an earlier dealer."""
-
-    @property
-    def has_told(self) -> bool:
-        """True if all stages have told. One may have heard of a lease of which another has not."""
-        return len(self.told) == self.depth
 
     @property
     def open(self) -> bool:

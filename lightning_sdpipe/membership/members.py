@@ -240,14 +240,6 @@ class Denied(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag="den
     must_end: bool = False
 
 
-class Missing(msgspec.Struct, frozen=True, gc=False, tag="went_missing"):
-    """The process of a fixed roster is lost; the others go on without it until it is heard of, of which an empty
-    ``reason`` tells."""
-
-    worker: Worker
-    reason: str
-
-
 class Held(msgspec.Struct, frozen=True, gc=False, tag="held"):
     """No pipeline trains until there are enough again; an empty ``reason`` says that there are."""
 
@@ -262,6 +254,4 @@ class RunOver(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag="ru
     worker: Worker | None = None
 
 
-MemberDecision: TypeAlias = (
-    Started | Receive | Donate | Abandoned | Met | Gone | Denied | Missing | Held | RunOver | Epoch
-)
+MemberDecision: TypeAlias = Started | Receive | Donate | Abandoned | Met | Gone | Denied | Held | RunOver | Epoch

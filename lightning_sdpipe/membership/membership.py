@@ -26,9 +26,9 @@ fails, or departs. ``pipelines.py`` has the tables of its states, and of those o
 9. *A new scheduler* learns of the run when a member resumes: it waits ``recovery_grace`` seconds for the rest of the
    newest epoch that any heard of. A start outside that epoch has been replaced, and must end. No pipeline starts anew
    in its first ``settle`` seconds.
-10. *A fixed roster* (``fixed``) is one start of so many pipelines, and a process that has ended ends the run, by name.
-    A silent process is lost until it is heard of. When all have finished, the next run may begin. The first process of
-    a run determines its kind.
+10. *A fixed roster* (``fixed``) is one start of so many pipelines, and a process that has ended, or is silent on a
+    machine that cannot be reached, ends the run, by name. When all have finished, the next run may begin. The first
+    process of a run determines its kind.
 
 Promises, which the tests hold against all histories: epochs' numbers grow; no incarnation is a member twice, or after
 it was gone; the leader is the oldest member; none starts fresh while there is a member; a barrier is decided once.
@@ -72,6 +72,10 @@ class Membership(RunState):
         if self._returning is not None:
             if isinstance(event, w.Enrolled) and (refused := self._refusal(event)):
                 return [w.Denied(event.worker, event.incarnation, refused)]
+            if self.terms.fixed and isinstance(event, w.Ended | w.Departed):
+                here = self.is_here(event.worker, event.incarnation)
+                reason = event.reason if isinstance(event, w.Ended) else "was told to end"
+                return self.ending.ends(reason, event.worker) if here else []
             heard = self._returning.hear_other(event, self.roster)
             return heard + (self._end_recovery(self._returning, now) if self._returning.complete() else [])
         if isinstance(event, w.Enrolled):
@@ -102,8 +106,6 @@ class Membership(RunState):
                 return self._meet() if met is None else [met]
             case w.Ended(how="ended" | "silent") if done:
                 return []  # as it said it would
-            case w.Ended(_, _, reason, "silent") if self.terms.fixed:
-                return self._fell_silent(worker, reason)
             case w.Ended(_, _, reason, how) if self.terms.fixed:
                 return self._ends_it(worker, reason if how == "failed" else f"its process {reason}")
             case w.Ended(_, _, reason, "ended" | "silent"):
@@ -274,29 +276,17 @@ class Membership(RunState):
         said = "has finished before its pipeline took part" if finished else "was told to end"
         return self._goes(worker.pipeline, f"stage {worker.stage} {said}", now, left=True)
 
-    def _fell_silent(self, worker: Worker, reason: str) -> list[MemberDecision]:
-        """Note that a process of a fixed roster is lost."""
-        here = self.roster.here[worker.pipeline]
-        if here.is_lost(worker.stage):
-            return []
-        here.move_process(worker.stage, "falls silent")
-        return [w.Missing(worker, reason), *self._meet()]
-
     def _heard(self, worker: Worker, incarnation: int) -> list[MemberDecision]:
-        """Note that a process lives that was in doubt."""
+        """Note that a process lives whose number another job claims."""
         if not self.doubts(worker, incarnation):
             return []
-        decisions: list[MemberDecision] = []
-        if self.is_lost(worker):
-            self.roster.here[worker.pipeline].move_process(worker.stage, "is heard of")
-            decisions.append(w.Missing(worker, ""))
         lives = (
             f"pipeline {worker.pipeline} is trained by another job, which lives (its stage {worker.stage} was just "
             "heard of); end that one, or give this one "
             + ("a scheduler of its own" if self.terms.fixed else "a number of its own in SDPIPE_PIPELINE")
         )
         rivals = self.roster.take_rivals(worker.pipeline)
-        return decisions + [w.Denied(event.worker, event.incarnation, lives) for event in rivals]
+        return [w.Denied(event.worker, event.incarnation, lives) for event in rivals]
 
     def _from_a_stranger(self, event: w.FromProcess) -> list[MemberDecision]:
         """Decide on an event of a process that has not enrolled here, or must not."""
@@ -341,15 +331,17 @@ class Membership(RunState):
 
     def _end_recovery(self, returning: MemberRecovery, now: float) -> list[MemberDecision]:
         self._returning, self._settled = None, now
-        decisions, silent = returning.end(self.roster, now)
-        for worker in silent:
-            decisions += self._fell_silent(worker, "has not come back")
+        decisions = returning.end(self.roster, now)
         back = tuple(member for member in returning.epoch.members if member.pipeline in self.roster.here)
         lost = tuple(member.pipeline for member in returning.epoch.members if member not in back)
+        if lost and self.terms.fixed:
+            absent = next(filter(None, map(returning.missing, returning.epoch.members)))
+            reason = "it did not come back to the scheduler that was started again"
+            return decisions + self.ending.ends(reason, Worker(absent[0], lost[0]))
         self.epoch = msgspec.structs.replace(returning.epoch, members=back)
         self.donations.number_from(1000 * self.epoch.number)
         decisions += self._new_epoch("the scheduler was started again", lost=lost)
-        for event in returning.early:
+        for event in returning.early.values():
             decisions += self._on(event, now)
         return decisions + self._admit(now) + self._meet()
 

@@ -25,14 +25,13 @@ def _read(text: str) -> Mapping[str, Mapping[str, str]]:
     return {state: {what: after for what, after in zip(happens, cells, strict=True) if after} for state, *cells in rows}
 
 
-# Silence is "falls silent" in a fixed roster, and "ends" in an open one. "returns": to a restarted scheduler.
+# "returns": to a restarted scheduler.
 PROCESSES = _read("""
-    a process | enrols | finishes | falls silent | is heard of | ends
-    unknown   | here   |          |              |             |
-    here      | here   | done     | lost         | here        | gone
-    lost      | here   | done     | lost         | here        | gone
-    done      | done   | done     | done         | done        | done
-    gone      |        |          |              |             |
+    a process | enrols | finishes | ends
+    unknown   | here   |          |
+    here      | here   | done     | gone
+    done      | done   | done     | done
+    gone      |        |          |
 """)
 PIPELINES = _read("""
     a start  | a stage enrols | the last enrols | returns | begins | finds a donor | has it | loses it | finishes | ends
@@ -99,10 +98,6 @@ class PipelineStart:
     def finishes(self) -> bool:
         """True if one of the stages has finished."""
         return "done" in self.processes.values()
-
-    def is_lost(self, stage: int) -> bool:
-        """Return whether that process has not been heard of for too long."""
-        return self.processes.get(stage) == "lost"
 
 
 class Roster:

@@ -66,15 +66,8 @@ class RunState:
         return self.roster.has(worker, incarnation)
 
     def doubts(self, worker: Worker, incarnation: int) -> bool:
-        """Return whether it would help to hear that this process lives: another job claims its number, or it is
-        lost."""
-        claimed = worker.pipeline in self.roster.claimed
-        return self.is_here(worker, incarnation) and (claimed or self.is_lost(worker))
-
-    def is_lost(self, worker: Worker) -> bool:
-        """Return whether the worker belongs to a fixed roster and has not been heard of for too long."""
-        here = self.roster.here.get(worker.pipeline)
-        return here is not None and here.is_lost(worker.stage)
+        """Return whether it would help to hear that this process lives, since another job claims its number."""
+        return worker.pipeline in self.roster.claimed and self.is_here(worker, incarnation)
 
     def unit(self, worker: Worker) -> object:
         """Return what falls silent together with ``worker``: its pipeline, or in a fixed roster the worker alone."""
@@ -85,8 +78,7 @@ class RunState:
         return sorted(
             i
             for i, here in self.roster.here.items()
-            if (here.member or self.donations.taken_in(i, stage))
-            and here.processes.get(stage, "done") not in ("done", "lost")
+            if (here.member or self.donations.taken_in(i, stage)) and here.processes.get(stage, "done") != "done"
         )
 
     def states(self) -> dict[int, str]:

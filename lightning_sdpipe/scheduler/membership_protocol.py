@@ -14,7 +14,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from lightning_sdpipe.dealing.leases import Done, Lease, Segment
+from lightning_sdpipe.dealing.leases import Book, Done, Segment
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Met, Receive
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Count, Last, Worker
@@ -42,15 +42,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer
     group: Group
     iterations: tuple[Count | None, ...]
     invitations: tuple[Count, ...] = ()
-
-
-class Book(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """All leases in ``segment`` that a worker has heard of; ``over`` says that it also heard of the segment's end."""
-
-    segment: Segment
-    leases: tuple[Lease, ...]
-    over: bool
-    done: Done
 
 
 class Resumes(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -90,9 +81,8 @@ class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
     last. In ``epoch`` it cannot reach the pipelines ``misses``. It has made ``update`` updates (-1: unknown).
     ``joined`` says whether it believes that it takes part in groups, ``rows`` what it did since the last beat, and
     ``dealt`` how far it is with the batches that it was dealt. ``spans`` are there when the scheduler has asked for
-    them. For ``waits`` seconds it has been in its present wait for another worker (0: in none).
-    It ``awaits`` what the first string says if no byte has come or gone for as long as a worker may be silent; the
-    others are addresses that acknowledge nothing. ``doing`` is for people."""
+    them. It ``awaits`` what the first string says if no byte has come or gone for as long as a worker may be silent;
+    the others are addresses that acknowledge nothing. ``doing`` is for people."""
 
     holds: tuple[Count, ...]
     epoch: Count
@@ -106,7 +96,6 @@ class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
     rows: NewRows | None = None
     dealt: tuple[Segment, Done] | None = None
     spans: Spans | None = None
-    waits: Count = 0
     awaits: tuple[str, ...] = ()
     doing: Doing | None = None
 
@@ -227,8 +216,7 @@ class Now(MemberReply, frozen=True, gc=False, tag="now"):
     While ``hold`` gives a reason (too few pipelines), no pipeline begins a turn. A turn that has begun goes on and is
     answered, since a worker within a turn cannot give its state to the pipelines that are to come. None: not decided
     yet. Stage 0 still has to have the state copied for the transfers ``donate``. Another member did not get the result
-    of the groups ``broken``, and this worker has not said whether it has. The workers ``lost`` are silent, for these
-    reasons, and the others go on without them.
+    of the groups ``broken``, and this worker has not said whether it has.
     """
 
     version: int
@@ -237,7 +225,6 @@ class Now(MemberReply, frozen=True, gc=False, tag="now"):
     hold: str | None = None
     donate: tuple[str, ...] = ()
     broken: tuple[int, ...] = ()
-    lost: tuple[tuple[Worker, str], ...] = ()
     over: End | None = None
 
 

@@ -29,7 +29,7 @@ from torch.utils.data import (
 from lightning_sdpipe.data.dealt import DealtBatch, DealtBatches
 from lightning_sdpipe.data.shards import refuse_to_deal, why_sharded
 from lightning_sdpipe.dealing.dealer import Dealer
-from lightning_sdpipe.dealing.leases import Asked, Done, Lease, Segment, Told
+from lightning_sdpipe.dealing.leases import Asked, Done, Lease, Segment
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import Worker
 
@@ -62,7 +62,6 @@ class Desk:
     """The dealer, asked by the threads of several pipelines."""
 
     def __init__(self, pipelines: int, stages: int = 1) -> None:
-        self._pipelines, self._stages = pipelines, stages
         self._dealer = Dealer(stages, pipelines)
         self._changed = threading.Condition()
         self.trained: Counter[Worker] = Counter()
@@ -71,10 +70,6 @@ class Desk:
         def ask(segment: Segment, ordinal: int, *_: float) -> Lease:
             with self._changed:
                 done = Done(self.trained[worker], 1.0 * (1 + worker.pipeline) ** 2)  # a lease is short of a shard
-                for pipeline in range(self._pipelines):
-                    for stage in range(self._stages):
-                        if self._dealer.asks_for_book(Worker(stage, pipeline), segment):
-                            self._dealer.on(Told(Worker(stage, pipeline), segment, (), False, Done(0)), 0.0)
                 if self._dealer.answer(worker.pipeline, segment, ordinal) is None:
                     self._dealer.on(Asked(worker, segment, ordinal, done), 0.0)
                 self._changed.notify_all()

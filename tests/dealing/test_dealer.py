@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lightning_sdpipe.dealing.dealer import Dealer
-from lightning_sdpipe.dealing.leases import Asked, Done, Expected, Lease, Returned, Segment, Told, Trained
+from lightning_sdpipe.dealing.leases import Asked, Book, Books, Done, Lease, Returned, Segment, Trained
 from lightning_sdpipe.policies import Joined, PolicyConfig, Ready, RefusedEvent, Worker, registry
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.events import Widened
@@ -17,6 +17,7 @@ from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 
 S = Segment(1, 0, 0, 8)
 NEXT = Segment(1, 0, 8, 12)
+BookOf = tuple[Worker, Book]
 
 
 class Desk:
@@ -29,17 +30,13 @@ class Desk:
         self.ordinals = [0] * pipelines
 
     def begin(self) -> list[Lease]:
-        """Everybody tells that it was dealt nothing, and asks; the first ones are answered when the last has told."""
-        for pipeline in range(self.pipelines):
-            for stage in range(self.stages):
-                assert self.dealer.asks_for_book(Worker(stage, pipeline), self.segment)
-                assert self.tell(pipeline, stage=stage) == []
         return [lease for pipeline in range(self.pipelines) for lease in self.ask(pipeline)]
 
-    def tell(
-        self, pipeline: int, *leases: Lease, over: bool = False, batches: int = 0, now: float = 0, stage: int = 0
-    ) -> list[Lease]:
-        return self.dealer.on(Told(Worker(stage, pipeline), self.segment, leases, over, Done(batches)), now)
+    def book(self, pipeline: int, *leases: Lease, over: bool = False, batches: int = 0, stage: int = 0) -> BookOf:
+        return Worker(stage, pipeline), Book(self.segment, leases, over, Done(batches))
+
+    def resume(self, *books: BookOf) -> list[Lease]:
+        return self.dealer.on(Books(books), 0.0)
 
     def ask(
         self, pipeline: int, batches: int = 0, seconds: float | None = None, now: float = 0.0, stage: int = 0
@@ -56,25 +53,12 @@ def brief(leases: list[Lease]) -> list[tuple[int, int, int, int]]:
     return [(lease.pipeline, lease.home, lease.start, lease.stop) for lease in leases]
 
 
-def test_nothing_is_dealt_before_all_have_told_what_they_were_dealt() -> None:
-    desk = Desk(2)
-    assert desk.tell(0) == []
-    assert desk.ask(0) == []
-    assert not desk.dealer.asks_for_book(Worker(0, 0), S)
-    assert desk.dealer.asks_for_book(Worker(0, 1), S)
-    assert brief(desk.tell(1)) == [(0, 0, 0, 1)]
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_lease_that_one_stage_has_heard_of_is_dealt_to_the_other(first: int) -> None:
     """The scheduler died while it was on its way there; the one that comes after it hears of it from either."""
     mine = Lease(S, 0, 0, 0, 0, 1, 0.0, 1.0)
     desk = Desk(1, stages=2)
-    books: dict[int, tuple[Lease, ...]] = {0: (mine,), 1: ()}
-    assert desk.tell(0, *books[first], stage=first) == []
-    assert desk.ask(0, stage=1) == []
-    assert desk.dealer.untold() == [Worker(1 - first, 0)]
-    desk.tell(0, *books[1 - first], stage=1 - first)
+    desk.resume(desk.book(0, mine, stage=first), desk.book(0, stage=1 - first))
     assert desk.dealer.answer(0, S, 0) == mine
 
 
@@ -114,8 +98,7 @@ def test_a_stop_ends_the_segment_when_all_is_trained_that_was_dealt() -> None:
     assert desk.dealer.answer(0, before, 4) == Lease(before, 0, 4, 0, 3, 3, 6.0, 0.0, over=True)
 
     new = Desk(2, segment=before)
-    new.tell(0, heard[0], over, over=True)
-    new.tell(1, heard[1], batches=3)
+    new.resume(new.book(0, heard[0], over, over=True), new.book(1, heard[1], batches=3))
     new.ordinals = [4, 1]
     (lease,) = new.ask(1, 3)
     assert (lease.over, lease.stop) == (True, 3), "a scheduler that was started since knows where it ended"
@@ -185,7 +168,6 @@ def test_what_breaks_the_rules_is_refused_and_changes_nothing() -> None:
         (Asked(Worker(0, 0), Segment(1, 0, 8, 8), 0, Done(0)), "which are none"),
         (Asked(Worker(0, 0), S, 1, Done(1, float("nan"))), "which cannot be"),
         (Trained(Worker(0, 0), S, Done(1, 1.0, -1.0)), "which cannot be"),
-        (Returned(2), "pipeline 2 does not exist"),
     ):
         with pytest.raises(RefusedEvent, match=re.escape(message)):
             ask(event, 1.0)
@@ -220,53 +202,51 @@ def test_a_restarted_scheduler_deals_what_nobody_has_heard_of() -> None:
     old = Desk(2)
     heard = [lease for lease in old.begin() if lease.pipeline == 1]
     heard += old.ask(1)
-    new = Desk(2)
-    assert new.tell(1, *heard[:1], batches=1) == []
-    assert new.dealer.on(Asked(Worker(0, 1), S, 2, Done(1)), 0.0) == [], "another stage of it has heard more"
-    assert new.tell(1, *heard) == []
-    assert brief(new.tell(0)) == [(1, 1, 2, 4)]
+    new = Desk(2, stages=2)
+    books = [new.book(1, *heard[:1], batches=1), new.book(1, *heard, stage=1), new.book(0), new.book(0, stage=1)]
+    assert new.resume(*books) == []
+    new.ordinals[1] = 2
+    assert brief(new.ask(1)) == [(1, 1, 2, 4)]
     assert brief(new.ask(0)) == [(0, 0, 0, 1)], "which the old one had dealt, and nobody got"
 
 
-def test_books_that_contradict_each_other_are_refused() -> None:
-    desk = Desk(2)
-    mine = Lease(S, 0, 0, 1, 4, 6, 0.0, 2.0)
-    desk.tell(0, mine)
-    for wrong in (
+@pytest.mark.parametrize(
+    "wrong",
+    [
         Lease(S, 1, 0, 1, 5, 7, 0.0, 2.0),
         Lease(S, 1, 0, 1, 6, 9, 0.0, 2.0),
         Lease(S, 1, 0, 2, 0, 1, 0.0, 2.0),
-        Lease(NEXT, 1, 0, 1, 9, 10, 0.0, 2.0),
-        mine,
-    ):
-        with pytest.raises(RefusedEvent, match="which others hold or"):
-            desk.tell(1, wrong)
-    assert brief(desk.tell(1, Lease(S, 1, 0, 1, 0, 4, 0.0, 2.0))) == []
+        Lease(S, 0, 0, 1, 4, 6, 0.0, 2.0),
+    ],
+)
+def test_a_book_that_contradicts_another_is_left_out_and_what_follows_it_refused(wrong: Lease) -> None:
+    desk = Desk(2)
+    mine = Lease(S, 0, 0, 1, 4, 6, 0.0, 2.0)
+    assert desk.resume(desk.book(0, mine), desk.book(1, wrong)) == []
+    assert desk.dealer.answer(0, S, 0) == mine
+    desk.ordinals[1] = 1
+    with pytest.raises(RefusedEvent, match="asked for lease 1 of its pipeline, which was dealt 0"):
+        desk.ask(1)
 
 
 def test_a_scheduler_that_was_restarted_at_the_end_hears_that_it_was_the_end() -> None:
     desk = Desk(2)
-    desk.tell(0, over=True)
-    desk.ordinals[1] = 0
-    assert desk.ask(1) == []
-    (lease,) = desk.tell(1)
+    desk.resume(desk.book(0, over=True), desk.book(1))
+    (lease,) = desk.ask(1)
     assert lease.over
 
 
-@pytest.mark.parametrize("heard", [None, 0])
-def test_a_stage_whose_book_comes_too_late_for_a_restarted_scheduler_hears_that_its_segment_is_over(
-    heard: int | None,
-) -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_stage_whose_book_is_of_an_older_segment_hears_that_this_is_over(first: int) -> None:
     """The first stages have been told so before, and go on; what stage 1 of pipeline 1 was dealt is lost on its way."""
     desk = Desk(2, stages=2)
-    if heard is not None:
-        desk.tell(heard, stage=1, batches=8)
+    late = desk.book(1, stage=1, batches=8)
     desk.segment = NEXT
-    for pipeline in range(2):
-        desk.tell(pipeline)
-    late = desk.dealer.answer(1, S, 2)
-    assert late is not None
-    assert (late.ordinal, late.size, late.over) == (2, 0, True)
+    books = [desk.book(0), desk.book(1)]
+    desk.resume(*books[:first], late, *books[first:])
+    over = desk.dealer.answer(1, S, 2)
+    assert over is not None
+    assert (over.ordinal, over.size, over.over) == (2, 0, True)
     assert desk.dealer.answer(1, NEXT, 0) is None
 
 
@@ -287,22 +267,13 @@ def test_a_pipeline_beyond_the_shards_trains_of_those_of_others() -> None:
     assert dealer.answer(3, S, 0) is None, "its next start begins anew"
 
 
-def test_a_pipeline_beyond_the_plan_that_is_in_the_run_tells_before_anything_is_dealt() -> None:
+def test_a_pipeline_beyond_the_plan_brings_its_book_too() -> None:
     """It may hold leases of a scheduler that is no more, and ask after the others."""
-    mine = Lease(S, 2, 0, 1, 4, 8, 0.0, 2.0)
-    dealer = Dealer(1, 2)
-    for event in (Widened(4), Expected(2)):
-        assert dealer.on(event, 0.0) == []
-    for pipeline in (0, 1):
-        assert dealer.on(Told(Worker(0, pipeline), S, (), False, Done(0)), 0.0) == []
-    assert dealer.on(Asked(Worker(0, 0), S, 0, Done(0)), 0.0) == []
-    assert dealer.asks_for_book(Worker(0, 2), S)
-    assert brief(dealer.on(Told(Worker(0, 2), S, (mine,), False, Done(1)), 0.0)) == [(0, 0, 0, 1)]
-    assert dealer.answer(2, S, 0) == mine
-    assert dealer.on(Expected(3), 0.0) == [], "who comes now was dealt nothing"
-    assert dealer.still_training() == [0, 2]
-    with pytest.raises(RefusedEvent, match="pipeline 4 does not exist"):
-        Dealer(1, 2).on(Expected(4), 0.0)
+    desk, mine = Desk(2), Lease(S, 2, 0, 1, 4, 8, 0.0, 2.0)
+    assert desk.dealer.on(Widened(4), 0.0) == []
+    assert desk.resume(desk.book(0), desk.book(1), desk.book(2, mine, batches=1)) == []
+    assert desk.dealer.answer(2, S, 0) == mine
+    assert desk.dealer.still_training() == [2]
 
 
 @pytest.mark.parametrize("config", [SemiDecentralized(window=0.0), AllReduceModels(), NoSync()])
@@ -332,8 +303,7 @@ def test_pipelines_may_have_unlike_numbers_of_stages() -> None:
     dealer, segment = Dealer(3, 2, depths=(1, 3)), Segment(1, 0, 0, 2)
     workers = [Worker(0, 0), *(Worker(j, 1) for j in range(3))]
     for worker in workers:
-        assert dealer.asks_for_book(worker, segment)
-        assert dealer.on(Told(worker, segment, (), False, Done(0)), 0.0) == []
+        assert dealer.on(Trained(worker, segment, Done(0)), 0.0) == [], "nothing is dealt yet"
     leases = [lease for worker in workers for lease in dealer.on(Asked(worker, segment, 0, Done(0)), 0.0)]
     assert [lease.pipeline for lease in leases] == [0, 1]
     for stage in (2, 1):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lightning_sdpipe.dealing.dealer import Dealer
-from lightning_sdpipe.dealing.leases import Asked, Done, Lease, LeaseEvent, Returned, Segment, Told, Trained
+from lightning_sdpipe.dealing.leases import Asked, Done, Lease, LeaseEvent, Returned, Segment, Trained
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.events import Event, Joined, Left, Ready, Tick, Worker
 from lightning_sdpipe.policies.policy import Policy
@@ -197,8 +197,6 @@ class DealtEpochs:
         pipeline.asks = True
         for stage in self.work.stages(pipeline.number):
             worker = Worker(stage, pipeline.number)
-            if self.dealer.asks_for_book(worker, self.segment):
-                self._deal(Told(worker, self.segment, (), False, pipeline.done(self.now)))
             self._deal(Asked(worker, self.segment, pipeline.ordinal, pipeline.done(self.now)))
 
     def _trained(self, pipeline: _Pipeline, lease: Lease, k: int, begun: float) -> None:

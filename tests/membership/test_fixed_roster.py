@@ -1,4 +1,4 @@
-"""A fixed roster: what has ended ends the run, by name; what is silent is lost, and may come back."""
+"""A fixed roster: what has ended ends the run, by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.membership import members as w
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
-from lightning_sdpipe.membership.members import FIXED, Member
+from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies import Worker
 
@@ -62,21 +62,6 @@ def test_a_process_that_has_ended_ends_the_run_by_name(event: w.MemberEvent, sai
     assert isinstance(denied, w.Denied), "a failed run makes no room"
 
 
-def test_a_silent_process_is_lost_and_not_waited_for_until_it_is_heard_of() -> None:
-    core, lost = started(), Worker(1, 0)
-    assert core.on(w.Meets(Worker(1, 1), 7, "end", b""), 1.0) == []
-    missing, met = core.on(w.Ended(lost, 7, "was silent for 30 s", "silent"), 31.0)
-    assert missing == w.Missing(lost, "was silent for 30 s")
-    assert isinstance(met, w.Met)
-    assert met.pipelines == (1,)
-    assert core.on(w.Ended(lost, 7, "was silent for 60 s", "silent"), 61.0) == []
-    assert (core.awaited(0), core.awaited(1), core.members) == ([0, 1], [1], [0, 1])
-    assert core.doubts(lost, 7)
-    assert core.on(w.Heard(lost, 7), 70.0) == [w.Missing(lost, "")]
-    assert not core.doubts(lost, 7)
-    assert core.awaited(1) == [0, 1]
-
-
 def test_one_that_finished_makes_room_for_the_next() -> None:
     core = started()
     decisions = [d for worker in ALL for d in core.on(w.Departed(worker, 7, finished=True), 1.0)]
@@ -90,17 +75,18 @@ def test_one_that_finished_makes_room_for_the_next() -> None:
     ) == [w.Denied(ALL[0], 7, "its run is over, and another has begun", must_end=True)]
 
 
-def test_a_new_scheduler_takes_who_does_not_come_back_for_lost() -> None:
+def test_a_process_that_does_not_come_back_to_a_new_scheduler_ends_the_run() -> None:
     epoch = started().epoch
     core = Membership(STAGES, ElasticConfig.of_fixed(PIPELINES))
     for worker in ALL[1:]:
         assert core.on(w.Resumed(worker, 7, SAME, epoch), 0.0) == []
-    missing, again = core.on(w.Passed(), core.deadline())
-    assert missing == w.Missing(ALL[0], "has not come back")
-    assert isinstance(again, w.Epoch)
-    assert again.members == (Member(0, 7), Member(1, 7))
+    gone, over = core.on(w.Passed(), core.deadline())
+    assert isinstance(gone, w.Gone)
+    assert over == w.RunOver("it did not come back to the scheduler that was started again", True, ALL[0])
     core.validate()
-    assert core.on(w.Resumed(ALL[0], 7, SAME, epoch), 60.0) == [w.Missing(ALL[0], "")]
+    (denied,) = core.on(w.Resumed(ALL[0], 7, SAME, epoch), 60.0)
+    assert isinstance(denied, w.Denied)
+    assert denied.must_end
 
 
 def test_a_scheduler_for_both_kinds_of_run_serves_that_whose_process_comes_first() -> None:
@@ -126,9 +112,7 @@ EVENTS = st.tuples(st.sampled_from(ALL), st.sampled_from([6, 7, 8]), st.integers
 
 
 @given(st.booleans(), st.lists(EVENTS, max_size=30))
-def test_silence_alone_never_ends_it_and_an_end_always_does(
-    begun: bool, history: list[tuple[Worker, int, int]]
-) -> None:
+def test_an_end_always_ends_it_and_nothing_else_does(begun: bool, history: list[tuple[Worker, int, int]]) -> None:
     core, now = started() if begun else Membership(STAGES, ElasticConfig.of_fixed(PIPELINES)), 0.0
     ended, finished = False, set[Worker]()
     for worker, incarnation, kind in history:
@@ -147,7 +131,7 @@ def test_silence_alone_never_ends_it_and_an_end_always_does(
         over = core.ending.over
         decisions = core.on(event, now)
         core.validate()
-        if here and over is None and isinstance(event, w.Ended) and event.how == "ended" and worker not in finished:
+        if here and over is None and isinstance(event, w.Ended) and worker not in finished:
             ended = True
             assert any(isinstance(d, w.RunOver) and d.failed and d.worker == worker for d in decisions)
         if isinstance(event, w.Departed) and here:

@@ -435,11 +435,6 @@ class Conversation:
         if now.line is not None and now.line != self._line:
             self._line, self.limit = now.line, now.line.limit
             effects.append(f.Connect(now.line.port, now.line.nonce))
-        effects += [
-            f.Warned(f"worker {worker} {reason}; the others go on without it")
-            for worker, reason in now.lost
-            if (worker, reason) not in self._now.lost
-        ]
         self._now, self.held_up = now, self.held_up if now.hold is None else now.hold
         for sequence in now.broken:
             if sequence in self._completed:
@@ -498,7 +493,7 @@ class Conversation:
 
     def _beat(self) -> e.Request:
         missed_in, misses = self._misses
-        epoch, waits = self.epoch.number, 0 if self.spans.meter is None else int(self.spans.meter.seconds_waiting())
+        epoch = self.epoch.number
         exchange = self._exchange and msgspec.structs.replace(self._exchange, moved=self._moved())
         self._unanswered += 1
         beat: e.Beat = self._make(
@@ -515,7 +510,6 @@ class Conversation:
             self.rows.take(),
             self.leases.progress(),
             self.spans.take(),
-            waits,
             self.awaits,
             self.doing(),
         )

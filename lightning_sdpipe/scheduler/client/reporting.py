@@ -10,9 +10,9 @@ from collections.abc import Callable
 from itertools import accumulate
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.dealing.leases import Done, Lease, Segment
+from lightning_sdpipe.dealing.leases import Book, Done, Lease, Segment
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.membership_protocol import Answer, Book
+from lightning_sdpipe.scheduler.membership_protocol import Answer
 from lightning_sdpipe.scheduler.rows import MOST, NewRows, Spans, UpdateRow
 
 log = logging.getLogger(__name__)

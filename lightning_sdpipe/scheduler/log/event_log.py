@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from lightning_sdpipe.dealing.dealer import Dealer
-from lightning_sdpipe.dealing.leases import Asked, Expected, Lease, LeaseEvent, Returned, Told, Trained
+from lightning_sdpipe.dealing.leases import Asked, Books, Lease, LeaseEvent, Returned, Trained
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import MemberDecision, MemberEvent
@@ -320,7 +320,7 @@ def differences(
         if isinstance(event, Widened):
             dealer.on(event, entry.at)
         try:
-            if isinstance(event, Asked | Trained | Told | Returned | Expected):
+            if isinstance(event, Asked | Trained | Books | Returned):
                 decisions: list[Decision] | list[Lease] = dealer.on(event, entry.at)
                 recorded: list[Decision] | list[Lease] = entry.leases
             else:

@@ -148,13 +148,6 @@ class GroupDesk:
         if session is not None and session.active:
             self.leave(session, now)
 
-    def lose_silent(self, worker: Worker, now: float) -> None:
-        """End the participation of ``worker``, which was silent for too long."""
-        session = self.sessions.get(worker)
-        if session is None or not session.active:
-            return
-        self._carry_out(self._drop(session, Lost(worker), FALLS_SILENT, now), now)
-
     def lose(self, pipeline: int, left: bool, now: float) -> None:
         """End the participation of ``pipeline`` of an elastic run: it has left, or is lost."""
         for session in self.sessions.values():

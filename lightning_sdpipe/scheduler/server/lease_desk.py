@@ -1,14 +1,10 @@
-"""Desk of leases: pipelines' asks wait here until the dealer has decided.
-
-A restarted scheduler learns from workers what they were dealt before it deals anything: those that were dealt something
-report it when they resume, and one that asks for the first lease of a segment was dealt nothing there.
-"""
+"""Desk of leases: pipelines' asks wait here until the dealer has decided."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
-from lightning_sdpipe.dealing.leases import Asked, Expected, LeaseEvent, Returned, Segment, Told, Trained
+from lightning_sdpipe.dealing.leases import Asked, LeaseEvent, Returned, Segment, Trained
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
 from lightning_sdpipe.scheduler import membership_protocol as e
@@ -43,11 +39,6 @@ class LeaseDesk:
         if failure is not None:
             self._outbox.say(peer, failure.said())
             return
-        if self._dealer.asks_for_book(worker, segment):  # also where another stage has told what it asks for
-            if request.ordinal:
-                self._outbox.say(e.peer_of(worker, request.incarnation), e.Stranger(known=True))  # it brings its book
-                return
-            self.deal(Told(worker, segment, (), False, request.done), now)
         if (lease := self._dealer.answer(worker.pipeline, segment, request.ordinal)) is not None:
             self._outbox.say(peer, m.Dealt(lease))
         else:
@@ -67,12 +58,7 @@ class LeaseDesk:
             return
         worker, (segment, done) = beat.worker, beat.dealt
         self._groups.extent.check_exists(worker)
-        if not self._dealer.asks_for_book(worker, segment):
-            self.deal(Trained(worker, segment, done), now)
-
-    def hear_book(self, worker: Worker, book: e.Book, now: float) -> None:
-        """Note what a worker was dealt, as it tells a restarted scheduler."""
-        self.deal(Told(worker, book.segment, book.leases, book.over, book.done), now)
+        self.deal(Trained(worker, segment, done), now)
 
     def deal(self, event: LeaseEvent, now: float) -> None:
         """Tell the dealer of ``event``, and answer the asks that it decides."""
@@ -85,16 +71,13 @@ class LeaseDesk:
 
     def _missing(self, asker: Worker) -> list[Worker]:
         """Return the workers that ``asker`` may wait for, of all stages, with a session or without."""
-        workers = {*self._groups.computing(asker), *self._dealer.behind(), *self._dealer.untold()}
-        return sorted(workers - {asker})
+        return sorted({*self._groups.computing(asker), *self._dealer.behind()} - {asker})
 
     def members_are(self, pipelines: Collection[int], now: float) -> None:
         """Set the pipelines that train; all others have returned their leases."""
         extent = self._groups.extent
         if self._present is None:
             self._present = set(range(max(extent.num_pipelines, self._dealer.num_known)))
-            for pipeline in sorted(i for i in pipelines if i >= extent.planned[1]):
-                self.deal(Expected(pipeline), now)
         for pipeline in sorted(self._present - set(pipelines)):
             self.deal(Returned(pipeline), now)
         self._present = set(pipelines)
@@ -103,13 +86,3 @@ class LeaseDesk:
         """Forget the asks of ``pipeline``, which is gone."""
         for worker in [worker for worker in self._asking if worker.pipeline == pipeline]:
             del self._asking[worker]
-
-    def end_if_all_wait_for(self, silent: Mapping[Worker, float], now: float) -> None:
-        """End the run if the others wait for batches that only ``silent`` workers out of reach may train, which can
-        happen where pipelines do not come and go. A worker that waits for a lease is away, but beats."""
-        awaited = self._dealer.awaited()
-        lost = {worker: at for worker, at in silent.items() if worker.pipeline in awaited}
-        if awaited and {worker.pipeline for worker in lost} == set(awaited) and self._groups.failure is None:
-            worker, at = next(iter(lost.items()))
-            reason = f"it was silent for {now - at:.1f} s, and the others wait for batches that only it may train"
-            self._groups.fail(m.Failure(worker, reason))

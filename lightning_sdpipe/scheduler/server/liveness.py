@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 MOST_NAMED = 4
 """Most workers of a run that stands still whose waits are named."""
-MOST_LOST = 8
-"""Most lost workers that are named, the last ones."""
 
 
 class Liveness:
@@ -34,10 +32,9 @@ class Liveness:
         self.lines = lines
         self.incarnations: dict[Worker, int] = {}
         """Incarnation of each process that is there."""
-        self.waiting: dict[Worker, tuple[int, Sequence[str]]] = {}
-        """Seconds for which each process has waited for others, and what it waits for if no byte has come or gone for
-        the limit (:class:`~lightning_sdpipe.scheduler.membership_protocol.Beat`), as its last beat since the last loss
-        said."""
+        self.awaits: dict[Worker, Sequence[str]] = {}
+        """What each process waits for if no byte has come or gone for the limit, as its last
+        :class:`~lightning_sdpipe.scheduler.membership_protocol.Beat` said; nothing if it does not."""
         self._limit = limit
         self._silence = Silence(limit, now, unit)
 
@@ -45,11 +42,6 @@ class Liveness:
     def next_look(self) -> float:
         """Time at which a process may have been silent for too long."""
         return self._silence.due
-
-    @property
-    def lost(self) -> Mapping[Worker, float]:
-        """Workers that have not been heard of since they were lost, and when each was last heard of."""
-        return self._silence.lost
 
     def comes(self, worker: Worker, incarnation: int, now: float) -> None:
         """Note that this process is there."""
@@ -73,7 +65,7 @@ class Liveness:
     def leaves(self, worker: Worker) -> None:
         """Forget the process of ``worker``, which is no longer there."""
         self.incarnations.pop(worker, None)
-        self.waiting.pop(worker, None)
+        self.awaits.pop(worker, None)
         self._silence.forget(worker)
 
     def of(self, pipelines: Collection[int]) -> list[Worker]:
@@ -94,45 +86,31 @@ class Liveness:
                 "called lost for that",
                 now - silence.of_all_since,
             )
-        if lost:
-            self.waiting.clear()  # those that waited for a lost worker get their group without it
         return [(worker, self.incarnations[worker], seconds) for worker, seconds in lost]
 
-    def out_of_reach(self) -> dict[Worker, float]:
-        """Return the lost workers for which their machines do not answer either, and when each was last heard of. A
-        worker whose machine answers lives: it is stopped, or a call lets none of its threads run."""
-        return {
-            worker: heard
-            for worker, heard in self.lost.items()
-            if not self.lines.answers(worker, self.incarnations[worker], self._limit)
-        }
+    def out_of_reach(self, now: float, about: Mapping[Worker, About]) -> tuple[Worker, str] | None:
+        """Return the first worker that is lost for silence, and for which its machine does not answer either, with what
+        happened to it; ``about`` describes the workers. One whose machine answers lives: it is stopped, or a call lets
+        none of its threads run."""
+        for worker, heard in self._silence.lost.items():
+            if not self.lines.answers(worker, self.incarnations[worker], self._limit):
+                where = f" on {about[worker].host}" if worker in about else ""
+                reason = f"it was silent for {now - heard:.0f} s, and its process{where} cannot be reached; check that "
+                return worker, f"{reason}its machine and the network to it are up"
+        return None
 
-    def awaited(self, now: float, about: Mapping[Worker, About], workers: int) -> tuple[Worker, int, str] | None:
-        """Return a lost worker that is out of reach, its incarnation and what happened to it, if all others have been
-        in a wait for half of the limit: nothing goes on without it. ``about`` describes the ``workers`` of the run. If
-        none is lost, and they all wait for each other while no byte moves, return the first of those that are not
-        answered."""
-        others = self.incarnations.keys() - self.lost.keys()
-        waits = {worker: self.waiting.get(worker, (0, ())) for worker in sorted(others)}
-        if len(waits) == workers and all(awaits for _, awaits in waits.values()):
-            first, *more = sorted(waits, key=lambda worker: -len(waits[worker][1]))
-            said = [f"worker {w} is {_said(waits[w][1])}" for w in (first, *more[: MOST_NAMED - 1])]
-            reason = (
-                f"all workers wait, and no byte has come or gone between them for {self._limit:.0f} s: "
-                f"{'; '.join(said)}. They reach the scheduler; check the network between their machines"
-            )
-            return first, self.incarnations[first], reason
-        if not self.lost or not others or any(seconds < self._limit / 2 for seconds, _ in waits.values()):
+    def parted(self, workers: int) -> tuple[Worker, str] | None:
+        """Return the first of those that are not answered, and what happened, if all ``workers`` of the run wait for
+        each other while no byte moves."""
+        waits = {worker: awaits for worker, awaits in sorted(self.awaits.items()) if awaits}
+        if len(waits) < workers or self._silence.lost:
             return None
-        if not (lost := self.out_of_reach()):
-            return None
-        worker, heard = next(iter(lost.items()))
-        where = f" on {about[worker].host}" if worker in about else ""
-        reason = (
-            f"it was silent for {now - heard:.0f} s, and all others wait: its process{where} cannot be reached; check "
-            "that its machine and the network to it are up"
+        first, *more = sorted(waits, key=lambda worker: -len(waits[worker]))
+        said = [f"worker {worker} is {_said(waits[worker])}" for worker in (first, *more[: MOST_NAMED - 1])]
+        return first, (
+            f"all workers wait, and no byte has come or gone between them for {self._limit:.0f} s: "
+            f"{'; '.join(said)}. They reach the scheduler; check the network between their machines"
         )
-        return worker, self.incarnations[worker], reason
 
     def waits(self, now: float) -> str:
         """Describe for how long no process was heard of, if that is long."""
@@ -165,8 +143,6 @@ class Levels:
     """
 
     def __init__(self, membership: Membership, outbox: Outbox) -> None:
-        self.lost: dict[Worker, str] = {}
-        """Workers that are silent, and since when, for people."""
         self.broken: Callable[[Worker], tuple[int, ...]] = lambda worker: ()
         """Returns the broken groups on which a worker has not reported."""
         self._membership, self._outbox = membership, outbox
@@ -189,7 +165,6 @@ class Levels:
         for worker in workers:
             self._processes.pop(worker, None)
             self._changed.pop(worker, None)
-            self.lost.pop(worker, None)
 
     def change(self, workers: Iterable[Worker]) -> None:
         """Mark the facts of these workers as changed."""
@@ -209,8 +184,7 @@ class Levels:
         self._version += 1
         core = self._membership
         hold = None if core.recovering else core.ending.holds
-        lost = tuple(self.lost.items())[-MOST_LOST:]
-        known, new = (e.Now(self._version, None, epoch, hold, lost=lost) for epoch in (None, core.epoch))
+        known, new = (e.Now(self._version, None, epoch, hold) for epoch in (None, core.epoch))
         for worker in self._changed:
             process = self._processes.get(worker)
             if process is None:

@@ -2,7 +2,7 @@
 
 The desks of groups and leases carry out what membership means for them. Requests of training threads pass
 :meth:`MembershipDesk.admits` first, since only members train; those that came too early are kept until they are
-:meth:`~MembershipDesk.due`. In a fixed roster every process trains that has enrolled.
+:meth:`~MembershipDesk.due`. In a fixed roster every process trains that has enrolled; batches are dealt when all have.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import UnionType
 
+from lightning_sdpipe.dealing.leases import Book, Books
 from lightning_sdpipe.membership import members as w
 from lightning_sdpipe.membership.elastic_config import MOST_PIPELINES
 from lightning_sdpipe.membership.membership import Membership
@@ -77,6 +78,8 @@ class MembershipDesk:
         self._levels, here = Levels(membership, outbox), presence.incarnations
         self._answers = GroupDelivery(groups, process_groups, here, self._unreachable, self._levels, outbox, limit)
         self._rival_since: dict[int, float] = {}
+        self._told: dict[Worker, tuple[int, Book]] = {}
+        """Start and book of each worker that has told a scheduler so which does not know the members yet."""
         self._update = -1
         """Updates of the furthest member; -1 if unknown."""
 
@@ -113,19 +116,18 @@ class MembershipDesk:
         if self.membership.deadline() <= now:
             self._decide(w.Passed(), now)
         if self._presence.next_look <= now:
-            core = self.membership
+            core, presence = self.membership, self._presence
             fixed = core.terms.fixed
             members, replaced = ((), ()) if fixed else (core.members, core.roster.claimed)
-            for worker, incarnation, seconds in self._presence.silent(now, members, replaced):
-                if fixed and core.recovering:
-                    self._presence.hear(worker, now)  # it may not know that it is heard
-                else:
+            for worker, incarnation, seconds in presence.silent(now, members, replaced):
+                if not fixed:
                     self._decide(w.Ended(worker, incarnation, f"was silent for {seconds:.1f} s", "silent"), now)
-            if fixed:
-                self._leases.end_if_all_wait_for(self._presence.out_of_reach(), now)
-                workers = self._groups.extent.num_workers
-                if (awaited := self._presence.awaited(now, self._groups.rows.about, workers)) and not core.recovering:
-                    self._decide(w.Ended(*awaited, "failed"), now)
+                elif core.recovering:
+                    presence.hear(worker, now)  # it may not know that it is heard
+            if fixed and not core.recovering:
+                gone = presence.out_of_reach(now, self._groups.rows.about)
+                if (ends := gone or presence.parted(self._groups.extent.num_workers)) is not None:
+                    self._decide(w.Ended(ends[0], presence.incarnations[ends[0]], ends[1], "failed"), now)
         self._answers.remake(now)
 
     def handle(self, peer: bytes, request: e.Request, now: float) -> None:
@@ -140,7 +142,7 @@ class MembershipDesk:
             self._presence.hear(worker, now)
             if core.doubts(worker, incarnation):
                 since = self._rival_since.setdefault(worker.pipeline, now)
-                if now - since >= RIVAL_GRACE or core.is_lost(worker):
+                if now - since >= RIVAL_GRACE:
                     del self._rival_since[worker.pipeline]
                     self._decide(w.Heard(worker, incarnation), now)
             self._from_one_of_us(peer, request, now)
@@ -173,7 +175,7 @@ class MembershipDesk:
         if (reason := core.roster.tombstone(worker.pipeline, incarnation)) is not None:
             self._outbox.say(peer, e.must_end(reason))
             return False
-        if self._trains(worker, incarnation):
+        if self._trains(worker, incarnation, isinstance(request, m.AskLease)):
             behind_its_join = isinstance(request, m.Ready) and worker in self._early  # else it is told to join again
             if not behind_its_join and (not isinstance(request, m.Join) or self._setting_out.may_begin(request, now)):
                 return True
@@ -182,10 +184,10 @@ class MembershipDesk:
         self._early.keep(peer, request, now)
         return False
 
-    def _trains(self, worker: Worker, incarnation: int) -> bool:
-        """Return whether that process may be in groups. A lost process is heard of, too."""
+    def _trains(self, worker: Worker, incarnation: int, asks: bool = False) -> bool:
+        """Return whether that process may be in groups, or ``asks`` for batches that it may have."""
         core = self.membership
-        if core.recovering or not core.terms.fixed:
+        if core.recovering or not core.terms.fixed or asks:
             return not core.recovering and core.roster.is_member(worker.pipeline, incarnation)
         return core.is_here(worker, incarnation)
 
@@ -213,7 +215,8 @@ class MembershipDesk:
             reason = self.membership.roster.tombstone(worker.pipeline, request.incarnation)
             begins = isinstance(request, m.Join | e.Enrol) and worker.stage not in together
             waits = begins and not self._setting_out.may_begin(request, now)
-            if reason is None and (waits or not self._trains(worker, request.incarnation)):
+            asks = isinstance(request, m.AskLease)
+            if reason is None and (waits or not self._trains(worker, request.incarnation, asks)):
                 return
             self._early.pop(worker)
             if reason is None:
@@ -230,6 +233,8 @@ class MembershipDesk:
         if not (fixed or core.offered.fixed) and extent.num_pipelines <= worker.pipeline < MOST_PIPELINES:
             self._groups.widen(worker.pipeline + 1, now)
         was_here = self._presence.incarnations.get(worker) == incarnation
+        if resumes is not None and resumes.book is not None and not core.epoch.number:
+            self._told[worker] = incarnation, resumes.book
         if resumes is None or not resumes.epoch.number:
             self._decide(w.Enrolled(worker, incarnation, request.fingerprint), now)
         else:
@@ -274,7 +279,7 @@ class MembershipDesk:
             case e.Beat(epoch=epoch):
                 self._answers.beats(request, now)
                 self._update = max(self._update, request.update)
-                self._presence.waiting[worker] = request.waits, request.awaits
+                self._presence.awaits[worker] = request.awaits
                 self._groups.rows.note(worker, request.doing, now)
                 if request.misses:
                     self._decide(w.Misses(worker, incarnation, epoch, request.misses), now)
@@ -307,6 +312,8 @@ class MembershipDesk:
                     say(peer, e.Noted(request.number))
                     if done:
                         self._decide(w.Published(worker, incarnation, path, update), now)
+            case e.Depart(finished=True) if core.recovering:
+                return  # it asks again
             case e.Depart(finished=finished, failed=failed):
                 say(peer, e.Noted(request.number))
                 reason = failed[: m.MAX_REASON_CHARACTERS]
@@ -327,6 +334,12 @@ class MembershipDesk:
         self.on_decided(now, event, decisions)
         for decision in decisions:
             self._carry_out(decision, now)
+        core = self.membership
+        if self._told and core.epoch.number and not core.recovering:
+            told, self._told = sorted(self._told.items()), {}
+            books = [(worker, book) for worker, (start, book) in told if core.roster.is_member(worker.pipeline, start)]
+            if books:
+                self._leases.deal(Books(tuple(books)), now)
         self._setting_out.follow(now)
 
     def _carry_out(self, decision: w.MemberDecision, now: float) -> None:
@@ -368,14 +381,6 @@ class MembershipDesk:
             case w.Held(reason):
                 logger.warning("%s", f"{reason}; training waits for more" if reason else "there are enough pipelines")
                 self._levels.change(self._presence.of(self.membership.epoch.pipelines))
-            case w.Missing(worker, ""):
-                logger.warning("worker %s is heard of again", worker)
-                self._levels.lost.pop(worker, None)
-            case w.Missing(worker, reason):
-                logger.warning("worker %s %s; the others go on without it", worker, reason)
-                self._groups.lose_silent(worker, now)
-                self._levels.lost[worker] = reason
-                self._levels.change(self._presence.incarnations.keys() - self._levels.lost.keys())
             case w.RunOver(reason, failed, worker):
                 over = e.Now(0, over=e.End(reason, True, failed, worker))
                 for each, incarnation in (self._presence.incarnations | self.membership.roster.processes()).items():

@@ -2,7 +2,8 @@
 
 Every request is answered so that repeating it is harmless: a worker that heard nothing asks again. Messages that speak
 for another worker, were seen before, or break a rule of the policy are counted, logged, and change nothing. A worker
-whose heartbeats stop for ``worker_timeout`` seconds is lost: the others go on without it.
+whose heartbeats stop for ``worker_timeout`` seconds is lost: the others of an elastic run go on without it, and an
+ordinary run ends if its machine does not answer either.
 
 The service checks requests and passes them on to desks: groups
 (:class:`~lightning_sdpipe.scheduler.server.group_desk.GroupDesk`), leases
@@ -282,8 +283,6 @@ class SchedulerService:
                 self.groups.rows.introduce(worker, resumes.about)
                 if resumes.joined:
                     self.groups.resume(worker, incarnation, number, resumes, now)
-                if resumes.book is not None:
-                    self.leases.hear_book(worker, resumes.book, now)
 
     # ----------------------------------------------------------------- replies
 

@@ -244,27 +244,6 @@ def test_wrong_use_of_the_client_is_told_at_once() -> None:
             b.group()
 
 
-def test_a_silent_worker_is_treated_as_left_and_named_to_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        serving(AllReduceModels(), 1, 2, worker_timeout=1.0) as server,
-        clients(server.address, W(0, 0), W(0, 1)) as (a, b),
-    ):
-        a.join()
-        b.join()
-        awake, talk = threading.Event(), b.wire.talk
-        beats = talk.due
-        talk.due = lambda now: beats(now) if awake.wait() else []  # type: ignore[method-assign]
-        a.ready(0)
-        assert a.group().members == (W(0, 0),)
-        states = {w.worker.pipeline: w.state for w in ask_status(server.address).workers()}
-        assert states == {0: "computing", 1: "lost"}
-        a.leave()
-        awake.set()
-        b.ready(0)  # it was only slow: it joins again by itself
-        assert b.group().members == (W(0, 1),)
-        assert "worker (stage 0, pipeline 1) was silent" in caplog.text
-
-
 def test_heartbeats_keep_a_busy_worker_alive() -> None:
     with (
         serving(AllReduceModels(), 1, 2, worker_timeout=1.0) as server,

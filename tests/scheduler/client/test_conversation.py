@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sdpipe.dealing.leases import Done, Lease, Segment
+from lightning_sdpipe.dealing.leases import Book, Done, Lease, Segment
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership.members import Epoch, Member, Met, Receive
 from lightning_sdpipe.meter import PHASES, MeterRow
@@ -125,13 +125,11 @@ def test_a_process_that_was_let_in_meanwhile_does_not_come_back() -> None:
 
 
 def test_what_is_true_now_is_not_undone_by_what_was_overtaken() -> None:
-    talk, lost = enrolled(), (Worker(0, 0), "was silent for 30.0 s")
-    assert talk.hear(e.Now(5, hold="too few", lost=(lost,))) == [
-        f.Warned(f"worker {lost[0]} was silent for 30.0 s; the others go on without it")
-    ]
+    talk = enrolled()
+    assert talk.hear(e.Now(5, hold="too few")) == []
     assert talk.hear(e.Now(4, epoch=(later := Epoch(4, (), "another")), hold="")) == [f.EpochBegan(later)]
     assert (talk.held_up, talk.epoch) == ("too few", later), "an epoch counts by its own number"
-    assert talk.hear(e.Now(6, lost=(lost,))) == []
+    assert talk.hear(e.Now(6)) == []
     assert talk.held_up == "too few", "it is not decided yet"
     talk.hear(e.Now(7, hold=""))
     assert talk.held_up == ""
@@ -311,7 +309,7 @@ def test_what_was_dealt_is_told_to_a_scheduler_that_was_started_again() -> None:
     enrol = both.due(0.0)[0]
     assert isinstance(enrol, e.Enrol)
     assert enrol.resumes is not None
-    assert enrol.resumes.book == e.Book(SEGMENT, (lease,), False, Done(0, None, 0.0))
+    assert enrol.resumes.book == Book(SEGMENT, (lease,), False, Done(0, None, 0.0))
 
 
 @pytest.mark.parametrize("lifeline", [True, False])

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lightning_sdpipe.cli import main
-from lightning_sdpipe.dealing.leases import Done, Lease, Segment
+from lightning_sdpipe.dealing.leases import Book, Done, Lease, Segment
 from lightning_sdpipe.errors import SchedulerError
-from lightning_sdpipe.membership.members import FIXED, Epoch
+from lightning_sdpipe.membership.members import FIXED, Epoch, Member
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import NoSync
@@ -31,9 +31,9 @@ S = Segment(5, 0, 0, 20)
 
 
 def begin(d: Dialogue, segment: Segment = S) -> list[Lease]:
-    """Both pipelines ask for their first lease, by which they say that they were dealt nothing."""
-    assert d.say(m.AskLease, A, segment, 0, Done(0)) == []
-    d.say(m.AskLease, B, segment, 0, Done(0))
+    """Both pipelines ask for their first lease."""
+    for worker in (A, B):
+        d.enrol(worker, 7, 0.0)
     return [dealt(d.say(m.AskLease, worker, segment, 0, Done(0))) for worker in (A, B)]
 
 
@@ -57,102 +57,28 @@ def test_a_lease_is_answered_once_and_for_all() -> None:
     assert isinstance(reply, e.Refused)
 
 
-def test_who_was_dealt_something_that_is_not_known_here_brings_its_book() -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_a_scheduler_that_is_started_again_hears_what_was_dealt_before_it_deals(known: bool) -> None:
+    """Whether the workers have heard of the first epoch or not."""
     d = Dialogue(NoSync())
-    d.join(A)
-    assert d.beat(A, True, None, (S, Done(4))) == []
-    assert d.say(m.AskLease, A, S, 1, Done(4)) == [(beats(A), e.Stranger(known=True))]
-    book = e.Book(S, (Lease(S, 0, 0, 0, 0, 4, 0.0, 2.0),), False, Done(4))
-    d.say(e.Enrol, A, FIXED, e.Resumes(Epoch(0, (), ""), (), book=book))
+    epoch = Epoch(1, (Member(0, 7), Member(1, 7)), "together") if known else Epoch(0, (), "")
+    book = Book(S, (Lease(S, 0, 0, 0, 0, 4, 0.0, 2.0),), False, Done(4))
+    d.enrolled |= {(A, 7), (B, 7)}
+    assert d.say(m.AskLease, A, S, 1, Done(4))[0][0] == beats(A), "the scheduler does not know it yet"
+    d.say(e.Enrol, A, FIXED, e.Resumes(epoch, (), book=book))
     assert d.say(m.AskLease, A, S, 1, Done(4)) == []
-    d.say(m.AskLease, B, S, 0, Done(0))
-    assert dealt(d.say(m.AskLease, A, S, 1, Done(4))).start == 4
+    replies = d.say(e.Enrol, B, FIXED, e.Resumes(epoch, ()))
+    (lease,) = (reply.lease for _, reply in replies if isinstance(reply, m.Dealt))
+    assert (lease.ordinal, lease.start) == (1, 4)
+    assert dealt(d.say(m.AskLease, A, S, 0, Done(4))) == book.leases[0]
 
 
-@pytest.mark.parametrize("ordinal", [0, 1])
-def test_a_stage_that_asks_for_what_another_one_told_tells_what_it_was_dealt_too(ordinal: int) -> None:
-    """Else the others would wait for its book for ever, once it waits for them."""
-    d = Dialogue(NoSync(), stages=2)
-    first, other = Worker(0, 0), Worker(1, 0)
-    leases = tuple(Lease(S, 0, k, 0, 4 * k, 4 * k + 4, 8.0 * k, 2.0) for k in range(ordinal + 1))
-    told = e.Resumes(Epoch(0, (), ""), (), book=e.Book(S, leases, False, Done(0)))
-    d.say(e.Enrol, first, FIXED, told)
-    replies = d.say(m.AskLease, other, S, ordinal, Done(0))
-    if ordinal:
-        assert replies == [(beats(other), e.Stranger(known=True))]
-        heard = e.Resumes(Epoch(0, (), ""), (), book=e.Book(S, leases[:ordinal], False, Done(0)))
-        d.say(e.Enrol, other, FIXED, heard)
-        replies = d.say(m.AskLease, other, S, ordinal, Done(0))
-    assert dealt(replies) == leases[ordinal]
-    for stage in (0, 1):
-        d.say(m.AskLease, Worker(stage, 1), S, 0, Done(0))
-    assert [dealt(d.say(m.AskLease, Worker(stage, 1), S, 0, Done(0))).home for stage in (0, 1)] == [1, 1]
-
-
-def test_the_run_ends_when_all_wait_for_a_worker_that_is_lost() -> None:
-    d = Dialogue(NoSync())
-    for worker in (A, B):
-        d.join(worker)
-        d.beat(worker, True, None, (S, Done(0)))
-    leases = begin(d)[:1]
-
-    def done() -> Done:
-        return Done(sum(lease.size for lease in leases), 0.0, 0.1)
-
-    while replies := d.say(m.AskLease, A, S, len(leases), done()):  # B trains nothing
-        leases.append(dealt(replies))
-    for now in (2.0, 4.0, 6.0, 8.0, 10.0):
-        d.beat(A, True, None, (S, done()), now=now)
-        replies = d.tick(now)
-        if d.service.failure is not None:
-            break
-    assert d.service.failure == m.Failure(
-        B, "it was silent for 8.0 s, and the others wait for batches that only it may train"
-    )
-    assert (line(A), d.service.failure.said()) in replies
-
-
-def test_the_run_ends_when_all_wait_for_a_worker_that_died_while_it_waited() -> None:
-    """Who waits for a lease has left the averaging, and is dealt what another one stalls with."""
-    d, segment = Dialogue(NoSync()), Segment(5, 0, 0, 3)
-    for worker in (A, B):
-        d.join(worker)
-        d.beat(worker, True, None, (segment, Done(0)))
+def test_a_worker_that_waits_for_a_lease_hears_of_those_that_others_have_still_to_train() -> None:
+    d, segment = Dialogue(NoSync()), Segment(5, 0, 0, 1)
     begin(d, segment)
-
-    def asks(worker: Worker, ordinal: int, batches: int, now: float) -> Lease | None:
-        replies = d.say(m.AskLease, worker, segment, ordinal, Done(batches, 1.0), now=now)
-        return next((reply.lease for _, reply in replies if isinstance(reply, m.Dealt)), None)
-
-    for batches in (1, 2):
-        assert asks(B, batches, batches, float(batches)) is not None
-    assert asks(A, 1, 1, 2.0) is not None
-    assert (empty := asks(B, 3, 3, 3.0)) is not None
-    assert empty.size == 0
-    d.say(m.Leave, B, now=3.0)
-    assert asks(B, 4, 3, 3.0) is None
-    replies = d.beat(B, False, None, (segment, Done(3, 1.0)), now=4.0)  # and A is late
-    d.tick(4.0)
-    given = [reply.lease for _, reply in replies if isinstance(reply, m.Dealt)]
-    assert [(lease.pipeline, lease.home) for lease in given] == [(1, 0)]
-    for now in (6.0, 8.0, 10.0, 12.0):
-        d.beat(A, True, None, (segment, Done(2, 1.0)), now=now)
-        asks(A, 2 if now == 6.0 else 3, 2, now)
-        assert d.service.failure is None
-        d.tick(now)
-    failure = d.service.failure
-    assert failure is not None
-    assert (failure.worker, failure.reason[:24]) == (B, "it was silent for 8.0 s,")
-
-
-def test_who_waits_for_a_lease_hears_of_those_that_the_scheduler_has_never_seen() -> None:
-    """They died while it was away, or have yet to come back."""
-    d = Dialogue(NoSync(), workers=3)
-    for worker in (A, B):
-        assert d.say(m.AskLease, worker, S, 0, Done(0)) == []
-    assert d.say(m.AskLease, A, S, 0, Done(0)) == [(line(A), e.Waits(d.number, f"it waits for {Worker(0, 2)}"))]
-    d.say(m.AskLease, Worker(0, 2), S, 0, Done(0))
-    assert isinstance(dealt(d.say(m.AskLease, A, S, 0, Done(0))), Lease)
+    assert dealt(d.say(m.AskLease, A, segment, 1, Done(1, 1.0))).size == 0
+    assert d.say(m.AskLease, A, segment, 2, Done(1, 1.0)) == []
+    assert d.say(m.AskLease, A, segment, 2, Done(1, 1.0)) == [(line(A), e.Waits(d.number, f"it waits for {B}"))]
 
 
 def train(
@@ -258,11 +184,15 @@ def test_a_scheduler_that_is_started_again_deals_each_batch_once() -> None:
 
 
 def test_a_lease_in_vain_names_who_is_waited_for() -> None:
+    segment = Segment(5, 0, 0, 1)
     with serving(NoSync(), 1, 2) as server, clients(server.address, A, B, timeout=1.5) as (a, b):
-        a.join()
-        b.join()
-        with pytest.raises(SchedulerError, match=r"waited 1.5 s for lease 0 of batches 0 to 20 of .*\(stage 0"):
-            a.lease(S, 0)
+        for client in (a, b):
+            client.join()
+            assert client.lease(segment, 0).size == 1
+        a.trained(1)
+        assert a.lease(segment, 1).size == 0
+        with pytest.raises(SchedulerError, match=r"waited 1.5 s for lease 2 of batches 0 to 1 of .*\(stage 0"):
+            a.lease(segment, 2)
 
 
 def test_the_length_of_batches_leaves_out_the_start_of_a_loader() -> None:
@@ -290,6 +220,6 @@ def test_the_length_of_batches_leaves_out_the_start_of_a_loader() -> None:
     assert trained(36.0, 6) == Done(6, 2.0, 0.0)
     heard.begin(S)
     heard.stops = True
-    assert heard.book() == e.Book(S, (empty, more), False, Done(6, 2.0, 0.0, stops=True))
+    assert heard.book() == Book(S, (empty, more), False, Done(6, 2.0, 0.0, stops=True))
     heard.begin(Segment(5, 0, 20, 30))
-    assert heard.book() == e.Book(Segment(5, 0, 20, 30), (), False, Done(0, 2.0, 0.0))
+    assert heard.book() == Book(Segment(5, 0, 20, 30), (), False, Done(0, 2.0, 0.0))

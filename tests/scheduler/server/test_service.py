@@ -85,12 +85,11 @@ class Dialogue:
         rows: NewRows | None = None,
         dealt: tuple[Segment, Done] | None = None,
         now: float = 0.0,
-        waits: int = 0,
         awaits: tuple[str, ...] = (),
     ) -> list[Addressed]:
         """What it is told, but for that the beat was heard."""
         known = self.service.members.membership.epoch.number
-        beliefs = (), known, True, 0, None, (-1, -1), (), -1, joined, rows, dealt, None, waits, awaits
+        beliefs = (), known, True, 0, None, (-1, -1), (), -1, joined, rows, dealt, None, awaits
         replies = self.say(e.Beat, worker, *beliefs, now=now)
         return [(peer, reply) for peer, reply in replies if not isinstance(reply, e.Noted)]
 
@@ -220,65 +219,31 @@ def test_a_scheduler_that_is_cut_off_from_all_calls_nobody_lost() -> None:
         assert d.tick(now) == []
 
 
-def test_a_silent_worker_is_lost_and_may_come_back() -> None:
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_silent_worker_is_waited_for_as_long_as_its_machine_answers(
+    monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
     d = Dialogue()
+    monkeypatch.setattr(d.service.lines, "answers", lambda worker, incarnation, within: answers)
     for worker in (A, B):
-        d.join(worker)
+        d.say(m.Join, worker, None, About(f"host {worker.pipeline}", "cpu", worker.pipeline))
         d.beat(worker, True)
     d.say(m.Ready, A, 0, now=4.0)
-    d.beat(A, True, now=7.0)
     assert d.service.deadline() == 2.0
     for now in (2.0, 4.0, 6.0, 7.5):
         assert d.tick(now) == []
     d.beat(A, True, now=8.5)
-    answer, (peer, now) = d.service.tick(9.0)
-    assert answer == (line(A), m.Answer(group(A, sequence=0, reason=Reason.WORKER_LOST), (0,)))
-    assert isinstance(now, e.Now)
-    assert (peer, now.lost) == (beats(A), ((B, "was silent for 9.0 s"),))
-    assert d.states() == ["computing", "lost"]
-    assert d.beat(B, True, now=10.0) == [(beats(B), e.Stranger(known=True))]
-    assert d.resume(B, now=10.0) == []
-    assert d.states() == ["computing", "computing"]
-
-
-def lost_at_eight(waits: int) -> Dialogue:
-    """Of three workers B is silent, and the others have waited so long when it is called lost."""
-    d = Dialogue(NoSync(), workers=3)
-    others = A, Worker(0, 2)
-    d.join(B)
-    for now in (0.0, 2.0, 4.0, 6.0, 8.0):
-        for worker in others:
-            d.say(m.Join, worker, None, About(f"host {worker.pipeline}", "cpu", worker.pipeline), now=now)
-            d.beat(worker, True, now=now, waits=waits)
-        d.tick(now)
-    d.tick(8.5)
-    assert d.states() == ["computing", "lost", "computing"]
-    assert d.service.failure is None, "who waits for a group gets it now"
-    return d
-
-
-def test_the_run_ends_when_nothing_goes_on_without_a_worker_that_is_lost() -> None:
-    """As with gradients: what they wait for, no scheduler can give."""
-    d = lost_at_eight(waits=8)
-    for worker in (A, Worker(0, 2)):
-        d.beat(worker, True, now=10.0, waits=9)
-    replies = d.tick(11.0)
-    failure = d.service.failure
-    assert failure is not None
-    assert (failure.worker, failure.reason[:48]) == (B, "it was silent for 11 s, and all others wait: its")
-    assert {(beats(worker), failure.said()) for worker in (A, B, Worker(0, 2))} <= set(replies)
-
-
-@pytest.mark.parametrize("waits", [(9, 3), (9, None)])
-def test_the_run_goes_on_while_any_worker_does_not_wait(waits: tuple[int | None, ...]) -> None:
-    """It computes, moves something, or has said nothing since."""
-    d = lost_at_eight(waits=8)
-    for now in (10.0, 12.0, 14.0, 16.0):
-        for worker, seconds in zip((A, Worker(0, 2)), waits, strict=True):
-            if seconds is not None:
-                d.beat(worker, True, now=now, waits=seconds)
-        d.tick(now)
-    assert d.service.failure is None
+    replies, failure = d.tick(9.0), d.service.failure
+    if answers:
+        assert (replies, failure) == ([], None)
+        d.tick(11.0)
+        assert d.beat(B, True, now=12.0) == []
+        assert {peer for peer, _ in d.say(m.Ready, B, 0, now=12.0)} == {line(A), line(B)}, "it was only stopped"
+    else:
+        reason = "it was silent for 9 s, and its process on host 1 cannot be reached; check that its machine and the "
+        assert failure is not None
+        assert (failure.worker, failure.reason) == (B, f"{reason}network to it are up")
+        assert {(beats(worker), failure.said()) for worker in (A, B)} <= set(replies)
 
 
 @pytest.mark.parametrize("waiting", [1, 2, 3])
@@ -289,7 +254,7 @@ def test_the_run_ends_when_all_workers_wait_and_no_byte_moves(waiting: int) -> N
     for now in (0.0, 2.0, 4.0):
         for number, worker in enumerate((B, c, A)):
             d.join(worker, now=now)
-            d.beat(worker, True, now=now, waits=9, awaits=said[worker] if number < waiting else ())
+            d.beat(worker, True, now=now, awaits=said[worker] if number < waiting else ())
         assert bool(d.tick(now)) == (waiting == 3 and now == 2.0)
     failure = d.service.failure
     assert (failure is None) == (waiting < 3)
@@ -377,12 +342,13 @@ class TestRestart:
         new = m.Answer(group(A, B, sequence=42), (6, 6))
         assert d.say(m.Ready, B, 6) == [(line(A), new), (line(B), new)]
 
-    def test_who_does_not_come_back_is_waited_for_no_longer_than_the_grace(self) -> None:
+    def test_a_worker_that_does_not_come_back_within_the_grace_ends_the_run(self) -> None:
         d = self.restarted()
         assert d.tick(9.9) == []
-        ((identity, answer),) = d.tick(10.0)
-        assert identity == line(A)
-        assert answer == m.Answer(group(A, sequence=42), (6,))
+        assert d.tick(10.0) != []
+        failure = d.service.failure
+        assert failure is not None
+        assert (failure.worker, failure.reason[:24]) == (B, "it did not come back to ")
 
     def test_it_waits_for_nobody_else_once_all_are_back(self) -> None:
         d = Dialogue(NoSync())
@@ -391,26 +357,20 @@ class TestRestart:
         ((identity, _),) = d.resume(B)
         assert identity == line(A)
 
-    def test_who_joins_anew_is_not_given_what_it_had_missed_before(self) -> None:
+    def test_a_worker_that_joins_anew_is_not_given_what_it_had_missed_before(self) -> None:
         d = self.restarted()
-        assert d.tick(10.0) != []
-        d.resume(B, now=11.0)
-        d.say(m.Leave, B, now=11.0)
-        d.join(B, now=11.0)
-        assert d.say(m.Ready, A, 7, now=11.0) == []
-        answers = d.say(m.Ready, B, 5, now=11.0)
+        d.resume(B)
+        d.say(m.Leave, B)
+        d.join(B)
+        d.say(m.Ready, A, 7)
+        answers = d.say(m.Ready, B, 5)
         assert {reply.group.sequence for _, reply in answers} == {43}, "5 is another ready than that of group 41"
-
-    def test_who_comes_back_after_the_grace_is_still_given_what_it_had_missed(self) -> None:
-        d = self.restarted()
-        assert d.tick(10.0) != []
-        d.resume(B, now=11.0)
-        assert d.say(m.Ready, B, 5, now=11.0) == [(line(B), m.Answer(group(A, B, sequence=41), (5, 5)))]
 
     def test_who_left_while_it_was_held_is_not_answered(self) -> None:
         d = self.restarted()
         d.say(m.Leave, A)
-        assert d.tick(100.0) == d.noted(A)
+        noted = d.noted(A)
+        assert d.resume(B, joined=False) == noted
 
 
 def test_status_counts_what_passed_by() -> None:
@@ -572,21 +532,6 @@ def test_another_mesh_is_refused_by_name() -> None:
     ((_, reply),) = d.say(m.Hello, A, (1, 2))
     assert isinstance(reply, m.Welcome)
     assert registry.from_json(reply.policy) == AllReduceModels()
-
-
-def test_who_was_lost_after_it_was_answered_gets_the_same_answer() -> None:
-    d = Dialogue()
-    for worker in (A, B):
-        d.join(worker)
-        d.beat(worker, True)
-    d.say(m.Ready, A, 0)
-    answers = d.say(m.Ready, B, 0)
-    for now in (2.0, 4.0, 6.0, 8.0):
-        d.beat(A, True, now=now)
-        d.tick(now)
-    assert d.states() == ["computing", "lost"]
-    d.resume(B, now=9.0)
-    assert d.say(m.Ready, B, 0, now=9.0) == answers[1:], "A may be waiting for its part in that group"
 
 
 class TestPipelinesOfUnlikeDepths:
