@@ -30,7 +30,6 @@ from lightning_sdpipe.dealing.leases import (
     Asked,
     Book,
     Books,
-    Done,
     Lease,
     LeaseEvent,
     Returned,
@@ -39,7 +38,6 @@ from lightning_sdpipe.dealing.leases import (
 )
 from lightning_sdpipe.dealing.pipeline_progress import PipelineProgress
 from lightning_sdpipe.dealing.proportional import proportional_shares
-from lightning_sdpipe.errors import shape
 from lightning_sdpipe.policies.events import Widened, Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
 
@@ -79,7 +77,7 @@ class Dealer:
         """
         match event:
             case Asked(worker, segment, ordinal, done):
-                account = self._account(worker, done)
+                account = self._accounts[worker.pipeline]
                 self._check_asks(worker, segment, ordinal)
                 if segment != self.segment:
                     self._begin(segment, now)
@@ -91,7 +89,7 @@ class Dealer:
                 self._stops |= done.stops
                 return self._settle(now)
             case Trained(worker, segment, done):
-                account = self._account(worker, done)
+                account = self._accounts[worker.pipeline]
                 if segment != self.segment or not account.present:
                     return []
                 account.hear(worker.stage, done, now)
@@ -150,16 +148,6 @@ class Dealer:
 
     # ---------------------------------------------------------------- segments
 
-    def _account(self, worker: Worker, done: Done) -> PipelineProgress:
-        i, stages = worker.pipeline, self._num_stages
-        if 0 <= i < len(self._accounts):
-            stages = self._accounts[i].depth
-        if not (0 <= worker.stage < stages and 0 <= i < len(self._accounts)):
-            raise RefusedEvent(f"worker {worker} does not exist in {shape(stages, len(self._accounts))}")
-        if not (done.batches >= 0 and 0 <= done.ago < math.inf and 0 <= (done.seconds or 0) < math.inf):
-            raise RefusedEvent(f"worker {worker} says that it has trained {done}, which cannot be")
-        return self._accounts[worker.pipeline]
-
     def _is_newer(self, segment: Segment) -> bool:
         current = self.segment
         return (
@@ -170,8 +158,6 @@ class Dealer:
 
     def _check_asks(self, worker: Worker, segment: Segment, ordinal: int) -> None:
         current, account = self.segment, self._accounts[worker.pipeline]
-        if not 0 <= segment.start < segment.stop:
-            raise RefusedEvent(f"worker {worker} asked for a lease in {segment}, which are none")
         same_run = current is not None and segment.run == current.run
         if same_run and segment != current and not (self._over and self._is_newer(segment)):
             raise RefusedEvent(

@@ -33,17 +33,6 @@ class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, tag="epoch"):
     """True if every worker is to say which workers of its stage it cannot reach."""
 
     @property
-    def leader(self) -> int:
-        """The pipeline that logs and writes checkpoints: the oldest member.
-
-        Raises:
-            ValueError: there is no member.
-        """
-        if not self.members:
-            raise ValueError(f"epoch {self.number} of membership has no members, so none leads")
-        return self.members[0].pipeline
-
-    @property
     def pipelines(self) -> tuple[int, ...]:
         """Pipelines of the members, sorted: their ranks in a process group of this epoch."""
         return tuple(sorted(member.pipeline for member in self.members))

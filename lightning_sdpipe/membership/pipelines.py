@@ -45,21 +45,6 @@ PIPELINES = _read("""
 """)
 
 
-def after(table: Mapping[str, Mapping[str, str]], state: str, happens: str) -> str:
-    """Return the next state.
-
-    Raises:
-        ImpossibleChange: the table has no such entry.
-    """
-    if happens not in table[state]:
-        raise ImpossibleChange(f"what is {state} cannot change by this: {happens}")
-    return table[state][happens]
-
-
-class ImpossibleChange(ValueError):
-    """A table has no such entry; nothing has changed."""
-
-
 class PipelineStart:
     """One start of a pipeline's job."""
 
@@ -77,12 +62,12 @@ class PipelineStart:
         """Number of the first epoch of which it was a member, at most."""
 
     def move(self, happens: str) -> None:
-        """Change the state as :data:`PIPELINES` says; else raise ImpossibleChange."""
-        self.state = after(PIPELINES, self.state, happens)
+        """Change the state as :data:`PIPELINES` says; raise KeyError where that has no entry."""
+        self.state = PIPELINES[self.state][happens]
 
     def move_process(self, stage: int, happens: str) -> None:
         """Change the state of the process of ``stage`` as :data:`PROCESSES` says."""
-        self.processes[stage] = after(PROCESSES, self.processes.get(stage, "unknown"), happens)
+        self.processes[stage] = PROCESSES[self.processes.get(stage, "unknown")][happens]
 
     @property
     def member(self) -> bool:

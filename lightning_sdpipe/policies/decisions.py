@@ -139,14 +139,12 @@ def check_group(group: Group, next_sequence: int) -> None:
             and abs(math.fsum(weights) - 1.0) <= TOLERANCE
             and (not group.neighbours or len(group.neighbours) == len(members))
         )
+    sound = sound and (group.lineage is None or len(group.lineage.bases) == len(members))
+    if group.passive or group.standing:
+        sound = sound and set(group.standing) <= set(group.passive) < set(members)
     if not (sound and members and group.sequence >= next_sequence):
         raise BrokenRule(
             f"{group} cannot go out: members must be workers of one stage in increasing order, weights as many, with a "
-            f"sum of 1, neighbours none or as many, and the sequence at least {next_sequence}"
+            "sum of 1, neighbours and bases none or as many, passive members some but not all of them, standing ones "
+            f"passive, and the sequence at least {next_sequence}"
         )
-    if group.lineage is not None and len(group.lineage.bases) != len(members):
-        raise BrokenRule(f"{group} cannot go out: its lineage must have one base for each member")
-    if group.passive and not set(group.passive) < set(members):
-        raise BrokenRule(f"{group} cannot go out: some of its members must be passive, but not all")
-    if group.standing and not set(group.standing) <= set(group.passive):
-        raise BrokenRule(f"{group} cannot go out: those that are standing must be passive")

@@ -56,9 +56,7 @@ def read(path: Path) -> PolicyConfig:
     try:
         found = json.loads(path.read_text())
         plain, folders = found["policy"], [str(folder) for folder in found["path"]]
-    except OSError as error:
-        raise ConfigurationError(f"--policy-file {path} cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"{path} is no policy file; a worker of the run writes one") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"--policy-file {path} is no policy file of a worker of the run ({error})") from error
     sys.path += [folder for folder in folders if folder not in sys.path]
     return registry.from_plain(plain)

@@ -10,7 +10,7 @@ replayed frame can be told from a new one.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -181,6 +181,7 @@ Request: TypeAlias = Hello | Join | Ready | Leave | AskLease
 Reply: TypeAlias = Welcome | Answer | Invitation | Dealt | StatusReply | RowsReply | SpansReply
 
 _PREFIX = bytes([VERSION])
+_Message = TypeVar("_Message")
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request | Ask | e.Request] = msgspec.msgpack.Decoder(
     Request | Ask | e.Request
@@ -195,29 +196,23 @@ def encode(message: Request | Ask | Reply | e.Request | e.Reply) -> bytes:
 
 def decode_request(frame: bytes) -> Request | Ask | e.Request:
     """Return the message of a frame that a worker or a command has sent; the inverse of :func:`encode`."""
-    _check(frame, MAX_REQUEST_BYTES)
-    try:
-        return _request_decoder.decode(frame[1:])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MalformedFrame(str(error)) from error
+    return _decode(frame, MAX_REQUEST_BYTES, _request_decoder)
 
 
 def decode_reply(frame: bytes) -> Reply | e.Reply:
     """Return the message of a frame that the scheduler has sent; the inverse of :func:`encode`."""
-    _check(frame, MAX_REPLY_BYTES)
-    try:
-        return _reply_decoder.decode(frame[1:])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MalformedFrame(str(error)) from error
+    return _decode(frame, MAX_REPLY_BYTES, _reply_decoder)
 
 
-def _check(frame: bytes, limit: int) -> None:
-    if len(frame) > limit:
-        raise MalformedFrame(f"{len(frame)} bytes where at most {limit} are allowed")
-    if not frame:
-        raise MalformedFrame("no bytes")
+def _decode(frame: bytes, limit: int, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:
+    if not 0 < len(frame) <= limit:
+        raise MalformedFrame(f"{len(frame)} bytes where 1 to {limit} are allowed")
     if frame[0] != VERSION:
         raise WrongVersion(frame[0])
+    try:
+        return decoder.decode(frame[1:])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise MalformedFrame(str(error)) from error
 
 
 def routing_id(worker: Worker, incarnation: int) -> bytes:

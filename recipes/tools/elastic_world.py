@@ -497,7 +497,7 @@ class World:
         lease = process.lease
         resting = process.state == "resting"
         over = lease is not None and (lease.over or not (lease.size or resting))
-        if not process.talk.asks(m.AskLease) and not over and (lease is None or process.done == lease.size):
+        if m.AskLease not in process.talk._open and not over and (lease is None or process.done == lease.size):
             self.ask_session(
                 process, lambda reply: self.dealt(process, reply), m.AskLease, process.segment, process.ordinal
             )
@@ -533,7 +533,7 @@ class World:
         job, said = self.job(process), self.commands[process.incarnation, process.turns]
         if any(p.turns < process.turns or p.state in ("joining", "receiving") for p in job if p is not process):
             return False  # its neighbours have nothing for it yet
-        go, there = Command(CommandKind.GO), not process.talk.asks(m.AskLease)
+        go, there = Command(CommandKind.GO), m.AskLease not in process.talk._open
         if process.worker.stage == 0 and all(p.obeyed == len(said) and not p.copying for p in job) and go not in said:
             order = turn_order(process.leaving, process.talk.donations, process.talk.held_up)
             if order is not None and (order != go or there):

@@ -160,11 +160,11 @@ def test_the_oldest_leads_and_the_next_oldest_after_it() -> None:
     run.enrol(3)
     run.comes(1)
     run.comes(0)
-    assert run.core.epoch.leader == 3
+    assert run.core.epoch.members[0].pipeline == 3
     assert run.core.epoch.pipelines == (0, 1, 3)
     decisions = run.say(w.Ended, 3, "ended")
     assert kinds(decisions) == ["Gone", "Epoch"]
-    assert run.core.epoch.leader == 1
+    assert run.core.epoch.members[0].pipeline == 1
     assert run.core.epoch.lost == (3,)
     run.comes(3, incarnation=900)
     assert run.core.members == [1, 0, 3]
@@ -439,7 +439,7 @@ def test_who_departs_with_notice_has_left() -> None:
     gone, epoch = run.say(w.Departed, 0, False)
     assert gone == w.Gone(0, 100, "stage 0 was told to end", was_member=True, left=True)
     assert isinstance(epoch, Epoch)
-    assert epoch.leader == 1
+    assert epoch.members[0].pipeline == 1
 
 
 def resumed(worker: Worker, incarnation: int, epoch: Epoch, *met: Met) -> w.Resumed:
@@ -455,7 +455,7 @@ def test_a_new_scheduler_waits_for_the_members_of_the_newest_epoch() -> None:
     epoch, donate = run.on(resumed(Worker(0, 2), 12, new))
     assert epoch == Epoch(8, new.members, "the scheduler was started again")
     assert isinstance(donate, w.Donate), "who enrolled meanwhile"
-    assert (donate.donor, run.core.epoch.leader) == (2, 1)
+    assert (donate.donor, run.core.epoch.members[0].pipeline) == (2, 1)
 
 
 def test_a_new_scheduler_goes_on_without_those_who_do_not_come_back() -> None:

@@ -47,7 +47,7 @@ class WorkerModel:
         """The ask that is unanswered, again, or the next; beats only, once there is none."""
         said: list[tuple[bytes, m.Request | e.Request]] = [(self.beats, request) for request in self.talk.due(now)]
         if self.started and not self.over:
-            if not self.talk.asks(m.AskLease):
+            if m.AskLease not in self.talk._open:
                 self.talk.ask(m.AskLease, self.segment, len(self.leases))
             said += [(self.line, request) for request in self.talk.due_in_training(math.inf)]
         return said

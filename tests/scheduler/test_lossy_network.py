@@ -50,11 +50,11 @@ class WorkerModel:
 
     @property
     def pauses(self) -> bool:
-        return not (self.talk.joined or self.talk.asks(m.Join, m.Leave))
+        return not (self.talk.joined or {m.Join, m.Leave} & self.talk._open.keys())
 
     @property
     def computes(self) -> bool:
-        return self.talk.joined and not self.talk.asks(m.Ready)
+        return self.talk.joined and m.Ready not in self.talk._open
 
     def beat(self, now: float) -> list[tuple[bytes, m.Request | e.Request]]:
         if self.talk.joined:

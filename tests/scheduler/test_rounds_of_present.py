@@ -173,17 +173,17 @@ class Rounds:
         talk = process.talk
         if process.offer is not None:
             self.receive(process, process.offer)
-        if process.begins and process.group is None and not talk.asks(m.Ready):
+        if process.begins and process.group is None and m.Ready not in talk._open:
             for transfer in talk.donations:
                 process.copies[transfer] = list(process.model)
                 process.tells.add(talk.ask(e.TellSnapshot, transfer, len(process.model)))
         if process.tells or not process.begins or process.asked or len(process.model) == self.rounds:
             return
         if not talk.joined:
-            if not talk.asks(m.Join):
+            if m.Join not in talk._open:
                 self.ask(process, m.Join)
         elif process.group is None:
-            if not talk.asks(m.Ready):
+            if m.Ready not in talk._open:
                 self.ask(process, m.Ready, process.number)
         elif process.given is not None:
             self.take(process, process.given)

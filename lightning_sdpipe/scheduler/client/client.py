@@ -129,7 +129,7 @@ class SchedulerClient:
 
     # ------------------------------------------------------------ coming and going
 
-    def enrol(self, fingerprint: Mapping[str, str], timeout: float | None = None) -> Start | Receive:
+    def enrol(self, fingerprint: Mapping[str, str]) -> Start | Receive:
         """Wait until the run has begun with this worker's pipeline (:class:`Start`), or a member is about to give it
         its state (:class:`Receive`). ``fingerprint`` must be equal on all workers of a run.
 
@@ -137,18 +137,18 @@ class SchedulerClient:
             SchedulerError: the worker was refused (with what was found and expected), or waited in vain (with what is
             missing).
         """
-        return self._start_or_receive("training to begin with its pipeline", timeout, e.Enrol, dict(fingerprint))
+        return self._start_or_receive("training to begin with its pipeline", e.Enrol, dict(fingerprint))
 
     def received(self, transfer: str, update: int) -> Start | Receive:
         """Report that the state of ``transfer`` after ``update`` updates has arrived; wait until all stages have it, or
         for another transfer if one does not get it."""
         what = f"the other stages to have the state of {transfer}"
-        return self._start_or_receive(what, None, e.TellReceived, transfer, update)
+        return self._start_or_receive(what, e.TellReceived, transfer, update)
 
     def missed(self, transfer: str, reason: str) -> Start | Receive:
         """Report that the state of ``transfer`` did not come; wait for another member to give its own."""
         what = f"another state than that of {transfer}"
-        return self._start_or_receive(what, None, e.TellReceived, transfer, -1, reason or "it did not come")
+        return self._start_or_receive(what, e.TellReceived, transfer, -1, reason or "it did not come")
 
     def depart(self, *, finished: bool, timeout: float | None = None) -> None:
         """Report that this process ends: its training has ``finished``, or it was told to. Return when the scheduler
@@ -269,14 +269,14 @@ class SchedulerClient:
 
     # -------------------------------------------------------------- barriers, trying again
 
-    def meet(self, key: str, value: bytes = b"", timeout: float | None = None) -> Met:
+    def meet(self, key: str, value: bytes = b"") -> Met:
         """Wait for all replicas of this worker's stage at the barrier ``key``; one that dies is not waited for.
 
         Every barrier has a new key, equal on all replicas. ``value`` is small (at most some kilobytes) and goes to all:
         ``Met.values``, in the order of ``Met.pipelines``. ``Met.past``: the others have passed it already, without this
         one.
         """
-        reply: e.HasMet = self.wire.ask_for(f"the others at {key}", e.Meet, key, value, timeout=timeout)
+        reply: e.HasMet = self.wire.ask_for(f"the others at {key}", e.Meet, key, value)
         return reply.met
 
     def completed(self, sequence: int) -> None:
@@ -296,8 +296,8 @@ class SchedulerClient:
         reply: e.Again = self.wire.ask_for(what, e.AskRegroup, group, self.wire.talk.held)
         return reply
 
-    def _start_or_receive(self, what: str, timeout: float | None, kind: f.Kind, *fields: object) -> Start | Receive:
-        reply: Start | e.Get = self.wire.ask_for(what, kind, *fields, timeout=timeout)
+    def _start_or_receive(self, what: str, kind: f.Kind, *fields: object) -> Start | Receive:
+        reply: Start | e.Get = self.wire.ask_for(what, kind, *fields)
         return reply.receive if isinstance(reply, e.Get) else reply
 
     # ------------------------------------------------------------- key-value store
@@ -373,22 +373,14 @@ class SchedulerClient:
     def ready(self, iteration: int, base: int | None = None) -> None:
         """Report the local step of ``iteration`` as done, without waiting; :meth:`group` fetches the answer. ``base``
         is that of :class:`~lightning_sdpipe.policies.events.Ready`."""
-        if not self.wire.talk.joined:
-            raise SchedulerError(
-                f"worker {self.worker} reported iteration {iteration} without having joined; call join() first"
-            )
-        if self._iteration is not None:
-            raise SchedulerError(
-                f"worker {self.worker} reported iteration {iteration} before it fetched the group of "
-                f"iteration {self._iteration}; call group() after every ready()"
-            )
+        assert self.wire.talk.joined, "join() comes before ready()"
+        assert self._iteration is None, f"group() comes after ready(): that of iteration {self._iteration} is missing"
         self._iteration = iteration
         self.wire.ask(m.Ready, iteration, base)
 
     def group(self) -> Group:
         """Wait for the answer to the last :meth:`ready`, and for the invitations that were sent before it."""
-        if self._iteration is None:
-            raise SchedulerError(f"worker {self.worker} asked for a group without being ready; call ready() first")
+        assert self._iteration is not None, "ready() comes before group()"
         answer: m.Answer = self.wire.wait(m.Ready, f"the group of its iteration {self._iteration}")
         self._iteration = None
         self._wait_for_invitations(m.invitations_of(self.worker, answer))

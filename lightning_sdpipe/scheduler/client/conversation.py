@@ -38,7 +38,6 @@ from typing import Any
 
 import msgspec
 
-from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership.failure_detection import BARRIERS
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Met
 from lightning_sdpipe.policies.decisions import Group
@@ -165,9 +164,6 @@ class Conversation:
     def ask(self, kind: f.Kind, *fields: Any) -> f.Key:
         """Ask from the next :meth:`due` or :meth:`due_in_training` on, until ``Replied`` names the key, or
         :meth:`forget`.
-
-        Raises:
-            SchedulerError: the same request is open already, and not of the thread that trains.
         """
         if kind is m.Join:
             self._open.pop(m.Leave, None)
@@ -182,10 +178,6 @@ class Conversation:
     def tell(self, kind: type[e.Request], *fields: object) -> None:
         """Repeat a request until the scheduler has heard it; no reply comes back."""
         self._say(kind, fields, told=True)
-
-    def asks(self, *keys: f.Key) -> bool:
-        """Return whether one of these requests is open."""
-        return any(key in self._open for key in keys)
 
     def forget(self, key: f.Key) -> str:
         """Stop asking, and return what the scheduler said is missing."""
@@ -362,8 +354,7 @@ class Conversation:
             case e.Depart():
                 key = "departs", request.number
                 self._enrolment, self._member = None, False
-        if isinstance(key, tuple) and key in self._open and not told:
-            raise SchedulerError(f"worker {self.worker} already asks for {key[0]} {key[1]}, in another thread")
+        assert told or not (isinstance(key, tuple) and key in self._open), f"another thread asks for {key}, too"
         if self.stop is None or isinstance(request, e.Depart):
             self._open[key] = _Open(request, fields, told)
         return key

@@ -47,15 +47,6 @@ class Extent:
                 f"{_said(theirs)}; give the address of its own scheduler, or start this one with {_started(theirs)}"
             )
 
-    def check_exists(self, worker: Worker) -> None:
-        """Raise RefusedEvent if there is no such ``worker``."""
-        stages, pipelines = self.num_stages, self.num_pipelines
-        if self.depths and 0 <= worker.pipeline < pipelines:
-            stages = self.depths[worker.pipeline]
-        if not (0 <= worker.stage < stages and 0 <= worker.pipeline < pipelines):
-            there = _said((stages, pipelines, *self.depths))
-            raise RefusedEvent(f"worker {worker} does not exist in {there}")
-
     def represented_by(self, members: Sequence[Worker]) -> Sequence[Worker]:
         """Return the workers that ``members`` of a group represent: all of their pipelines, where groups are of whole
         pipelines, and else themselves."""
@@ -82,21 +73,21 @@ def _started(mesh: m.Shape) -> str:
     return f"--stages {','.join(map(str, depths))}" if depths else f"--stages {stages} --pipelines {pipelines}"
 
 
-def contradiction(
-    request: m.Request | e.Request, num_stages: int, most_pipelines: int, whole: bool = False
-) -> str | None:
-    """Return why ``request`` cannot be meant in a run of ``num_stages`` stages and at most that many pipelines; None if
-    it can. With ``whole``, groups are of whole pipelines, each represented by its first stage; else of one stage."""
+def contradiction(request: m.Request | e.Request, extent: Extent, most_pipelines: int) -> str | None:
+    """Return why ``request`` cannot be meant in a run of that ``extent`` and at most that many pipelines; None if it
+    can."""
     worker = request.worker
-    member = Worker(0, worker.pipeline) if whole else worker
-    exists = worker.stage < num_stages and worker.pipeline < most_pipelines
+    member = extent.stands_for(worker)
+    exists = worker.pipeline < most_pipelines and worker.stage < (
+        extent.depths[worker.pipeline] if extent.depths else extent.num_stages
+    )
     if not exists and not (isinstance(request, e.Enrol) and request.resumes is None):  # its refusal names the remedy
-        return f"worker {worker} does not exist in {num_stages} stages × at most {most_pipelines} pipelines"
+        return f"worker {worker} does not exist in {_said(extent.planned)}"
     match request:
         case m.Ready():  # most requests are
             return None
         case m.AskLease(segment=segment) | e.Beat(dealt=(segment, _)):
-            return _of_leases(segment, ())
+            return _of_leases(segment, ()) or ("it has no batches" if segment.start == segment.stop else None)
         case e.AskRegroup(group=group):
             return _of_group(group, member, most_pipelines)
         case e.Enrol(fingerprint=fingerprint, resumes=resumes):

@@ -80,7 +80,6 @@ class GroupDesk:
         """Begin a session at the first join of a start of the worker; the session of an older start ends."""
         worker = request.worker
         self.extent.check_mesh(request)
-        self.extent.check_exists(worker)
         self.departs(worker, now)
         session = self.sessions.begin(worker, request.incarnation, now)
         session.received.is_new(request.number, peer)
@@ -108,7 +107,6 @@ class GroupDesk:
     def resume(self, worker: Worker, incarnation: int, number: int, resumes: e.Resumes, now: float) -> None:
         """Let a worker take part that believes it does, as its request ``number`` says: another scheduler has let it
         join, or this one has lost it."""
-        self.extent.check_exists(worker)
         session = self.sessions.of(worker, incarnation)
         if session is None:
             self.departs(worker, now)
@@ -128,7 +126,6 @@ class GroupDesk:
         its other socket, or be kept until its process group is there: the leave outdates it."""
         worker = request.worker
         if self.sessions.get(worker) is None and self.failure is None:
-            self.extent.check_exists(worker)
             session = self.sessions.begin(worker, request.incarnation, now)
             session.received.left_at = request.number
 

@@ -86,13 +86,12 @@ class KeyValueStore:
         Raises:
             StoreFull: the value is too large, or its room is; nothing has changed.
         """
-        if len(key) > MAX_KEY_CHARACTERS or len(value) > min(MAX_VALUE_BYTES, self._max_bytes):
+        too_long = len(key) > MAX_KEY_CHARACTERS or len(value) > min(MAX_VALUE_BYTES, self._max_bytes)
+        if too_long or not key.partition("/")[2]:
             raise StoreFull(
-                f"a key of {len(key)} characters with {len(value)} bytes; at most {MAX_KEY_CHARACTERS} characters and "
-                f"{MAX_VALUE_BYTES} bytes are allowed, since the store is for finding each other, not for data"
+                f"{len(value)} bytes at {key[:40]!r}; keys of the form room/name with at most {MAX_KEY_CHARACTERS} "
+                f"characters and {MAX_VALUE_BYTES} bytes are allowed: the store is for finding each other, not for data"
             )
-        if not key.partition("/")[2]:
-            raise StoreFull(f"the key {key!r}, which is not of the form room/name")
         name = _namespace(key)
         room = self._rooms.get(name, {})
         before = room.get(key)
@@ -114,12 +113,10 @@ class KeyValueStore:
         if once in self._sums:
             return self._sums[once], []
         before = self.get((key,))[0]
-        try:
-            value = int(before or b"0") + amount
-        except ValueError:
-            raise StoreFull(f"what is at {key} is no number, so nothing can be added to it") from None
+        number = before or b"0"
+        value = int(number) + amount if number.removeprefix(b"-").isdigit() else MAX_NUMBER + 1
         if abs(value) > MAX_NUMBER:
-            raise StoreFull(f"{amount} more at {key}, whose number would be beyond 64 bits")
+            raise StoreFull(f"{amount} more at {key}, which has no number, or one that would be beyond 64 bits")
         answered = self.put(key, b"%d" % value)
         self._sums[once] = value
         while len(self._sums) > MAX_WAITING:
@@ -140,14 +137,13 @@ class KeyValueStore:
             return self.get(keys)
         for gone in [waiting.asker for waiting in self._waiting.values() if waiting.until <= now]:
             del self._waiting[gone]
-        if len(keys) > MAX_FETCHED or any(len(key) > MAX_KEY_CHARACTERS for key in keys):
-            most = f"at most {MAX_FETCHED} of at most {MAX_KEY_CHARACTERS} characters are allowed"
-            raise StoreFull(f"{len(keys)} keys at once; {most}")
-        if len(self._waiting) >= MAX_WAITING and asker not in self._waiting:
-            raise StoreFull(f"{MAX_WAITING} requests wait for keys already; no worker can need as many")
-        others = sum(len(waiting.keys) for waiting in self._waiting.values() if waiting.asker != asker)
-        if others + len(keys) > self._max_keys:
-            raise StoreFull(f"{len(keys)} keys more to wait for; all that wait may wait for {self._max_keys} keys")
+        others = [len(waiting.keys) for waiting in self._waiting.values() if waiting.asker != asker]
+        long = len(keys) > MAX_FETCHED or any(len(key) > MAX_KEY_CHARACTERS for key in keys)
+        if long or len(others) >= MAX_WAITING or sum(others) + len(keys) > self._max_keys:
+            raise StoreFull(
+                f"{len(keys)} keys to wait for; at most {MAX_FETCHED} of at most {MAX_KEY_CHARACTERS} characters are "
+                f"allowed, in {MAX_WAITING} requests for {self._max_keys} keys of all workers"
+            )
         self._waiting[asker] = Waiting(asker, keys, now + PATIENCE)
         return None
 

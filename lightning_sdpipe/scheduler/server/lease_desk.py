@@ -35,7 +35,6 @@ class LeaseDesk:
     def ask(self, request: m.AskLease, peer: bytes, now: float) -> None:
         """Deal with an ask. Segment and ordinal identify it, so it needs no session and may be repeated."""
         worker, segment, failure = request.worker, request.segment, self._groups.failure
-        self._groups.extent.check_exists(worker)
         if failure is not None:
             self._outbox.say(peer, failure.said())
             return
@@ -56,9 +55,7 @@ class LeaseDesk:
         """Note how much of its batches a worker has trained."""
         if beat.dealt is None or self._groups.failure is not None:
             return
-        worker, (segment, done) = beat.worker, beat.dealt
-        self._groups.extent.check_exists(worker)
-        self.deal(Trained(worker, segment, done), now)
+        self.deal(Trained(beat.worker, *beat.dealt), now)
 
     def deal(self, event: LeaseEvent, now: float) -> None:
         """Tell the dealer of ``event``, and answer the asks that it decides."""

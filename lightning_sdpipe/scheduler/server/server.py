@@ -187,8 +187,8 @@ class Server:
         first does; an :class:`ControlThread` watches everything else and says in a frame when to stop.
         """
         socket, service, clock = self._socket, self.service, self._clock
-        if socket is None or self._context is None:
-            raise SchedulerError("the scheduler's server was run before it was opened")
+        assert socket is not None, "open() comes first"
+        assert self._context is not None
         with ControlThread(self._context, self._stop_message, stop, self._key_check), self._lifelines(self._context):
             while True:
                 if service.deadline() <= (now := clock()):

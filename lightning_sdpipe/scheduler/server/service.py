@@ -138,13 +138,13 @@ class SchedulerService:
         """Deal with a message from ``peer``; return the messages to send."""
         if not isinstance(request, e.FromWorker):
             return self._tell(peer, request, now)
-        worker, extent = request.worker, self._extent
+        worker = request.worker
         session = self.groups.sessions.of(worker, request.incarnation)
         if peer not in (peers_of(worker, request.incarnation) if session is None else session.peers):
             self.ignore("impersonating", peer, f"it speaks for worker {worker}")
             return []
         try:
-            reason = contradiction(request, extent.num_stages, self._most_pipelines, bool(extent.depths))
+            reason = contradiction(request, self._extent, self._most_pipelines)
             if reason is not None:
                 raise RefusedEvent(reason)
             if isinstance(request, e.MemberRequest):

@@ -226,14 +226,14 @@ def test_a_failure_told_to_nobody_does_not_block() -> None:
 
 def test_wrong_use_of_the_client_is_told_at_once() -> None:
     with serving(AllReduceModels(), 1, 2) as server, clients(server.address, W(0, 0), W(0, 1)) as (a, b):
-        with pytest.raises(SchedulerError, match=r"call ready\(\) first"):
+        with pytest.raises(AssertionError, match=r"ready\(\) comes before group\(\)"):
             a.group()
-        with pytest.raises(SchedulerError, match=r"call join\(\) first"):
+        with pytest.raises(AssertionError, match=r"join\(\) comes before ready\(\)"):
             a.ready(0)
         a.join()
         b.join()
         a.ready(0)
-        with pytest.raises(SchedulerError, match="before it fetched"):
+        with pytest.raises(AssertionError, match=r"group\(\) comes after ready\(\)"):
             a.ready(1)
         b.ready(3)
         a.group()
