@@ -41,7 +41,7 @@ BARS = {
     "code lines of the package": 39_030,
     "code lines of recipes, without baselines and tools": 7_460,
     "code lines of tests": 42_400,
-    "statements that raise something": 619,
+    "statements that raise something": 590,
     "types of messages, events, decisions and effects": 84,
 }
 """The largest values allowed. A commit that lowers one lowers its bar; a feature that needs more says how much."""
