@@ -263,17 +263,6 @@ class World:
         status = self.status()
         return status.failure or (None if status.members is None else status.members.over)
 
-    def gone_at(self, pipeline: int, since: float) -> float | None:
-        """Return when the scheduler said, from the monotonic time ``since`` on, that a pipeline is gone."""
-        for line in (self.logs / "scheduler.log").read_text().split("\n"):
-            when, _, rest = line.partition(f"WARNING pipeline {pipeline} is gone")
-            if rest:
-                clock = time.mktime(time.strptime(when[:19], "%Y-%m-%d %H:%M:%S")) + int(when[20:23]) / 1e3
-                at = clock - time.time() + time.monotonic()
-                if at >= since - 0.002:  # its log has milliseconds
-                    return max(at, since)
-        return None
-
     def wait(self, until: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
         """Wait until ``until`` returns something true, and return that.
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from lightning_sdpipe.heterogeneity import Slowed, Static
-from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, ratios, refuse_unknown, turns
+from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, ratios, refuse_unknown, turns, versus
 from recipes.suites.trainings import Training, named, quiet, train
 
 LOWER_IS_BETTER = frozenset[str]()
@@ -23,9 +23,8 @@ BY_HAND = "/by_hand"
 
 def _goal(key: str, ours: str, other: str, value: float) -> tuple[str, Goal]:
     _, shape, condition = key.split("/")
-    where = {"shape": shape, "heterogeneity": condition}
-    meaning = f"s per epoch, {shape} emulated, {condition}: {other} over {ours}"
-    return key, Goal(meaning, "epoch_s", {**where, "what": other}, {**where, "what": ours}, value)
+    meaning = f"s per epoch, {shape} emulated, {condition}: {{one}} over {{other}}"
+    return key, versus(meaning, "epoch_s", other, ours, value, shape=shape, heterogeneity=condition)
 
 
 GOALS = dict(

@@ -43,6 +43,21 @@ class Goal(NamedTuple):
     value: float | None = None
 
 
+def versus(meaning: str, column: str, one: str, other: str, value: float | None = None, **where: Any) -> Goal:
+    """Return the goal of what ``one`` has in a column, divided by what ``other`` has.
+
+    Args:
+        meaning: where it says ``{one}`` and ``{other}``, their names are put.
+        column: see :class:`Goal`.
+        one: a value of the column ``what``.
+        other: likewise.
+        value: see :class:`Goal`.
+        where: values of columns in which both rows agree.
+    """
+    above, below = ({"what": what} | where for what in (one, other))
+    return Goal(meaning.format(one=one, other=other), column, above, below, value)
+
+
 class Case(NamedTuple):
     """A case is one measurement of a grid.
 
@@ -125,6 +140,12 @@ def turns(
             if not (repeat and condition in once):
                 for name in rotated(names, repeat):
                     yield repeat, condition, name
+
+
+def compared(work: Mapping[str, Callable[[], Row]], repeats: int) -> list[Row]:
+    """Return what each of ``work`` returns in each repeat, in rotated order, beside its name and the repeat."""
+    order = [(repeat, name) for repeat in range(repeats) for name in rotated([*work], repeat)]
+    return [{"what": name, "repeat": repeat} | work[name]() for repeat, name in order]
 
 
 def rotated(names: Sequence[Name], repeat: int) -> list[Name]:

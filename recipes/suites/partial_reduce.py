@@ -1,14 +1,12 @@
 """P-Reduce beside all-reduce, AD-PSGD, parameter servers and SDPipe at our scale, in the figures of its paper.
 
-The parts ``virtual``, ``sweep``, ``production`` and ``scaling`` are computed in virtual time, with the real policies
-and plain SGD: the same on every machine. ``emulated`` trains real processes that sleep instead of computing, and
-``training`` trains real models.
+The parts ``virtual`` and ``scaling`` are computed in virtual time, with the real policies and plain SGD: the same on
+every machine. ``emulated`` trains real processes that sleep instead of computing, and ``training`` trains real models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -19,10 +17,9 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.simulate import Work, jittered
 from recipes.baselines import ParameterServer
 from recipes.suites import convergence, throughput
-from recipes.suites.figures import curve_points, plot, require_matplotlib
-from recipes.suites.grid import Goal, Ratios, Row, chosen, ratios, refuse_unknown, values
+from recipes.suites.grid import Goal, Ratios, Row, chosen, ratios, refuse_unknown, values, versus
 from recipes.suites.trainings import seeded
-from recipes.suites.virtual import Digits, Problem, Quadratic, by_decisions
+from recipes.suites.virtual import Quadratic, by_decisions
 
 LOWER_IS_BETTER = frozenset({"samples"})
 
@@ -30,13 +27,12 @@ LOWER_IS_BETTER = frozenset({"samples"})
 def _goal(key: str, column: str, above: str, below: str, value: float | None, meaning: str) -> tuple[str, Goal]:
     """Return the goal of methods ``above`` over ``below``, under the condition that ends the key."""
     condition = key.rpartition("/")[2]
-    one, other = ({"what": method, "heterogeneity": condition} for method in (above, below))
-    return key, Goal(meaning.format(above=above, below=below, condition=condition), column, one, other, value)
+    return key, versus(f"{meaning}, {condition}", column, above, below, value, heterogeneity=condition)
 
 
-_TIME = "virtual time to the target, {condition}: that of {above} over {below}"
-_RATE = "mini-batches that count per virtual second, {condition}: {above}, {below}"
-_SPEED = "samples/s, emulated, {condition}: {above} over {below}"
+_TIME = "virtual time to the target of {one} over that of {other}"
+_RATE = "mini-batches that count per virtual second, {one} over {other}"
+_SPEED = "samples/s, emulated, {one} over {other}"
 VIRTUAL = dict(
     [
         _goal("dynamic/constant/one_x5", "seconds", "preduce", "dynamic", 1.08, _TIME),
@@ -59,12 +55,8 @@ EMULATED = dict(
     ]
 )
 SCALING = {
-    "scaling/32/preduce_over_backup": Goal(
-        "mini-batches that count per virtual second, 32 workers: preduce over backup workers",
-        "steps_per_s",
-        {"what": "preduce", "pipelines": 32},
-        {"what": "backup", "pipelines": 32},
-        1.3,
+    "scaling/32/preduce_over_backup": versus(
+        f"{_RATE} workers, 32 workers", "steps_per_s", "preduce", "backup", 1.3, pipelines=32
     )
 }
 SAMPLES_GOAL = 1.15
@@ -75,13 +67,10 @@ BACKUP_SHARE = 4
 def run(
     *,
     virtual: Mapping[str, Any],
-    sweep: Mapping[str, Any],
-    production: Mapping[str, Any],
     scaling: Mapping[str, Any],
     emulated: Mapping[str, Any],
     training: Mapping[str, Any],
     only: Sequence[str],
-    output: str | None,
     seed: int,
     **known: Mapping[str, Any],
 ) -> tuple[list[Row], Ratios]:
@@ -89,55 +78,30 @@ def run(
 
     Args:
         virtual: arguments of :func:`learning`, for the paper's Figure 7.
-        sweep: likewise, with methods that differ in P, for Figure 8.
-        production: likewise, for Figure 9.
         scaling: arguments of :func:`scale`, for Figure 11.
         emulated: parameters of ``suite=throughput``.
         training: parameters of ``suite=convergence``.
         only: names of parts.
-        output: finished rows are kept beside this file, and figures are drawn there; None for neither.
         seed: of the first repeat; the following ones count up from it.
         known: ``methods`` and ``heterogeneity``: specifications for Hydra, by name.
     """
-    require_matplotlib(output)
     parts: Mapping[str, Callable[[], list[Row]]] = {
-        "virtual": lambda: learning(known, **virtual, seed=seed, part="virtual"),
-        "sweep": lambda: learning(known, **sweep, seed=seed, part="sweep"),
-        "production": lambda: learning(known, **production, seed=seed, part="production"),
+        "virtual": lambda: learning(known, **virtual, seed=seed),
         "scaling": lambda: scale(known, **scaling, seed=seed),
         "emulated": lambda: throughput.run(**emulated, seed=seed)[0],
         "training": lambda: convergence.run(**training, seed=seed)[0],
     }
     refuse_unknown("a part of suite=partial_reduce", only, parts)
     measured = {name: parts[name]() for name in only}
-    if output is not None:
-        draw(measured, Path(output))
     of = {name: measured.get(name, []) for name in parts}
     found = ratios(of["virtual"], VIRTUAL) | ratios(of["emulated"], EMULATED) | ratios(of["scaling"], SCALING)
     for workload in values(of["training"], "workload"):
         for condition in values(of["training"], "heterogeneity"):
             own = chosen(of["training"], workload=workload, heterogeneity=condition)
-            meaning = f"samples to {own[0]['target']}, {condition}: preduce over all_reduce" if own else ""
-            above, below = {"what": "preduce"}, {"what": "all_reduce"}
-            goal = Goal(meaning, "samples_to_target", above, below, SAMPLES_GOAL)
+            meaning = f"samples to {own[0]['target']}, {condition}: {{one}} over {{other}}" if own else ""
+            goal = versus(meaning, "samples_to_target", "preduce", "all_reduce", SAMPLES_GOAL)
             found |= ratios(own, {f"samples/{workload}/{condition}": goal})
     return [row for rows in measured.values() for row in rows], found
-
-
-def draw(measured: Mapping[str, Sequence[Row]], output: Path) -> None:
-    """Draw the paper's Figures 7, 8, 9 and 11 from what was measured."""
-    columns = ["seconds", "updates", "per_update_s"]
-    if virtual := measured.get("virtual"):
-        drawn, target = curve_points(virtual, seconds=0, loss=3), virtual[0]["target"]
-        drawn = [row for row in drawn if row["repeat"] == 0]
-        plot(drawn, output, "virtual", x="seconds", y=["loss"], panels=("heterogeneity",), each="repeat", target=target)
-    if sweep := measured.get("sweep"):
-        sized = [{**row, "P": int(row["what"][1:])} for row in sweep]
-        plot(sized, output, "sweep", x="P", y=columns, by="heterogeneity")
-    if production := measured.get("production"):
-        plot(production, output, "production", x="heterogeneity", y=columns, bars=True)
-    if scaling := measured.get("scaling"):
-        plot(scaling, output, "scaling", x="pipelines", y=["steps_per_s"])
 
 
 def learning(
@@ -145,7 +109,6 @@ def learning(
     *,
     compared: Sequence[str],
     conditions: Sequence[str],
-    problem: str,
     learning_rate: float,
     target: float,
     num_pipelines: int,
@@ -154,7 +117,6 @@ def learning(
     exchange: float,
     repeats: int,
     seed: int,
-    part: str,
 ) -> list[Row]:
     """Train in virtual time.
 
@@ -162,7 +124,6 @@ def learning(
         known: specifications of ``methods`` and ``heterogeneity`` for Hydra, by name.
         compared: names of methods.
         conditions: names of heterogeneity.
-        problem: ``"quadratic"`` or ``"digits"``.
         learning_rate: of SGD.
         target: a loss.
         num_pipelines: N, of one stage each.
@@ -171,7 +132,6 @@ def learning(
         exchange: seconds of an exchange among a group, or with a server.
         repeats: with seeds that count up.
         seed: of the first.
-        part: its name.
 
     Returns:
         One row for each training.
@@ -182,14 +142,13 @@ def learning(
         for condition in conditions:
             work = _work(num_pipelines, iterations, seconds, exchange, known["heterogeneity"][condition], number)
             for name in compared:
-                kind = Digits if problem == "digits" else Quadratic
-                task: Problem = kind(num_pipelines, learning_rate, number)
+                task = Quadratic(num_pipelines, learning_rate, number)
                 points = by_decisions(_method(known["methods"][name]), work, task)
                 reached = next((point for point in points if point.value <= target), None)
                 end = points[-1]
                 rows.append(
                     {
-                        **{"what": name, "part": part, "problem": problem, "heterogeneity": condition},
+                        **{"what": name, "part": "virtual", "heterogeneity": condition},
                         **{"pipelines": num_pipelines, "repeat": repeat, "target": target},
                         "seconds": reached and reached.seconds,
                         "updates": reached and reached.updates,

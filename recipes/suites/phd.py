@@ -9,11 +9,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import product
-from pathlib import Path
 from typing import Any
 
-from lightning_sdpipe.heterogeneity import Heterogeneity, Trace, condition
 from lightning_sdpipe.policies import Progress
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.events import Worker
@@ -22,8 +19,7 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.simulate import Run, Work, jittered, simulate
-from recipes.suites.figures import curve_points, plot, require_matplotlib
-from recipes.suites.grid import Goal, Ratios, Row, chosen, ratio, ratios, values
+from recipes.suites.grid import Ratios, Row, chosen, ratio, ratios, values, versus
 from recipes.suites.virtual import Network, Point, by_time
 
 LOWER_IS_BETTER = frozenset({"phd_samples", "lag"})
@@ -36,8 +32,6 @@ GOALS: dict[str, tuple[str, str, str, float | None, str]] = {
     "phd_samples": ("samples", "phd", "all_reduce", 1.10, "samples to the target, phd over all-reduce"),
 }
 """By the key of the ratio: the column, whose is divided by whose, what should come out, and the meaning."""
-SECONDS = 0.1
-"""Of a mini-batch without delays, for which the paper's conditions are meant."""
 TRAINED = ("all_reduce", "phd", "phd_unbounded", "sdpipe")
 
 
@@ -49,9 +43,7 @@ def run(
     jitter: float,
     staleness: int,
     training: Mapping[str, Any],
-    bounds: Mapping[str, Any],
     repeats: int,
-    output: str | None,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
     """Simulate every method on groups of each size, and train with some.
@@ -64,21 +56,16 @@ def run(
         staleness: s of the bounded methods.
         training: the fields of :class:`~recipes.suites.virtual.Network`, the accuracy that is the ``target``, and the
             number of ``points`` of a learning curve.
-        bounds: arguments of :func:`costs_of_bounds`.
         repeats: seeds.
-        output: figures are drawn beside this file; None for none.
         seed: of the first repeat; the following ones count up from it.
     """
-    require_matplotlib(output)
     rows: list[Row] = []
     for size in group_sizes:
         for repeat in range(repeats):
             work = partial(_work, times, size, iterations, jitter, seed + repeat)
             policies = methods(times, size, staleness, seed + repeat)
             rows += _measured(policies, work(), size, training, seed + repeat)
-    if output is not None:
-        draw(chosen(rows, group_size=group_sizes[-1]), training["target"], Path(output))
-    return [*rows, *costs_of_bounds(**bounds, seed=seed)], ratios_of(rows, staleness)
+    return rows, ratios_of(rows, staleness)
 
 
 def methods(times: Sequence[float], size: int, staleness: int, seed: int) -> dict[str, PolicyConfig]:
@@ -92,8 +79,6 @@ def methods(times: Sequence[float], size: int, staleness: int, seed: int) -> dic
         "phd_unbounded": ours(staleness=None),
         "phd_every4": ours(staleness=staleness, every=4),
         "phd_async": ours(staleness=staleness, asynchronous=True),
-        "phd_gamma4": ours(staleness=staleness, gamma=4.0),
-        "phd_gamma4_unbounded": ours(staleness=None, gamma=4.0),
         "sdpipe": SemiDecentralized(),
     }
 
@@ -104,7 +89,7 @@ def ratios_of(rows: Sequence[Row], staleness: int) -> Ratios:
     for shape in values(rows, "shape"):
         own = chosen(rows, shape=shape)
         goals = {
-            f"{key}/{shape}": Goal(meaning, column, {"what": ours}, {"what": theirs}, value)
+            f"{key}/{shape}": versus(meaning, column, ours, theirs, value)
             for key, (column, ours, theirs, value, meaning) in GOALS.items()
         }
         found |= ratios(own, goals, ("seed",))
@@ -146,11 +131,10 @@ def _measured(
     for name, config in policies.items():
         run = simulate(config, work)
         end = min(run.finished.values())
-        lags = [(at, lag) for at, lag in run.lags() if at <= end]
+        lag = max(lag for at, lag in run.lags() if at <= end)
         row: Row = {"what": name, "shape": f"{work.num_pipelines // size}x{size}", "group_size": size, "seed": seed}
-        row |= {"steps_per_s": _rate(run), "waiting": run.waiting_share, "lag": max(lag for _, lag in lags)}
-        row |= {"rho": run.rho(), "final": None, "samples": None, "seconds": None}
-        row |= {"lags": lags, "curve": []}
+        row |= {"steps_per_s": _rate(run), "waiting": run.waiting_share, "lag": lag}
+        row |= {"rho": run.rho(), "final": None, "samples": None, "seconds": None, "curve": []}
         if name in TRAINED:
             due = [end * (k + 1) / training["points"] for k in range(training["points"])]
             curve = by_time(config, work, Network(work.num_pipelines, seed=seed, **options), due)
@@ -177,41 +161,3 @@ def reached(curve: Sequence[Point], target: float) -> Point | None:
 def accuracy_at(curve: Sequence[Sequence[float]], samples: float) -> float:
     """Return the mean of the last tenth of what had been seen by then."""
     return statistics.fmean(point[2] for point in curve if 0.9 * samples <= point[1] <= samples)
-
-
-def costs_of_bounds(
-    stages: Sequence[int], pipelines: int, iterations: int, bounds: Sequence[int], seed: int
-) -> list[Row]:
-    """Measure what a bound on staleness costs, one pipeline in each group: one row for each number of stages, condition
-    and bound, over the same without a bound.
-
-    Args:
-        stages: numbers of stages.
-        pipelines: N.
-        iterations: of each pipeline.
-        bounds: values of ``staleness``.
-        seed: of the delays and the draws.
-    """
-    rows: list[Row] = []
-    conditions: dict[str, Heterogeneity] = {"b": condition("B", "resnet", seed=seed), "trace": Trace(seed=seed)}
-    for num_stages, (name, slow) in product(stages, conditions.items()):
-        seconds = jittered(SECONDS * num_stages / (2 * num_stages - 1), 0.05, seed)
-        work, free = Work(num_stages, pipelines, iterations, seconds, heterogeneity=slow), 0.0
-        for bound in (None, *bounds):
-            run = simulate(PHDPSGD(group_size=1, staleness=bound, seed=seed), work)
-            free = free or run.throughput
-            lag = max(lag for stage in range(num_stages) for _, lag in run.lags(stage))
-            row: Row = {"what": "phd, bounded" if bound else "phd, unbounded", "shape": f"{num_stages}x{pipelines}"}
-            row |= {"heterogeneity": name, "staleness": bound, "steps_per_s": run.throughput, "lag": lag}
-            rows.append(row | {"over_unbounded": run.throughput / free})
-    return rows
-
-
-def draw(rows: Sequence[Row], target: float, output: Path) -> None:
-    """Draw what the paper's Figures 6 to 10 show, and the lag of models over time; rows are of one shape."""
-    trained = [row for row in rows if row["curve"]]
-    curves = curve_points(trained, seconds=0, accuracy=2)
-    plot(curves, output, "phd.learning", x="seconds", y=["accuracy"], each="seed", target=target)
-    plot(rows, output, "phd.methods", x="shape", y=["seconds", "samples", "steps_per_s"], bars=True)
-    first = [{**row, "curve": row["lags"]} for row in rows if row["seed"] == rows[0]["seed"]]
-    plot(curve_points(first, seconds=0, lag=1), output, "phd.lag", x="seconds", y=["lag"], each="seed")

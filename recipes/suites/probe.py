@@ -1,4 +1,4 @@
-"""One probe of a training's workers: what each had used after every mini-batch, and when its epochs began and ended."""
+"""One probe of a training's workers: what each had used after every mini-batch, and when its epochs began."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ class Report:
         pipeline: its pipeline.
         readings: after each mini-batch.
         starts: when each epoch began, and training ended.
-        ends: when each epoch ended.
         peak: bytes by which the resident memory had risen at most, if that was asked for.
     """
 
@@ -55,7 +54,6 @@ class Report:
     pipeline: int = 0
     readings: list[Used] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
     peak: int = 0
 
     def used(self, warm_up: int) -> Used:
@@ -87,9 +85,6 @@ class Probe(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.report.starts.append(time.perf_counter())
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.report.ends.append(time.perf_counter())
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

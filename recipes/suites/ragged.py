@@ -26,6 +26,7 @@ from recipes.suites.grid import (
     rotated,
     turns,
     values,
+    versus,
 )
 from recipes.suites.trainings import Named, Training, named, quiet
 
@@ -178,9 +179,8 @@ def ratios_of(rows: Sequence[Row]) -> Ratios:
             against.append((key, f"ragged {method}", f"rectangle {method}", "none", ALL_REDUCE_GOAL))
         goals = {}
         for key, mine, other, condition, value in against:
-            above, below = ({"what": what, "heterogeneity": condition} for what in (other, mine))
-            meaning = f"s per epoch, {fleet} emulated, {condition}: {other} over {mine}"
-            goals[key] = Goal(meaning, "epoch_s", above, below, value)
+            meaning = f"s per epoch, {fleet} emulated, {condition}: {{one}} over {{other}}"
+            goals[key] = versus(meaning, "epoch_s", other, mine, value, heterogeneity=condition)
         if fleet != SAME:
             meaning = f"mini-batches/s of whole epochs, {fleet} emulated: {ours} over the sum of the devices' own"
             by_itself = {"what": ours, "heterogeneity": "none"}
@@ -243,6 +243,6 @@ def samples_ratios(rows: Sequence[Row]) -> Ratios:
     for workload in values(rows, "workload"):
         target = chosen(rows, workload=workload)[0]["target"]
         meaning = f"samples to {target}, {workload}, real compute: unlike depths over as many equal pipelines"
-        above, below = ({"workload": workload, "what": f"{mesh} {OURS}"} for mesh in ("ragged", "rectangle"))
-        goals[f"samples/{workload}"] = Goal(meaning, "samples_to_target", above, below, SAMPLES_GOAL)
+        of = "samples_to_target", f"ragged {OURS}", f"rectangle {OURS}", SAMPLES_GOAL
+        goals[f"samples/{workload}"] = versus(meaning, *of, workload=workload)
     return ratios(rows, goals)

@@ -33,7 +33,7 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.connection import use_keys
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, make_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
-from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
+from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated, versus
 
 ECHO = """
 import sys
@@ -74,13 +74,12 @@ def run(
     goals: dict[str, Goal] = {}
     for count in clients:
         for kind, suffix in KINDS.items():
-            above, below = ({"what": what, "clients": count} for what in (kind, "echo"))
             for p, value in (("p50", 2.0), ("p99", 4.0)):
                 meaning = f"last ready of a group to its group, {kind}, {count} clients: ours over the echo's"
-                goals[f"echo{suffix}_{p}/{count}"] = Goal(meaning, f"{p}_us", above, below, value)
+                goals[f"echo{suffix}_{p}/{count}"] = versus(meaning, f"{p}_us", kind, "echo", value, clients=count)
             if count == max(clients):
                 meaning = f"signals per second of one core, {kind}, {count} clients: ours over the echo's"
-                goals[f"echo_rate{suffix}"] = Goal(meaning, "signals_per_core_s", above, below, 0.5)
+                goals[f"echo_rate{suffix}"] = versus(meaning, "signals_per_core_s", kind, "echo", 0.5, clients=count)
     for repeat in range(repeats):
         for size in rotated(policy_sizes, repeat):
             cost = 1e6 * _policy_cost(size, random.Random(f"{seed}/{repeat}/{size}"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any, cast, get_args
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -18,8 +17,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.simulate import Schedule, Work, simulate
 from recipes.baselines.references import REFERENCES, only_delays, train_reference
 from recipes.suites import machine
-from recipes.suites.figures import plot, require_matplotlib
-from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, chosen, ratios, refuse_unknown, turns, values
+from recipes.suites.grid import Case, Grid, Ratios, Row, chosen, ratios, refuse_unknown, turns, values, versus
 from recipes.suites.probe import Report, Used
 from recipes.suites.trainings import EMULATED, Named, Training, calibrated_scale, named, quiet, train
 
@@ -58,7 +56,7 @@ def run(
         grid: by name, what :func:`plan` takes.
         only: names of parts.
         scale: of emulated times, and of all delays; None to measure it.
-        output: finished rows are kept beside this file, and figures are drawn there; None for neither.
+        output: finished rows are kept beside this file; None for nowhere.
         seed: of the first repeat; the following ones count up from it.
         known: ``methods``, ``heterogeneity``, and the ``model`` and ``data`` of real ``workloads``: specifications for
             Hydra, by name.
@@ -66,7 +64,6 @@ def run(
     Returns:
         One row per training; and the ratios with goals.
     """
-    require_matplotlib(output)
     quiet()
     measured = Grid(output)
     refuse_unknown("among suite.grid", only, grid)
@@ -76,13 +73,6 @@ def run(
         factor = calibrated_scale(cases[0].asked, measured) if scale is None else scale
         scaled = [Case(case.columns, replace(case.asked, scale=factor)) for case in cases]
         rows += measured.run(scaled, measure, "samples_per_s")
-    if output is not None:
-        drawn = [row for row in rows if row["panel"] != "headline"]  # whose mini-batches are shorter
-        for name, x, panels in (
-            ("throughput", "heterogeneity", ("workload", "shape", "schedule")),
-            ("scale", "shape", ("workload", "schedule", "heterogeneity")),
-        ):
-            plot(drawn, Path(output), name, x=x, y=["samples_per_s"], panels=panels, bars=True)
     return rows, ratios_of(rows)
 
 
@@ -174,10 +164,9 @@ def summary(reports: Sequence[Report], warm_up: int, samples: int) -> Row:
         samples: of a mini-batch of one pipeline.
 
     Returns:
-        samples_per_s; visible_samples_per_s, all samples of the epoch over its wall time with the first iterations and
-        its end, None where it was not timed; group_size; the mean shares of the workers' time: compute, delays,
-        group_wait, averaging, pipeline_wait (for other stages, with what Lightning does in between); busy, the share of
-        the cores' time that these processes used; and the shares of each worker.
+        samples_per_s; group_size; the mean shares of the workers' time: compute, delays, group_wait, averaging,
+        pipeline_wait (for other stages, with what Lightning does in between); busy, the share of the cores' time that
+        these processes used; and the shares of each worker.
 
     Raises:
         ValueError: pipelines trained unlike numbers of iterations, so that they met unlike delays.
@@ -190,13 +179,10 @@ def summary(reports: Sequence[Report], warm_up: int, samples: int) -> Row:
     shares = {place: _shares(each) for place, each in used.items()}
     groups = sum(each.groups for each in used.values())
     processor = sum(each.processor for each in used.values())
-    timed = all(report.ends for report in first)
     return {
         "samples_per_s": sum(samples * (counts[0] - warm_up) / report.used(warm_up).clock for report in first),
-        "visible_samples_per_s": samples * sum(counts) / max(r.ends[0] - r.starts[0] for r in first) if timed else None,
         "group_size": sum(each.members for each in used.values()) / groups if groups else 1.0,
         **{name: statistics.fmean(share[name] for share in shares.values()) for name in SHARES},
-        "injected_s": sum(each.injected for each in used.values()),
         "busy": processor / (machine.cores() * max(each.clock for each in used.values())),
         "workers": [{"stage": stage, "pipeline": pipeline, **share} for (stage, pipeline), share in shares.items()],
     }
@@ -221,7 +207,6 @@ def ratios_of(rows: Sequence[Row]) -> Ratios:
             if room and (ours, other) == (OURS, "all_reduce"):
                 meaning += f"; the drawn delays leave room for {statistics.median(room):.2f}"
             suffix = "" if schedule == "1f1b" else f"/{schedule}"
-            above, below = common | {"what": ours}, common | {"what": other}
-            goals[key + suffix] = Goal(meaning, "samples_per_s", above, below, value)
+            goals[key + suffix] = versus(meaning, "samples_per_s", ours, other, value, **common)
         found |= ratios(emulated, goals, ("repeat", "panel"))
     return found

@@ -54,9 +54,9 @@ class Problem(Protocol):
 class Quadratic:
     """½ Σ hᵢ xᵢ², with curvatures from 0.05 to 1 and noise in the gradients that is larger where they are."""
 
-    def __init__(self, pipelines: int, lr: float, seed: int, dimensions: int = 64, noise: float = 0.3) -> None:
+    def __init__(self, pipelines: int, lr: float, seed: int, dimensions: int = 64) -> None:
         self._curvature, self._lr = numpy.geomspace(0.05, 1.0, dimensions), lr
-        self._noise = noise * numpy.sqrt(self._curvature)
+        self._noise = 0.3 * numpy.sqrt(self._curvature)
         self._random = [numpy.random.default_rng((seed, pipeline)) for pipeline in range(pipelines)]
         self.start = numpy.full(dimensions, 3.0)
 
@@ -69,36 +69,6 @@ class Quadratic:
     def value(self, model: Vector) -> float:
         """Return the loss."""
         return float(0.5 * (self._curvature * model**2).sum())
-
-
-class Digits:
-    """Softmax regression on the handwritten digits; every fifth image is kept for the loss, and each pipeline draws
-    mini-batches of 32 from its own share of the others."""
-
-    def __init__(self, pipelines: int, lr: float, seed: int) -> None:
-        from sklearn.datasets import load_digits
-
-        images, labels = load_digits(return_X_y=True)
-        x = numpy.hstack([images / 16.0, numpy.ones((len(images), 1))])
-        y = numpy.eye(CLASSES)[labels]
-        held = numpy.arange(len(x)) % 5 == 0
-        self._held, self._lr = (x[held], y[held]), lr
-        self._shares = [(x[~held][i::pipelines], y[~held][i::pipelines]) for i in range(pipelines)]
-        self._random = [numpy.random.default_rng((seed, pipeline)) for pipeline in range(pipelines)]
-        self.start = numpy.zeros(x.shape[1] * CLASSES)
-
-    def change(self, model: Vector, pipeline: int) -> Vector:
-        """See :class:`Problem`."""
-        x, y = self._shares[pipeline]
-        drawn = self._random[pipeline].integers(len(x), size=32)
-        missed = numpy.exp(_log_softmax(x[drawn] @ model.reshape(-1, CLASSES))) - y[drawn]
-        change: Vector = -self._lr * (x[drawn].T @ missed / 32).ravel()
-        return change
-
-    def value(self, model: Vector) -> float:
-        """Return the cross-entropy of the images that were kept."""
-        x, y = self._held
-        return float(-(y * _log_softmax(x @ model.reshape(-1, CLASSES))).sum() / len(x))
 
 
 def _log_softmax(scores: Vector) -> Vector:

@@ -28,7 +28,7 @@ from lightning_sdpipe.policies.pairing import shift_one
 from lightning_sdpipe.topology.groups import Replicas
 from recipes.harness.namespaces import INTERFACE, NotAllowed, hosts
 from recipes.harness.processes import run_on_hosts, run_processes
-from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
+from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated, versus
 
 WORKERS, HOSTS = 4, 2
 PORT, SECONDS = 29631, 600.0
@@ -64,8 +64,7 @@ def measure_group_mean(
     """
     rows = _slowest(run_processes(members, _group_mean, members, mebibytes, calls, repeats, seed))
     meaning = f"time to average {mebibytes} MiB in a group of {members} over that of gloo's all-reduce"
-    goal = Goal(meaning, "ms", {"what": "group mean"}, {"what": "all_reduce"}, 1.2)
-    return rows, ratios(rows, {f"exchange/group{members}": goal})
+    return rows, ratios(rows, {f"exchange/group{members}": versus(meaning, "ms", "group mean", "all_reduce", 1.2)})
 
 
 def _group_mean(rank: int, members: int, mebibytes: int, calls: int, repeats: int, seed: int) -> list[Row]:
@@ -99,8 +98,8 @@ def measure_slow_links(
         rows += [row | {"link": name, "elements": elements[name]} for row in own]
         for what in dict.fromkeys(row["what"] for row in own if row["what"] != FULL):
             meaning = f"speed of an average of {WORKERS}, {elements[name]} float32: {what} over gloo's all-reduce"
-            full, other = ({"what": each, "link": name} for each in (FULL, what))
-            goals[f"{what}/full/{name}"] = Goal(meaning, "ms", full, other, SLOW_LINKS.get(name, {}).get(what))
+            value = SLOW_LINKS.get(name, {}).get(what)
+            goals[f"{what}/full/{name}"] = versus(meaning, "ms", FULL, what, value, link=name)
     return rows, ratios(rows, goals)
 
 
@@ -151,7 +150,7 @@ def measure_ablations(
     rows = _on_slow_hosts(HOSTS, WORKERS, rate_mbit, _among_two_hosts, elements, tensors, repeats, seed)
     shape = f"{HOSTS * WORKERS} workers on {HOSTS} hosts, {elements} float32 (one_by_one: in {tensors} tensors)"
     goals = {
-        key: Goal(f"{column} of an average, {shape}: {one} over {other}", column, {"what": one}, {"what": other}, value)
+        key: versus(f"{column} of an average, {shape}: {{one}} over {{other}}", column, one, other, value)
         for key, (column, one, other, value) in ABLATIONS.items()
     }
     return rows, ratios(rows, goals)

@@ -16,7 +16,7 @@ from typing import Any
 from lightning_sdpipe.placement.network import Device, Network
 from lightning_sdpipe.topology.mesh import Mesh
 from recipes.harness.emulated_links import WITHIN_A_MACHINE, emulated_links
-from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, ratios, rotated
+from recipes.suites.grid import Case, Grid, Ratios, Row, ratios, rotated, versus
 from recipes.suites.throughput import summary
 from recipes.suites.trainings import Named, Training, quiet, train
 
@@ -84,8 +84,8 @@ def measure(
     for kind in links:
         for name, (key, value) in KEYS.items():
             meaning = f"samples/s, {shape}, busy {kind}: SemiDecentralized with {name} exchange over NoSync"
-            one, other = ({"what": what, "busy_links": kind} for what in (name, NOSYNC))
-            goals[key + LINKS[kind]] = Goal(meaning, "samples_per_s", one, other, None if LINKS[kind] else value)
+            of = "samples_per_s", name, NOSYNC, None if LINKS[kind] else value
+            goals[key + LINKS[kind]] = versus(meaning, *of, busy_links=kind)
     return rows, ratios(rows, goals)
 
 

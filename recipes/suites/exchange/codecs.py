@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, Modulo, OneBit, Payload
 from recipes.harness.processes import run_processes
-from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
+from recipes.suites.grid import Ratios, Row, ratios, rotated, versus
 
 PAYLOADS: dict[str, Payload] = {
     "full": Full(),
@@ -37,12 +37,9 @@ def measure(*, elements: int, calls: int, repeats: int, seed: int) -> tuple[list
     """
     (rows,) = run_processes(1, _compare, elements, calls, repeats, seed)
     goals = {
-        f"codec/{name.replace(' ', '_')}": Goal(
-            f"processor time of one {name} of {elements} float32, over that of a copy",
-            "processor_ms",
-            {"what": name},
-            {"what": "copy"},
-            value,
+        f"codec/{name.replace(' ', '_')}": versus(
+            f"processor time of one {{one}} of {elements} float32, over that of a {{other}}",
+            *("processor_ms", name, "copy", value),
         )
         for name, value in GOALS.items()
     }

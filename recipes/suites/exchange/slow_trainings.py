@@ -29,7 +29,7 @@ from recipes.baselines import ParameterServer
 from recipes.harness.namespaces import INTERFACE, NotAllowed, address, enter, hosts
 from recipes.harness.processes import be_rank, in_processes
 from recipes.suites.emulated import EmulatedChain, passes
-from recipes.suites.grid import Goal, Ratios, Row, chosen, ratios, refuse_unknown, rotated
+from recipes.suites.grid import Ratios, Row, chosen, ratios, refuse_unknown, rotated, versus
 from recipes.suites.probe import Probe
 from recipes.suites.trainings import make_trainer, quiet, random_features
 
@@ -174,10 +174,9 @@ def _ratios(rows: Sequence[Row]) -> Ratios:
     for key, (one, other, value) in COMPARED.items():
         what = best if one == "best" else one
         meaning = f"samples/s of {what} over {other}, emulated compute" + ("; our fastest" if one == "best" else "")
-        goals[key] = Goal(meaning, "samples_per_s", {"what": what}, {"what": other}, value)
-    above, below = {"what": "all_reduce/50mbit"}, {"what": "diloco/50mbit"}
-    meaning = "bytes sent in a step, all-reduce over DiLoCo"
-    goals["bytes/diloco/full/h32"] = Goal(meaning, "bytes_per_step", above, below, 32.0)
+        goals[key] = versus(meaning, "samples_per_s", what, other, value)
+    of = "bytes_per_step", "all_reduce/50mbit", "diloco/50mbit", 32.0
+    goals["bytes/diloco/full/h32"] = versus("bytes sent in a step, all-reduce over DiLoCo", *of)
     return ratios(rows, goals)
 
 

@@ -1,8 +1,8 @@
 """Effects of a fault on survivors: pipelines that are killed in every phase of their work, under several methods; and
 disks that are full.
 
-For each method, role and phase: how much longer than a median step the survivors' longest step took, until when the
-scheduler knew, until when every survivor had made a step that began after it, and until when a newcomer took part.
+For each method, role and phase: how much longer than a median step the survivors' longest step took, and until when a
+newcomer took part.
 Workers sleep instead of computing; everything else about them is real, and the processes are forked from this one.
 """
 
@@ -164,7 +164,6 @@ def measure_case(work: Work, role: str, phase: str, after: int, calm: float) -> 
                 it.kill(pipeline, rank, FROM_OUTSIDE[phase])
             killed = it.wait(lambda: _struck_at(it, victims), f"pipeline {victims} to die in {phase}")
         time.sleep(calm + (SILENCE if phase == "silent" else 0.0))
-        known = [it.gone_at(pipeline, killed) for pipeline in victims]
         asked = time.monotonic()
         for pipeline in victims:
             it.launch(pipeline)
@@ -174,7 +173,7 @@ def measure_case(work: Work, role: str, phase: str, after: int, calm: float) -> 
         records = it.records()
     hit = {*victims, *([VICTIM] if phase in ("donor", "newcomer") else [])}
     survivors = [record for record in records if record.pipeline not in hit and record.rank == 0]
-    figures = _figures(survivors, records, victims, killed, asked, known)
+    figures = _figures(survivors, records, victims, killed, asked)
     figures["beyond_s"] -= downtime + (SILENCE if phase == "silent" else 0.0)
     return figures
 
@@ -247,10 +246,9 @@ def _figures(
     victims: Sequence[int],
     killed: float,
     asked: float,
-    known: Sequence[float | None],
 ) -> Row:
-    steps = [[*pairwise(record.times("update"))] for record in survivors]
-    took = [(begin, end, end - begin) for of_one in steps for begin, end in of_one]
+    steps = [step for record in survivors for step in pairwise(record.times("update"))]
+    took = [(begin, end, end - begin) for begin, end in steps]
     calm = [seconds for _, end, seconds in took if end <= killed]
     median = statistics.median(calm)
     newest = [[r for r in records if r.pipeline == pipeline and r.rank == 0][-1] for pipeline in victims]
@@ -261,8 +259,6 @@ def _figures(
         "median_s": median,
         "longest_s": longest,
         "beyond_s": longest - median,
-        "detected_s": max((at - killed for at in known if at is not None), default=None),
-        "regrouped_s": max(min(end for begin, end in of_one if begin >= killed) for of_one in steps) - killed,
         "join_beyond_s": in_join - median,
         "newcomer_s": contributes - asked if victims else None,
         "transfer_s": max((line["seconds"] for record in newest for line in record.said("received")), default=0.0),

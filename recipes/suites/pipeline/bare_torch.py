@@ -20,7 +20,7 @@ from lightning_sdpipe.partition.chain import find_chain
 from lightning_sdpipe.partition.plan import cut
 from recipes.baselines.references import language_step
 from recipes.harness.processes import run_processes
-from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
+from recipes.suites.grid import Ratios, Row, ratios, rotated, versus
 from recipes.suites.stages import TRAINING, open_pipeline, open_stage
 
 BLOCKS = ("model.bert.embeddings", "model.bert.encoder.layer.*", "model.cls")
@@ -102,12 +102,10 @@ def measure(
                 done = samples * num_micro_batches * steps
                 row = {"what": name, "stages": num_stages, "repeat": repeat, "processor_s": used}
                 rows.append(row | {"samples_per_s": done / wall, "samples_per_processor_s": done / used})
-        what = f"samples per second, 1F1B, BERT of {hidden_size} × 4 layers, {num_stages} stages"
-        above, below = ({"what": name, "stages": num_stages} for name in ("ours", "bare torch"))
-        meaning = f"{what}: ours over bare torch's"
-        goals[f"bare_torch/M{num_stages}"] = Goal(meaning, "samples_per_s", above, below, 0.97)
-        meaning += ", by processor time of all ranks"
-        goals[f"bare_torch_processor/M{num_stages}"] = Goal(meaning, "samples_per_processor_s", above, below, 0.97)
+        what = f"1F1B, BERT of {hidden_size} × 4 layers, {num_stages} stages: {{one}} over {{other}}"
+        for key, column in (("bare_torch", "samples_per_s"), ("bare_torch_processor", "samples_per_processor_s")):
+            goal = versus(f"{column}, {what}", column, "ours", "bare torch", 0.97, stages=num_stages)
+            goals[f"{key}/M{num_stages}"] = goal
     return rows, ratios(rows, goals)
 
 

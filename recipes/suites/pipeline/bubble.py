@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.worker.assembly import Assembled
 from recipes.harness.processes import run_processes
 from recipes.suites.emulated import FEATURES, LEARNING_RATE, EmulatedChain
-from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
+from recipes.suites.grid import Ratios, Row, compared, ratios, versus
 from recipes.suites.stages import TRAINING, open_pipeline, open_stage
 
 
@@ -47,24 +48,22 @@ def measure(
     goals = {}
     for count in num_micro_batches:
         arguments = (count, forward_seconds, backward_seconds, steps, repeats, seed)
-        for repeat, seconds in enumerate(run_processes(num_stages, _compare, *arguments)[0]):
-            for name, elapsed in seconds.items():
-                row = {"what": name, "emulated": True, "stages": num_stages, "micro_batches": count, "repeat": repeat}
-                rows.append(row | {"ms_per_mini_batch": 1e3 * elapsed})
+        columns = {"emulated": True, "stages": num_stages, "micro_batches": count}
+        rows += [columns | row for row in run_processes(num_stages, _compare, *arguments)[0]]
         expected = (count + num_stages - 1) / count
         meaning = (
             f"throughput, {num_stages} stages, {count} micro-batches, emulated: pipedream over 1f1b with flush; "
             f"the bubble's share is {expected:.3f}"
         )
-        above, below = ({"what": name, "micro_batches": count} for name in ("1f1b", "pipedream"))
-        goals[f"pipedream/m{count}"] = Goal(meaning, "ms_per_mini_batch", above, below, 0.9 * expected)
+        of = "ms_per_mini_batch", "1f1b", "pipedream", 0.9 * expected
+        goals[f"pipedream/m{count}"] = versus(meaning, *of, micro_batches=count)
     return rows, ratios(rows, goals)
 
 
 def _compare(
     rank: int, count: int, forward_seconds: float, backward_seconds: float, steps: int, repeats: int, seed: int
-) -> list[dict[str, float]]:
-    """Return the seconds per mini-batch on this rank, of each schedule in each repeat."""
+) -> list[Row]:
+    """Return the milliseconds of a mini-batch on this rank, of each schedule in each repeat."""
     groups, size = open_pipeline(), dist.get_world_size()
     batch = torch.rand(count, FEATURES, generator=torch.Generator().manual_seed(seed))
     split = EmulatedChain(size, forward_seconds, backward_seconds)
@@ -73,12 +72,10 @@ def _compare(
         "1f1b": open_stage(groups, split, ["blocks.*"], batch, "1f1b", count),
         "pipedream": open_stage(groups, whole, ["blocks.*"], batch, "pipedream"),
     }
-    return [
-        {name: _seconds(stages[name], batch, steps) for name in rotated([*stages], repeat)} for repeat in range(repeats)
-    ]
+    return compared({name: partial(_timed, stage, batch, steps) for name, stage in stages.items()}, repeats)
 
 
-def _seconds(stage: Assembled, batch: Tensor, steps: int) -> float:
+def _timed(stage: Assembled, batch: Tensor, steps: int) -> Row:
     """Count from when the pipeline is full, or the first mini-batch is over, until the last one enters."""
     dist.barrier()
     optimizer = torch.optim.SGD(stage.freezing.trained, LEARNING_RATE)
@@ -97,4 +94,4 @@ def _seconds(stage: Assembled, batch: Tensor, steps: int) -> float:
         optimizer.step()
     if pipeline is not None:
         pipeline.settle()
-    return (ends[-1] - ends[fill - 1]) / steps
+    return {"ms_per_mini_batch": 1e3 * (ends[-1] - ends[fill - 1]) / steps}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from recipes.harness.processes import run_processes
 from recipes.suites.emulated import FEATURES, EmulatedChain
-from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
+from recipes.suites.grid import Ratios, Row, compared, ratios, versus
 from recipes.suites.stages import open_pipeline, open_stage
 
 
@@ -31,37 +32,28 @@ def measure(
         repeats: timings of each.
         seed: of the data.
     """
-    rows: list[Row] = []
-    for repeat, seconds in enumerate(
-        run_processes(num_stages, _compare, blocks, block_seconds, tokens, repeats, seed)[0]
-    ):
-        for name, elapsed in seconds.items():
-            row = {"what": name, "emulated": True, "stages": num_stages, "repeat": repeat}
-            rows.append(row | {"tokens_per_s": tokens / elapsed})
+    rows = run_processes(num_stages, _compare, blocks, block_seconds, tokens, repeats, seed)[0]
     meaning = (
         f"tokens per second, {num_stages} stages, {blocks} blocks of {1e3 * block_seconds:g} ms, emulated: lock step "
         "over one process"
     )
-    goal = Goal(meaning, "tokens_per_s", {"what": "lock step"}, {"what": "one process"}, 0.4)
+    goal = versus(meaning, "tokens_per_s", "lock step", "one process", 0.4)
     return rows, ratios(rows, {f"lock_step/M{num_stages}": goal})
 
 
-def _compare(
-    rank: int, blocks: int, block_seconds: float, tokens: int, repeats: int, seed: int
-) -> list[dict[str, float]]:
-    """Return the seconds on this rank, of each in each repeat."""
+def _compare(rank: int, blocks: int, block_seconds: float, tokens: int, repeats: int, seed: int) -> list[Row]:
     batch = torch.rand(1, FEATURES, generator=torch.Generator().manual_seed(seed))
     cut, whole = (EmulatedChain(blocks, block_seconds, 0.0) for _ in range(2))
     open_stage(open_pipeline(), cut, ["blocks.*"], batch)
-    models: dict[str, Callable[[Tensor], Tensor]] = {"lock step": cut.blocks, "one process": whole.blocks}
-    return [{name: _seconds(models[name], batch, tokens) for name in rotated([*models], r)} for r in range(repeats)]
+    models = {"lock step": cut.blocks, "one process": whole.blocks}
+    return compared({name: partial(_timed, model, batch, tokens) for name, model in models.items()}, repeats)
 
 
-def _seconds(model: Callable[[Tensor], Tensor], state: Tensor, tokens: int) -> float:
+def _timed(model: Callable[[Tensor], Tensor], state: Tensor, tokens: int) -> Row:
     with torch.no_grad():
         state = model(state)
         dist.barrier()
         start = time.perf_counter()
         for _ in range(tokens):
             state = model(state)
-        return time.perf_counter() - start
+        return {"emulated": True, "tokens_per_s": tokens / (time.perf_counter() - start)}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.topology.groups import ProcessGroups
 from recipes.harness.processes import run_processes
-from recipes.suites.grid import Goal, Ratios, Row, ratios
+from recipes.suites.grid import Ratios, Row, ratios, versus
 from recipes.suites.probe import MIB, reset_peak, resident
 from recipes.suites.stages import TRAINING, open_pipeline, open_stage
 
@@ -60,7 +60,7 @@ def measure(*, num_stages: int, width: int, blocks: int, repeats: int, seed: int
             rows.append({"what": name, "ranks": ranks, "repeat": repeat, "peak_mib": peak / MIB})
     state = 16 * width * width * blocks / MIB  # bytes of weight, gradient and two moments
     meaning = f"peak memory, {num_stages} stages of a model with {state:.0f} MiB under Adam: a rank over one process"
-    goal = Goal(meaning, "peak_mib", {"what": "fullest rank"}, {"what": "one process"}, 0.30)
+    goal = versus(meaning, "peak_mib", "fullest rank", "one process", 0.30)
     return rows, ratios(rows, {f"memory/M{num_stages}": goal})
 
 

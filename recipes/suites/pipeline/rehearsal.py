@@ -10,7 +10,7 @@ from typing import Any
 from lightning_sdpipe.partition.apart import apart
 from lightning_sdpipe.pipeline.micro_batches import split
 from recipes.harness.processes import PATIENCE, run_processes
-from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
+from recipes.suites.grid import Ratios, Row, compared, ratios, versus
 from recipes.suites.pipeline.bare_torch import MaskedLM, random_batch
 from recipes.suites.stages import make_plan
 
@@ -42,16 +42,11 @@ def measure(
         }
         for run in runs.values():
             run()
-        return [
-            {"what": name, "repeat": repeat, "seconds": _timed(runs[name])}
-            for repeat in range(repeats)
-            for name in rotated([*runs], repeat)
-        ]
+        return compared({name: partial(_timed, run) for name, run in runs.items()}, repeats)
 
     (rows,) = run_processes(1, compare)
     meaning = f"set-up time of planning {num_stages} stages of a BERT of {hidden_size} × 4 layers, over a training step"
-    goal = Goal(meaning, "seconds", {"what": "plan"}, {"what": "training step"}, 3.0)
-    return rows, ratios(rows, {"rehearsal/steps": goal})
+    return rows, ratios(rows, {"rehearsal/steps": versus(meaning, "seconds", "plan", "training step", 3.0)})
 
 
 def _train(module: MaskedLM, parts: Sequence[Any]) -> None:
@@ -60,7 +55,7 @@ def _train(module: MaskedLM, parts: Sequence[Any]) -> None:
         (module.training_step(part, 0) / len(parts)).backward()  # type: ignore[no-untyped-call]
 
 
-def _timed(run: Callable[[], object]) -> float:
+def _timed(run: Callable[[], object]) -> Row:
     start = time.perf_counter()
     run()
-    return time.perf_counter() - start
+    return {"seconds": time.perf_counter() - start}

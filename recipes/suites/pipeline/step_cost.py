@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from lightning_sdpipe.errors import ConfigurationError
 from recipes.baselines.references import lightning_ddp
-from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, ratios, rotated
+from recipes.suites.grid import Case, Grid, Ratios, Row, ratios, rotated, versus
 from recipes.suites.trainings import ALL_REDUCE, Named, Training, quiet, train
 
 GOALS = {1: 1.05, 4: 1.10}
@@ -54,9 +54,8 @@ def measure(
                 columns = {"what": method.name, "emulated": True, "shape": training.shape, "repeat": repeat}
                 cases.append(Case(columns, training))
         meaning = f"processor time of a step of {count} workers, emulated compute: all_reduce over Lightning's DDP"
-        above, below = ({"what": method.name, "shape": f"1x{count}"} for method in (ALL_REDUCE, BASELINE))
-        value = GOALS.get(count, max(GOALS.values()))
-        goals[f"step_cost/1x{count}"] = Goal(meaning, "processor_ms_per_step", above, below, value)
+        of = "processor_ms_per_step", ALL_REDUCE.name, BASELINE.name, GOALS.get(count, max(GOALS.values()))
+        goals[f"step_cost/1x{count}"] = versus(meaning, *of, shape=f"1x{count}")
     rows = Grid().run(cases, _train, "processor_ms_per_step")
     return rows, ratios(rows, goals)
 

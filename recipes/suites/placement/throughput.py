@@ -21,7 +21,7 @@ from lightning_sdpipe.placement.planner import PlacementTask, place
 from lightning_sdpipe.topology.groups import this_host
 from lightning_sdpipe.topology.placement_file import write_placement
 from recipes.harness.emulated_links import emulated_links
-from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, ratio, ratios, rotated
+from recipes.suites.grid import Case, Grid, Ratios, Row, ratio, ratios, rotated, versus
 from recipes.suites.trainings import Named, Training, quiet, strategy_of, train
 
 
@@ -76,9 +76,7 @@ def measure(
         rows = Grid().run(cases, trained, "s_per_mini_batch")
     gain = expected["default"] / expected["placed"]
     meaning = f"throughput, {case.shape}, two regions, emulated: placed over the default order"
-    found = ratios(
-        rows, {"placed/default": Goal(meaning, "s_per_mini_batch", {"what": "default"}, {"what": "placed"}, 1.3)}
-    )
+    found = ratios(rows, {"placed/default": versus(meaning, "s_per_mini_batch", "default", "placed", 1.3)})
     predicted = {column: found["placed/default"][column] / gain for column in ("value", "low", "high")}
     meaning = f"that, over the gain that the cost predicts ({gain:.3f})"
     return rows, found | {"placed/predicted": ratio([0.0], 0.9, meaning) | predicted}

@@ -13,7 +13,7 @@ import msgspec
 
 from lightning_sdpipe import meter
 from lightning_sdpipe.scheduler.client.reporting import RowBuffer
-from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, ratio, ratios, rotated
+from recipes.suites.grid import Case, Grid, Ratios, Row, ratio, ratios, rotated, versus
 from recipes.suites.throughput import summary
 from recipes.suites.trainings import Named, Training, calibrated_scale, quiet, train
 
@@ -76,7 +76,7 @@ def measure_throughput(
             with _metered(what == "meter on"):
                 rows += Grid().run([Case(columns, training)], _train, "samples_per_s")
     meaning = "samples/s of SDPipe: with the meter over without"
-    goal = Goal(meaning, "samples_per_s", {"what": "meter on"}, {"what": "meter off"}, 0.99)
+    goal = versus(meaning, "samples_per_s", "meter on", "meter off", 0.99)
     return rows, ratios(rows, {f"throughput/{training.shape}/none": goal})
 
 

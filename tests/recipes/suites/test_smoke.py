@@ -57,12 +57,7 @@ RATIOS = {
     "variance": {"overhead/adamw"},
 }
 """The keys that a debug configuration gives; that of the pipeline runs in tests/recipes/test_bench.py."""
-FIGURES = {
-    "convergence": {"by_seconds", "by_samples"},
-    "partial_reduce": {"virtual", "sweep", "production", "scaling"},
-    "phd": {"phd.learning", "phd.methods", "phd.lag"},
-    "throughput": {"throughput", "scale"},
-}
+FIGURES = {"convergence": {"by_seconds", "by_samples"}}
 ROOT_ONLY = {"best", "full", "ablation", "bytes"}
 """Parts of keys that need network namespaces."""
 BY_OTHERS = {"far_apart": "soak", "ragged": "epochs"}

@@ -107,11 +107,10 @@ def test_a_summary_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def report(stage: int, pipeline: int, clock: float) -> Report:
         before, used = Used(9.0, 9.0), Used(clock, 0.5, 0.4 * clock, 0.1 * clock, 0.2 * clock, 0.05 * clock, 10, 20)
         after = Used(*(a + b for a, b in zip(before, used, strict=True)))
-        return Report(stage, pipeline, [before] * 5 + [after] * 10, [0.0], [2.0 + pipeline])
+        return Report(stage, pipeline, [before] * 5 + [after] * 10)
 
     found = throughput.summary([report(stage, pipe, 1.0 + pipe) for pipe in (0, 1) for stage in (0, 1)], 5, 8)
     assert found["samples_per_s"] == pytest.approx(8 * (10 / 1.0 + 10 / 2.0))
-    assert found["visible_samples_per_s"] == pytest.approx(8 * 2 * 15 / 3.0)
     assert (found["group_size"], found["busy"]) == (2.0, pytest.approx(4 * 0.5 / (2 * 2.0)))
     assert sum(found[share] for share in throughput.SHARES) == pytest.approx(1.0)
     assert [(w["stage"], w["pipeline"]) for w in found["workers"]] == [(0, 0), (1, 0), (0, 1), (1, 1)]
