@@ -33,51 +33,23 @@ def bottleneck(costs: Sequence[Sequence[float]]) -> tuple[float, list[int]]:
     """
     size = len(costs)
     least = max(max(map(min, costs)), max(map(min, zip(*costs, strict=True))))
-    admitted = [0] * size  # columns of each row, as bits
-    later = []
-    for row, line in enumerate(costs):
-        for column, cost in enumerate(line):
-            if cost <= least:
-                admitted[row] |= 1 << column
-            else:
-                later.append((cost, row, column))
-    later.sort(reverse=True)
-    row_of = [-1] * size  # of each column
-    free = [row for row in range(size) if not _augment(row, admitted, row_of)]
-    while free:
-        least = later[-1][0]
-        while later and later[-1][0] == least:
-            _, row, column = later.pop()
-            admitted[row] |= 1 << column
-        free = [row for row in free if not _augment(row, admitted, row_of)]
-    column_of = [0] * size
-    for column, row in enumerate(row_of):
-        column_of[row] = column
-    return least, column_of
+    limits = iter(sorted({cost for row in costs for cost in row if cost >= least}))
+    row_of, limit = [-1] * size, next(limits)
 
+    def augment(row: int, seen: set[int]) -> bool:
+        """Find a column for ``row``, moving other rows to other columns where needed (depth first)."""
+        for column, cost in enumerate(costs[row]):
+            if cost <= limit and column not in seen:
+                seen.add(column)
+                if row_of[column] < 0 or augment(row_of[column], seen):
+                    row_of[column] = row
+                    return True
+        return False
 
-def _augment(start: int, admitted: Sequence[int], row_of: list[int]) -> bool:
-    """Find a column for row ``start``, moving other rows to other columns where needed (depth first)."""
-    unseen = (1 << len(row_of)) - 1
-    path = [start]  # of rows; came_by[k] is the column by which path[k + 1] was reached
-    came_by: list[int] = []
-    while path:
-        choices = admitted[path[-1]] & unseen
-        if not choices:
-            path.pop()
-            if came_by:
-                came_by.pop()
-            continue
-        lowest = choices & -choices
-        unseen ^= lowest
-        column = lowest.bit_length() - 1
-        came_by.append(column)
-        if row_of[column] < 0:
-            for row, taken in zip(path, came_by, strict=True):
-                row_of[taken] = row
-            return True
-        path.append(row_of[column])
-    return False
+    free = list(range(size))
+    while free := [row for row in free if not augment(row, set())]:
+        limit = next(limits)
+    return limit, [row_of.index(row) for row in range(size)]
 
 
 def shortest_path(costs: Matrix) -> tuple[float, list[int]]:

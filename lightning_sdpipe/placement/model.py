@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
-
-from lightning_sdpipe.errors import ConfigurationError
 
 
 class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -43,19 +39,3 @@ def even_stages(num_stages: int, stage_bytes: float, cut_bytes: float) -> tuple[
         cut_bytes: bytes of activations over each cut (c_pp, of a whole mini-batch of one pipeline). As much comes back.
     """
     return (Block(0.0, round(stage_bytes), round(cut_bytes), round(cut_bytes)),) * num_stages
-
-
-def stages_of(chain: Sequence[Block], spans: Sequence[range]) -> list[Block]:
-    """Return each stage as a block, when stage j runs the blocks of ``spans[j]``.
-
-    Raises:
-        ConfigurationError: a cut is after a block whose output cannot travel.
-    """
-    stages = []
-    for span in spans:
-        blocks = chain[span.start : span.stop]
-        if span is not spans[-1] and blocks[-1].activation_bytes is None:
-            raise ConfigurationError(f"The output of block {span[-1]} cannot travel, so no stage may end with it.")
-        seconds, held = sum(block.seconds for block in blocks), sum(block.parameter_bytes for block in blocks)
-        stages.append(Block(seconds, held, blocks[-1].activation_bytes, blocks[-1].gradient_bytes))
-    return stages

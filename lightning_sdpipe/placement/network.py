@@ -162,9 +162,6 @@ class _Sites(msgspec.Struct, forbid_unknown_fields=True, tag_field="format", tag
     def expanded(self) -> Network:
         """Return the network with a row for each device."""
         names = [site.name for site in self.sites]
-        twice = [name for name, count in Counter(names).items() if count > 1]
-        if twice:
-            raise ConfigurationError(f"The site {twice[0]} appears {names.count(twice[0])} times. Names must differ.")
         _check("latency_seconds", self.latency_seconds, names, least="at least 0")
         _check("bandwidth_bytes_per_second", self.bandwidth_bytes_per_second, names, least="above 0")
         home = [number for number, site in enumerate(self.sites) for _ in range(site.devices)]

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+import msgspec
 import numpy as np
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.placement.cost import Cost, CostModel, Weights, evaluate, weights
-from lightning_sdpipe.placement.model import Block, stages_of
+from lightning_sdpipe.placement.cost import CostModel
+from lightning_sdpipe.placement.model import Block
 from lightning_sdpipe.placement.network import Network
 from lightning_sdpipe.placement.rate import Job, Layout, Shape, Spans, Sync, Times, times
 from lightning_sdpipe.placement.search import MOVES, Found, Search
@@ -116,12 +117,20 @@ class PlacementTask:
 
 @dataclass(frozen=True)
 class Communication:
-    """The costs of communication alone, where all pipelines average together: of each link, of a placement, and of the
-    default order at the uniform cut."""
+    """The seconds of communication alone for a mini-batch of every pipeline, where all average together: ``total``, of
+    which ``data`` average the replicas, and the ``default`` order at the uniform cut instead. ``links`` are those of
+    each pipeline's cuts, and ``averaging`` those of its stages."""
 
-    weights: Weights
-    cost: Cost
-    default: Cost
+    total: float
+    data: float
+    default: float
+    links: list[list[float]]
+    averaging: list[list[float]]
+
+    @property
+    def pipeline(self) -> float:
+        """Seconds that pass activations and gradients on."""
+        return max(0.0, self.total - self.data)
 
 
 @dataclass(frozen=True)
@@ -190,8 +199,8 @@ class PlacementResult:
             "mini_batches_per_second": self.rate,
         }
         if (links := self.communication) is not None:
-            cost |= {"data_seconds": links.cost.data, "pipeline_seconds": links.cost.pipeline}
-            cost["default_order_seconds"] = links.default.total
+            cost |= {"data_seconds": links.data, "pipeline_seconds": links.pipeline}
+            cost["default_order_seconds"] = links.default
         names = tuple(tuple(str(self.network.devices[device]) for device in row) for row in self.layout.rows)
         blocks = tuple(map(tuple, self.blocks)) if self.network.model is not None else None
         return Placement(source, cost, reversible(self.job, self.layout), blocks, names)
@@ -313,15 +322,7 @@ def _result(job: Job, layout: Layout, first: int, found: Found, seconds: float) 
     possible = all(chain[span[-1]].activation_bytes is not None for spans in default.cuts for span in spans[:-1])
     slow = times_of(job, default) if possible else None
     default_seconds = math.inf if slow is None or slow.misfits[0] else float(slow.seconds[0]) * len(depths)
-    communication = None
-    if layout.alike:
-
-        def costs(of: Layout) -> Weights:
-            return weights(job.network, len(depths), stages_of(chain, of.cuts[0]), job.cost, job.number(depths))
-
-        cost = evaluate(layout.stages, costs(layout))
-        default_cost = evaluate(default.stages, costs(default)) if possible else cost
-        communication = Communication(costs(layout), cost, default_cost)
+    communication = _communication(job, layout, default if possible else layout) if layout.alike else None
     own, drawn = times_of(job, layout), None
     if job.computes and job.sync == "groups" and layout.alike and len(layout.rows) > 1:
         drawn = _drawn(job, layout, own)
@@ -337,6 +338,21 @@ def _result(job: Job, layout: Layout, first: int, found: Found, seconds: float) 
         sorted({device.host for device in ends if device.index == 0}),
         communication,
         drawn,
+    )
+
+
+def _communication(job: Job, layout: Layout, default: Layout) -> Communication:
+    replaced, count, depth = msgspec.structs.replace, len(layout.rows), layout.depths[0]
+    network = replaced(job.network, devices=tuple(replaced(each, memory_bytes=None) for each in job.network.devices))
+    chain = tuple(replaced(block, seconds=0.0) for block in job.chain)
+    alone = replace(job, network=network, chain=chain, sync="all_reduce")
+    own, other = times_of(alone, layout), times_of(alone, default)
+    return Communication(
+        float(own.seconds[0]) * count,
+        float(own.averaging.max()),
+        math.inf if other.misfits[0] else float(other.seconds[0]) * count,
+        own.links.reshape(count, depth)[:, :-1].tolist(),
+        own.averaging.reshape(count, depth).tolist(),
     )
 
 

@@ -193,6 +193,7 @@ class Shape:
         often = (members - 1) / max(self.count - 1, 1)
         self.often, self.share = often, often * overlap[self.one, self.other] / members
         self.even = len({*zip(self.work.tolist(), (stop - start).tolist(), strict=True)}) == 1
+        self.sends_alike = len({*(held[stop] - held[start])}) == 1 and len({*self.crossing[~self.is_last]}) <= 1
 
     @staticmethod
     def _needed(job: Job, spans: Spans, m: int) -> list[float]:

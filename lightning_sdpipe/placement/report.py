@@ -6,11 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 
 from lightning_sdpipe.errors import shape
-from lightning_sdpipe.placement.cost import Stages, Weights, group_cost
 from lightning_sdpipe.placement.planner import Communication, PlacementResult
 
 WIDTH, HEIGHT = 150, 44
@@ -22,24 +20,10 @@ LEFT, TOP = 130, 140
 SLOW = "#c1121f"
 
 
-def slowest_links(stages: Stages, weights: Weights) -> list[tuple[float, int, int, int]]:
-    """Return the slowest link of each cut: its seconds, the stage above it, and the devices above and below it; the
-    first of equally slow ones."""
-    return [
-        max(((_link(weights, stage, a, b), stage, a, b) for a, b in zip(*pair, strict=True)), key=lambda link: link[0])
-        for stage, pair in enumerate(pairwise(stages))
-    ]
-
-
-def slowest_stage(stages: Stages, weights: Weights) -> tuple[int, int]:
-    """Return the stage whose averaging takes longest, and its member that spends most on it."""
-    spent = [
-        (sum(exchange[a][b] for b in group if b != a), stage, a)
-        for stage, (group, exchange) in enumerate(zip(stages, weights.exchange, strict=True))
-        for a in group
-    ]
-    _, stage, device = max(spent, key=lambda entry: (entry[0], -entry[1], -entry[2]))
-    return stage, device
+def _largest(rows: Sequence[Sequence[float]]) -> tuple[int, int]:
+    """Return the place of the largest number; of equal ones the first."""
+    top = max(map(max, rows))
+    return next((number, list(row).index(top)) for number, row in enumerate(rows) if top in row)
 
 
 def rates(tried: Sequence[PlacementResult]) -> str:
@@ -107,19 +91,17 @@ def _table(placed: PlacementResult, names: Sequence[str]) -> list[str]:
 def _costs(placed: PlacementResult, names: Sequence[str]) -> list[str]:
     lines = []
     if (links := placed.communication) is not None:
-        stages, cost, default, costs = placed.layout.stages, links.cost, links.default, links.weights
-        gain = f" (default order: {shown_seconds(default.total)}, {_times(default.total, cost.total)})"
-        lines.append(f"Communication  {shown_seconds(cost.total)} for a mini-batch of every pipeline{gain}")
+        rows = placed.layout.rows
+        gain = f" (default order: {shown_seconds(links.default)}, {_times(links.default, links.total)})"
+        lines.append(f"Communication  {shown_seconds(links.total)} for a mini-batch of every pipeline{gain}")
         if placed.num_pipelines > 1:
-            stage, device = slowest_stage(stages, costs)
-            data = shown_seconds(cost.data)
-            lines.append(f"  data         {data}: stage {stage} takes longest to average, {names[device]} most of all")
-        if len(stages) > 1:
-            _, stage, above, below = max(slowest_links(stages, costs), key=lambda link: link[0])
-            lines.append(
-                f"  pipeline     {shown_seconds(cost.pipeline)}: the slowest link is {names[above]} – {names[below]}, "
-                f"stage {stage} to {stage + 1}"
-            )
+            row, stage = _largest(links.averaging)
+            data, device = shown_seconds(links.data), names[rows[row][stage]]
+            lines.append(f"  data         {data}: stage {stage} takes longest to average, {device} most of all")
+        if len(rows[0]) > 1:
+            row, stage = _largest(links.links)
+            ends, passing = " – ".join(names[d] for d in rows[row][stage : stage + 2]), shown_seconds(links.pipeline)
+            lines.append(f"  pipeline     {passing}: the slowest link is {ends}, stage {stage} to {stage + 1}")
     if placed.job.computes:
         gain = f"default order and uniform cut: {shown_seconds(placed.default_seconds)}, "
         gain += _times(placed.default_seconds, placed.seconds)
@@ -144,10 +126,6 @@ def _rank_zero(placed: PlacementResult, names: Sequence[str]) -> str:
     return text + f"which costs {shown_seconds(placed.price)}" + (remedy if placed.free_hosts else "")
 
 
-def _link(weights: Weights, stage: int, above: int, below: int) -> float:
-    return weights.step[stage][above][below] + weights.period[stage][above][below]
-
-
 def shown_seconds(seconds: float) -> str:
     """Format a duration for people."""
     if seconds < 1e-3:
@@ -170,7 +148,7 @@ def draw_picture(placed: PlacementResult, path: Path) -> None:
     width = LEFT + WIDTH * max(4, len(placed.layout.stages))
     height = TOP + HEIGHT * placed.num_pipelines
     size = f'width="{width}" height="{height}" font-family="sans-serif" font-size="12" text-anchor="middle"'
-    shapes = (*_title(links), *_links(placed, links.weights), *_devices(placed), *_stages(placed, links.weights))
+    shapes = (*_title(links), *_links(links), *_devices(placed), *_stages(placed, links))
     picture = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', '<rect width="100%" height="100%" fill="white"/>']
     path.write_text("\n".join([*picture, *shapes, "</svg>\n"]), encoding="utf-8")
 
@@ -180,29 +158,25 @@ def _text(x: float, y: float, text: str, more: str = "") -> str:
 
 
 def _title(links: Communication) -> Iterator[str]:
-    cost, default = links.cost, links.default
-    gain = f" (default order: {shown_seconds(default.total)})" if default.total != cost.total else ""
+    gain = f" (default order: {shown_seconds(links.default)})" if links.default != links.total else ""
     lines = (
-        f"{shown_seconds(cost.total)} of communication for a mini-batch of every pipeline{gain}:",
-        f"{shown_seconds(cost.data)} to average the replicas of a stage (columns),",
-        f"{shown_seconds(cost.pipeline)} to pass activations and gradients on (rows)",
+        f"{shown_seconds(links.total)} of communication for a mini-batch of every pipeline{gain}:",
+        f"{shown_seconds(links.data)} to average the replicas of a stage (columns),",
+        f"{shown_seconds(links.pipeline)} to pass activations and gradients on (rows)",
     )
     yield from (_text(10, 20 + 18 * number, line, ' text-anchor="start"') for number, line in enumerate(lines))
 
 
-def _links(placed: PlacementResult, weights: Weights) -> Iterator[str]:
-    costs = {
-        (row, stage): _link(weights, stage, a, b)
-        for row, devices in enumerate(placed.layout.rows)
-        for stage, (a, b) in enumerate(pairwise(devices))
-    }
-    for (row, stage), cost in costs.items():
-        x, y, share = LEFT + WIDTH * stage, TOP + HEIGHT * row, cost / (max(costs.values()) or 1.0)
-        yield (
-            f'<line x1="{x + 50}" x2="{x + WIDTH - 50}" y1="{y}" y2="{y}" stroke-width="3" '
-            f'stroke="hsl(0 {80 * share:.0f}% {70 - 30 * share:.0f}%)"><title>{shown_seconds(cost)}</title></line>'
-        )
-    for seconds, stage, _, _ in slowest_links(placed.layout.stages, weights):
+def _links(links: Communication) -> Iterator[str]:
+    slowest = [max(cut) for cut in zip(*links.links, strict=True)]
+    for row, costs in enumerate(links.links):
+        for stage, cost in enumerate(costs):
+            x, y, share = LEFT + WIDTH * stage, TOP + HEIGHT * row, cost / (max(slowest) or 1.0)
+            yield (
+                f'<line x1="{x + 50}" x2="{x + WIDTH - 50}" y1="{y}" y2="{y}" stroke-width="3" '
+                f'stroke="hsl(0 {80 * share:.0f}% {70 - 30 * share:.0f}%)"><title>{shown_seconds(cost)}</title></line>'
+            )
+    for stage, seconds in enumerate(slowest):
         yield _text(LEFT + WIDTH * (stage + 0.5), TOP - 30, shown_seconds(seconds))
 
 
@@ -217,9 +191,8 @@ def _devices(placed: PlacementResult) -> Iterator[str]:
             yield box + _text(x, y + 4, str(device), ' textLength="94"' if len(str(device)) > 14 else "")
 
 
-def _stages(placed: PlacementResult, weights: Weights) -> Iterator[str]:
-    stages = placed.layout.stages
-    spent = [group_cost(group, exchange) for group, exchange in zip(stages, weights.exchange, strict=True)]
+def _stages(placed: PlacementResult, links: Communication) -> Iterator[str]:
+    spent = [max(stage) for stage in zip(*links.averaging, strict=True)]
     for stage, seconds in enumerate(spent):
         count, x = placed.blocks[0][stage], LEFT + WIDTH * stage
         blocks = "" if placed.network.model is None else f", {count} block{'s' * (count > 1)}"

@@ -25,8 +25,7 @@ import numpy as np
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.balance import balance
 from lightning_sdpipe.placement.arrange import arrange
-from lightning_sdpipe.placement.cost import shares, weights
-from lightning_sdpipe.placement.model import stages_of
+from lightning_sdpipe.placement.cost import shares
 from lightning_sdpipe.placement.rate import Array, Job, Layout, Shape, Spans, Times, times
 from lightning_sdpipe.topology.mesh import rows_of
 
@@ -177,9 +176,13 @@ class Search:
         """Try the best order of the stages of ``layout``, and the best device after each, by the cost of links."""
         if not layout.alike:
             return
-        job, sends = self.job, stages_of(self.job.chain, layout.cuts[0])
-        costs = weights(job.network, len(layout.rows), sends, job.cost, job.number(layout.depths))
-        for stages in arrange(layout.stages, costs):
+        job, shape = self.job, Shape(self.job, layout.cuts[:1])
+        (late, slow, missing), rule = job.links, shares(job.cost, job.number(layout.depths))
+        absent = 0.0 if missing is None else np.where(missing, math.inf, 0.0)
+        crossing, at_once = shape.crossing[:-1], late if rule.step else 0.0
+        steps = [(rule.step * amount * slow + at_once + absent).tolist() for amount in crossing]
+        periods = [(rule.period * amount * slow + absent).tolist() for amount in crossing]
+        for stages in arrange(layout.stages, steps, periods, shape.sends_alike):
             if not self.is_late:
                 self.offer(Layout(tuple(zip(*stages, strict=True)), layout.cuts))
 

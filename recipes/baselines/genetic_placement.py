@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lightning_sdpipe.placement.arrange import arrange
-from lightning_sdpipe.placement.cost import Stages, Weights, evaluate
+from lightning_sdpipe.placement.arrange import Stages, arrange
 from lightning_sdpipe.placement.network import Matrix
+from recipes.baselines.dtfm_cost import Weights, evaluate
 
 POPULATION = 100
 TRIALS = 4900
@@ -105,7 +105,7 @@ def _scored(labels: Labels, weights: Weights) -> tuple[Stages, float]:
     groups: Stages = [[] for _ in range(weights.num_stages)]
     for device, group in enumerate(labels):
         groups[group].append(device)
-    found = arrange(groups, weights)
+    found = arrange(groups, weights.step, weights.period, weights.even)
     return min(((stages, evaluate(stages, weights).total) for stages in found), key=lambda pair: pair[1])
 
 

@@ -54,9 +54,9 @@ class Problem(Protocol):
 class Quadratic:
     """½ Σ hᵢ xᵢ², with curvatures from 0.05 to 1 and noise in the gradients that is larger where they are."""
 
-    def __init__(self, pipelines: int, lr: float, seed: int, dimensions: int = 64) -> None:
+    def __init__(self, pipelines: int, lr: float, seed: int, dimensions: int = 64, noise: float = 0.3) -> None:
         self._curvature, self._lr = numpy.geomspace(0.05, 1.0, dimensions), lr
-        self._noise = 0.3 * numpy.sqrt(self._curvature)
+        self._noise = noise * numpy.sqrt(self._curvature)
         self._random = [numpy.random.default_rng((seed, pipeline)) for pipeline in range(pipelines)]
         self.start = numpy.full(dimensions, 3.0)
 

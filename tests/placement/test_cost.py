@@ -8,10 +8,12 @@ import sys
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.placement.cost import Cost, CostModel, Stages, evaluate, group_cost, weights
-from lightning_sdpipe.placement.model import Block, even_stages, stages_of
+from lightning_sdpipe.placement.arrange import Stages
+from lightning_sdpipe.placement.cost import CostModel
+from lightning_sdpipe.placement.model import Block, even_stages
 from lightning_sdpipe.topology.mesh import rows_of
 from recipes.baselines import dtfm_cases as cases
+from recipes.baselines.dtfm_cost import Cost, evaluate, group_cost, weights
 from tests.placement.sites import network_of_sites
 
 WORLD = cases.case(5)
@@ -75,14 +77,6 @@ def test_a_link_that_does_not_exist_is_infinitely_expensive() -> None:
     costs = weights(network, 2, even_stages(2, 10.0, 10.0))
     assert evaluate([[0, 1], [2, 3]], costs).total == float("inf")
     assert evaluate([[0, 2], [1, 3]], costs).total == float("inf")
-
-
-def test_a_model_says_what_its_stages_send() -> None:
-    chain = [Block(0.1, 10, 6, 4), Block(0.1, 20, 8, 8), Block(0.1, 30, None, 0), Block(0.1, 40, 2, 2)]
-    stages = [Block(0.1, 10, 6, 4), Block(0.1, 20, 8, 8), Block(0.2, 70, 2, 2)]
-    assert stages_of(chain, [range(1), range(1, 2), range(2, 4)]) == stages
-    with pytest.raises(ConfigurationError, match="block 2 cannot travel"):
-        stages_of(chain, [range(3), range(3, 4)])
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ import random
 import numpy as np
 import pytest
 
-from lightning_sdpipe.placement.cost import CostModel, evaluate, weights
+from lightning_sdpipe.placement.cost import CostModel
 from lightning_sdpipe.placement.model import Block, even_stages
 from lightning_sdpipe.placement.network import Device, Network
 from lightning_sdpipe.placement.planner import PlacementTask, job_of, times_of
 from lightning_sdpipe.placement.rate import Job, Layout, Shape, times
 from recipes.baselines import dtfm_cases as cases
+from recipes.baselines.dtfm_cost import evaluate, weights
 from tests.placement.sites import network_of_sites
 
 

@@ -10,7 +10,7 @@ from itertools import combinations, count, permutations
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.placement.cost import CostModel, evaluate, weights
+from lightning_sdpipe.placement.cost import CostModel
 from lightning_sdpipe.placement.model import Block, even_stages
 from lightning_sdpipe.placement.network import Device, Network
 from lightning_sdpipe.placement.planner import PlacementTask, job_of, times_of
@@ -18,6 +18,7 @@ from lightning_sdpipe.placement.rate import Job, Layout, Spans, Sync
 from lightning_sdpipe.placement.search import Found, Search
 from lightning_sdpipe.topology.mesh import rows_of
 from recipes.baselines import dtfm_cases as cases
+from recipes.baselines.dtfm_cost import evaluate, weights
 from tests.placement.sites import network_of_sites
 
 OPTIMA = {1: 3.439799, 2: 31.634160, 3: 16.086840, 4: 34.802041, 5: 49.218380}

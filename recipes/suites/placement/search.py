@@ -12,11 +12,12 @@ import random
 import time
 from collections.abc import Sequence
 
-from lightning_sdpipe.placement.cost import CostModel, evaluate, weights
+from lightning_sdpipe.placement.cost import CostModel
 from lightning_sdpipe.placement.network import Network
 from lightning_sdpipe.placement.planner import PlacementTask, job_of
 from lightning_sdpipe.placement.search import Found, Search
 from recipes.baselines import dtfm_cases as cases
+from recipes.baselines.dtfm_cost import evaluate, weights
 from recipes.baselines.genetic_placement import genetic
 from recipes.suites.grid import Ratios, Row, ratio
 

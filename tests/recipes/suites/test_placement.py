@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lightning_sdpipe.placement.cost import Weights, evaluate, weights
 from lightning_sdpipe.placement.model import even_stages
 from recipes.baselines import genetic_placement as dtfm
+from recipes.baselines.dtfm_cost import Weights, evaluate, weights
 from recipes.harness.emulated_links import Card
 from tests.placement.test_search import random_network
 
