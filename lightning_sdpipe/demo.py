@@ -33,6 +33,7 @@ from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
 from lightning_sdpipe.heterogeneity.slowdowns import Static
+from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.seeing import report
 from lightning_sdpipe.seeing.page import in_one_line
 from lightning_sdpipe.seeing.recording import of_log
@@ -143,8 +144,7 @@ def longer(share: float, late: float) -> float:
 
 
 def _check(epochs: int) -> None:
-    if epochs < 1:
-        raise ConfigurationError(f"--epochs {epochs} must be at least 1.")
+    check_integer("--epochs", epochs, 1, "epochs")
     missing = [name for name in ("sklearn", "matplotlib") if find_spec(name) is None]
     if missing:
         raise ConfigurationError(f"{' and '.join(missing)} not found; pip install 'lightning-sdpipe[demo]'")

@@ -80,7 +80,10 @@ def test_a_busy_machine_makes_emulated_devices_slower_or_gives_no_verdict(
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--epochs", "0"], "--epochs 0 must be at least 1."), ([], "sklearn not found; pip install")],
+    [
+        (["--epochs", "0"], "--epochs=0 is not allowed; give an integer from 1 (epochs)"),
+        ([], "sklearn not found; pip install"),
+    ],
 )
 def test_what_is_refused(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

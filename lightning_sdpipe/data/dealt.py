@@ -91,7 +91,7 @@ class DealtBatches:
                 self._iterator = iter(self._loader)
             data = next(self._iterator, _NOTHING)
         if (data is _NOTHING) != (not self._given):
-            raise _another_number(self._loader, bool(self._given), "give data='sharded' otherwise")
+            raise another_number(self._loader, bool(self._given), "give data='sharded' otherwise")
         if data is _NOTHING:
             self._iterator = None
             return None
@@ -152,7 +152,7 @@ class NumberedBatches:
             with isolate_rng(include_cuda=False), meter.phase(meter.DATA), naming_the_limit:
                 data = next(batches, _NOTHING)
             if (data is _NOTHING) != (number is None):
-                raise _another_number(self._copy, number is not None, "leave it to a plain DataLoader otherwise")
+                raise another_number(self._copy, number is not None, "leave it to a plain DataLoader otherwise")
             if number is not None:
                 yield data, number
 
@@ -163,10 +163,11 @@ class NumberedBatches:
         return (Drawn(mix(self._seed, number), self._shards.batch(0, number)) for number in self._numbers)
 
 
-def _another_number(loader: DataLoader[Any], fewer: bool, instead: str) -> ConfigurationError:
+def another_number(loader: DataLoader[Any], fewer: bool, instead: str) -> ConfigurationError:
+    """Return the error for a loader that gave another number of batches than its sampler."""
     return ConfigurationError(
-        f"{type(loader).__name__} gave {'fewer' if fewer else 'more'} batches than its sampler. To deal them, each "
-        f"must belong to one batch of indices; {instead}."
+        f"{type(loader).__name__} gave {'fewer' if fewer else 'more'} batches than its sampler. To divide them among "
+        f"pipelines, each must belong to one batch of indices; {instead}."
     )
 
 

@@ -15,10 +15,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import meter
+from lightning_sdpipe.data.dealt import another_number
 from lightning_sdpipe.data.loader import Drawn, drawing_copy, naming_the_limit
 from lightning_sdpipe.data.shards import Shards
 from lightning_sdpipe.dealing.joint_rounds import PartKey
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.micro_batches import Portion, part_sizes
 from lightning_sdpipe.random_streams import beginning_again, mix
 
@@ -67,10 +67,7 @@ class PlacedBatches:
                 self._iterator = iter(self._loader)
             data = next(self._iterator, _NOTHING)
         if data is _NOTHING:
-            raise ConfigurationError(
-                f"{type(self._loader).__name__} gave fewer batches than its sampler. With batch_by_speed=True each "
-                "must belong to one batch of indices; leave it out otherwise."
-            )
+            raise another_number(self._loader, True, "leave batch_by_speed out otherwise")
         return data, self._given.popleft()[1]
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -74,7 +75,7 @@ class Mover(Protocol):
         """
 
 
-class PieceByPiece:
+class PieceByPiece(ABC):
     """Base of a :class:`Pending` that computes the outcome of one piece after the other, each when it is waited for.
 
     Args:
@@ -88,13 +89,13 @@ class PieceByPiece:
         """Pieces that are not committed: number, piece, outcome."""
         self._first = True
 
+    @abstractmethod
     def _compute(self, number: int, piece: Tensor) -> Any:
         """Exchange ``piece`` with the other members, and return the outcome."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _put(self, number: int, piece: Tensor, outcome: Any) -> None:
         """Put the outcome into the model."""
-        raise NotImplementedError
 
     def wait(self) -> bool:
         if not self._to_come:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.payloads import Full, Payload
-from lightning_sdpipe.exchange.payloads.payload import refusal
+from lightning_sdpipe.policies.policy import refusal
 
 Overlap = Literal["none", "step", "free"]
 Hierarchy = Literal["flat", "hosts"]

@@ -23,8 +23,8 @@ from torch import Tensor
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import pieces_of
 from lightning_sdpipe.exchange.payloads import Payload
-from lightning_sdpipe.exchange.payloads.payload import refusal
 from lightning_sdpipe.exchange.references import BROKEN_OFF, CommonReference
+from lightning_sdpipe.policies.policy import refusal
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,9 @@ class Nesterov:
             raise refusal("lr", self.lr, "a finite number above 0; 1 with momentum=0 is plain averaging")
         if not 0 <= self.momentum < 1:
             raise refusal("momentum", self.momentum, "a number from 0 and below 1")
+
+
+AVERAGE = Nesterov(lr=1.0, momentum=0.0)
 
 
 class OuterOptimizer:
@@ -110,18 +113,19 @@ class Fragments:
 
 
 class OuterModel(CommonReference):
-    """A codec for models, which exchanges how they have moved since the base; an outer optimizer updates the base.
+    """A codec for models, which exchanges how they have moved since they were equal the last time, the base; an outer
+    optimizer updates that.
 
     Memory: the base, and the momentum if there is one.
 
     Args:
         payload: any payload.
         seed: seed of stochastic rounding.
-        nesterov: options of the outer optimizer.
+        nesterov: options of the outer optimizer; by default models become their mean.
         mix: the share that a worker keeps of its own model.
     """
 
-    def __init__(self, payload: Payload, seed: int, nesterov: Nesterov, mix: float) -> None:
+    def __init__(self, payload: Payload, seed: int, nesterov: Nesterov = AVERAGE, mix: float = 0.0) -> None:
         super().__init__(payload, seed)
         self._nesterov = nesterov
         self.mix = mix
@@ -163,7 +167,8 @@ class OuterModel(CommonReference):
 
     def take_over(self, piece: Tensor, number: int) -> None:
         """Replace a piece of the model by the base, but for the share that is kept."""
-        piece.lerp_(self.outer[number].base, 1 - self.mix)
+        base = self.outer[number].base
+        piece.lerp_(base, 1 - self.mix) if self.mix else piece.copy_(base)
 
     def copied_base(self) -> list[Tensor]:
         """Return copies of the base on the CPU, by piece; none before :meth:`begin`."""

@@ -24,8 +24,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange import transfers
+from lightning_sdpipe.exchange.background import Background
 from lightning_sdpipe.exchange.codec import Codec, Members, Offset
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean, SentMean
 from lightning_sdpipe.exchange.moving import pieces_of, tag_of
@@ -110,11 +110,7 @@ class Arriving:
 
     def __init__(self, source: int, replicas: Replicas, tag: int) -> None:
         self._rounds: list[MadeBase] | None = None
-        self._failure: WorkerFailedError | None = None
-        self._thread = threading.Thread(
-            target=self._take, args=[source, replicas, tag], name="missed rounds", daemon=True
-        )
-        self._thread.start()
+        self._job = Background("taking in missed rounds", None).do(lambda: self._take(source, replicas, tag))
 
     def wait(self) -> list[MadeBase] | None:
         """Return the rounds; None if the source does not keep them.
@@ -122,20 +118,15 @@ class Arriving:
         Raises:
             WorkerFailedError: the source is gone, or a transfer has timed out.
         """
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
+        self._job.wait()
         return self._rounds
 
     def _take(self, source: int, replicas: Replicas, tag: int) -> None:
-        try:
-            size = torch.zeros(1, dtype=torch.int64)
-            transfers.begin({}, {source: size}, replicas, tag + _BESIDE).wait()
-            packed = torch.empty(int(size), dtype=torch.uint8)
-            transfers.begin({}, {source: packed}, replicas, tag + _BESIDE).wait()
-            self._rounds = _unpacked(packed) if packed.numel() else None
-        except WorkerFailedError as error:
-            self._failure = error
+        size = torch.zeros(1, dtype=torch.int64)
+        transfers.begin({}, {source: size}, replicas, tag + _BESIDE).wait()
+        packed = torch.empty(int(size), dtype=torch.uint8)
+        transfers.begin({}, {source: packed}, replicas, tag + _BESIDE).wait()
+        self._rounds = _unpacked(packed) if packed.numel() else None
 
 
 def _packed(rounds: Sequence[MadeBase]) -> Tensor:

@@ -38,7 +38,6 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.codec import Members, Offset, refusal
-from lightning_sdpipe.exchange.moving import pieces_of
 from lightning_sdpipe.exchange.payloads import ErrorFeedback, Modulo, Payload, Spread
 from lightning_sdpipe.exchange.payloads.eight_bit import largest_magnitudes
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
@@ -51,7 +50,8 @@ LARGEST_SHARE = 4.0
 
 
 class CommonReference:
-    """A :class:`~lightning_sdpipe.exchange.codec.Codec` for gradients; :class:`CommonModel` is one for models.
+    """A :class:`~lightning_sdpipe.exchange.codec.Codec` for gradients;
+    :class:`~lightning_sdpipe.exchange.outer_model.OuterModel` is one for models.
 
     Memory: a residual as large as what is exchanged, in float32, if the payload has feedback.
 
@@ -154,41 +154,6 @@ class CommonReference:
         if at.piece not in self._residuals or not self._payload_of(x.dtype).feedback:
             return None
         return self._residuals[at.piece].residual[at.start : at.start + len(x)]
-
-
-class CommonModel(CommonReference):
-    """A codec for models, which exchanges how they have moved since they were equal the last time.
-
-    Memory: that last common model besides.
-
-    Args:
-        payload: any payload.
-        seed: seed of stochastic rounding.
-    """
-
-    def __init__(self, payload: Payload, seed: int) -> None:
-        super().__init__(payload, seed)
-        self._base: list[Tensor] = []
-
-    def begin(self, tensors: Sequence[Tensor]) -> None:
-        """Set the common model: all workers have the same ``tensors`` now, of which pieces will be exchanged."""
-        self.drop()
-        self._met = None
-        self._base = [piece.clone() for piece in pieces_of(tensors)]
-
-    def aborted(self) -> None:
-        """Drop the common model until :meth:`begin`, since some members may have taken over what others have not."""
-        self.drop()
-        self._base = []
-
-    def prepared(self, piece: Tensor, number: int) -> Tensor:
-        if not self._base:
-            raise WorkerFailedError(BROKEN_OFF)
-        super().prepared(piece, number)
-        return piece - self._base[number]
-
-    def apply(self, piece: Tensor, number: int, outcome: Tensor) -> None:
-        piece.copy_(self._base[number].add_(outcome))
 
 
 class OwnReference:

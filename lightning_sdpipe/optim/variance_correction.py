@@ -192,21 +192,6 @@ class VarianceCorrection(OptimizerWrapper):
             raise ConfigurationError(f"num_workers={value!r} must be a finite number of at least 1.")
         self._num_workers = float(value)
 
-    def corrected_second_moment(self, param: Tensor) -> Tensor:
-        """Return the divisor of the last step for `param`, before its square root and bias correction.
-
-        With amsgrad this is the running maximum. The tensor, of the parameter's shape, is the optimizer's own
-        state: do not write to it.
-
-        Raises:
-            KeyError: no step has updated `param` yet.
-        """
-        if not self.state.get(param):
-            raise KeyError("this parameter has not been updated by a step yet")
-        state = self.state[param]
-        moment: Tensor = state.get("max_exp_avg_sq", state["exp_avg_sq"])
-        return moment
-
     def _step(self) -> None:
         """Perform the wrapped optimizer's step with corrected second moments."""
         started: dict[Tensor, Tensor] = {}

@@ -22,36 +22,16 @@ from lightning_sdpipe.seeing.bottlenecks import bottlenecks
 from lightning_sdpipe.seeing.finding import FOR_CAUSE, Advice, Charge, Finding, bound, costs, recent, severity
 from lightning_sdpipe.seeing.recording import Recording, Series
 
-
-@dataclass(frozen=True)
-class SlowRule:
-    """The rule by which a worker counts as slow.
-
-    Args:
-        block: number of updates of a block.
-        blocks: number of blocks of one look.
-        step: number of updates from look to look.
-        looks: number of successive looks that must agree.
-        named: factor by which its own time exceeds that of its replicas.
-        cleared: factor below which it is no longer slow.
-        certainty: number of standard errors by which the mean must be above 0.
-    """
-
-    block: int = 8
-    blocks: int = 8
-    step: int = 16
-    looks: int = 3
-    named: float = 1.15
-    cleared: float = 1.10
-    certainty: float = 4.0
-
-    @property
-    def needs(self) -> int:
-        """Number of updates until a worker can be named."""
-        return self.block * self.blocks + self.step * (self.looks - 1)
-
-
-RULE = SlowRule()
+BLOCK, BLOCKS = 8, 8
+"""Number of updates of a block, and number of blocks of one look."""
+STEP, LOOKS = 16, 3
+"""Number of updates from look to look, and number of successive looks that must agree."""
+NAMED, CLEARED = 1.15, 1.10
+"""Factor by which a slow worker's own time exceeds that of its replicas; below the second one it is slow no longer."""
+CERTAINTY = 4.0
+"""Number of standard errors by which the mean must be above 0."""
+NEEDS = BLOCK * BLOCKS + STEP * (LOOKS - 1)
+"""Number of updates until a worker can be named."""
 _MOST_OF_IT = 0.8
 """Share of the excess from which on one phase is its cause."""
 _HALF = 0.5
@@ -87,17 +67,17 @@ def abstains(recording: Recording) -> str | None:
     """Return why slow workers cannot be detected; None if they can."""
     compared = [worker for worker in recording.series if recording.replicas(worker)]
     if not recording.series:
-        return f"too short to tell (0 of {RULE.needs} updates)"
+        return f"too short to tell (0 of {NEEDS} updates)"
     if not compared:
         return "one pipeline has no other to be compared with"
     fewest = min(_comparable(recording, worker) for worker in compared)
-    return f"too short to tell ({fewest} of {RULE.needs} updates)" if fewest < RULE.needs else None
+    return f"too short to tell ({fewest} of {NEEDS} updates)" if fewest < NEEDS else None
 
 
-def compute_straggler(recording: Recording, rule: SlowRule = RULE) -> list[Finding]:
+def compute_straggler(recording: Recording) -> list[Finding]:
     """Find the workers whose own time is longer than that of their replicas; where all of at least two workers of a
     host are slow, one finding covers the host."""
-    slow = {worker: each for worker in sorted(recording.series) if (each := _slow(recording, worker, rule))}
+    slow = {worker: each for worker in sorted(recording.series) if (each := _slow(recording, worker))}
     by_host = defaultdict(list)
     for worker in recording.series:
         if worker in recording.about:
@@ -131,24 +111,24 @@ def blind(recording: Recording) -> list[Finding]:
     return found
 
 
-def _slow(recording: Recording, worker: Worker, rule: SlowRule) -> _Slow | None:
+def _slow(recording: Recording, worker: Worker) -> _Slow | None:
     """Return the state of ``worker`` at the end of the recording if it is slow, else None."""
     mine, others = recording.series[worker], [recording.series[other] for other in recording.replicas(worker)]
-    ratios = _log_ratios(mine, others, rule.block)
+    ratios = _log_ratios(mine, others)
     compared = [place for place, ratio in enumerate(ratios) if ratio is not None]
     found: _Slow | None = None
     in_a_row, begun, since = 0, 0.0, 0.0
-    for at in range(rule.blocks, len(compared) + 1, rule.step // rule.block):
-        places = compared[at - rule.blocks : at]
+    for at in range(BLOCKS, len(compared) + 1, STEP // BLOCK):
+        places = compared[at - BLOCKS : at]
         look = [ratio for place in places if (ratio := ratios[place]) is not None]
         median = statistics.median(look)
-        error = statistics.stdev(look) / math.sqrt(rule.blocks)
-        says_so = median >= math.log(rule.named) and statistics.fmean(look) >= rule.certainty * error
-        start, stop = places[0] * rule.block, (places[-1] + 1) * rule.block
+        error = statistics.stdev(look) / math.sqrt(BLOCKS)
+        says_so = median >= math.log(NAMED) and statistics.fmean(look) >= CERTAINTY * error
+        start, stop = places[0] * BLOCK, (places[-1] + 1) * BLOCK
         if not in_a_row:
             begun, since = mine.begun(start), mine.ends[stop - 1]
         in_a_row = in_a_row + 1 if says_so else 0
-        if in_a_row >= rule.looks or (found is not None and median >= math.log(rule.cleared)):
+        if in_a_row >= LOOKS or (found is not None and median >= math.log(CLEARED)):
             first = (begun, since) if found is None else (found.begun, found.since)
             found = _Slow(worker, math.exp(median), *first, start, stop)
         else:
@@ -160,16 +140,16 @@ def _comparable(recording: Recording, worker: Worker) -> int:
     """Return the number of updates that can be compared: others may have nothing to train meanwhile, as where each
     pipeline trains a shard and waits for the slowest one at the end of an epoch."""
     mine, others = recording.series[worker], [recording.series[other] for other in recording.replicas(worker)]
-    return len(mine) - RULE.block * _log_ratios(mine, others, RULE.block).count(None)
+    return len(mine) - BLOCK * _log_ratios(mine, others).count(None)
 
 
-def _log_ratios(mine: Series, others: Sequence[Series], block: int) -> list[float | None]:
+def _log_ratios(mine: Series, others: Sequence[Series]) -> list[float | None]:
     """Return for each block of updates the logarithm of their median own time over that of other workers' updates that
     ended meanwhile; None where none did."""
     own, theirs = mine.own(), [(other.ends, other.own()) for other in others]
     ratios: list[float | None] = []
-    for start in range(0, len(mine) - block + 1, block):
-        stop = start + block
+    for start in range(0, len(mine) - BLOCK + 1, BLOCK):
+        stop = start + BLOCK
         begun, ended = mine.begun(start), mine.ends[stop - 1]
         medians = [
             statistics.median(part)

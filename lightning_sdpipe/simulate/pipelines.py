@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -24,7 +24,7 @@ from lightning_sdpipe.heterogeneity.tracks import Track
 from lightning_sdpipe.policies.announcing import share_before
 from lightning_sdpipe.policies.decisions import BrokenRule, Decision, Group, check_group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Progress, Ready, Tick, Worker
-from lightning_sdpipe.policies.policy import Policy, When
+from lightning_sdpipe.policies.policy import Policy, When, check_integer
 from lightning_sdpipe.topology.mesh import Mesh
 
 FORWARD_SHARE = 1 / 3
@@ -72,9 +72,7 @@ class Work:
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_pipelines", "iterations", "num_micro_batches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name}={value} is not allowed; give a number from 1")
+            check_integer(name, getattr(self, name), 1, "or more", optional=True)
         if self.depths and self.schedule == "pipedream":
             raise ConfigurationError(
                 "schedule='pipedream' needs pipelines of one depth and cut: others would drain for each update"
@@ -83,44 +81,29 @@ class Work:
             raise ConfigurationError(f'announce={self.announce!r} is not allowed; give "early" or "late"')
 
 
+@dataclass(slots=True, eq=False)
 class _Replica:
     """Progress of a worker."""
 
-    __slots__ = (
-        "began",
-        "computed_at",
-        "ends",
-        "finished",
-        "free",
-        "next",
-        "ready",
-        "reported",
-        "track",
-        "waited",
-        "waits",
-        "worker",
-    )
-
-    def __init__(self, worker: Worker, track: Track | None) -> None:
-        self.worker = worker
-        self.track = track
-        self.next = 0
-        """Index of the next pass."""
-        self.free = 0.0
-        """Time when the last pass, or the exchange after it, ended."""
-        self.began = 0.0
-        """Number of the current mini-batch."""
-        self.computed_at: float | None = None
-        """Time of its first computation, when tracks begin."""
-        self.ends: dict[bool, list[float]] = {True: [], False: []}
-        """Ends of its forwards and its backwards."""
-        self.waits = False
-        """Whether nothing is left to compute before its group is known."""
-        self.ready = False
-        """Whether it has reported that it is ready and was not answered."""
-        self.reported = -1
-        self.waited = 0.0
-        self.finished: float | None = None
+    worker: Worker
+    track: Track | None
+    next: int = 0
+    """Index of the next pass."""
+    free: float = 0.0
+    """Time when the last pass, or the exchange after it, ended."""
+    began: float = 0.0
+    """Time when the current mini-batch began."""
+    computed_at: float | None = None
+    """Time of its first computation, when tracks begin."""
+    ends: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+    """Ends of its forwards and its backwards."""
+    waits: bool = False
+    """Whether nothing is left to compute before its group is known."""
+    ready: bool = False
+    """Whether it has reported that it is ready and was not answered."""
+    reported: int = -1
+    waited: float = 0.0
+    finished: float | None = None
 
 
 class Pipelines:

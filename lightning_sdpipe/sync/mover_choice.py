@@ -10,7 +10,8 @@ from torch import Tensor
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import GroupMean, Mover
 from lightning_sdpipe.exchange.options import Exchange
-from lightning_sdpipe.exchange.references import CommonModel, OwnReference
+from lightning_sdpipe.exchange.outer_model import OuterModel
+from lightning_sdpipe.exchange.references import OwnReference
 from lightning_sdpipe.exchange.ring_mean import RingCopies, RingMean
 from lightning_sdpipe.exchange.sectioned import SectionedMover, parted
 from lightning_sdpipe.sync.peers import Surviving
@@ -95,7 +96,7 @@ def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:
     exchange = replica.exchange
     if exchange.is_full:
         return mover_among_groups(replica), None
-    parts = [(replicas, CommonModel(exchange.payload, replica.pipeline)) for replicas in replicas_for(replica)]
+    parts = [(replicas, OuterModel(exchange.payload, replica.pipeline)) for replicas in replicas_for(replica)]
     movers = [EncodedMean(replicas, coding, hosts_of(replica)) for replicas, coding in parts]
     return by_part(replica, movers), _begin_by_part(replica, [coding.begin for _, coding in parts])
 

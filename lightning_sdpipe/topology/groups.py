@@ -189,6 +189,13 @@ class ProcessGroups:
         call it."""
         return _new_group(self._opened, ranks, timeout, backend)
 
+    def _open_mine(
+        self, of_each: Iterable[Sequence[int]], timeout: timedelta | None, backend: str | None = None
+    ) -> list[dist.ProcessGroup]:
+        """Open a group of each of these global ranks; return those that this rank is in. Every rank must call it."""
+        opened = [(ranks, self.new_group(sorted(ranks), timeout, backend)) for ranks in of_each]
+        return [group for ranks, group in opened if self.rank in ranks]
+
     def replicas(self, group: dist.ProcessGroup | None = None) -> Replicas:
         """Return the replicas of this worker's stage, over ``group``, which holds them all: that of the stage if it is
         None."""
@@ -226,14 +233,9 @@ class ProcessGroups:
         stage, pipeline = self.mesh.locate(self.rank)
         key = tuple(tuple(sorted(part)) for part in parts)
         if key not in self._parts:
-            self._parts[key] = None
-            for j in range(self.mesh.num_stages):
-                for part in key:
-                    if 1 < len(part) < self.mesh.num_pipelines:
-                        ranks = sorted(self.mesh.rank(j, i) for i in part)
-                        group = self.new_group(ranks, timeout)
-                        if self.rank in ranks:
-                            self._parts[key] = group
+            some = [part for part in key if 1 < len(part) < self.mesh.num_pipelines]
+            of_each = [[self.mesh.rank(j, i) for i in part] for j in range(self.mesh.num_stages) for part in some]
+            self._parts[key] = next(iter(self._open_mine(of_each, timeout)), None)
         own = next(part for part in key if pipeline in part)
         if len(own) == 1:
             return None
@@ -256,8 +258,7 @@ class ProcessGroups:
             for stage in range(1, len(ranks) * stages_per_worker):
                 ends = sorted({ranks[number % len(ranks)] for number in (stage - 1, stage)})
                 for tag in (2 * stage - 1, 2 * stage) if len(ends) == 2 else ():
-                    group = self.new_group(ends, timeout)
-                    if self.rank in ends:
+                    for group in self._open_mine([ends], timeout):
                         self._lanes[tag] = group
         return self._lanes
 
@@ -267,11 +268,8 @@ class ProcessGroups:
         Every rank must call it; it is opened once.
         """
         if not self._side_channels:
-            for stage in range(self.mesh.num_stages):
-                ranks = sorted(self.mesh.stage_ranks(stage))
-                group = self.new_group(ranks, timeout, "gloo")
-                if self.rank in ranks:
-                    self._side_channels.append(group)
+            stages = range(self.mesh.num_stages)
+            self._side_channels.extend(self._open_mine(map(self.mesh.stage_ranks, stages), timeout, "gloo"))
         return self._side_channels[0]
 
     @property

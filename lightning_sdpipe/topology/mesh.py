@@ -84,18 +84,14 @@ class Mesh:
 
     def locate(self, rank: int) -> tuple[int, int]:
         """Return ``(stage, pipeline)`` of a global rank."""
-        for pipeline, row in enumerate(self.ranks):
-            if rank in row:
-                return row.index(rank), pipeline
-        raise ValueError(f"rank {rank} is not in {self.ranks}")
+        return next((row.index(rank), pipeline) for pipeline, row in enumerate(self.ranks) if rank in row)
 
     def rank(self, stage: int, pipeline: int) -> int:
         return self.ranks[pipeline][stage]
 
     def stage_ranks(self, stage: int) -> Sequence[int]:
         """Return the ranks of the replicas of one stage, by pipeline."""
-        if not self.alike:
-            raise ValueError(f"the stages {stage} of pipelines that are cut unlike are no replicas")
+        assert self.alike, "the stages of pipelines that are cut unlike are no replicas"
         return [row[stage] for row in self.ranks]
 
     @property
@@ -149,6 +145,5 @@ class OnePipeline(Mesh):
         return self.pipeline_ranks(pipeline)[stage]
 
     def pipeline_ranks(self, pipeline: int) -> Sequence[int]:
-        if pipeline != self.number:
-            raise ValueError(f"pipeline {pipeline} is in another world than pipeline {self.number}")
+        assert pipeline == self.number, "other pipelines are in other worlds"
         return self.ranks[0]

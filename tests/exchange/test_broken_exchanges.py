@@ -23,7 +23,7 @@ from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.outer_model import Nesterov, OuterModel
 from lightning_sdpipe.exchange.payloads import EightBit, OneBit
-from lightning_sdpipe.exchange.references import CommonModel, CommonReference, OwnReference
+from lightning_sdpipe.exchange.references import CommonReference, OwnReference
 from lightning_sdpipe.exchange.ring_mean import RingCopies, RingMean
 from lightning_sdpipe.policies import Group
 from lightning_sdpipe.policies.decentralized import as_ring
@@ -124,7 +124,7 @@ def test_gradients_forget_what_was_left_out(crew: Crew, break_off: Callable[[int
 
 
 def common_model(crew: Crew, rank: int, model: Tensor) -> tuple[Mover, Callable[[], None]]:
-    coding = CommonModel(EightBit(), rank)
+    coding = OuterModel(EightBit(), rank)
     return EncodedMean(crew.replicas(rank), coding), lambda: coding.begin([model])
 
 

@@ -14,8 +14,9 @@ from lightning_sdpipe.exchange import encoded_mean, moving, transfers
 from lightning_sdpipe.exchange.codec import Codec, Members, owned
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean, _by_host
 from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.exchange.outer_model import OuterModel
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload
-from lightning_sdpipe.exchange.references import CommonModel, CommonReference, OwnReference
+from lightning_sdpipe.exchange.references import CommonReference, OwnReference
 from tests.exchange.test_group_mean import group, values
 from tests.exchange.threads import Crew, one_thread, together
 
@@ -58,7 +59,7 @@ def exchanged(
 ) -> list[list[Tensor]]:
     def work(rank: int) -> list[Tensor]:
         tensors, coding = model(rank), make(rank)
-        if isinstance(coding, CommonModel):
+        if isinstance(coding, OuterModel):
             coding.begin(tensors)
         mover = EncodedMean(crew.replicas(rank), coding, hosts)
         for number in range(rounds):
@@ -228,7 +229,7 @@ def test_models_with_a_common_past_stay_equal_to_the_bit(
             tensor.add_(values(rank, tensor.numel()), alpha=0.1)
 
     got = exchanged(
-        crew, lambda rank: CommonModel(payload, rank), lambda rank: models(0), hosts, rounds=3, between=train
+        crew, lambda rank: OuterModel(payload, rank), lambda rank: models(0), hosts, rounds=3, between=train
     )
     for index, n in enumerate(SIZES):
         assert all(torch.equal(got[rank][index], got[0][index]) for rank in range(N))

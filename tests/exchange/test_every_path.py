@@ -17,9 +17,9 @@ from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
 from lightning_sdpipe.exchange.moving import GroupMean, Mover, PairMean, finish
-from lightning_sdpipe.exchange.outer_model import Nesterov, OuterModel
+from lightning_sdpipe.exchange.outer_model import OuterModel
 from lightning_sdpipe.exchange.payloads import Full, OneBit, Payload
-from lightning_sdpipe.exchange.references import CommonModel, CommonReference, OwnReference
+from lightning_sdpipe.exchange.references import CommonReference, OwnReference
 from lightning_sdpipe.topology.groups import Replicas
 from tests.exchange.test_group_mean import group, values
 from tests.exchange.threads import Crew, one_thread, together
@@ -36,14 +36,8 @@ GROUPS: Sequence[tuple[tuple[int, ...], tuple[float, ...]]] = [
 Make = Callable[[Replicas, Sequence[str] | None, Sequence[Tensor]], Mover]
 
 
-def common(here: Replicas, hosts: Sequence[str] | None, start: Sequence[Tensor]) -> Mover:
-    coding = CommonModel(Full(), here.pipeline)
-    coding.begin([torch.ones_like(tensor) for tensor in start])
-    return EncodedMean(here, coding, hosts)
-
-
 def outer(here: Replicas, hosts: Sequence[str] | None, start: Sequence[Tensor]) -> Mover:
-    coding = OuterModel(Full(), here.pipeline, Nesterov(1.0, 0.0), 0.0)
+    coding = OuterModel(Full(), here.pipeline)
     coding.begin([torch.ones_like(tensor) for tensor in start])
     return EncodedMean(here, coding, hosts)
 
@@ -55,7 +49,6 @@ WITHOUT_HOSTS: dict[str, tuple[Make, Callable[[Sequence[int]], bool]]] = {
 WITH_HOSTS: dict[str, Make] = {
     "OwnReference": lambda here, hosts, start: EncodedMean(here, OwnReference(Full()), hosts),
     "CommonReference": lambda here, hosts, start: EncodedMean(here, CommonReference(Full(), 0), hosts),
-    "CommonModel": common,
     "OuterModel": outer,
 }
 CASES = [

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import GroupMean, Mover, finish
+from lightning_sdpipe.exchange.outer_model import OuterModel
 from lightning_sdpipe.exchange.payloads import EightBit, OneBit
-from lightning_sdpipe.exchange.references import CommonModel, OwnReference
+from lightning_sdpipe.exchange.references import OwnReference
 from lightning_sdpipe.exchange.ring_mean import RingCopies, RingMean
 from lightning_sdpipe.exchange.sectioned import OwnSections, SectionedMover, SectionedRounds
 from lightning_sdpipe.policies import Group, Worker
@@ -196,7 +197,7 @@ def test_models_of_one_bit_end_with_the_same_bits_on_all_workers_of_a_section() 
     def work(number: int) -> Any:
         stage, pipeline = WORKERS[number]
         own = {s: crews[s].replicas(pipeline) for s, owners in enumerate(OWNERS) if owners[pipeline] == stage}
-        codings = {s: CommonModel(OneBit(block=16), pipeline) for s in own}
+        codings = {s: OuterModel(OneBit(block=16), pipeline) for s in own}
         held = {s: [torch.zeros(length) for length in LENGTHS[s]] for s in own}
         for s, coding in codings.items():
             coding.begin(held[s])

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.scheduler.rows import About, Chunk
-from lightning_sdpipe.seeing.detectors import RULE, SlowRule, abstains, blind, compute_straggler, findings
+from lightning_sdpipe.seeing.detectors import NEEDS, abstains, blind, compute_straggler, findings
 from lightning_sdpipe.seeing.recording import Recording
 from tests.seeing.recordings import chunks, recording
 
@@ -33,8 +33,8 @@ def group(factor: float = 1.5, **options: Any) -> Recording:
     )
 
 
-def named(seen: Recording, rule: SlowRule = RULE) -> list[Worker]:
-    return [worker for finding in compute_straggler(seen, rule) for worker in finding.workers]
+def named(seen: Recording) -> list[Worker]:
+    return [worker for finding in compute_straggler(seen) for worker in finding.workers]
 
 
 @pytest.mark.parametrize("factor", [1.3, 1.5, 2.0])
@@ -57,7 +57,7 @@ def test_replicas_that_are_alike_are_not_named() -> None:
 
 
 def test_it_is_named_at_the_first_update_at_which_it_can_be() -> None:
-    assert RULE.needs == 96
+    assert NEEDS == 96
     for updates, names in ((95, []), (96, [C])):
         short = {worker: steady(60 * (1.5 if worker == C else 1), updates, n) for n, worker in enumerate(ALL)}
         seen = recording({worker: chunks(worker, own, every=90.0 * 2) for worker, own in short.items()})

@@ -41,13 +41,12 @@ from lightning_sdpipe.exchange.payloads.payload import (
     Pieces,
     add_residual,
     check_block,
-    check_flat,
     deliver,
     keep_error,
     num_blocks,
-    refusal,
     write_header,
 )
+from lightning_sdpipe.policies.policy import refusal
 
 LEVELS = 2**16
 TABLE = 4 * LEVELS
@@ -127,7 +126,6 @@ class EightBit(Payload):
 
     @torch.no_grad()
     def encode(self, x: Tensor, into: Tensor, residual: Tensor | None = None, draw: int = 0) -> None:
-        check_flat(x, into, self.nbytes(x.numel()), residual)
         pieces = Pieces(x, self.block)
         header = pieces.new_header(2)
         codes = into[4 * header.numel() :].view(torch.int8)
@@ -152,7 +150,6 @@ class EightBit(Payload):
 
     @torch.no_grad()
     def decode(self, message: Tensor, into: Tensor, weight: float | None = None) -> None:
-        check_flat(into, message, self.nbytes(into.numel()))
         pieces = Pieces(into, self.block)
         header = pieces.read_header(message, 2)
         codes = message[4 * header.numel() :].view(torch.int8)
@@ -201,7 +198,6 @@ class Modulo:
             theta: the largest distance of a receiver, for every block; float32.
             into: the message: uint8, of :meth:`nbytes`.
         """
-        check_flat(x, into, self.nbytes(x.numel()))
         pieces = Pieces(x, self.block)
         header = pieces.new_header(2)
         codes = into[4 * header.numel() :].view(torch.int8)
@@ -246,8 +242,6 @@ class Modulo:
         Returns:
             For every block, whether the sender's values were too far away (bool): what ``into`` holds there is wrong.
         """
-        check_flat(into, message, self.nbytes(into.numel()))
-        check_flat(reference, message, self.nbytes(into.numel()))
         pieces = Pieces(into, self.block)
         header = pieces.read_header(message, 2)
         codes, checksums = message[4 * header.numel() :].view(torch.int8), header[1].view(torch.int32)

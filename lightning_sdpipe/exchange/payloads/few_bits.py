@@ -19,13 +19,12 @@ from lightning_sdpipe.exchange.payloads.payload import (
     Pieces,
     add_residual,
     check_block,
-    check_flat,
     deliver,
     keep_error,
     num_blocks,
-    refusal,
     write_header,
 )
+from lightning_sdpipe.policies.policy import check_integer, refusal
 
 GATHER = 0x0102040810204080
 
@@ -58,8 +57,7 @@ class OneBit(Payload):
 
     def __post_init__(self) -> None:
         check_block(self.block, 8)
-        if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
-            raise refusal("after", self.after, "an integer from 0 (updates in full precision)")
+        check_integer("after", self.after, 0, "updates in full precision")
         if not 0 <= self.momentum < 1:
             raise refusal("momentum", self.momentum, "β₁ of the optimizer, below 1, or 0 to send gradients")
         if self.momentum and not self.after:
@@ -78,7 +76,6 @@ class OneBit(Payload):
 
     @torch.no_grad()
     def encode(self, x: Tensor, into: Tensor, residual: Tensor | None = None, draw: int = 0) -> None:
-        check_flat(x, into, self.nbytes(x.numel()), residual)
         pieces = Pieces(x, self.block)
         header = pieces.new_header(1)
         for values, missed, code, scale, negative, scratch in zip(
@@ -100,7 +97,6 @@ class OneBit(Payload):
 
     @torch.no_grad()
     def decode(self, message: Tensor, into: Tensor, weight: float | None = None) -> None:
-        check_flat(into, message, self.nbytes(into.numel()))
         pieces = Pieces(into, self.block)
         header = pieces.read_header(message, 1)
         signs = _signs(into.device)

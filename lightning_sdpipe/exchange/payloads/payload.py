@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies.policy import refusal
 
 CARRIED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CPU_PIECE = 2**18
@@ -101,21 +102,6 @@ class Payload(ABC):
         """
 
 
-def check_flat(x: Tensor, message: Tensor, nbytes: int, residual: Tensor | None = None) -> None:
-    """Raise ValueError unless ``message`` has ``nbytes`` bytes, ``x`` is flat, and the residual fits."""
-    if x.dim() != 1 or not x.is_contiguous() or x.dtype not in CARRIED:
-        raise ValueError(f"payloads carry contiguous 1-D floating-point tensors, not {tuple(x.shape)} of {x.dtype}")
-    if message.dtype != torch.uint8 or message.shape != (nbytes,) or not message.is_contiguous():
-        raise ValueError(
-            f"a message of {x.numel()} values is {nbytes} contiguous uint8, not {tuple(message.shape)} {message.dtype}"
-        )
-    if residual is not None and (residual.shape != x.shape or residual.dtype != residual_dtype(x.dtype)):
-        raise ValueError(
-            f"the residual of {x.numel()} {x.dtype} is as many {residual_dtype(x.dtype)}, not "
-            f"{tuple(residual.shape)} {residual.dtype}"
-        )
-
-
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type of residuals and accumulators of a buffer: float32 for narrower types, whose rounding would lose
     them."""
@@ -134,10 +120,6 @@ def keep_error(residual: Tensor, x: Tensor, decoded: Tensor) -> None:
     """Add x − decoded to the residual, except where the difference is not finite. Overwrites ``decoded``."""
     missed = torch.sub(x, decoded, out=decoded) if residual.dtype == decoded.dtype else x - decoded
     residual.add_(missed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
-
-
-def refusal(name: str, value: object, allowed: str) -> ConfigurationError:
-    return ConfigurationError(f"{name}={value!r} is not allowed; give {allowed}.")
 
 
 def check_block(block: int, multiple: int = 1) -> None:
@@ -262,7 +244,6 @@ class _Cast(Payload):
 
     @torch.no_grad()
     def encode(self, x: Tensor, into: Tensor, residual: Tensor | None = None, draw: int = 0) -> None:
-        check_flat(x, into, self.nbytes(x.numel()), residual)
         pieces = Pieces(x, 1)
         for values, missed, sent, scratch, message in zip(
             pieces.values(),
@@ -279,7 +260,6 @@ class _Cast(Payload):
 
     @torch.no_grad()
     def decode(self, message: Tensor, into: Tensor, weight: float | None = None) -> None:
-        check_flat(into, message, self.nbytes(into.numel()))
         pieces = Pieces(into, 1)
         for values, sent, came in zip(
             pieces.values(), pieces.scratch(self._wire), pieces.of(message, self._wire.itemsize), strict=True
