@@ -118,8 +118,8 @@ class PlacementTask:
 @dataclass(frozen=True)
 class Communication:
     """The seconds of communication alone for a mini-batch of every pipeline, where all average together: ``total``, of
-    which ``data`` average the replicas, and the ``default`` order at the uniform cut instead. ``links`` are those of
-    each pipeline's cuts, and ``averaging`` those of its stages."""
+    which ``data`` average the replicas; and of the ``default`` order at the uniform cut, infinite if that is not
+    possible. ``links`` are those of each pipeline's cuts, and ``averaging`` those of its stages."""
 
     total: float
     data: float
@@ -201,6 +201,7 @@ class PlacementResult:
         if (links := self.communication) is not None:
             cost |= {"data_seconds": links.data, "pipeline_seconds": links.pipeline}
             cost["default_order_seconds"] = links.default
+        cost = {name: value for name, value in cost.items() if value != math.inf}  # which JSON does not have
         names = tuple(tuple(str(self.network.devices[device]) for device in row) for row in self.layout.rows)
         blocks = tuple(map(tuple, self.blocks)) if self.network.model is not None else None
         return Placement(source, cost, reversible(self.job, self.layout), blocks, names)
@@ -322,7 +323,7 @@ def _result(job: Job, layout: Layout, first: int, found: Found, seconds: float) 
     possible = all(chain[span[-1]].activation_bytes is not None for spans in default.cuts for span in spans[:-1])
     slow = times_of(job, default) if possible else None
     default_seconds = math.inf if slow is None or slow.misfits[0] else float(slow.seconds[0]) * len(depths)
-    communication = _communication(job, layout, default if possible else layout) if layout.alike else None
+    communication = _communication(job, layout, default if possible else None) if layout.alike else None
     own, drawn = times_of(job, layout), None
     if job.computes and job.sync == "groups" and layout.alike and len(layout.rows) > 1:
         drawn = _drawn(job, layout, own)
@@ -341,16 +342,16 @@ def _result(job: Job, layout: Layout, first: int, found: Found, seconds: float) 
     )
 
 
-def _communication(job: Job, layout: Layout, default: Layout) -> Communication:
+def _communication(job: Job, layout: Layout, default: Layout | None) -> Communication:
     replaced, count, depth = msgspec.structs.replace, len(layout.rows), layout.depths[0]
     network = replaced(job.network, devices=tuple(replaced(each, memory_bytes=None) for each in job.network.devices))
     chain = tuple(replaced(block, seconds=0.0) for block in job.chain)
     alone = replace(job, network=network, chain=chain, sync="all_reduce")
-    own, other = times_of(alone, layout), times_of(alone, default)
+    own, other = times_of(alone, layout), None if default is None else times_of(alone, default)
     return Communication(
         float(own.seconds[0]) * count,
         float(own.averaging.max()),
-        math.inf if other.misfits[0] else float(other.seconds[0]) * count,
+        math.inf if other is None or other.misfits[0] else float(other.seconds[0]) * count,
         own.links.reshape(count, depth)[:, :-1].tolist(),
         own.averaging.reshape(count, depth).tolist(),
     )

@@ -92,8 +92,10 @@ def _costs(placed: PlacementResult, names: Sequence[str]) -> list[str]:
     lines = []
     if (links := placed.communication) is not None:
         rows = placed.layout.rows
-        gain = f" (default order: {shown_seconds(links.default)}, {_times(links.default, links.total)})"
-        lines.append(f"Communication  {shown_seconds(links.total)} for a mini-batch of every pipeline{gain}")
+        gain = f"default order: {shown_seconds(links.default)}, {_times(links.default, links.total)}"
+        if math.isinf(links.default):
+            gain = "the default order and uniform cut are impossible"
+        lines.append(f"Communication  {shown_seconds(links.total)} for a mini-batch of every pipeline ({gain})")
         if placed.num_pipelines > 1:
             row, stage = _largest(links.averaging)
             data, device = shown_seconds(links.data), names[rows[row][stage]]
@@ -158,7 +160,8 @@ def _text(x: float, y: float, text: str, more: str = "") -> str:
 
 
 def _title(links: Communication) -> Iterator[str]:
-    gain = f" (default order: {shown_seconds(links.default)})" if links.default != links.total else ""
+    compared = links.default not in (links.total, math.inf)
+    gain = f" (default order: {shown_seconds(links.default)})" if compared else ""
     lines = (
         f"{shown_seconds(links.total)} of communication for a mini-batch of every pipeline{gain}:",
         f"{shown_seconds(links.data)} to average the replicas of a stage (columns),",

@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_sdpipe import cli
-from lightning_sdpipe.placement.network import write_network
+from lightning_sdpipe.placement.model import Block, Model
+from lightning_sdpipe.placement.network import Device, Network, write_network
 from lightning_sdpipe.topology.placement_file import read_placement
 from tests.placement.fleets import FLEETS, Devices, fleet
 
@@ -177,6 +178,22 @@ def test_what_cannot_be_placed_gets_one_message(
     error = capsys.readouterr().err
     assert re.search(message, error), error
     assert "Traceback" not in error
+
+
+def test_a_default_order_that_is_impossible_is_not_compared_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would pass from the second device to the first one, between which there is no link."""
+    rates: list[list[float | None]] = [[None, None, 1e8], [None, None, 1e8], [1e8, 1e8, None]]
+    late = [[None if rate is None else 0.001 for rate in row] for row in rates]
+    devices = tuple(Device(host, 0, 1.0) for host in "acb")
+    chain = Model("Chain", (Block(0.1, 1000, 1000, 1000, count=3),))
+    write_network(tmp_path / "network.json", Network(devices, late, rates, "by hand", chain))
+    arguments = [str(tmp_path / "network.json"), "--stages", "3", "--moves", "100"]
+    assert cli.main(["place", *arguments, "-o", str(tmp_path / "placement.json")]) == 0
+    text = capsys.readouterr().out
+    assert "every pipeline (the default order and uniform cut are impossible)" in text
+    assert read_placement(tmp_path / "placement.json").pipelines == (("c:0", "b:0", "a:0"),)
 
 
 def test_a_search_that_is_cut_short_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
