@@ -125,11 +125,6 @@ class Dealer:
                 return Lease(segment, pipeline, ordinal, home, stop, stop, end, 0.0, over=True)
         return leases[ordinal] if 0 <= ordinal < len(leases) else None
 
-    @property
-    def num_known(self) -> int:
-        """Number below which pipelines may hold leases: those of the plan, and those that it was widened for."""
-        return len(self._accounts)
-
     def still_training(self) -> list[int]:
         """Return the pipelines that were dealt something that not all of their stages have trained."""
         return [

@@ -250,7 +250,7 @@ class GroupDelivery:
 
     def proceed(self, now: float) -> None:
         """Answer all that can be answered."""
-        kept_groups, takes_part = self._process_groups.kept, self._groups.takes_part
+        kept_groups, takes_part = self._process_groups.kept, self._groups.sessions.takes_part
         for kept in list(kept_groups.values()):
             sequence = kept.group.sequence
             del kept_groups[sequence]
@@ -358,14 +358,12 @@ class GroupDelivery:
 
     def _settle(self, broken: BrokenGroup, now: float) -> None:
         group = broken.group
-        if broken.done:
-            if not any(self.is_gone(worker, group.epoch) for worker in group.members):
-                self._unreachable(group.stage, sorted(worker.pipeline for worker in broken.said), False, now)
-            self._handed[group.sequence] = _HandedOver(broken, now + REMAKE_AFTER)
-            return
         if broken.said and not any(self.is_gone(worker, group.epoch) for worker in group.members):
             self._unreachable(group.stage, sorted(worker.pipeline for worker in broken.said), False, now)
-            broken.said -= {worker for worker in broken.said if self.is_gone(worker, group.epoch)}  # put out
+        if broken.done:
+            self._handed[group.sequence] = _HandedOver(broken, now + REMAKE_AFTER)
+            return
+        broken.said -= {worker for worker in broken.said if self.is_gone(worker, group.epoch)}  # put out
         members, weights = broken.weights()
         if not members:
             return

@@ -260,10 +260,6 @@ class GroupDesk:
         if self._driver.deadline <= now:
             self._carry_out(self._driver.tell(Tick(), now), now)
 
-    def takes_part(self, member: Worker) -> bool:
-        """Return whether the policy counts on ``member`` of a group."""
-        return self.sessions.takes_part(member)
-
     def regroup(self, group: Group, members: Sequence[Worker], weights: Sequence[float], now: float) -> Group:
         """Let the policy make a group of the remaining ``members`` of ``group``.
 

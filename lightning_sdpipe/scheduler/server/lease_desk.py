@@ -72,10 +72,8 @@ class LeaseDesk:
 
     def members_are(self, pipelines: Collection[int], now: float) -> None:
         """Set the pipelines that train; all others have returned their leases."""
-        extent = self._groups.extent
-        if self._present is None:
-            self._present = set(range(max(extent.num_pipelines, self._dealer.num_known)))
-        for pipeline in sorted(self._present - set(pipelines)):
+        before = set(range(self._groups.extent.num_pipelines)) if self._present is None else self._present
+        for pipeline in sorted(before - set(pipelines)):
             self.deal(Returned(pipeline), now)
         self._present = set(pipelines)
 

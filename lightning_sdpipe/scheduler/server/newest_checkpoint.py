@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -44,10 +45,9 @@ def keep_newest(path: Path, elastic: MembershipDesk, now: float) -> None:
     directory = path.parent
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
-        raise ConfigurationError(f"{directory}, for --newest, cannot be made: {error.strerror}") from error
-    if not os.access(directory, os.W_OK):
-        raise ConfigurationError(f"no file can be written in {directory}, for --newest")
+        raise ConfigurationError(f"no file can be written in {directory}, for --newest: {error.strerror}") from error
     if published is not None:
         record(now, published, elastic.membership.on(published, now))
     elastic.on_decided = keep
