@@ -19,6 +19,7 @@ from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource, SourceInputs
 from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
+from lightning_sdpipe.sync.peers import Peers
 from lightning_sdpipe.sync.synchronizer import Replica, TrainingState
 from lightning_sdpipe.topology.groups import ProcessGroups, compare_meshes, roll_call
 from lightning_sdpipe.topology.mesh import Mesh
@@ -51,6 +52,8 @@ class TrainingRun:
 
     membership: RunConnection | None = None
     """Connection of this worker to the scheduler; None if no run is under way."""
+    peers: Peers | None = None
+    """Replicas of this worker's stage that are there, while a run is open in which they come and go; else None."""
     evaluations: SharedEvaluations | None = None
     """Divides the evaluations of a fit among the pipelines; None where each has a shard of its own."""
 
@@ -191,6 +194,7 @@ class TrainingRun:
             parts.freezing.name_of,
             sections=parts.own_sections,
             shared=parts.shared,
+            peers=self.peers,
         )
 
     def dealt_batches(

@@ -29,11 +29,9 @@ from lightning_sdpipe.sync.epoch_process_groups import EpochGroups
 from lightning_sdpipe.sync.mover_choice import own_host
 from lightning_sdpipe.sync.peers import Peers
 from lightning_sdpipe.sync.present_averaging import PresentAveraging
-from lightning_sdpipe.sync.synchronizer import Replica, TrainingState
 from lightning_sdpipe.topology.groups import ProcessGroups, roll_call
 from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
-from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic import joining, leader, refusals
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, RoundBatchSource
 from lightning_sdpipe.worker.elastic.joint_batches import JointRoundSource
@@ -53,8 +51,6 @@ _CONNECTING = 20.0  # seconds
 class _OpenRun:
     """The parts of a worker while a run is open."""
 
-    peers: Peers
-    """Replicas of its stage that are there."""
     store: Callable[..., SchedulerStore]
     """Makes a store of that name; its waits end when a second argument, if any, returns true."""
     commands: CommandChannel
@@ -128,9 +124,9 @@ class ElasticRun(TrainingRun):
         epochs = EpochGroups(worker, store, options.run_timeout, client, host)
         barriers = Barriers(worker, client, epochs, self._point, self.take_lead)
         commands = CommandChannel(self._groups)
-        peers = Peers(worker, client, epochs, barriers, commands.on_any_stage, self._groups.traffic)
+        self.peers = Peers(worker, client, epochs, barriers, commands.on_any_stage, self._groups.traffic)
         leaving = LeaveNotice(client, job.pipeline, commands)
-        self._open, self._fit = _OpenRun(peers, store, commands, leaving), None
+        self._open, self._fit = _OpenRun(store, commands, leaving), None
         self.evaluations = SharedEvaluations(job.pipeline, barriers, self._groups)
 
     def _placed_row(self, placement: Placement) -> tuple[int, ...]:
@@ -151,7 +147,8 @@ class ElasticRun(TrainingRun):
 
     @property
     def _there(self) -> Peers:
-        return self._opened.peers
+        assert self.peers is not None, "setup_environment opens the run"
+        return self.peers
 
     @property
     def leads(self) -> bool:
@@ -184,11 +181,6 @@ class ElasticRun(TrainingRun):
         return {"num_replicas": 1, "rank": 0}
 
     # ------------------------------------------------------------ what they do
-
-    def replica(
-        self, parts: Assembled, watch: bool, loss_scale: Callable[[], float], progress: TrainingState
-    ) -> Replica:
-        return replace(super().replica(parts, watch, loss_scale, progress), peers=self._there)
 
     def dealt_batches(
         self, trainer: Trainer, training: Training, checkpoints: Checkpoints, checks: ClockChecks, dealing: Dealing
@@ -271,7 +263,7 @@ class ElasticRun(TrainingRun):
         if place is not None:
             self._there.epochs.close()
         connection.close()
-        self.membership = self._open = None
+        self.membership = self._open = self.peers = None
 
 
 def _means(each: Sequence[dict[str, float]]) -> dict[str, float]:
