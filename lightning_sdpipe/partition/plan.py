@@ -419,8 +419,7 @@ def _check_weights(module: nn.Module, chain: Sequence[str], of: PipelineCut) -> 
 
 def _memory(options: Balanced, profile: Profile, in_flight: InFlight | None) -> Memory:
     assert options.memory is not None
-    if in_flight is None:
-        raise ConfigurationError("Balanced(memory=...) needs to know what the schedule keeps in flight.")
+    assert in_flight is not None, "known wherever there is a schedule"
     return Memory(
         _each(options.memory),
         [block.parameter_bytes + (1 + options.optimizer_state) * block.trained_bytes for block in profile],
@@ -459,8 +458,6 @@ def cut(
             'SDPipeStrategy(blocks=["model.embeddings", "model.layers.*", "model.head"]).'
         )
     if isinstance(partition, str):
-        if partition != "uniform":
-            raise ConfigurationError(f"partition={partition!r} is not known. Use 'uniform' or a list of block counts.")
         each, more = divmod(num_blocks, num_stages)
         sizes = [each + (stage < more) for stage in range(num_stages)]
     else:
