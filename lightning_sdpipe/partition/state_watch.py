@@ -258,8 +258,8 @@ def _is_state(value: Any) -> bool:
 
 
 def digest(value: Any) -> Any:
-    """Return something that differs when the Python state in ``value`` does. Tensors are seen elsewhere; of an object
-    that holds very many values the first ones and their number count."""
+    """Return something that differs when the Python state in ``value`` does; None of objects of unknown kinds. Tensors
+    are seen elsewhere; of an object that holds very many values the first ones and their number count."""
     return _digest(value, _DEPTH, iter(range(_MANY)))
 
 
@@ -334,7 +334,8 @@ class _Run:
         for what, owner, value, made in found:
             self._known[what] = value, made
             before = None if known is None else known.get(what)
-            if known is None or (before is not None and before[1] == made):
+            same = before is not None and before[1] == made and (made is not None or before[0] is value)
+            if known is None or same:  # of an object without a digest, it is the same one
                 continue
             replayed = (
                 self._block != OUTSIDE

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from datetime import date
 from enum import Enum
 from functools import partial
+from string import Template
 from types import SimpleNamespace
 from typing import Any
 
@@ -334,6 +335,18 @@ def test_values_of_which_only_another_one_can_be_there_are_seen_to_change(before
 
     model: Any = Model()
     model.maybe = before
+    with pytest.raises(ConfigurationError, match=r"training_step changes model\.maybe after the end of a stage"):
+        planned(Stepping(model, loss_of), batches(2), 2)
+
+
+def test_another_object_of_a_library_is_seen_to_be_there() -> None:
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        loss = squared(model(x + len(model.maybe.template)))
+        model.maybe = Template("later")
+        return loss
+
+    model: Any = Model()
+    model.maybe = Template("at first")
     with pytest.raises(ConfigurationError, match=r"training_step changes model\.maybe after the end of a stage"):
         planned(Stepping(model, loss_of), batches(2), 2)
 
