@@ -134,8 +134,7 @@ class CutModel:
                 undo()
         if run.sending is not None:
             return run.sending.message()
-        if type(outcome) is not Tensor:
-            refuse_placeholders(outcome, "the result of the step")
+        refuse_placeholders(outcome, "the result of the step")
         return outcome
 
     def _call(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,8 +213,7 @@ class CutModel:
             output, effects = self._watches[index].call(original, args, kwargs)
         finally:
             run.in_block = False
-        if type(output) is not Tensor:
-            refuse_placeholders(output, f"block {self._chain[index]!r}")
+        refuse_placeholders(output, f"block {self._chain[index]!r}")
         run.sending.add(index, effects)
         if index == run.span.stop - 1:
             self._end(run, index)
