@@ -367,7 +367,7 @@ class FlushPipeline:
         else:
             micro_batches = take_apart(batch, step.portion)
         begin_batch(self._runners, batch, micro_batches, step.optimizers)
-        log = StepLog()
+        log = StepLog() if len(micro_batches) > 1 or len(self._runners) > 1 else None
 
         before = set_aside(self._parameters)
         delays, spans = self._delays, meter.current().spans
@@ -404,7 +404,8 @@ class FlushPipeline:
             self._shared.sum_gradients()
             if ready is not None:
                 ready.passed("backward")
-        log.replay(self._runners[0].module.log)
+        if log is not None:
+            log.replay(self._runners[0].module.log)
         gradients = set_aside(self._parameters)
         put_back(self._parameters, before)
         part = step.share if step.portion is None else step.share * step.portion.share
@@ -466,7 +467,7 @@ def _forward(
     spans: Sequence[meter.Span],
     micro_batches: Sequence[MicroBatch],
     step: Step,
-    log: StepLog,
+    log: StepLog | None,
     loss: SharedLoss,
     index: int,
     received: Message | None,

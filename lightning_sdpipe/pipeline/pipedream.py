@@ -48,7 +48,7 @@ from lightning_sdpipe.pipeline.micro_batches import whole
 from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_metadata import StageNotes
-from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, StepLog, begin_batch
+from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, begin_batch
 from lightning_sdpipe.policies.announcing import share_before
 
 _SHARE = share_before(1)
@@ -263,7 +263,7 @@ class PipeDreamPipeline:
             lane.waiting.append(window)
 
     def _forward(self, batch: Any, step: Step, iteration: int, window: Window) -> Tensor:
-        runner, log = self._runner, StepLog()
+        runner = self._runner
         micro_batch = whole(batch)
         key = step.key(micro_batch)
         begin_batch([runner], batch, optimizers=step.optimizers)
@@ -276,7 +276,7 @@ class PipeDreamPipeline:
         names = [self._names[id(p)] for p in self._parameters]
         replaced = {} if runner.is_last else dict(zip(names, weights, strict=True))
         with self._delays.computing(phase=meter.FORWARD):
-            run = partial(runner.train, micro_batch, 0, step, received, log)
+            run = partial(runner.train, micro_batch, 0, step, received, None)
             outcome = functional_call(self._steps, replaced, (run,))
         scale = 1.0
         if isinstance(outcome, Message):
@@ -290,7 +290,6 @@ class PipeDreamPipeline:
                 scale, loss = float(step.loss_scale), loss / step.loss_scale
         inputs = [t for t in received.tensors if t.requires_grad] if received else []
         self._in_flight.append(_InFlight(iteration, inputs, outputs, weights, scale, window, step.closes))
-        log.replay(runner.module.log)
         return loss
 
     def _stash(self) -> list[Tensor]:

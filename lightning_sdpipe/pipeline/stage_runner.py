@@ -154,15 +154,16 @@ class StageRunner:
         return self.link.stage == len(self.link.ranks) - 1
 
     def train(
-        self, micro_batch: MicroBatch, number: int, step: Step, received: Message | None, log: StepLog
+        self, micro_batch: MicroBatch, number: int, step: Step, received: Message | None, log: StepLog | None
     ) -> Message | Tensor:
-        """Run micro-batch ``number`` of a mini-batch.
+        """Run micro-batch ``number`` of a mini-batch. ``log`` collects what it logs; None if it is the only one.
 
         Returns:
             The message to send on; on the last stage the loss, weighted by the micro-batch's share of the samples and
             scaled.
         """
-        with logging_through(self.module, log.record(micro_batch.weight)), labelled("forward", number):
+        through = _synchronised(self.module.log) if log is None else log.record(micro_batch.weight)
+        with logging_through(self.module, through), labelled("forward", number):
             outcome = self._run(micro_batch, number, step, received)
         if isinstance(outcome, Message):
             return outcome
