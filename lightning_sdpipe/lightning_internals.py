@@ -41,6 +41,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as Wrappi
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
+from lightning.pytorch.trainer.connectors.data_connector import _worker_check as suggest_workers
 from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype as type_of_logged_values
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -61,6 +62,7 @@ __all__ = [  # what has another name here; besides, all functions and classes be
     "note_device",
     "open_process_group",
     "set_num_threads",
+    "suggest_workers",
     "type_of_logged_values",
 ]
 

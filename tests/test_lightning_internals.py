@@ -91,6 +91,10 @@ SYMBOLS = [
     Symbol("pytorch.plugins.io.wrapper", "_WrappingCheckpointIO", "writes whole files", "WrappingCheckpointIO"),
     Symbol(_LAUNCHERS, "_MultiProcessingLauncher", "makes the launcher for spawn and fork", "MultiProcessingLauncher"),
     Symbol(_LAUNCHERS, "_SubprocessScriptLauncher", "makes the launcher of scripts", "SubprocessScriptLauncher"),
+    Symbol(
+        *("pytorch.trainer.connectors.data_connector", "_worker_check", "hints at more workers", "suggest_workers"),
+        "trainer dataloader name",
+    ),
     Symbol(f"{_LAUNCHERS}.launcher", "_Launcher", "names the type of launchers", "Launcher"),
     Symbol(_RESULTS, "_get_default_dtype", "adds up logged values as Lightning does", "type_of_logged_values", ""),
     # overridden
@@ -174,6 +178,7 @@ SYMBOLS = [
     Symbol("pytorch.loops.evaluation_loop._EvaluationLoop", "_data_fetcher", "shares out batches", "set_fetcher"),
     Symbol(_TRAINER, "_evaluation_loop", "knows the number of a batch", "evaluation_loop"),
     Symbol(_EPOCH, "_should_check_val_epoch", "knows the next sync point", "validates_in_this_epoch", ""),
+    Symbol("pytorch.loops.fit_loop._FitLoop", "_can_stop_early", "ends a segment of dealt batches", "may_stop_early"),
     Symbol(_EPOCH, "_skip_next_val", "ends an epoch whose last batch is in a checkpoint", "skip_next_validation"),
     Symbol(
         *(_EPOCH, "_update_learning_rates", "steps schedules by the progress of all", "step_schedulers"),
@@ -244,6 +249,7 @@ SYMBOLS = [
     ),
     Symbol("pytorch.utilities.combined_loader.CombinedLoader", "_mode", "takes samples", "goes_one_by_one"),
     Symbol("pytorch.utilities.combined_loader.CombinedLoader", "_spec", "gives other batches", "as_combined"),
+    Symbol("pytorch.utilities.combined_loader.CombinedLoader", "_iterables", "shows loaders", "show_loaders"),
 ]
 
 

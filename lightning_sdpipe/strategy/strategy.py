@@ -563,6 +563,9 @@ class SDPipeStrategy(DDPStrategy):
             return dataloader
         if self.module.trainer.predicting:
             deal_batches(dataloader, self.groups)
+        stage: Any = self._trainer.state.stage
+        # which Lightning does afterwards, for a DataLoader
+        lightning_internals.suggest_workers(self._trainer, dataloader, f"{stage.dataloader_prefix}_dataloader")
         made, num_pipelines = self._made, self.mesh.num_pipelines
         _, pipeline = self.groups.mesh.locate(self.groups.rank)
         loader = PipelineLoader(dataloader, pipeline, num_pipelines, self._seed_of_epoch)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -356,6 +357,8 @@ class Stopping(Regression):
     """Its loss has one dimension, of one number."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with pytest.raises(MisconfigurationException, match="should not contain information about `dataloader_idx`"):
+            self.log("loss/dataloader_idx_0", 1.0)  # the line that is wrong
         return self.loss(batch).reshape(1)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -373,7 +376,9 @@ def _as_lightning(directory: Path) -> None:
     loader = train_loader()
     assert trainer.strategy.process_dataloader(loader) is loader, "outside of a run"
     assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
-    trainer.fit(model, loader, [train_loader(), list(train_loader())])
+    hint = pytest.warns(match="The 'train_dataloader' does not have many workers")
+    with patch("lightning.fabric.utilities.data._num_cpus_available", return_value=4), hint:
+        trainer.fit(model, loader, [train_loader(), list(train_loader())])
     assert trainer.global_step == 3, "a stop takes effect at once"
     assert type(trainer.train_dataloader) is DataLoader
     with pytest.raises(MisconfigurationException, match="must return a Tensor, a dict, or None"):
