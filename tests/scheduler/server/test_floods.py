@@ -13,6 +13,7 @@ import zmq
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import Enrolled, Epoch, Meets, Member, Resumed
 from lightning_sdpipe.membership.membership import Membership
+from lightning_sdpipe.membership.pipelines import Roster
 from lightning_sdpipe.membership.recovery import MemberRecovery
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
@@ -137,13 +138,12 @@ def test_the_reason_of_a_failure_is_cut() -> None:
 
 
 def test_what_is_repeated_while_a_scheduler_comes_back_is_kept_once() -> None:
-    returning = MemberRecovery(
-        Resumed(Worker(0, 0), 5, {}, Epoch(3, (Member(0, 5),), ""), ()), 10.0, lambda pipeline: 1
-    )
+    first = Resumed(Worker(0, 0), 5, {}, Epoch(3, (Member(0, 5),), ""), ())
+    returning, other = MemberRecovery(first, 10.0, lambda pipeline: 1, False), Worker(0, 1)
     for number in range(1000):
-        returning.keep(Enrolled(Worker(0, 1), 6, {"model": f"{number}"}))
-        returning.keep(Meets(Worker(0, 1), 6, f"epoch {number}", b""))
-    assert returning.early == [Enrolled(Worker(0, 1), 6, {"model": "999"}), Meets(Worker(0, 1), 6, "epoch 999", b"")]
+        returning.hear_other(Enrolled(other, 6, {"model": f"{number}"}), Roster(1))
+        returning.hear_other(Meets(other, 6, f"epoch {number}", b""), Roster(1))
+    assert returning.early == {other: Enrolled(other, 6, {"model": "999"})}
     membership = Membership(1, ElasticConfig(1, 2, recovery_grace=10.0))
     membership.on(Resumed(Worker(0, 0), 5, {}, Epoch(3, (Member(0, 5), Member(1, 6)), ""), ()), 0.0)
     for pipeline in range(1 << 20, (1 << 20) + 100):
@@ -173,5 +173,5 @@ def test_keys_that_are_waited_for_are_counted() -> None:
         store.wait((b"a", 0), ("room/" + "x" * MAX_KEY_CHARACTERS,), 0.0)
     for number in (0, 1, 2, 3, 4, 4):
         wait(number)
-    with pytest.raises(StoreFull, match="keys more to wait for"):
+    with pytest.raises(StoreFull, match="keys to wait for"):
         wait(5)
