@@ -40,7 +40,7 @@ from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.partition.sections import sections_of_blocks
 
 Profile = Sequence[BlockProfile]
-_Candidate = TypeVar("_Candidate")
+_Candidate = TypeVar("_Candidate", bound=Sequence[object])
 _Made = TypeVar("_Made")
 
 
@@ -309,9 +309,12 @@ class _Planner:
 
 
 def _close_ones_first(candidates: Sequence[_Candidate], rating: Callable[[_Candidate], float]) -> list[_Candidate]:
-    """Return candidates that are rated about as well as the best in their order, then the others by their rating."""
+    """Return candidates that are rated about as well as the best in their order, then the others by their rating. If
+    all have too few blocks, the longest is the first, since that one's refusal says how many there may be."""
     known = [(rating(candidate), candidate) for candidate in candidates]
     limit = _CLOSE * min(each for each, _ in known)
+    if math.isinf(limit):
+        return sorted(candidates, key=len, reverse=True)
     return [candidate for _, candidate in sorted(known, key=lambda each: each[0] if each[0] > limit else 0.0)]
 
 

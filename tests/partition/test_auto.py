@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import rehearsal
 from lightning_sdpipe.partition.costs import CPU as RATES
 from lightning_sdpipe.partition.costs import Costs
@@ -26,6 +27,7 @@ from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from tests.partition.architectures import SAMPLE, build
 from tests.partition.cutting import Stepping
+from tests.partition.families import ResNet
 
 CPU = torch.device("cpu")
 MUCH = 0.75
@@ -52,6 +54,14 @@ def cut_of(
 
     (made,) = plans(module, [PipelineCut(num_stages, partition)], None, None, rehearse, count, memory)
     return made, runs
+
+
+def test_too_many_stages_are_refused_with_the_largest_number_that_is_possible() -> None:
+    module, batches = Stepping(ResNet(), lambda whole, batch: whole(batch).mean()), [torch.ones(2, 3, 16, 16)]
+    with pytest.raises(ConfigurationError, match=r"num_stages=99 .* blocks, model\.conv1 … model\.fc\.") as refused:
+        cut_of(module, batches, 99)
+    most = int(str(refused.value).partition("Use at most ")[2].partition(",")[0])
+    cut_of(module, batches, most)
 
 
 # ---------------------------------------------------------------------------- architectures
