@@ -29,6 +29,7 @@ class Outlook:
     def doing(self) -> Doing:
         """Return what the Trainer does. Any thread may call it, so it only reads plain numbers."""
         trainer, now = self._trainer, self._clock()
+        epochs = trainer.max_epochs if (trainer.max_epochs or -1) >= 0 else None
         for timer in trainer.callbacks:
             limit = seconds_between(timer) if isinstance(timer, Timer) else None  # None for a moment after a batch
             if limit is not None:
@@ -38,8 +39,8 @@ class Outlook:
             left = min(left, (now - self._began) * (1 - share) / (share - self._first))
         return Doing(
             "validating" if trainer.validating or trainer.sanity_checking else "training",
-            trainer.current_epoch,
-            trainer.max_epochs if (trainer.max_epochs or -1) >= 0 else None,
+            trainer.current_epoch if not epochs else min(trainer.current_epoch, epochs - 1),  # behind the last one
+            epochs,
             max(0, round(left)) if left < math.inf else None,
             tuple((name[:_LONGEST], f"{self.metrics[name]:.4g}") for name in sorted(self.metrics)[:MOST_METRICS]),
         )

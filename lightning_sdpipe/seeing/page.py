@@ -239,7 +239,7 @@ def _doing_to_plain(recording: Recording) -> dict[str, Any] | None:
     return {
         "epoch": furthest.epoch,
         "epochs": furthest.epochs,
-        "seconds_left": max(left, default=None),
+        "seconds_left": max(left, default=None) if _ended(recording) is None else None,
         "metrics": dict(furthest.metrics),
     }
 

@@ -48,6 +48,12 @@ def test_the_time_that_is_left_follows_from_the_share_that_is_done(limits: dict[
     assert outlook.doing().epochs == (limits.get("max_epochs", 4) if limits.get("max_epochs", 4) == 4 else None)
 
 
+def test_no_epoch_after_the_last_one_is_told() -> None:
+    of = trainer()
+    at(of, 4, 0)
+    assert Outlook(of).doing().epoch == 3
+
+
 def test_a_resumed_training_counts_from_where_it_went_on() -> None:
     now, of = [0.0], trainer()
     at(of, 2, 0)
