@@ -95,6 +95,7 @@ class Storm(elastic_world.World):
 
     def joined(self, process: Process) -> None:
         self._kept_at.setdefault(process.incarnation, (self.now, process.update))
+        process.iteration = process.update  # as newcomers count on, and so are in step with rounds
         super().joined(process)
         if isinstance(self.config, OuterRounds):
             process.talk.rows = RowBuffer(self.nanoseconds)
