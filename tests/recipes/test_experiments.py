@@ -15,7 +15,7 @@ from torch import Tensor
 from recipes.callbacks import TrainingCurve
 from recipes.classification import ResNet, relative_rate
 from recipes.language import LanguageModel
-from tests.recipes.images.test_images import write_imagenet
+from tests.recipes.images.test_images import write_fashion, write_imagenet
 
 CONF = Path(__file__).parents[2] / "conf"
 OFFLINE = {"resnet50": "digits", "bert_base": "pydoc", "gpt_small": "pydoc", "lora": "pydoc"}
@@ -57,6 +57,12 @@ def test_the_learning_rate_warms_up_over_one_epoch_and_falls_every_thirty() -> N
     assert rates == pytest.approx([0.5, 1, 1, 0.2, 0.2, 0.04])
 
 
+def test_the_network_for_clothes_is_small() -> None:
+    assert parameters(hydra.utils.instantiate(composed("experiment=fashion_mnist").model)) == pytest.approx(
+        0.0295, abs=1e-4
+    )
+
+
 @pytest.mark.parametrize("experiment", OFFLINE)
 def test_debug_sizes_are_small(experiment: str) -> None:
     chosen = (f"experiment={experiment}", f"data={OFFLINE[experiment]}")
@@ -92,6 +98,15 @@ def test_resnet_learns_from_pictures_that_its_last_stages_do_not_decode(tmp_path
     metrics = run(tmp_path, "experiment=resnet50", *data)
     assert 0 < metrics["train_loss"] < 10  # a stand-in that was computed with would make it nan
     assert (tmp_path / "training_curve.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.distributed
+def test_the_network_for_clothes_learns_in_two_stages(tmp_path: Path) -> None:
+    write_fashion(tmp_path, each=4)
+    data = (f"data.folder={tmp_path}", "data.batch_size=4", "data.num_workers=0", "strategy.data=dealt")
+    metrics = run(tmp_path, "experiment=fashion_mnist", *data)
+    assert 0 < metrics["train_loss"] < 10
+    assert 0 <= metrics["val_accuracy"] <= 1
 
 
 @pytest.mark.distributed

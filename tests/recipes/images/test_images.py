@@ -54,8 +54,8 @@ def test_a_cifar_file_is_read(tmp_path: Path) -> None:
         read_cifar10(file)
 
 
-def write_fashion(folder: Path) -> None:
-    for part, count in {"train": 12, "t10k": 4}.items():
+def write_fashion(folder: Path, each: int = 1) -> None:
+    for part, count in {"train": 12 * each, "t10k": 4 * each}.items():
         images = torch.randint(256, (count, 28, 28), dtype=torch.uint8)
         (folder / f"{part}-images-idx3-ubyte").write_bytes(idx(images))
         (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(images[:, 0, 0] % 10)))
@@ -73,6 +73,9 @@ def test_fashion_mnist_makes_batches_and_varies_what_is_trained_on(tmp_path: Pat
     torch.manual_seed(0)
     versions = torch.stack([data.train[0][0] for _ in range(10)])
     assert len(versions.unique(dim=0)) > 5
+    plain = FashionMNIST(str(tmp_path), augment=False)
+    plain.setup("fit")
+    assert torch.equal(plain.train[0][0], plain.train[0][0])
 
 
 @pytest.mark.skipif(not DEBIAN.is_dir(), reason="Debian's dataset-fashion-mnist is not installed")
