@@ -49,35 +49,6 @@ class DigitsResNet(Classifier):
         return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"], momentum=self.hparams["momentum"])
 
 
-class DigitsVGG(Classifier):
-    """The same images by convolutions without shortcuts or normalisation, and wide linear layers, as VGG has them."""
-
-    def __init__(self, channels: int = 32, width: int = 256, lr: float = 1e-3) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = nn.Sequential(
-            *_convolutions(1, channels),
-            *_convolutions(channels, 2 * channels),
-            nn.Sequential(nn.Flatten(), nn.Linear(8 * channels, width), nn.ReLU()),
-            nn.Sequential(nn.Linear(width, width), nn.ReLU()),
-            nn.Linear(width, 10),
-        )
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.net(images)  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        return torch.optim.Adam(self.parameters(), lr=self.hparams["lr"])
-
-
-def _convolutions(given: int, channels: int) -> list[nn.Module]:
-    """Two, and half of the resolution."""
-    return [
-        nn.Sequential(nn.Conv2d(given, channels, 3, padding=1), nn.ReLU()),
-        nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-    ]
-
-
 class Digits(L.LightningDataModule):
     """scikit-learn's 1797 handwritten digits, 8 × 8 pixels: 1437 to train on, 360 to validate."""
 

@@ -1,209 +1,243 @@
-"""Time and samples to a target, with real compute on real data: SDPipe §5.3 and §5.5.
+"""Accuracy at equal work, in virtual time: how much is learned from equally many samples, and how soon.
 
-No worker is stopped to be evaluated: they write down their parameters as they go, and the model at each moment, the
-mean over the pipelines, is evaluated after the run.
+Gradients are real, and so are the decisions of policies and of the dealer; only the length of a mini-batch on each
+device is assumed. All methods have the same seeds: of weights, of the order of samples, and of the devices' jitter.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from lightning_sdpipe.optim import FrozenVariance
-from recipes.harness.processes import run_processes
-from recipes.suites.figures import curve_points, plot, require_matplotlib
-from recipes.suites.grid import Case, Goal, Grid, Ratios, Row, chosen, quotients, ratio, refuse_unknown, turns, values
-from recipes.suites.snapshots import Snapshots, evaluate
-from recipes.suites.throughput import batch_size
-from recipes.suites.trainings import Training, calibrated_scale, fit, make_trainer, named, quiet, strategy_of
-from recipes.suites.virtual import in_one_process
+import torch
 
-LOWER_IS_BETTER = frozenset({"samples", "convergence"})
+from lightning_sdpipe import AllReduce
+from lightning_sdpipe.simulate import Work, jittered
+from recipes.suites.courses import Step, dealt, in_step
+from recipes.suites.figures import plot, require_matplotlib
+from recipes.suites.grid import Case, Grid, Ratios, Row, chosen, refuse_unknown, turns, values
+from recipes.suites.replicas import Replicas
+from recipes.suites.trainings import named, quiet, seeded
+
+LOWER_IS_BETTER = frozenset({"samples"})
 
 OURS, BASELINE = "sdpipe", "all_reduce"
-WITHOUT_FLUSH, EIGHT_BIT = "sdpipe_without_flush", "sdpipe_eight_bit"
-ASYNCHRONOUS, ASYNCHRONOUS_EIGHT_BIT = "adpsgd_async", "adpsgd_async_eight_bit"
-SAMPLES: Sequence[tuple[str, str, str, float | None]] = (
-    ("samples/{}/{}", OURS, BASELINE, 1.05),
-    ("samples/{}/{}/without_flush", WITHOUT_FLUSH, BASELINE, 1.05),
-    ("convergence/{}/{}", EIGHT_BIT, OURS, 1.05),
-    (f"convergence/{ASYNCHRONOUS}/{{}}/{{}}", ASYNCHRONOUS_EIGHT_BIT, ASYNCHRONOUS, 1.05),
-    *((f"{adam}/{{}}/{{}}", adam, BASELINE, None) for adam in ("one_bit_adam", "one_bit_adam_published")),
-)
-"""Of each workload and condition: a key, the method whose samples are divided by those of another, and the goal."""
-TIME_GOAL, FINAL_GOAL = 1.4, -1.0
-TARGET_FIELDS = ("metric", "target", "rising", "snapshot_every", "iterations")
-
-Curve = Sequence[Sequence[float]]
+SAMPLES_GOAL, TIME_GOALS = 1.05, {"static": 1.5, "static4": 2.2}
+TARGET_AT = 0.8
+"""Share of the samples after which the mean of all-reduce's runs is at the target."""
+T95 = (math.inf, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Student's t of a two-sided interval of 95 %, by degrees of freedom."""
+JITTER = 0.05
+"""Share by which the length of a mini-batch varies."""
+GROUP = ("part", "task", "heterogeneity", "rate")
+"""Columns of rows that are compared with each other."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Learning:
-    """A learning curve is determined by a training, and how it is looked at.
+    """A training, and how it is looked at.
 
     Args:
-        training: without warm-up.
+        method: of synchronisation, for Hydra, as the next two.
+        heterogeneity: of the devices.
+        workload: the ``model`` and the ``data``.
+        num_pipelines: of one stage each.
+        passes: over the data.
+        seconds: of a mini-batch on a device of full speed.
+        exchange: seconds for which a group exchanges, whatever its size.
+        variance_correction: of Adam, in the methods that average models.
         metric: that ``validation_step`` logs.
-        every: so many iterations each worker writes down its part.
-        points: of the curve.
-        frozen: arguments of :class:`~lightning_sdpipe.optim.FrozenVariance`, if its optimizer has one.
-        one_process: replicas are trained in turn, along decisions in virtual time.
+        points: of the learning curve.
+        seed: of everything that is drawn.
     """
 
-    training: Training
+    method: Mapping[str, Any]
+    heterogeneity: Mapping[str, Any]
+    workload: Mapping[str, Any]
+    num_pipelines: int
+    passes: int
+    seconds: float
+    exchange: float
+    variance_correction: bool
     metric: str
-    every: int
     points: int
-    frozen: Mapping[str, Any] | None = None
-    one_process: bool = False
+    seed: int
+
+    def work(self, iterations: int) -> Work:
+        """Return the work of an epoch with so many iterations."""
+        slow = seeded(self.heterogeneity, self.seed)
+        length = jittered(self.seconds, JITTER, self.seed)
+        return Work(1, self.num_pipelines, iterations, length, heterogeneity=slow, exchange=lambda group: self.exchange)
 
 
 def run(
     *,
-    experiments: Mapping[str, Mapping[str, Any]],
+    parts: Mapping[str, Mapping[str, Any]],
     only: Sequence[str],
-    compared: Sequence[str],
-    schedules: Mapping[str, str],
-    exchanges: Mapping[str, Mapping[str, Any]],
-    frozen: Mapping[str, Mapping[str, Any]],
-    conditions: Sequence[str],
-    repeats: int,
-    points: int,
-    scale: float | None,
-    one_process: bool,
+    tasks: Mapping[str, Mapping[str, Any]],
+    learned: Sequence[str],
+    pipelines: Mapping[str, int],
+    fields: Mapping[str, Any],
+    processes: int,
     output: str | None,
     seed: int,
     **known: Mapping[str, Any],
 ) -> tuple[list[Row], Ratios]:
-    """Run the experiments that ``only`` names.
+    """Run the parts that ``only`` names.
 
     Args:
-        experiments: by the name of their workload, as :func:`learning` takes them.
-        only: names of experiments.
-        compared: names of methods.
-        schedules: of those that do not have the experiment's.
-        exchanges: specifications for Hydra, of those that do not send everything in full.
-        frozen: arguments of :class:`~lightning_sdpipe.optim.FrozenVariance`, of those whose optimizer has one.
-        conditions: names of heterogeneity.
-        repeats: runs of each, with seeds that count up.
-        points: of each learning curve.
-        scale: of all delays; None for the length of a mini-batch without delays over the paper's.
-        one_process: replicas are trained in turn, along decisions in virtual time.
+        parts: by name: the methods that are ``compared``, under which ``conditions``, at which multiples of the
+            learning rate (``rates``), and how many ``repeats`` with seeds that count up.
+        only: names of parts.
+        tasks: by name: ``model`` and ``data``, the ``metric``, ``variance_correction``, whether the metric is
+            ``rising``, whether differences are ``relative``, and the ``goal`` of the final difference.
+        learned: names of tasks.
+        pipelines: their number under each condition.
+        fields: others of :class:`Learning`, the same for all.
+        processes: that train at the same time.
         output: finished rows are kept beside this file, and figures are drawn there; None for neither.
         seed: of the first repeat.
-        known: ``methods``, ``heterogeneity``, and the ``model`` and ``data`` of ``workloads``: specifications for
-            Hydra, by name.
+        known: specifications of ``methods`` and ``heterogeneity`` for Hydra, by name.
     """
     require_matplotlib(output)
     quiet()
-    grid = Grid(output)
-    there = {**known, "experiments": experiments}
-    for kind, asked in (("experiments", only), ("methods", compared), ("heterogeneity", conditions)):
-        refuse_unknown(f"among suite.{kind}", asked, there[kind])  # before anything is measured
-    cases = []
-    for name in only:
-        factor = scale
-        for repeat, condition, method in turns(repeats, dict.fromkeys(conditions, compared)):
-            case = learning(known, name, experiments[name], method, condition, points, seed=seed + repeat)
-            if one_process:
-                case = replace(case, one_process=True)
-            else:
-                factor = calibrated_scale(case.training, grid) if factor is None else factor
-                schedule, exchange = schedules.get(method, case.training.schedule), exchanges.get(method)
-                training = replace(case.training, schedule=schedule, exchange=exchange, scale=factor)
-                case = replace(case, training=training, frozen=frozen.get(method))
-            columns = {"what": method, "heterogeneity": condition, "repeat": repeat, "scale": case.training.scale}
-            cases.append(Case(columns, case))
-    rows = learned(grid, cases, experiments)
+    refuse_unknown("among suite.parts", only, parts)
+    refuse_unknown("among suite.tasks", learned, tasks)
+    grid, rows = Grid(output), list[Row]()
+    for task in learned:
+        for part in only:
+            cases = [*_cases(part, parts[part], task, tasks[task], pipelines, fields, known, seed)]
+            asked = [case.asked for case in cases]
+            _measure_at_once(grid, list({repr(each): each for each in map(_without_time, asked)}.values()), processes)
+            for case in cases:
+                row = case.columns | grid.measured(_without_time(case.asked), measure)
+                rows.append(row | {"curve": _in_time(case.asked, row)})
+    for group in _groups(rows):
+        note_targets(group, tasks[group[0]["task"]]["rising"])
     if output is not None:
-        for axis, name in enumerate(("seconds", "samples")):
-            drawn, panels = curve_points(rows, **{name: axis, "metric": 2}), ("workload", "heterogeneity")
-            plot(drawn, Path(output), f"by_{name}", x=name, y=["metric"], panels=panels, each="repeat")
-    return rows, ratios(rows)
+        for task in learned:
+            _draw(chosen(rows, task=task), Path(output), task, tasks[task]["metric"])
+    return rows, ratios(rows, tasks)
 
 
-def learning(
+def _cases(
+    part: str,
+    asked: Mapping[str, Any],
+    task: str,
+    about: Mapping[str, Any],
+    pipelines: Mapping[str, int],
+    fields: Mapping[str, Any],
     known: Mapping[str, Mapping[str, Any]],
-    name: str,
-    experiment: Mapping[str, Any],
-    method: str,
-    condition: str,
-    points: int,
-    **fields: Any,
-) -> Learning:
-    """Return what an experiment asks for.
-
-    Args:
-        known: specifications of ``methods``, ``heterogeneity`` and ``workloads``.
-        name: of its workload.
-        experiment: the ``metric`` that ``validation_step`` logs, its ``target``, whether it is ``rising``, after how
-            many iterations each snapshot is taken (``snapshot_every``), the ``iterations`` of each pipeline, and other
-            fields of a :class:`~recipes.suites.trainings.Training`.
-        method: a name.
-        condition: likewise.
-        points: of the curve.
-        fields: of the training, that the experiment does not have.
-    """
-    fields |= {key: value for key, value in experiment.items() if key not in TARGET_FIELDS}
-    training = Training(
-        method=named(known, "methods", method),
-        condition=named(known, "heterogeneity", condition),
-        workload=named(known, "workloads", name),
-        batches=experiment["iterations"] * fields["num_pipelines"],
-        **fields,
-    )
-    return Learning(training, experiment["metric"], experiment["snapshot_every"], points)
+    seed: int,
+) -> Iterator[Case]:
+    compared = dict.fromkeys(asked["conditions"], asked["compared"])
+    for repeat, condition, method in turns(asked["repeats"], compared):
+        for rate in asked["rates"]:
+            model = {**about["model"], "lr": about["model"]["lr"] * rate}
+            learning = Learning(
+                method=named(known, "methods", method).specification,
+                heterogeneity=named(known, "heterogeneity", condition).specification,
+                workload={"model": model, "data": about["data"]},
+                num_pipelines=pipelines[condition],
+                variance_correction=about["variance_correction"],
+                metric=about["metric"],
+                seed=seed + repeat,
+                **fields,
+            )
+            names = {"part": part, "task": task, "what": method, "heterogeneity": condition}
+            yield Case({**names, "rate": rate, "repeat": repeat, "seed": learning.seed}, learning)
 
 
-def learned(grid: Grid, cases: Sequence[Case], experiments: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """Measure learning curves; return rows with what they say of the targets of their experiments."""
-    rows = []
-    for row, (_, asked) in zip(grid.run(cases, measure, "final"), cases, strict=True):
-        training, curve = asked.training, row["curve"]
-        experiment = experiments[training.workload.name]
-        target, rising = experiment["target"], experiment["rising"]
-        seconds, samples = to_target(curve, target, rising) or (None, None)
-        about = {
-            "workload": training.workload.name,
-            "schedule": training.schedule,
-            "shape": training.shape,
-            "target": f"{asked.metric} {'≥' if rising else '≤'} {target}",
-            "seconds_to_target": seconds,
-            "samples_to_target": samples,
-            "rising": rising,
-            "seconds": curve[-1][0],
-            "samples": curve[-1][1],
-            "seed": training.seed,
-        }
-        rows.append(about | row)
-    return rows
+def _measure_at_once(grid: Grid, asked: Sequence[Learning], processes: int) -> None:
+    """Measure what the grid does not have yet."""
+    asked = [each for each in asked if not grid.has(each)]
+    with ProcessPoolExecutor(processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        results = pool.map(measure, asked) if processes > 1 else map(measure, asked)
+        for number, (each, row) in enumerate(zip(asked, results, strict=True)):
+            grid.keep(each, row)
+            print(f"{number + 1} of {len(asked)}: seed {each.seed}, {row['final']:.4f}", flush=True)
+
+
+def _without_time(asked: Learning) -> Learning:
+    """Return the training of which this one differs in its times alone: under all-reduce the devices change no more."""
+    if asked.method["_target_"].rpartition(".")[2] != AllReduce.__name__:
+        return asked
+    return replace(asked, heterogeneity={"_target_": "lightning_sdpipe.heterogeneity.Delays"})
+
+
+def _in_time(asked: Learning, row: Row) -> list[list[float]]:
+    if asked == _without_time(asked):
+        return row["curve"]  # type: ignore[no-any-return]
+    ends = in_step(asked.work(row["iterations"]), asked.passes)
+    return [
+        [ends[round(samples * len(ends) / row["samples"]) - 1], samples, value] for _, samples, value in row["curve"]
+    ]
 
 
 def measure(asked: Learning) -> Row:
-    """Return the ``curve`` of a training: seconds, samples of all pipelines, and the metric."""
-    case, curve = asked.training, list[tuple[float, float, float]]()
-    if asked.one_process:
-        curve = in_one_process(case, asked.metric, asked.points)
+    """Return the ``curve`` of a training: seconds, samples of all pipelines, and the metric of their mean; its last
+    value, ``final``, and ``iterations``, the mini-batches of an equal share of an epoch."""
+    method = seeded(asked.method, asked.seed)
+    jointly = isinstance(method, AllReduce)
+    replicas = Replicas(
+        asked.workload, asked.num_pipelines, asked.passes, asked.seed, jointly, asked.variance_correction
+    )
+    work, n = asked.work(replicas.iterations), asked.num_pipelines
+    total = asked.passes * replicas.iterations * n
+    due, curve, trained = [total * (i + 1) // asked.points for i in range(asked.points)], list[list[float]](), 0
+
+    def look(at: float) -> None:
+        while due and trained >= due[0]:
+            curve.append([at, trained * replicas.batch_size, replicas.value(asked.metric)])
+            del due[0]
+
+    if jointly:
+        for update, end in enumerate(in_step(work, asked.passes)):
+            replicas.step_jointly(*divmod(update, replicas.iterations))
+            trained += n
+            look(end)
     else:
-        with tempfile.TemporaryDirectory() as directory:
-            module, loaders = case.real()
-            if asked.frozen is not None:
-                configure, options = module.configure_optimizers, asked.frozen
-                module.configure_optimizers = lambda: FrozenVariance(configure(), **options)  # type: ignore[method-assign, arg-type]
-            snapshots = Snapshots(Path(directory), asked.every)
-            trainer = make_trainer(strategy_of(case), case.workers, snapshots, limit_train_batches=case.iterations)
-            fit(trainer, module, loaders)
-            arguments = (Path(directory), case.workload.specification, asked.metric, batch_size(case), asked.points)
-            (curve,) = run_processes(1, evaluate, *arguments)
-    return {"final": curve[-1][2], "curve": [list(point) for point in curve]}
+        for event in dealt(method, work, asked.passes):
+            if isinstance(event, Step):
+                look(event.at)
+                replicas.step(event)
+                trained += 1
+            else:
+                replicas.mean(event)
+        look(event.at)
+    return {
+        "iterations": replicas.iterations,
+        "seconds": curve[-1][0],
+        "samples": curve[-1][1],
+        "final": curve[-1][2],
+        "curve": curve,
+    }
 
 
-def to_target(curve: Curve, target: float, rising: bool) -> tuple[float, float] | None:
+def _groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows that are compared with each other."""
+    keys = dict.fromkeys(tuple(row[name] for name in GROUP) for row in rows)
+    return [chosen(rows, **dict(zip(GROUP, key, strict=True))) for key in keys]
+
+
+def note_targets(rows: Sequence[Row], rising: bool) -> None:
+    """Note the time and the samples to the target in each row, if there is an all-reduce."""
+    if base := chosen(rows, what=BASELINE):
+        at = round(TARGET_AT * len(base[0]["curve"])) - 1
+        target = statistics.fmean(row["curve"][at][2] for row in base)
+        for row in rows:
+            reached = to_target(row["curve"], target, rising) or (None, None)
+            row["seconds"] = row["curve"][-1][0]
+            row |= {"target": target, "seconds_to_target": reached[0], "samples_to_target": reached[1]}
+
+
+def to_target(curve: Sequence[Sequence[float]], target: float, rising: bool) -> tuple[float, float] | None:
     """Return seconds and samples at which the curve first reaches ``target``, between its points in proportion; None if
     it does not."""
     sign = 1.0 if rising else -1.0
@@ -219,37 +253,71 @@ def to_target(curve: Curve, target: float, rising: bool) -> tuple[float, float] 
     return None
 
 
-def ratios(rows: Sequence[Row]) -> Ratios:
-    """Compare methods seed by seed. A run that never reaches the target needs infinitely long; seeds in which the one
-    that it is compared with does not are left out."""
+def ratios(rows: Sequence[Row], tasks: Mapping[str, Mapping[str, Any]]) -> Ratios:
+    """Compare methods with all-reduce, seed by seed: their means, and intervals of 95 %."""
     found: Ratios = {}
-    for workload in values(rows, "workload"):
-        for condition in values(chosen(rows, workload=workload), "heterogeneity"):
-            own = chosen(rows, workload=workload, heterogeneity=condition)
-            where = f"to {own[0]['target']}, {workload} under {condition}"
-            for key, ours, other, goal in SAMPLES:
-                key = key.format(workload, condition)
-                compared = Goal("", "samples_to_target", {"what": ours}, {"what": other})
-                if samples := quotients(own, compared):
-                    seeds = f"{where}, {len(samples)} seeds"
-                    found[key] = ratio(samples, goal, f"samples {seeds}: {ours} over {other}")
-                    if key.startswith("samples"):
-                        times = quotients(own, compared._replace(column="seconds_to_target"))
-                        meaning = f"speed-up {seeds}: time of {other} over that of {ours}"
-                        found[f"time{key[7:]}"] = ratio([1 / time for time in times], TIME_GOAL, meaning)
-                if key.startswith("samples"):
-                    gap = _final_gap(chosen(own, what=ours), chosen(own, what=other))
-                    if gap is not None:
-                        meaning = f"final value, {workload} under {condition}: {ours} above {other}, in its deviations"
-                        found[f"final{key[7:]}"] = ratio([gap], FINAL_GOAL, meaning)
+    for group in _groups(rows):
+        about, first = tasks[group[0]["task"]], group[0]
+        base = {row["repeat"]: row for row in chosen(group, what=BASELINE)}
+        for method in values(group, "what"):
+            own = [row for row in chosen(group, what=method) if row["repeat"] in base]
+            pairs = [(row, base[row["repeat"]]) for row in own]
+            if method == BASELINE or not pairs:
+                continue
+            plain = first["part"] == "headline" and method == OURS
+            where = "" if first["part"] == "headline" else f"{first['part']}/"
+            where += f"{first['task']}/{first['heterogeneity']}" + ("" if method == OURS else f"/{method}")
+            where += "" if first["rate"] == 1 else f"/rate{first['rate']:g}"
+            seeds = f"{len(pairs)} seeds, interval of 95 %"
+            sign = 100.0 if about["rising"] else -100.0
+            gaps = [sign * (a["final"] - b["final"]) / (b["final"] if about["relative"] else 1.0) for a, b in pairs]
+            noise = 100 * statistics.stdev(b["final"] for _, b in pairs) if len(pairs) > 1 else math.nan
+            unit = "%" if about["relative"] else "points"
+            meaning = f"final {about['metric']}, {unit} by which {method} is better than all-reduce (s = {noise:.2g})"
+            found[f"final/{where}"] = interval(gaps, about["goal"] if plain else None, f"{meaning}; {seeds}")
+            goals = {"samples": SAMPLES_GOAL, "time": TIME_GOALS.get(first["heterogeneity"]), "rate": None}
+            quotients = _quotients(pairs)
+            for name, meaning in (
+                ("samples", f"samples to {first['target']:.4g}: {method} over all-reduce; {seeds}"),
+                ("time", f"time to it: all-reduce over {method}; {seeds}"),
+                ("rate", f"samples per second until then: {method} over all-reduce; {seeds}"),
+            ):
+                goal = goals[name] if plain else None
+                found[f"{name}/{where}"] = interval(quotients[name], goal, meaning, geometric=True)
     return found
 
 
-def _final_gap(ours: Sequence[Row], base: Sequence[Row]) -> float | None:
-    """Return how much better the mean of our final values is, in standard deviations of the baseline's."""
-    if not ours or len(base) < 2:
-        return None
-    sign = 1.0 if base[0]["rising"] else -1.0
-    gain = sign * (statistics.fmean(r["final"] for r in ours) - statistics.fmean(r["final"] for r in base))
-    deviation = statistics.stdev(row["final"] for row in base)
-    return gain / deviation if deviation else math.copysign(math.inf, gain) if gain else 0.0
+def _quotients(pairs: Sequence[tuple[Row, Row]]) -> dict[str, list[float]]:
+    """Return those of samples, time and rate; a run that does not reach the target needs infinitely many samples."""
+    reached = [(a, b) for a, b in pairs if b["samples_to_target"] is not None]
+    samples = [(a["samples_to_target"] or math.inf) / b["samples_to_target"] for a, b in reached]
+    time = [b["seconds_to_target"] / (a["seconds_to_target"] or math.inf) for a, b in reached]
+    rate = [one * other for one, other in zip(samples, time, strict=True) if other]
+    return {"samples": samples, "time": time, "rate": rate}
+
+
+def interval(found: Sequence[float], goal: float | None, meaning: str, geometric: bool = False) -> dict[str, Any]:
+    """Return the mean of paired values and its interval of 95 %, by Student's t, or of their logarithms, if
+    ``geometric``; where one is infinite, the median and the extremes."""
+    middle = statistics.median(found) if found else math.nan
+    low, high = min(found, default=middle), max(found, default=middle)
+    if found and math.isfinite(high) and (low > 0.0 or not geometric):
+        plain = [math.log(value) for value in found] if geometric else found
+        free = min(len(plain) - 1, len(T95) - 1)
+        half = T95[free] * statistics.stdev(plain) / math.sqrt(len(plain)) if free else 0.0
+        ends = [statistics.fmean(plain) + side * half for side in (-1, 0, 1)]
+        low, middle, high = map(math.exp, ends) if geometric else ends
+    return {"value": middle, "low": low, "high": high, "goal": goal, "meaning": meaning}
+
+
+def _draw(rows: Sequence[Row], output: Path, task: str, metric: str) -> None:
+    """Draw the metric over virtual time; a point of a curve is at its mean time over the seeds."""
+    points = []
+    for group in _groups(rows):
+        for method in values(group, "what"):
+            own = chosen(group, what=method)
+            for number in range(len(own[0]["curve"])):
+                at = statistics.fmean(row["curve"][number][0] for row in own)
+                points += [{**row, "virtual seconds": at, metric: row["curve"][number][2]} for row in own]
+    panels = ("part", "heterogeneity") if len(values(rows, "part")) > 1 else ("heterogeneity",)
+    plot(points, output, task, x="virtual seconds", y=[metric], panels=panels)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -38,10 +39,10 @@ def plot(
     x: str,
     y: Sequence[str],
     panels: Sequence[str] = (),
-    each: str | None = None,
     kinds: Sequence[str] = (".png", ".svg"),
 ) -> None:
-    """Draw a panel for each value of some columns and each of ``y``, and in it a colour for each value of ``what``.
+    """Draw a panel for each value of some columns and each of ``y``, and in it a line and a band for each value of
+    ``what``: the mean, the least and the most of the rows at a place.
 
     Args:
         rows: measurements; those without a value of ``y`` are left out.
@@ -50,7 +51,6 @@ def plot(
         x: the column along the axis.
         y: the columns to show.
         panels: columns whose values have panels of their own.
-        each: a column whose values have lines of their own, if there is one.
         kinds: suffixes of the files.
     """
     titled: dict[str, list[Row]] = {}
@@ -63,11 +63,14 @@ def plot(
     figure, axes = _axes(len(titled))
     for axis, (title, own) in zip(axes, titled.items(), strict=True):
         for what in values(own, "what"):
-            of_name = chosen(own, what=what)
-            for one in [None] if each is None else values(of_name, each):
-                line = of_name if each is None else chosen(of_name, **{each: one})
-                places, heights = [row[x] for row in line], [row["value"] for row in line]
-                axis.plot(places, heights, color=colours[what], linewidth=1, marker="." if len(line) < 20 else None)
+            found: dict[Any, list[float]] = {}
+            for row in chosen(own, what=what):
+                found.setdefault(row[x], []).append(row["value"])
+            places, marker = [*found], "." if len(found) < 20 else None
+            axis.plot(places, [*map(fmean, found.values())], color=colours[what], linewidth=1, marker=marker)
+            axis.fill_between(
+                places, [*map(min, found.values())], [*map(max, found.values())], color=colours[what], alpha=0.2
+            )
         axis.set(title=title, xlabel=x, ylabel=y[0] if len(y) == 1 else "")
     from matplotlib.patches import Patch
 
@@ -76,11 +79,6 @@ def plot(
     figure.legend(handles=handles, loc="outside upper center", ncols=across, fontsize="small")  # covers no panel
     for kind in kinds:
         figure.savefig(output.with_suffix(f".{name}{kind}" if name else kind), dpi=150)
-
-
-def curve_points(rows: Iterable[Row], **columns: int) -> list[Row]:
-    """Return a row for each point of the ``curve`` of each row, with the values at these places in it."""
-    return [row | {name: point[place] for name, place in columns.items()} for row in rows for point in row["curve"]]
 
 
 def _axes(count: int) -> tuple[Any, Sequence[Any]]:

@@ -102,15 +102,25 @@ class Grid:
 
     def measured(self, asked: Any, measure: Callable[[Any], Row]) -> Row:
         """Return what ``measure(asked)`` returns, plain values, or returned when the same was asked before."""
-        plain = asdict(asked)
-        key = json.dumps(plain, sort_keys=True)
-        if key not in self._found:
-            self._found[key] = measure(asked)
-            if self._path is not None:
-                entry = json.dumps({"asked": plain, "setting": self._setting, "row": self._found[key]})
-                with self._path.open("a") as file:
-                    file.write(f"\n{entry}")  # on a line of its own, even after one that was cut short
-        return self._found[key]
+        if not self.has(asked):
+            self.keep(asked, measure(asked))
+        return self._found[_key(asked)]
+
+    def has(self, asked: Any) -> bool:
+        """Return whether this was measured."""
+        return _key(asked) in self._found
+
+    def keep(self, asked: Any, row: Row) -> None:
+        """Keep what was measured."""
+        self._found[_key(asked)] = row
+        if self._path is not None:
+            entry = json.dumps({"asked": asdict(asked), "setting": self._setting, "row": row})
+            with self._path.open("a") as file:
+                file.write(f"\n{entry}")  # on a line of its own, even after one that was cut short
+
+
+def _key(asked: Any) -> str:
+    return json.dumps(asdict(asked), sort_keys=True)
 
 
 def source_digest() -> str:

@@ -1,7 +1,7 @@
 """P-Reduce beside all-reduce, AD-PSGD, parameter servers and SDPipe at our scale, in the figures of its paper.
 
 The parts ``virtual`` and ``scaling`` are computed in virtual time, with the real policies and plain SGD: the same on
-every machine. ``emulated`` trains real processes that sleep instead of computing, and ``training`` trains real models.
+every machine. ``emulated`` trains real processes that sleep instead of computing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from lightning_sdpipe.policies import PolicyConfig
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.simulate import Work, jittered
 from recipes.baselines import ParameterServer
-from recipes.suites import convergence, throughput
-from recipes.suites.grid import Goal, Ratios, Row, chosen, ratios, refuse_unknown, values, versus
+from recipes.suites import throughput
+from recipes.suites.grid import Goal, Ratios, Row, ratios, refuse_unknown, versus
 from recipes.suites.trainings import seeded
 from recipes.suites.virtual import Quadratic, by_decisions
 
-LOWER_IS_BETTER = frozenset({"samples"})
+LOWER_IS_BETTER = frozenset[str]()
 
 
 def _goal(key: str, column: str, above: str, below: str, value: float | None, meaning: str) -> tuple[str, Goal]:
@@ -59,7 +59,6 @@ SCALING = {
         f"{_RATE} workers, 32 workers", "steps_per_s", "preduce", "backup", 1.3, pipelines=32
     )
 }
-SAMPLES_GOAL = 1.15
 BACKUP_SHARE = 4
 """One of so many workers is a backup in the scaling study (§5.3.2)."""
 
@@ -69,7 +68,6 @@ def run(
     virtual: Mapping[str, Any],
     scaling: Mapping[str, Any],
     emulated: Mapping[str, Any],
-    training: Mapping[str, Any],
     only: Sequence[str],
     seed: int,
     **known: Mapping[str, Any],
@@ -80,7 +78,6 @@ def run(
         virtual: arguments of :func:`learning`, for the paper's Figure 7.
         scaling: arguments of :func:`scale`, for Figure 11.
         emulated: parameters of ``suite=throughput``.
-        training: parameters of ``suite=convergence``.
         only: names of parts.
         seed: of the first repeat; the following ones count up from it.
         known: ``methods`` and ``heterogeneity``: specifications for Hydra, by name.
@@ -89,18 +86,11 @@ def run(
         "virtual": lambda: learning(known, **virtual, seed=seed),
         "scaling": lambda: scale(known, **scaling, seed=seed),
         "emulated": lambda: throughput.run(**emulated, seed=seed)[0],
-        "training": lambda: convergence.run(**training, seed=seed)[0],
     }
     refuse_unknown("a part of suite=partial_reduce", only, parts)
     measured = {name: parts[name]() for name in only}
     of = {name: measured.get(name, []) for name in parts}
     found = ratios(of["virtual"], VIRTUAL) | ratios(of["emulated"], EMULATED) | ratios(of["scaling"], SCALING)
-    for workload in values(of["training"], "workload"):
-        for condition in values(of["training"], "heterogeneity"):
-            own = chosen(of["training"], workload=workload, heterogeneity=condition)
-            meaning = f"samples to {own[0]['target']}, {condition}: {{one}} over {{other}}" if own else ""
-            goal = versus(meaning, "samples_to_target", "preduce", "all_reduce", SAMPLES_GOAL)
-            found |= ratios(own, {f"samples/{workload}/{condition}": goal})
     return [row for rows in measured.values() for row in rows], found
 
 

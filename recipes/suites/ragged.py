@@ -1,6 +1,6 @@
 """Pipelines of unlike depths and cuts: what they make of fleets that are no rectangles, in whole epochs.
 
-Workers sleep instead of computing, at the speeds of assumed devices; only ``samples`` computes.
+Workers sleep instead of computing, at the speeds of assumed devices.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 from lightning_sdpipe.placement.rate import Sync
 from recipes.suites import epochs
-from recipes.suites.convergence import learned, learning
 from recipes.suites.fleets import Shape, network, rectangle, unlike
 from recipes.suites.grid import (
     Case,
@@ -24,25 +23,24 @@ from recipes.suites.grid import (
     ratios,
     refuse_unknown,
     rotated,
-    turns,
     values,
     versus,
 )
-from recipes.suites.trainings import Named, Training, named, quiet
+from recipes.suites.trainings import Training, named, quiet
 
-LOWER_IS_BETTER = frozenset({"samples", "place", "search"})
+LOWER_IS_BETTER = frozenset({"place", "search"})
 
 OURS, ALONE, BASELINE, BY_SPEED = "sdpipe", "nosync", "all_reduce", "all_reduce/by_speed"
 RECTANGLE_GOALS = {"1+4": 1.30, "5": 1.08, "2+4": 1.03}
 BOUND_GOALS = {"1+4": 0.85}
-NOSYNC_GOAL, SAME_GOAL, PLACE_GOAL, SEARCH_GOAL, SAMPLES_GOAL = 0.90, 0.98, 0.05, 1.0, 1.05
+NOSYNC_GOAL, SAME_GOAL, PLACE_GOAL, SEARCH_GOAL = 0.90, 0.98, 0.05, 1.0
 ALL_REDUCE_FLEET, ALL_REDUCE_GOAL = "1+4", 1.25
 SAME = "2x3"
 SAME_CUTS = {"ragged": ((6, 7), (7, 6), (6, 7)), "rectangle": ((6, 7),) * 3}
 """Thirteen blocks, one of which takes no time: on whichever side of a cut it is, the work is the same."""
 ONE = "1"
 """A device of speed 1 by itself: its mini-batches have the host's time in them, which no assumed speed has."""
-PARTS = ("fleets", "all_reduce", "same", "samples")
+PARTS = ("fleets", "all_reduce", "same")
 
 
 def case(
@@ -78,7 +76,6 @@ def run(
     cut: float,
     kept: float,
     conditions: Sequence[str],
-    samples: Mapping[str, Any],
     only: Sequence[str],
     repeats: int,
     output: str | None,
@@ -94,13 +91,11 @@ def run(
         cut: what a cut takes, where shapes are searched.
         kept: bytes in flight, likewise.
         conditions: names of ``heterogeneity``, besides unlike speeds.
-        samples: arguments of :func:`measure_samples`.
         only: names of parts.
         repeats: with seeds that count up.
         output: finished rows are kept beside this file; None for nowhere.
         seed: of the first repeat.
-        known: ``methods``, ``heterogeneity``, and the ``model`` and ``data`` of ``workloads``: specifications for
-            Hydra, by name.
+        known: ``methods`` and ``heterogeneity``: specifications for Hydra, by name.
 
     Raises:
         ConfigurationError: a part, a fleet or a condition that there is not.
@@ -113,7 +108,7 @@ def run(
     alone = Training(method=named(known, "methods", ALONE), num_stages=1, num_pipelines=1, seed=seed, **model)
     assert alone.num_blocks is not None
     networks = {name: network(fleets[name], alone.num_blocks, alone.num_micro_batches, cut, kept) for name in measured}
-    for part in [part for part in (ONE, *PARTS[:-1]) if (part if part != ONE else "fleets") in only]:
+    for part in [part for part in (ONE, *PARTS) if (part if part != ONE else "fleets") in only]:
         cases = list(plan(part, networks, alone, known, conditions))
         for repeat in range(repeats):
             numbered = [
@@ -126,10 +121,6 @@ def run(
         for name, devices in networks.items():
             seconds = unlike(devices, alone.num_micro_batches, "groups").search_seconds
             found[f"search/{name}"] = ratio([seconds], SEARCH_GOAL, f"processor seconds of the search, {name}")
-    if "samples" in only:
-        own = measure_samples(**samples, known=known, repeats=repeats, grid=grid, seed=seed)
-        rows += own
-        found |= samples_ratios(own)
     return rows, found
 
 
@@ -197,52 +188,3 @@ def ratios_of(rows: Sequence[Row]) -> Ratios:
             )
             found[f"place/{fleet}"] = ratio(errors, PLACE_GOAL, meaning)
     return found
-
-
-def measure_samples(
-    *,
-    meshes: Mapping[str, Mapping[str, Any]],
-    experiments: Mapping[str, Mapping[str, Any]],
-    known: Mapping[str, Mapping[str, Any]],
-    pace: float,
-    points: int,
-    repeats: int,
-    grid: Grid,
-    seed: int,
-) -> list[Row]:
-    """Train with real compute: pipelines of unlike depths, to which batches are dealt by speed, and as many equal ones
-    on equal devices.
-
-    Args:
-        meshes: ``num_stages`` and ``num_pipelines`` of each, and by how many times each rank's device is slower than
-            the fastest.
-        experiments: by the name of their workload, as in ``suite=convergence``.
-        known: specifications for Hydra.
-        pace: how many times slower than a core the fastest device is.
-        points: of each learning curve.
-        repeats: of each, with seeds that count up.
-        grid: measures.
-        seed: of the first repeat.
-    """
-    cases = []
-    for name, experiment in experiments.items():
-        for repeat, _, mesh in turns(repeats, {"static": [*meshes]}):
-            fields: dict[str, Any] = {key: value for key, value in meshes[mesh].items() if key != "factors"}
-            speeds = {"_target_": "lightning_sdpipe.heterogeneity.Static", "factors": meshes[mesh]["factors"]}
-            asked = learning(
-                known, name, experiment, OURS, "none", points, pace=pace, data="auto", seed=seed + repeat, **fields
-            )
-            asked = replace(asked, training=replace(asked.training, condition=Named("static", speeds)))
-            cases.append(Case({"what": f"{mesh} {OURS}", "repeat": repeat}, asked))
-    return learned(grid, cases, experiments)
-
-
-def samples_ratios(rows: Sequence[Row]) -> Ratios:
-    """Compare the seeds in which the rectangle reaches the target; what does not reach it needs infinitely many."""
-    goals = {}
-    for workload in values(rows, "workload"):
-        target = chosen(rows, workload=workload)[0]["target"]
-        meaning = f"samples to {target}, {workload}, real compute: unlike depths over as many equal pipelines"
-        of = "samples_to_target", f"ragged {OURS}", f"rectangle {OURS}", SAMPLES_GOAL
-        goals[f"samples/{workload}"] = versus(meaning, *of, workload=workload)
-    return ratios(rows, goals)

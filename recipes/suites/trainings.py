@@ -66,7 +66,6 @@ class Training:
         validation_batches: of all pipelines, after each epoch.
         data: as for the strategy; ``"by_speed"`` for ``batch_by_speed``.
         exchange: what Hydra builds it from; None for full precision without overlap.
-        variance_correction: of Adam, in the methods that average models.
         partition: as for the strategy.
         pace: how many times slower each worker's device is, or that of each rank.
         scale: multiplies emulated times, and the delays.
@@ -94,7 +93,6 @@ class Training:
         "sharded"  # by default equally many iterations of each pipeline, so that all methods meet the same delays
     )
     exchange: Mapping[str, Any] | None = None
-    variance_correction: bool = False
     partition: Any = "uniform"
     pace: float | Sequence[float] | None = None
     scale: float = 1.0
@@ -213,7 +211,6 @@ def strategy_of(case: Training, **options: Any) -> SDPipeStrategy:
         on_nonfinite="stop" if exchange is None else "continue",  # what few bits make of a model is a result
         schedule=case.schedule,  # type: ignore[arg-type]
         num_micro_batches=None if case.schedule == "pipedream" else case.num_micro_batches,
-        variance_correction=case.variance_correction,
         partition=case.partition,
         data="sharded" if case.data == "by_speed" else case.data,  # type: ignore[arg-type]
         batch_by_speed=case.data == "by_speed",

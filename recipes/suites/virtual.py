@@ -7,35 +7,20 @@ real run; a mini-batch is computed on the model with which its computation began
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import hydra
-import lightning as L
 import numpy
-import torch
 from numpy.typing import NDArray
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.optim import VarianceCorrection
-from lightning_sdpipe.pipeline.stage_runner import logging_through
 from lightning_sdpipe.policies import Decision, Left, PolicyConfig, Ready
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.simulate import Work, jittered, simulate
-from lightning_sdpipe.sync import AllReduce
+from lightning_sdpipe.simulate import Work, simulate
 from recipes.baselines.admission import AdmissionRule
 from recipes.baselines.virtual_server import Server
-from recipes.suites.snapshots import mean_state, validate
-from recipes.suites.trainings import Training, seeded
 
 Vector = NDArray[numpy.float64]
-JITTER = 0.05
-"""Share by which the length of a mini-batch varies where replicas take turns in one process."""
 HELD_OUT, INPUTS, CLASSES = 360, 64, 10
 
 
@@ -126,60 +111,6 @@ class Network:
         return model[:a].reshape(INPUTS, hidden), model[a:b], model[b:c].reshape(hidden, CLASSES), model[c:]
 
 
-class Workload:
-    """The module and the data of a real training, a replica for each pipeline; or, ``jointly``, one model that learns
-    from a mini-batch of each, whose gradients are averaged. Replicas have buffers of their own in either case."""
-
-    def __init__(self, case: Training, metric: str, jointly: bool) -> None:
-        module, (loader,) = case.real()
-        self._data = hydra.utils.instantiate(case.workload.specification["data"])
-        self._data.prepare_data()
-        self._data.setup("fit")
-        self._metric, self._jointly, self._batches = metric, jointly, cycle(loader)
-        self._modules = [deepcopy(module) for _ in range(case.num_pipelines)]
-        self._optimizers: list[tuple[Any, Any]] = []
-        for each in self._modules:
-            made: Any = each.configure_optimizers()
-            scheduled = isinstance(made, Mapping)
-            optimizer, schedule = (made["optimizer"], made["lr_scheduler"]["scheduler"]) if scheduled else (made, None)
-            if case.variance_correction and not jointly:
-                optimizer = VarianceCorrection(optimizer, case.num_pipelines)
-            self._optimizers.append((optimizer, schedule))
-        self.start = self._vector(self._modules[0])
-
-    def change(self, model: Vector, pipeline: int) -> Vector:
-        """See :class:`Problem`."""
-        own = self._modules if self._jointly else [self._modules[pipeline]]
-        optimizer, schedule = self._optimizers[pipeline]
-        for module in own:
-            vector_to_parameters(torch.from_numpy(model).float(), module.parameters())
-            module.train()
-            module.zero_grad()
-            with logging_through(module, lambda *_, **__: None):
-                module.training_step(next(self._batches), 0).backward()  # type: ignore[union-attr]
-        before = self._vector(own[0])
-        for alike in zip(*(module.parameters() for module in own), strict=True):
-            if alike[0].grad is not None:
-                alike[0].grad = torch.stack([each.grad for each in alike if each.grad is not None]).mean(0)
-        optimizer.step()
-        if schedule is not None:
-            schedule.step()
-        change: Vector = self._vector(own[0]) - before
-        return change
-
-    def value(self, model: Vector) -> float:
-        """Return the metric of the mean model."""
-        module = deepcopy(self._modules[0])
-        module.load_state_dict(mean_state([each.state_dict() for each in self._modules]))
-        vector_to_parameters(torch.from_numpy(model).float(), module.parameters())
-        return validate(module, self._data.val_dataloader(), self._metric)
-
-    @staticmethod
-    def _vector(module: L.LightningModule) -> Vector:
-        vector: Vector = parameters_to_vector(module.parameters()).detach().double().numpy()
-        return vector
-
-
 class Point(NamedTuple):
     """A point of a learning curve."""
 
@@ -212,39 +143,6 @@ def by_time(method: PolicyConfig, work: Work, problem: Problem, due: Sequence[fl
     return points
 
 
-def in_one_process(case: Training, metric: str, points: int) -> list[tuple[float, float, float]]:
-    """Return the learning curve of more pipelines than there are cores for, whose replicas take turns in this process:
-    virtual seconds, samples of all pipelines, and the metric of their mean.
-
-    Args:
-        case: of one stage, under ``AllReduce`` or a policy whose groups wait for all their members.
-        metric: that ``validation_step`` logs.
-        points: of the curve.
-
-    Raises:
-        ConfigurationError: more stages.
-    """
-    if case.num_stages != 1:
-        raise ConfigurationError(f"suite.one_process trains pipelines of one stage, not of {case.num_stages}.")
-    method: Any = seeded(case.method.specification, case.seed)
-    slow = seeded(case.condition.specification, case.seed)
-    work = Work(1, case.num_pipelines, case.iterations, jittered(1.0, JITTER, case.seed), heterogeneity=slow)
-    jointly = isinstance(method, AllReduce)
-    if jointly:
-        method, work = NoSync(), Work(1, 1, case.iterations, 1.0)
-    problem = Workload(case, metric, jointly)
-    total = work.iterations * work.num_pipelines
-    due = [total * (index + 1) // points for index in range(points)]
-    curve, before = list[tuple[float, float, float]](), 0.0
-    size = case.batches // total * int(case.workload.specification["data"]["batch_size"])
-    for at, _, trainee in _followed(method, work, problem):
-        if due and trainee.steps >= due[0]:
-            due = [moment for moment in due if moment > trainee.steps]
-            curve.append((before, float(trainee.steps * size), problem.value(trainee.model)))
-        before = at
-    return curve
-
-
 def _followed(
     method: PolicyConfig, work: Work, problem: Problem
 ) -> Iterator[tuple[float, Sequence[Decision], _Models | Server]]:
@@ -256,7 +154,7 @@ def _followed(
     else:
         run = simulate(method, work)
     for at, event, decisions in run.entries:
-        if isinstance(event, Left) and not isinstance(problem, Workload):
+        if isinstance(event, Left):
             break  # from then on the workers are fewer
         yield at, decisions, trainee
         if isinstance(event, Ready):

@@ -13,7 +13,7 @@ from tests.recipes.composed import parameters_of
 
 ECHO = {f"echo{kind}_{p}/{n}" for kind in ("", "_pairs", "_alone") for p in ("p50", "p99") for n in (2, 4)}
 RATIOS = {
-    "convergence": {"samples/digits/b", "time/digits/b"},
+    "convergence": {f"{name}/digits/static" for name in ("final", "samples", "time", "rate")},
     "epochs": {"all_reduce/1x4/static", "bound/1x4/static"},
     "exchange": {
         *(f"codec/{name}_encode" for name in ("eight_bit", "stochastic", "one_bit")),
@@ -57,7 +57,7 @@ RATIOS = {
     "variance": {"overhead/adamw"},
 }
 """The keys that a debug configuration gives; that of the pipeline runs in tests/recipes/test_bench.py."""
-FIGURES = {"convergence": {"by_seconds", "by_samples"}}
+FIGURES = {"convergence": {"digits"}}
 ROOT_ONLY = {"best", "full", "ablation", "bytes"}
 """Parts of keys that need network namespaces."""
 BY_OTHERS = {"far_apart": "soak", "ragged": "epochs"}

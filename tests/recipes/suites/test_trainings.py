@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Slowed, Static
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import NoSync
 from recipes.baselines.references import REFERENCES
-from recipes.suites import convergence, epochs, machine, snapshots, throughput
+from recipes.suites import convergence, epochs, machine, throughput
 from recipes.suites.grid import Case
 from recipes.suites.probe import Report, Used
 from recipes.suites.trainings import Named, Training, strategy_of
@@ -139,36 +138,27 @@ def test_the_target_is_reached_between_points(curve: Any, target: float, rising:
 
 
 def test_learning_is_compared_seed_by_seed() -> None:
-    def row(method: str, repeat: int, seconds: float | None, samples: float | None, final: float) -> dict[str, Any]:
-        where = {
-            "what": method,
-            "workload": "digits",
-            "heterogeneity": "b",
-            "repeat": repeat,
-            "target": "accuracy ≥ 0.9",
-        }
-        return {**where, "seconds_to_target": seconds, "samples_to_target": samples, "final": final, "rising": True}
+    def row(method: str, repeat: int, slower: float, final: float) -> dict[str, Any]:
+        where = {"part": "headline", "task": "pictures", "heterogeneity": "static", "rate": 1.0, "what": method}
+        curve = [[slower * 100.0 * k, 1000.0 * k, final * k / 5] for k in range(1, 6)]
+        return {**where, "repeat": repeat, "final": final, "samples": 5000.0, "curve": curve}
 
-    rows = [row("sdpipe", r, s, 100, f) for r, (s, f) in enumerate(((1.0, 0.95), (2.0, 0.96), (1.5, 0.97)))]
-    rows += [row("all_reduce", r, s, 110, f) for r, (s, f) in enumerate(((3.0, 0.95), (4.0, 0.97), (3.0, 0.99)))]
-    found = convergence.ratios(rows)
-    assert {key: pytest.approx(value["value"]) for key, value in found.items()} == {
-        "samples/digits/b": 100 / 110,
-        "time/digits/b": 2.0,
-        "final/digits/b": -0.01 / 0.02,
+    rows = [row("all_reduce", r, 2.0, 0.9) for r in range(3)] + [
+        row("sdpipe", r, 1.0, 0.9 + 0.01 * r) for r in range(3)
+    ]
+    convergence.note_targets(rows, rising=True)
+    assert [each["target"] for each in rows] == pytest.approx([0.72] * 6)
+    about = {"rising": True, "relative": False, "goal": -0.3, "metric": "accuracy"}
+    found = convergence.ratios(rows, {"pictures": about})
+    assert {key: pytest.approx(each["value"]) for key, each in found.items()} == {
+        "final/pictures/static": 1.0,
+        "samples/pictures/static": math.prod(0.9 / (0.9 + 0.01 * r) for r in range(3)) ** (1 / 3),
+        "time/pictures/static": 2.0 * math.prod((0.9 + 0.01 * r) / 0.9 for r in range(3)) ** (1 / 3),
+        "rate/pictures/static": 2.0,
     }
-    never = [row("sdpipe", 0, None, None, 0.8), row("all_reduce", 0, 2.0, 100, 0.95)]
-    found = convergence.ratios([*never, row("sdpipe", 1, 1.0, 90, 0.95), row("all_reduce", 1, None, None, 0.8)])
-    assert (found["samples/digits/b"]["value"], found["time/digits/b"]["value"]) == (math.inf, 0.0)
-    assert "1 seeds" in found["time/digits/b"]["meaning"]
-
-
-def test_every_moment_has_the_last_snapshot_of_each_pipeline() -> None:
-    written = [snapshots.Snapshot(0, k, 10.0 + k, []) for k in range(5)]
-    written += [snapshots.Snapshot(1, k, 10.5 + 2 * k, []) for k in range(5)]
-    found = snapshots.moments(written, 4)  # from 10.5, when both were there, to 18.5
-    assert [seconds for seconds, _ in found] == pytest.approx([2.0, 4.0, 6.0, 8.0])
-    assert [[s.iterations for s in last] for _, last in found] == [[2, 1], [4, 2], [4, 3], [4, 4]]
-    states = [{"w": torch.tensor([x, 3.0]), "n": torch.tensor(n)} for x, n in ((1.0, 4), (3.0, 6))]
-    mean = snapshots.mean_state(states)
-    assert (mean["w"].tolist(), mean["n"].item()) == ([2.0, 3.0], 6)
+    final = found["final/pictures/static"]
+    assert (final["low"], final["high"]) == pytest.approx((1 - 4.303 / 3**0.5, 1 + 4.303 / 3**0.5))
+    rows[3] = row("sdpipe", 0, 1.0, 0.5)  # never reaches the target
+    convergence.note_targets(rows, rising=True)
+    found = convergence.ratios(rows, {"pictures": about})
+    assert (found["samples/pictures/static"]["high"], found["time/pictures/static"]["low"]) == (math.inf, 0.0)

@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Static
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.simulate import Work, jittered
 from recipes.baselines.admission import AdmissionRule
-from recipes.suites import convergence
 from recipes.suites.virtual import Network, Quadratic, by_decisions, by_time
-from tests.recipes.composed import parameters_of
 
 
 def work(pipelines: int = 4, iterations: int = 100, slowest: float = 1.0) -> Work:
@@ -62,22 +59,3 @@ def test_models_learn_along_the_decisions() -> None:
         for method in (AllReduceModels(), NoSync())
     ]
     assert [point.value for point in alone[0]] == [point.value for point in alone[1]]
-
-
-def test_replicas_in_one_process_that_always_meet_are_one_joint_batch() -> None:
-    """As with plain SGD the mean of models after a step is the model after the mean gradient."""
-    overrides = [f"workloads.digits.model.{o}" for o in ("channels=8", "depth=1", "momentum=0", "lr=0.2")]
-    overrides += [
-        f"experiments.digits.{o}" for o in ("num_stages=1", "num_pipelines=3", "num_micro_batches=1", "iterations=30")
-    ]
-    overrides += ["one_process=true", "only=[digits]", "conditions=[none]", "repeats=1", "points=2"]
-    overrides += ["compared=[sdpipe,all_reduce]", "methods.sdpipe.window=inf"]
-    asked = parameters_of("convergence", *(f"suite.{each}" for each in overrides))
-    rows, _ = convergence.run(**asked)
-    models, gradients = (row["curve"] for row in rows)
-    assert [point[1:] for point in models] == [pytest.approx(point[1:], rel=0.01) for point in gradients]
-    assert [point[1] for point in models] == [15 * 3 * 32, 30 * 3 * 32]
-    assert models[-1][2] > 0.3
-    asked["experiments"]["digits"]["num_stages"] = 2
-    with pytest.raises(ConfigurationError, match="pipelines of one stage, not of 2"):
-        convergence.run(**asked)

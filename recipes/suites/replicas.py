@@ -1,0 +1,142 @@
+"""Real modules and data that follow a course in virtual time: replicas take turns in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import hydra
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_sdpipe.optim import VarianceCorrection
+from lightning_sdpipe.pipeline.stage_runner import logging_through
+from recipes.suites.courses import Mean, Step
+
+HELD_OUT_BATCH = 500
+
+
+class Replicas:
+    """A replica of a module for each pipeline, with an optimizer and a learning-rate schedule of its own.
+
+    Args:
+        workload: specifications of the ``model`` and the ``data``, for Hydra.
+        num_pipelines: N.
+        epochs: of the training.
+        seed: of the weights and of the order of samples.
+        jointly: replicas share their parameters and their optimizer, as under all-reduce; buffers are their own.
+        variance_correction: of Adam, if they do not.
+    """
+
+    def __init__(
+        self,
+        workload: Mapping[str, Any],
+        num_pipelines: int,
+        epochs: int,
+        seed: int,
+        jointly: bool,
+        variance_correction: bool,
+    ) -> None:
+        L.seed_everything(seed, verbose=False)
+        module, data = (hydra.utils.instantiate(workload[name]) for name in ("model", "data"))
+        data.prepare_data()
+        data.setup("fit")
+        loader = data.train_dataloader()
+        self._dataset, self._collate, self.batch_size = loader.dataset, loader.collate_fn, loader.batch_size
+        held_out = data.val_dataloader()
+        self._held_out = DataLoader(held_out.dataset, HELD_OUT_BATCH, collate_fn=held_out.collate_fn)
+        self._num_pipelines, self._seed, self._epoch = num_pipelines, seed, -1
+        self.iterations = len(self._dataset) // (num_pipelines * self.batch_size)
+        shared = {id(parameter): parameter for parameter in module.parameters()} if jointly else {}
+        self._modules = [deepcopy(module, dict(shared)) for _ in range(num_pipelines)]
+        trainer = SimpleNamespace(estimated_stepping_batches=epochs * self.iterations)
+        self._optimizers: list[tuple[Any, Any]] = []
+        for each in self._modules[: 1 if jointly else num_pipelines]:
+            each._trainer = trainer
+            made: Any = each.configure_optimizers()
+            each._trainer = None
+            scheduled = isinstance(made, Mapping)
+            optimizer, schedule = (made["optimizer"], made["lr_scheduler"]["scheduler"]) if scheduled else (made, None)
+            if variance_correction and not jointly:
+                optimizer = VarianceCorrection(optimizer, num_pipelines)
+            self._optimizers.append((optimizer, schedule))
+
+    def step(self, step: Step) -> None:
+        """Let one pipeline train a mini-batch of its own."""
+        self._learn(step.pipeline, step.epoch, {step.pipeline: step.position}, step.update)
+
+    def step_jointly(self, epoch: int, update: int) -> None:
+        """Update the parameters that all replicas share by the mean of their gradients."""
+        first = update * self._num_pipelines
+        self._learn(0, epoch, {pipeline: first + pipeline for pipeline in range(self._num_pipelines)}, update)
+
+    def mean(self, mean: Mean) -> None:
+        """Average models."""
+        modules = [self._modules[pipeline] for pipeline in mean.pipelines]
+        with torch.no_grad():
+            for alike in zip(*(module.parameters() for module in modules), strict=True):
+                together = sum(weight * each for weight, each in zip(mean.weights, alike, strict=True))
+                for each in alike:
+                    each.copy_(together)
+        if mean.meeting:
+            state = mean_state([module.state_dict() for module in modules])
+            for module in modules:
+                module.load_state_dict(state)
+
+    def value(self, metric: str) -> float:
+        """Return the metric of the mean of all replicas on what is held out."""
+        module = deepcopy(self._modules[0])
+        module.load_state_dict(mean_state([each.state_dict() for each in self._modules]))
+        return validate(module, self._held_out, metric)
+
+    def _learn(self, number: int, epoch: int, positions: Mapping[int, int], update: int) -> None:
+        optimizer, schedule = self._optimizers[number]
+        while schedule is not None and schedule.last_epoch < epoch * self.iterations + update:
+            schedule.step()
+        for pipeline, position in positions.items():
+            module = self._modules[pipeline]
+            module.train()
+            with logging_through(module, lambda *_, **__: None):
+                (module.training_step(self._batch(epoch, position), 0) / len(positions)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def _batch(self, epoch: int, position: int) -> Any:
+        """Return the batch that is dealt at a position: of each home shard, as a DistributedSampler has it."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            draws = torch.Generator().manual_seed((self._seed << 16) + epoch)
+            self._order = torch.randperm(len(self._dataset), generator=draws).tolist()
+        number, home = divmod(position, self._num_pipelines)
+        first, stop = (home + self._num_pipelines * self.batch_size * at for at in (number, number + 1))
+        chosen = self._order[first : stop : self._num_pipelines]
+        several = getattr(self._dataset, "__getitems__", None)
+        return self._collate(several(chosen) if several else [self._dataset[index] for index in chosen])
+
+
+def mean_state(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean of what is a floating-point number, and the largest of the rest (counters)."""
+    stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
+    return {name: each.mean(0) if each.is_floating_point() else each.amax(0) for name, each in stacked.items()}
+
+
+def validate(module: L.LightningModule, batches: Iterable[Any], metric: str) -> float:
+    """Return the mean of what ``validation_step`` logs as ``metric``, weighted by the samples of each batch; random
+    numbers are the same in each call."""
+    total, weight = 0.0, 0
+    torch.manual_seed(0)
+    module.eval()
+    logged: dict[str, float] = {}
+    with (
+        torch.inference_mode(),
+        logging_through(module, lambda name, value, *_, **__: logged.update({name: float(value)})),
+    ):
+        for index, batch in enumerate(batches):
+            module.validation_step(batch, index)
+            size = len(next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0])
+            total, weight = total + size * logged[metric], weight + size
+    return total / weight
