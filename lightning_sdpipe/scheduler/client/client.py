@@ -36,6 +36,7 @@ and hears of the run from them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lightning_sdpipe import meter
@@ -65,8 +66,11 @@ __all__ = [
     "Start",
 ]
 
-CONNECT_TIMEOUT = 15.0
-"""Seconds in which a scheduler must answer for the first time."""
+_logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT, CONNECT_SOON = 60.0, 5.0
+"""Seconds in which a scheduler must answer for the first time, and after which a log says that it is waited for: on a
+busy machine its process needs half a minute to start."""
 LAST_WORDS = 1.0
 """Most seconds that a failing process spends on reporting its failure."""
 
@@ -346,8 +350,11 @@ class SchedulerClient:
             SchedulerError: it does not answer, the keys do not fit, it speaks another version, or serves another mesh.
         """
         if self.policy is None:
-            seconds = min(self.wire.timeout, CONNECT_TIMEOUT)
-            welcome = self.wire.ask_for(f"the scheduler at {self.address} to answer", m.Hello, timeout=seconds)
+            seconds, what = min(self.wire.timeout, CONNECT_TIMEOUT), f"the scheduler at {self.address} to answer"
+            hello = self.wire.ask(m.Hello)
+            if seconds > CONNECT_SOON and not self.wire.comes(hello, CONNECT_SOON):
+                _logger.warning("waiting up to %g s for %s", seconds, what)
+            welcome = self.wire.wait(hello, what, seconds)
             self.serves, self.policy = welcome.mesh, welcome.policy
 
     def join(self) -> None:

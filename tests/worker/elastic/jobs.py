@@ -346,7 +346,17 @@ class ElasticRun:
     def wait_for_turns(self, pipelines: Iterator[int] | range | list[int], more: int) -> None:
         """Until all of them have made so many turns more."""
         aims = {pipeline: self.turns(pipeline) + more for pipeline in pipelines}
-        self.wait(lambda: all(self.turns(i) >= aim for i, aim in aims.items()), f"{more} turns of {sorted(aims)}")
+        for pipeline, aim in aims.items():
+            self._wait_while_it_runs(pipeline, lambda i=pipeline, aim=aim: self.turns(i) >= aim, f"turn {aim}")
+
+    def wait_for_newcomer(self, pipeline: int) -> None:
+        """Until the second start of a pipeline has made its first turn."""
+        self._wait_while_it_runs(pipeline, lambda: len(self.rows(pipeline)) == 2, "the newcomer's first turn")
+
+    def _wait_while_it_runs(self, pipeline: int, holds: Callable[[], bool], what: str) -> None:
+        job = [job for job in self.jobs if job.pipeline == pipeline][-1]
+        self.wait(lambda: (over := job.ended()) or holds() or over, f"{what} of pipeline {pipeline}")
+        assert holds(), f"pipeline {pipeline} ended before {what}:\n{self.said()}"
 
     def lose_and_regain(
         self,
@@ -369,7 +379,7 @@ class ElasticRun:
         died = self.rows(last)[0][-1]["at"]
         self.wait_for_turns(range(last), alone)
         self.start(last, work)
-        self.wait(lambda: len(self.rows(last)) == 2, "the newcomer's first turn")
+        self.wait_for_newcomer(last)
         self.wait_for_turns([last], again)
         return float(died)
 

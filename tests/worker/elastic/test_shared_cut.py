@@ -100,7 +100,7 @@ def test_all_pipelines_are_cut_alike_and_a_newcomer_does_not_measure(tmp_path: P
         run.start_scheduler()
         run.wait_for_turns([1], 4)
         run.start(0, work)
-        run.wait(lambda: len(run.rows(0)) == 2, "the newcomer's first turn")
+        run.wait_for_newcomer(0)
         run.wait_for_turns([0], 4)
         codes = run.finish()
         assert codes == {0: [0, 0], 1: [0, 0]}, run.said()

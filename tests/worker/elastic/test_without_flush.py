@@ -56,7 +56,7 @@ def test_who_gives_its_state_or_leaves_drains_and_what_was_in_flight_at_a_death_
         run.wait(run.jobs[1].ended, "the end of the other stages")
         run.wait_for_turns([0], 5)
         run.start(1, work)
-        run.wait(lambda: len(run.rows(1)) == 2, "the newcomer's first turn")
+        run.wait_for_newcomer(1)
         run.wait_for_turns([1], 10)
         run.jobs[0].signal(signal.SIGTERM)
         run.wait(run.jobs[0].ended, "the end of pipeline 0")
