@@ -133,8 +133,8 @@ def _measured(
         end = min(run.finished.values())
         lag = max(lag for at, lag in run.lags() if at <= end)
         row: Row = {"what": name, "shape": f"{work.num_pipelines // size}x{size}", "group_size": size, "seed": seed}
-        row |= {"steps_per_s": _rate(run), "waiting": run.waiting_share, "lag": lag}
-        row |= {"rho": run.rho(), "final": None, "samples": None, "seconds": None, "curve": []}
+        row |= {"steps_per_s": _rate(run), "lag": lag}
+        row |= {"final": None, "samples": None, "seconds": None, "curve": []}
         if name in TRAINED:
             due = [end * (k + 1) / training["points"] for k in range(training["points"])]
             curve = by_time(config, work, Network(work.num_pipelines, seed=seed, **options), due)

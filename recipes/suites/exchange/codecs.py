@@ -10,15 +10,12 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, Modulo, OneBit, Payload
+from lightning_sdpipe.exchange.payloads import EightBit, OneBit, Payload
 from recipes.harness.processes import run_processes
-from recipes.suites.grid import Ratios, Row, ratios, rotated, versus
+from recipes.suites.grid import Ratios, Row, compared, ratios, versus
 
 PAYLOADS: dict[str, Payload] = {
-    "full": Full(),
-    "half": Half(),
     "eight_bit": EightBit(),
     "stochastic": EightBit(rounding="stochastic"),
     "one_bit": OneBit(),
@@ -47,39 +44,20 @@ def measure(*, elements: int, calls: int, repeats: int, seed: int) -> tuple[list
 
 
 def _compare(rank: int, elements: int, calls: int, repeats: int, seed: int) -> list[Row]:
-    work = _work(torch.randn(elements, generator=torch.Generator().manual_seed(seed)))
-    rows: list[Row] = []
-    for repeat in range(repeats):
-        ms = {name: 1e3 * _time(work[name], calls) for name in rotated([*work], repeat)}
-        rows += [
-            {"what": name, "repeat": repeat, "processor_ms": own, "copies": own / ms["copy"]}
-            for name, own in ms.items()
-        ]
-    return rows
-
-
-def _work(x: Tensor) -> dict[str, Callable[[], object]]:
-    values, residual = torch.empty_like(x), torch.zeros_like(x)
+    x = torch.randn(elements, generator=torch.Generator().manual_seed(seed))
+    values = torch.empty_like(x)
     work: dict[str, Callable[[], object]] = {"copy": partial(values.copy_, x)}
     for name, payload in PAYLOADS.items():
         message = torch.empty(payload.nbytes(x.numel()), dtype=torch.uint8)
         payload.encode(x, message)  # so that it can be decoded, whatever comes first
         work[f"{name} encode"] = partial(payload.encode, x, message)
-        work[f"{name} encode with feedback"] = partial(payload.encode, x, message, residual)
         work[f"{name} decode"] = partial(payload.decode, message, values)
-        work[f"{name} decode and add"] = partial(payload.decode, message, values, 0.5)
-    modulo = Modulo()
-    message = torch.empty(modulo.nbytes(x.numel()), dtype=torch.uint8)
-    theta = torch.full((-(-x.numel() // modulo.block),), 0.1)
-    modulo.encode(x, theta, message)
-    work["modulo encode"] = partial(modulo.encode, x, theta, message)
-    work["modulo decode"] = partial(modulo.decode, message, x, values)
-    return work
+    return compared({name: partial(_time, call, calls) for name, call in work.items()}, repeats)
 
 
-def _time(call: Callable[[], object], calls: int) -> float:
+def _time(call: Callable[[], object], calls: int) -> Row:
     call()  # what was called before has left other things in the cache
     start = time.process_time()
     for _ in range(calls):
         call()
-    return (time.process_time() - start) / calls
+    return {"processor_ms": 1e3 * (time.process_time() - start) / calls}
