@@ -105,9 +105,10 @@ def main(arguments: Sequence[str]) -> None:
     elif factor >= 1.05:
         print(f"This machine is a little busy, so the emulated devices take {factor:.1f} times as long.\n")
     with tempfile.TemporaryDirectory(prefix="sdpipe-demo-") as directory:
-        results = [
+        compared = [
             _compare(number, scene, options.epochs, Path(directory), factor) for number, scene in enumerate(SCENES, 1)
         ]
+        results = [rows for rows, _ in compared]
         _draw(results, options.output / "sdpipe-demo.png")
         print(f"Figure: {options.output / 'sdpipe-demo.png'}")
         if not report.missing():
@@ -115,7 +116,8 @@ def main(arguments: Sequence[str]) -> None:
                 _folder(Path(directory), "SDPipe", SCENES[0]) / "scheduler.jsonl", options.output / "sdpipe-demo.html"
             )
             print(f"Report: {options.output / 'sdpipe-demo.html'}, of SDPipe with {SCENES[0].title}")
-    print(f"\nWhat the runs said at their end in which the device of {SCENES[0].slow} was slow:")
+    hidden = "" if compared[0][1] else ", which a busy machine may hide"
+    print(f"\nThe last line of each run with a slow device ({SCENES[0].slow}){hidden}:")
     for name, figures in results[0].items():
         print(f"   {name:12}{figures.line}")
 
@@ -159,7 +161,8 @@ def _hush() -> None:
         warnings.filterwarnings("ignore", module=r"(torch|lightning)\.", category=category)
 
 
-def _compare(number: int, scene: Scene, epochs: int, directory: Path, factor: float) -> dict[str, Figures]:
+def _compare(number: int, scene: Scene, epochs: int, directory: Path, factor: float) -> tuple[dict[str, Figures], bool]:
+    """Return the figures of each method, and whether the machine was calm enough for a verdict."""
     mesh = shape(scene.num_stages, WORKERS // scene.num_stages)
     print(f"{number}. {scene.title.capitalize()} ({mesh}, emulated)\n")
     sleep = 1.0 if factor > LONGEST else factor
@@ -170,7 +173,7 @@ def _compare(number: int, scene: Scene, epochs: int, directory: Path, factor: fl
         print(f"   {name:12}{row.median:12.2f}{slowest / row.median:10.2f}{row.accuracy:26.1%}")
     calm = factor <= LONGEST and longer(*measured()) <= CALM * factor  # and it was so until the end
     print(f"\n   {verdict(rows) if calm else 'No verdict, since this machine is busy: run it again.'}\n", flush=True)
-    return rows
+    return rows, calm
 
 
 def verdict(rows: dict[str, Figures]) -> str:
