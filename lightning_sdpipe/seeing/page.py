@@ -97,6 +97,11 @@ def text(plain: dict[str, Any], status: Status | None) -> str:
         [each for each in plain["findings"] if (each["severity"] == "note") is note] for note in (False, True)
     )
     lines = [*_head(plain), *(line for finding in grave for line in _lines(finding))]
+    if plain["ended"] is None:
+        ago = {lost["pipeline"]: lasted(lost["seconds_ago"]) for lost in plain["pipelines"]["lost"]}
+        lines += [
+            f"lost     pipeline {pipeline} {since} ago: its own output says why" for pipeline, since in ago.items()
+        ]
     if plain["abstains"] is not None:
         lines.append(f"slow?    {plain['abstains']}")
     elif plain["healthy"]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from lightning_sdpipe.meter import PHASES
 from lightning_sdpipe.policies import Worker
-from lightning_sdpipe.scheduler.rows import About
+from lightning_sdpipe.scheduler.rows import About, Doing
 from lightning_sdpipe.seeing.finding import Finding
 from lightning_sdpipe.seeing.page import bar, exit_status, in_one_line, text, to_plain
 from lightning_sdpipe.seeing.recording import Recording
@@ -57,6 +58,15 @@ def test_a_page_has_findings_bars_and_a_legend() -> None:
     assert shown(pair(128, 1.0)).startswith("healthy  no worker is slower than its replicas\n")
     assert shown(pair(44, 1.0)).startswith("slow?    too short to tell (44 of 96 updates)\n")
     assert "no worker has told of an update yet" in shown(recording({}, active=()))
+
+
+def test_a_page_of_text_has_what_the_run_does_and_which_pipelines_are_lost() -> None:
+    does = {A: Doing("training", 0, 3, 75, (("val_loss", "0.5"),))}
+    seen = dataclasses.replace(pair(128, 1.0), gone={B: 4.0}, doing=does, now=10.0)
+    assert shown(seen).splitlines()[:2] == [
+        "training, epoch 1 of 3; about 1 min 15 s left; val_loss 0.5",
+        "lost     pipeline 1 6 s ago: its own output says why",
+    ]
 
 
 def test_a_bar_has_one_letter_for_each_part_of_it() -> None:
