@@ -147,7 +147,7 @@ class Unusable:
     """
 
     def __init__(self, error: Callable[[], BaseException]) -> None:
-        object.__setattr__(self, "_error", error)
+        object.__setattr__(self, "_makes_error", error)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -155,7 +155,7 @@ class Unusable:
 
 
 def _use(value: Unusable, *_: Any, **__: Any) -> NoReturn:
-    raise object.__getattribute__(value, "_error")()
+    raise object.__getattribute__(value, "_makes_error")()
 
 
 def refuse_operations(kind: type[Unusable], *operations: str) -> None:
