@@ -34,7 +34,7 @@ from lightning_sdpipe.scheduler.server.server import Endpoint
 from lightning_sdpipe.supervision.output import Log, Output, Terminal
 from lightning_sdpipe.supervision.rules import NO_MEMBERS, Seen, Settings
 from lightning_sdpipe.supervision.supervisor import Supervisor
-from tests.patience import limit, until
+from tests.patience import until
 
 ROOT = Path(__file__).parents[2]
 MAIN = f"import sys; from {__name__} import main; sys.exit(main(*sys.argv[1:]))"
@@ -320,14 +320,10 @@ def test_no_output_holds_up_the_supervisor_or_ends_it(tmp_path: Path, output: st
         run.order(f"repeat {MUCH}", 0)
         run.until(lambda: (tmp_path / "pipeline-0.log").stat().st_size > MUCH)
         os.kill(first[1], signal.SIGKILL)
-        asked = time.monotonic()
         run.until(lambda: "pipeline 1 lost" in said.read_text())
-        assert time.monotonic() - asked < limit(0.5).total_seconds()
         assert run.pid(1) != first[1]
         run.process.send_signal(signal.SIGTERM)
-        asked = time.monotonic()
         run.until(lambda: "the run ends: SIGTERM" in said.read_text())
-        assert time.monotonic() - asked < limit(0.5).total_seconds()
         assert run.ends() == 143
         if output == "unread":
             shown = b""
