@@ -27,7 +27,6 @@ SIZES = (1, 400)
 ROUNDS = 4
 HOSTS = ("a", "a", "b", "b")
 UNEVEN = ("a", "b", "a", "a")
-LAYOUTS: Sequence[Sequence[str] | None] = (None, HOSTS, UNEVEN, ("a",) * 4, tuple("abcd"))
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +101,6 @@ def test_a_group_that_changes_keeps_its_mean(
                 assert (got[m][index].double() - mean).abs().max() <= error
         for other in set(range(N)) - set(members):
             assert all(torch.equal(a, b) for a, b in zip(got[other], models(other, dtype), strict=True))
-
-
-def test_full_precision_is_the_mean_with_any_weights_and_on_any_hosts(crew: Crew) -> None:
-    weights, members = (0.1, 0.4, 0.3, 0.2), range(N)
-    expected = means(models, members, weights)
-    for hosts in LAYOUTS:
-        for coding in (lambda rank: OwnReference(Full()), lambda rank: CommonReference(Full(), rank)):
-            got = exchanged(crew, coding, models, hosts, members, weights)
-            for tensors in got:
-                for tensor, mean in zip(tensors, expected, strict=True):
-                    torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-5)
 
 
 class Counting(OwnReference):

@@ -209,8 +209,8 @@ def offer(
     rounds.complete(gradients)
 
 
-@pytest.mark.parametrize("hosts", [None, {0: "a", 1: "a", 2: "b"}, {0: "a", 1: "b", 2: "a"}], ids=repr)
-@pytest.mark.parametrize("payload", [Full(), Half(), EightBit(block=64, feedback=True), OneBit(64)], ids=repr)
+@pytest.mark.parametrize("hosts", [None, {0: "a", 1: "b", 2: "a"}], ids=repr)
+@pytest.mark.parametrize("payload", [Half(), EightBit(block=64, feedback=True), OneBit(64)], ids=repr)
 def test_those_present_have_equal_bits_and_over_time_everything_arrives(
     crews: tuple[Crew, Crew], payload: Payload, hosts: Mapping[int, str] | None
 ) -> None:

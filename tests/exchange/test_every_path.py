@@ -101,12 +101,18 @@ def test_movers_give_each_member_the_weighted_mean(
             outcomes.append(tensors)
         return outcomes
 
-    for rank, outcomes in enumerate(together(4, work)):
+    by_rank = together(4, work)
+    for rank, outcomes in enumerate(by_rank):
         for (members, weights), tensors in zip(found, outcomes, strict=True):
             own = {rank: 1.0} if rank not in members else dict(zip(members, weights, strict=True))
             for index, tensor in enumerate(tensors):
                 mean = sum(weight * models(pipeline)[index].double() for pipeline, weight in own.items())
                 torch.testing.assert_close(tensor.double(), mean, rtol=1e-5, atol=1e-5, msg=f"{members} {weights}")
+    if case[0] == "GroupMean" and not late:
+        for number, (members, _) in enumerate(found):
+            for index in range(len(SIZES)):
+                equal = {by_rank[rank][number][index].numpy().tobytes() for rank in members}
+                assert len(equal) == 1, "replicas would drift apart"
 
 
 def test_a_model_that_has_all_the_weight_is_taken_over(crews: dict[int, tuple[Crew, Crew]]) -> None:

@@ -1,4 +1,4 @@
-"""Group means over real processes: weights as the group says, pieces that are never torn, and members that are lost."""
+"""Group means over real processes: pieces that are never torn, and members that are lost."""
 
 from __future__ import annotations
 
@@ -22,14 +22,6 @@ from recipes.harness import processes
 from tests.patience import limit
 from tests.workers import run_workers
 
-SIZES = (1, 2, 3, 1000)
-GROUPS: Sequence[tuple[tuple[int, ...], tuple[float, ...]]] = [
-    ((0, 1, 2, 3), (0.25,) * 4),
-    ((1, 3), (0.5, 0.5)),
-    ((0, 2, 3), (0.3, 0.5, 0.2)),
-    ((2,), (1.0,)),
-]
-
 
 def group(members: Sequence[int], weights: Sequence[float], sequence: int = 0) -> Group:
     return Group(tuple(Worker(0, i) for i in members), tuple(weights), sequence, "tested")
@@ -48,35 +40,6 @@ def replicas(rank: int, timeout: float | None = None) -> Replicas:
 
 def values(pipeline: int, size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(10 * pipeline + size), dtype=torch.float32)
-
-
-def average_in_groups(rank: int) -> list[Tensor]:
-    moving.PIECE = 300  # so that the longest has several
-    here = replicas(rank)
-    mover, outcomes = GroupMean(here), []
-    for sequence, (members, weights) in enumerate(GROUPS):
-        tensors = [values(here.pipeline, size) for size in SIZES]
-        if here.pipeline in members:
-            finish(mover.start(tensors, group(members, weights, sequence)))
-        outcomes += tensors
-    return outcomes
-
-
-@pytest.mark.distributed
-def test_members_get_their_weighted_mean_and_others_keep_theirs() -> None:
-    by_pipeline = run_workers(4, average_in_groups)[::-1]
-    cases = [(members, weights, size) for members, weights in GROUPS for size in SIZES]
-    for index, (members, weights, size) in enumerate(cases):
-        mean = sum(w * values(m, size).double() for w, m in zip(weights, members, strict=True))
-        for pipeline in range(4):
-            expected = mean if pipeline in members else values(pipeline, size).double()
-            torch.testing.assert_close(by_pipeline[pipeline][index].double(), expected, rtol=1e-6, atol=1e-6)
-        assert all(torch.equal(by_pipeline[p][index], by_pipeline[members[0]][index]) for p in members)
-        # whatever the group, the mean over the stage stays (equal weights)
-        if len(set(weights)) == 1:
-            total = sum(by_pipeline[pipeline][index].double() for pipeline in range(4))
-            before = sum(values(pipeline, size).double() for pipeline in range(4))
-            torch.testing.assert_close(total, before, rtol=1e-6, atol=1e-6)
 
 
 PIECE, PIECES = 1000, 5

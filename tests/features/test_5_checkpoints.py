@@ -197,9 +197,9 @@ def _afterwards(directory: Path) -> list[bool]:
            "`torch.save(model.state_dict())` and `trainer.save_checkpoint` work. One that was built on `meta` is not "
            "gathered, and refuses to be saved, unless `SDPipeStrategy(gather_module=True)`")  # fmt: skip
 def test_the_module_afterwards(tmp_path: Path) -> None:
-    assert on_four_ranks(_afterwards, tmp_path) == [[True, False, False, True]] * 4
-    saved = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
-    assert all(torch.equal(saved[0][name], other[name]) for other in saved for name in saved[0])
+    assert on_four_ranks(_afterwards, tmp_path, count=2) == [[True, False, False, True]] * 2
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @supported("Checkpoints", "a crash, or a full disk, while a checkpoint is written leaves the one before it",

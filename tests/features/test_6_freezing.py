@@ -132,11 +132,9 @@ def _all(directory: Path) -> dict[str, dict[str, Tensor]]:
     all_at_once = SemiDecentralized(window=float("inf"))
     runs: dict[str, Callable[[Path], dict[str, Tensor]]] = {
         "later": lambda path: _fit(path, Unfreezing, SDPipeStrategy(2, all_at_once)),
-        "later, all_reduce": lambda path: _fit(path, Unfreezing, SDPipeStrategy(2, AllReduce())),
         "later, zero_bubble": lambda path: _fit(
             path, Unfreezing, SDPipeStrategy(2, AllReduce(), schedule="zero_bubble")
         ),
-        "within": lambda path: _fit(path, UnfreezingWithin, SDPipeStrategy(2, AllReduce())),
         "within, interleaved": lambda path: _fit(
             path, UnfreezingWithin, SDPipeStrategy(2, all_at_once, schedule="interleaved_1f1b")
         ),
@@ -167,8 +165,8 @@ Runs = tuple[Path, dict[str, list[dict[str, Tensor]]]]
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        (Unfreezing, ["later", "later, all_reduce", "later, zero_bubble"]),
-        (UnfreezingWithin, ["within", "within, interleaved"]),
+        (Unfreezing, ["later", "later, zero_bubble"]),
+        (UnfreezingWithin, ["within, interleaved"]),
         (Freezing, ["frozen", "frozen, all_reduce"]),
         (Adding, ["added"]),
     ],

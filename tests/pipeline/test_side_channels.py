@@ -279,7 +279,7 @@ def whole(make: Make, batch: Callable[[int], Tensor], num_stages: int) -> Any:
     [
         ("1f1b", 3, 1, len(CASES)),
         ("gpipe", 2, 1, SMALL),
-        ("interleaved_1f1b", 2, 2, len(CASES)),
+        ("interleaved_1f1b", 2, 2, SMALL),
         ("zero_bubble", 2, 2, SMALL),
     ],
 )

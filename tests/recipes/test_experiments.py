@@ -95,7 +95,7 @@ def run(
 def test_resnet_learns_from_pictures_that_its_last_stages_do_not_decode(tmp_path: Path) -> None:
     write_imagenet(tmp_path, each=16)
     data = ("data=imagenet", f"data.folder={tmp_path}", "data.size=32", "data.batch_size=8", "data.num_workers=1")
-    metrics = run(tmp_path, "experiment=resnet50", *data)
+    metrics = run(tmp_path, "experiment=resnet50", "trainer.devices=2", *data)
     assert 0 < metrics["train_loss"] < 10  # a stand-in that was computed with would make it nan
     assert (tmp_path / "training_curve.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -122,6 +122,7 @@ def test_bert_reads_wikipedias_stream(tmp_path: Path, monkeypatch: pytest.Monkey
         tmp_path,
         "experiment=bert_base",
         *data,
+        *("num_stages=1", "trainer.devices=2"),
         "data.batch_size=4",
         "data.validation_articles=8",
         "trainer.val_check_interval=2",
