@@ -72,18 +72,23 @@ def modules() -> dict[str, Path]:
 
 
 @cache
+def parsed(path: Path) -> list[ast.AST]:
+    """All nodes of a file, its module first, and else in no order."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def tree(name: str) -> ast.Module:
-    return ast.parse(modules()[name].read_text())
+    module = parsed(modules()[name])[0]
+    assert isinstance(module, ast.Module)
+    return module
 
 
 def of_the_package() -> list[str]:
     return [name for name in modules() if name.partition(".")[0] == PACKAGE]
 
 
-@cache
 def nodes(name: str) -> list[ast.AST]:
-    """Of :func:`tree`, in no order."""
-    return list(ast.walk(tree(name)))
+    return parsed(modules()[name])
 
 
 @cache
@@ -249,7 +254,7 @@ def code_lines(*paths: Path) -> int:
     for path in paths:
         text, docstrings = path.read_text(), set[int]()
         code = {number for number, line in enumerate(text.splitlines(), 1) if line.strip()[:1] not in ("", "#")}
-        for node in ast.walk(ast.parse(text)):
+        for node in parsed(path):
             if (
                 isinstance(node, ast.Expr)
                 and isinstance(node.value, ast.Constant)
