@@ -115,13 +115,14 @@ def names_of_lightning() -> list[str]:
     for module in of_the_package():
         if module in INTERNALS:
             continue
+        in_texts = {id(part) for node in nodes(module) if isinstance(node, ast.JoinedStr) for part in node.values}
         for node in nodes(module):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(LIGHTNING):
                 places = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
                 names = [place for place in places if place.startswith("_")]
             elif isinstance(node, ast.Attribute):
                 names = [node.attr] if node.attr in known else []
-            elif isinstance(node, ast.Constant):  # for getattr and the like
+            elif isinstance(node, ast.Constant) and id(node) not in in_texts:  # for getattr and the like
                 names = [node.value] if isinstance(node.value, str) and node.value in known else []
             elif isinstance(node, ast.ClassDef):
                 inherited = _inherited(module, node.name) & foreign
