@@ -262,6 +262,8 @@ class WholeModelLauncher(MultiProcessingLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self._check(trainer, inspect.signature(function).bind(*args, **kwargs).arguments)
+        if dist.is_initialized() and dist.get_world_size() == 1:  # a copy would wait in this process's own group
+            job.end()
         before = {name: os.environ.get(name) for name in _SET_FOR_WORKERS}
         choose_port()
         openmp.end_threads()

@@ -166,9 +166,11 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.distributed
 def test_forking_after_threads_have_computed_here(two_threads: None, tmp_path: Path) -> None:
-    """As in a notebook: the worker would wait for OpenMP's threads, which it does not have."""
+    """As in a notebook: the worker would wait for OpenMP's threads, which it does not have, or in the group of a run
+    before it in this process."""
     norm = nn.BatchNorm1d(512)
     norm(torch.randn(4096, 512)).sum().backward()
+    fit(tmp_path, SDPipeStrategy(1, AllReduce()), 1, 4, Normalized())
     trainer, _ = fit(tmp_path, SDPipeStrategy(1, AllReduce(), start_method="fork"), 1, 4, Normalized())
     assert trainer.callback_metrics["threads"] == 2
 
