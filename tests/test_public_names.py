@@ -39,7 +39,6 @@ PUBLIC = {
         *("RefusedEvent", "Worker", "check_integer", "refusal"),
         *("Answered", "Joined", "Left", "Lost", "Progress", "Ready", "Restarted", "Tick"),
     ),
-    "lightning_sdpipe.policies.all_reduce": ("AllPresent",),
     "lightning_sdpipe.policies.policy": ("PolicyConfig",),
     "lightning_sdpipe.policies.semi_decentralized": ("SemiDecentralized",),
     "lightning_sdpipe.policies.sync_graph": (),

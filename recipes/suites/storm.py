@@ -225,7 +225,7 @@ def run(
     """Play storms of all faults, of kills alone, and calm runs.
 
     Args:
-        methods: specifications of policies for Hydra, by name.
+        methods: specifications for Hydra, by name.
         sizes: numbers of pipelines, each with the virtual hours of its runs.
         batch_seconds: of a mini-batch.
         worker_timeout: of the scheduler, in seconds.
@@ -237,7 +237,8 @@ def run(
         for name, specification in methods.items():
             calm = 0.0
             for weather, kinds in (("calm", ()), ("kills", ("kill",)), ("storm", tuple(FAULTS))):
-                config = hydra.utils.instantiate(specification)
+                method = hydra.utils.instantiate(specification)
+                config = getattr(method, "elastic_policy", method)
                 storm = Storm(config, pipelines, batch_seconds, worker_timeout, kinds, seed)
                 storm.run(3600 * hours)
                 rate = sum(storm.kept.values()) / storm.lived
