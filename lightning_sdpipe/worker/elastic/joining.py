@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -31,7 +32,7 @@ from lightning_sdpipe.checkpoints import agreement
 from lightning_sdpipe.checkpoints.whole_module import make_room
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.data.same_samples import difference
-from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError, MustEndError, WorkerFailedError
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.lightning_internals import data_source
 from lightning_sdpipe.loop import loop
@@ -316,8 +317,9 @@ class StageDuties:
         fit = self._fit()
         if command.kind is CommandKind.LEAVE:
             self.commands.done()  # when one stage leaves, all of them must end at once
-            fit.training.sync.settle()  # others may wait for exchanges that are under way
-            fit.training.client.leave()
+            with suppress(MustEndError):  # as the scheduler says once another stage has ended
+                fit.training.sync.settle()  # others may wait for exchanges that are under way
+                fit.training.client.leave()
             fit.training.sync.stop()
             fit.checkpoints.wait()
             raise SIGTERMException

@@ -6,19 +6,22 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError, MustEndError, WorkerFailedError
 from lightning_sdpipe.exchange.moving import Pending
 from lightning_sdpipe.membership.members import Epoch, Member, Met
+from lightning_sdpipe.membership.turn_order import Command, CommandKind
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler.client.client import Receive, Start
 from lightning_sdpipe.sync.barriers import Barriers
-from lightning_sdpipe.worker.elastic.joining import begin_together, compare, join
+from lightning_sdpipe.worker.elastic.joining import StageDuties, begin_together, compare, join
 from tests.sync.test_barriers import Epochs, Place
 
 EPOCH = Epoch(3, (Member(1, 7),), "tested")
@@ -73,6 +76,21 @@ def test_who_begins_anew_forgets_the_state_of_a_donor_that_was_lost() -> None:
     """Another stage of its pipeline has not got any."""
     door = Door(Receive(1, 0, "a", 4), Start(EPOCH, fresh=True))
     assert join(door, {}, of_donor) == (Start(EPOCH, fresh=True), None)
+
+
+def test_a_stage_ends_as_told_though_the_scheduler_has_heard_of_the_end_of_another_one_before() -> None:
+    done: list[str] = []
+
+    def leave() -> None:
+        raise MustEndError(0, "stage 2 was told to end")
+
+    sync = SimpleNamespace(settle=lambda: done.append("settles"), stop=lambda: done.append("stops"))
+    training = SimpleNamespace(sync=sync, client=SimpleNamespace(leave=leave))
+    fit: Any = SimpleNamespace(training=training, checkpoints=SimpleNamespace(wait=lambda: done.append("has written")))
+    nothing: Any = SimpleNamespace(done=lambda: done.append("all have drained"))
+    with pytest.raises(SIGTERMException):
+        StageDuties(lambda: fit, lambda: None, nothing, nothing).act(Command(CommandKind.LEAVE), nothing)
+    assert done == ["all have drained", "settles", "stops", "has written"]
 
 
 # ------------------------------------------------------------------------------ those that begin together
