@@ -1,8 +1,8 @@
 """Exchanges that go on while a worker computes: one after the other, in a separate thread.
 
-With ``overlap="step"``, and with ``"free"`` in elastic runs, a worker gives away a copy of its model and trains on.
-When the mean is there, it adds the difference between the mean and that copy (this is both the overlapped and the
-asynchronous form of BAGUA §3.2). So no update is lost, and the mean over the members stays what it would be.
+With ``overlap="step"`` and ``"free"`` a worker gives away a copy of its model and trains on. When the mean is there, it
+adds the difference between the mean and that copy (this is both the overlapped and the asynchronous form of BAGUA
+§3.2). So no update is lost, and the mean over the members stays what it would be.
 """
 
 from __future__ import annotations

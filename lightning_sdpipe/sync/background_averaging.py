@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 MakeMover = Callable[[Replicas], Mover]
 _LOST_AFTER = 1.0  # seconds; the sender of an invitation that is lost drops the exchange later
+_SEGMENT = 10**6  # more averages than a segment of training has
 
 
 class FreeAveraging(Synchronizer):
@@ -59,7 +60,7 @@ class FreeAveraging(Synchronizer):
         self._begin_with = begin
         self._asked = False
         self._due = 0.0  # time of the next average
-        self._number = 0  # of the next average; all stages of a pipeline count alike from the moment they take part
+        self._number = -1  # of the next average, once it has started
 
     @property
     def models_averaged(self) -> int:
@@ -70,7 +71,9 @@ class FreeAveraging(Synchronizer):
         return None if self._begin_with is None else self.replica.parts[0].among
 
     def start(self) -> None:
-        self._number, self._due = 0, time.monotonic()
+        """Begin a segment of training, in which all stages of a pipeline count averages alike. Numbers are larger than
+        those of earlier segments: policies remember these, and stages do not end a segment at the same moment."""
+        self._number, self._due = (self._number // _SEGMENT + 1) * _SEGMENT, time.monotonic()
         if self._begin_with is not None:
             self._begin_with(tensors_of(self.replica.exchanged))
 

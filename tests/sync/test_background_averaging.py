@@ -13,7 +13,10 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.options import Exchange
-from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies import Event, Group, Joined, Left, Ready, Worker, registry
+from lightning_sdpipe.policies.decentralized import Decentralized
+from lightning_sdpipe.policies.local_sgd import LocalSGD
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.background_averaging import FreeAveraging
 from tests.patience import limit, until
 
@@ -128,4 +131,90 @@ def test_who_stops_ends_what_it_has_asked_for_since_others_count_on_it() -> None
         sync.start()
         sync.synchronise()
         sync.settle()  # nobody else has come
-    assert client.asked == [0, 0, 0], "all stages count from the moment they take part"
+    assert client.asked == [0, 10**6, 2 * 10**6], "all stages count from the moment they take part, and no number again"
+
+
+class Desk:
+    """The real policy; each worker gets its groups."""
+
+    def __init__(self, config: PolicyConfig, stages: int, pipelines: int) -> None:
+        self._policy = registry.build(config, stages, pipelines)
+        self._answers: dict[Worker, Group] = {}
+        self.sizes: dict[Worker, int] = {}
+        """Members of the last group of each worker."""
+
+    def tell(self, event: Event) -> None:
+        for group in self._policy.on(event, 0.0):
+            for worker in group.members:
+                self._answers[worker], self.sizes[worker] = group, len(group.members)
+
+    def client(self, worker: Worker) -> Any:
+        return SimpleNamespace(
+            ready=lambda number: self.tell(Ready(worker, number)),
+            group_if_known=lambda: self._answers.pop(worker, None),
+            withdraw=lambda: self.tell(Left(worker)) or self._answers.pop(worker, None),
+        )
+
+
+class Segments:
+    """Workers that average freely from segment to segment."""
+
+    def __init__(self, config: PolicyConfig, stages: int, pipelines: int) -> None:
+        self.desk, self.syncs = Desk(config, stages, pipelines), dict[Worker, FreeAveraging]()
+        for worker in [Worker(stage, i) for stage in range(stages) for i in range(pipelines)]:
+            mover = Mover()
+            mover.let.set()
+            sync, _, _ = made(mover)
+            sync.replica.client = self.desk.client(worker)
+            self.syncs[worker] = sync
+            self.desk.tell(Joined(worker))
+
+    def average(self, *workers: Worker) -> list[int]:
+        """Let each ask for an average, and take part in it; return the members of each, 0 without any."""
+        self.desk.sizes.clear()
+        for worker in workers:
+            self.syncs[worker].synchronise()
+        for worker in workers:
+            sync = self.syncs[worker]
+            if sync._asked:
+                sync._begin(sync.replica.client.group_if_known())
+            sync._end()
+        return [self.desk.sizes.get(worker, 0) for worker in workers]
+
+    def leave(self, *workers: Worker) -> None:
+        for worker in workers:
+            if self.syncs[worker]._asked:
+                self.syncs[worker].settle()
+            else:
+                self.desk.tell(Left(worker))
+
+    def begin(self, *workers: Worker) -> None:
+        for worker in workers:
+            self.desk.tell(Joined(worker))
+            self.syncs[worker].start()
+
+
+@pytest.mark.parametrize("peers", ["random", "shift_one"])
+def test_pairs_of_a_segment_are_not_those_that_were_there_in_an_earlier_one(peers: Any) -> None:
+    one, other = Worker(0, 0), Worker(0, 1)
+    run = Segments(Decentralized(peers), 1, 2)
+    assert run.average(one, other) == [2, 2]
+    run.leave(other)  # out of data
+    assert run.average(one) == [1]
+    run.leave(one)
+    run.begin(one, other)
+    assert [run.average(one, other) for _ in range(2)] == [[2, 2]] * 2
+
+
+def test_a_stage_does_not_wait_in_a_segment_for_what_the_last_stage_decided_at_the_end_of_an_earlier_one() -> None:
+    """The first stage is in the next segment already when the last stage's second pipeline leaves the first one alone
+    with its second average."""
+    first, last = [[Worker(stage, i) for i in range(2)] for stage in range(2)]
+    run = Segments(LocalSGD(1), 2, 2)
+    assert run.average(*last, *first) == [2] * 4
+    run.syncs[last[0]].synchronise()
+    run.leave(*first)
+    run.begin(*first)
+    run.leave(last[1], last[0])
+    run.begin(*last)
+    assert run.average(*last, *first) == [2] * 4
