@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import zlib
 from abc import abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
@@ -76,7 +77,11 @@ class FashionMNIST(_Small):
     def read(self, train: bool) -> Pictures:
         part = "train" if train else "t10k"
         images, labels = (self._file(f"{part}-{what}-ubyte") for what in ("images-idx3", "labels-idx1"))
-        return read_idx(images).unsqueeze(1), read_idx(labels).long()
+        pictures, classes = read_idx(images), read_idx(labels)
+        if pictures.shape[1:] != (28, 28) or classes.shape != pictures.shape[:1]:
+            shapes = f"{[*pictures.shape]}, and {labels} {[*classes.shape]}"
+            raise ValueError(f"{images} has the shape {shapes}; needed are [n, 28, 28] and [n]")
+        return pictures.unsqueeze(1), classes.long()
 
     def _file(self, name: str) -> Path:
         for file in (self.folder / name, self.folder / f"{name}.gz"):
@@ -165,11 +170,14 @@ def read_idx(file: Path) -> Tensor:
         A uint8 tensor of the shape that the file gives.
 
     Raises:
-        ValueError: the file is of another format, or is not as long as it says.
+        ValueError: the file is of another format, is not as long as it says, or cannot be unpacked.
     """
     data = file.read_bytes()
     if data[:2] == b"\x1f\x8b":
-        data = gzip.decompress(data)
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{file} cannot be unpacked ({error}); get it again") from error
     if len(data) < 4 or data[:3] != bytes([0, 0, _UNSIGNED_BYTES]):
         raise ValueError(f"{file} is not an IDX file of unsigned bytes: it starts with {data[:4]!r}")
     start = 4 + 4 * data[3]

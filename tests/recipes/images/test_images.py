@@ -24,6 +24,9 @@ def idx(array: Tensor) -> bytes:
     return head + array.numpy().tobytes()
 
 
+PACKED = gzip.compress(idx(torch.zeros(5, dtype=torch.uint8)))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_an_idx_file_is_read(tmp_path: Path, packed: bool) -> None:
     array = torch.arange(24, dtype=torch.uint8).view(2, 3, 4)
@@ -33,7 +36,12 @@ def test_an_idx_file_is_read(tmp_path: Path, packed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "message"), [(b"\x00\x00\x0d\x01", "not an IDX"), (idx(torch.zeros(5, dtype=torch.uint8))[:-1], "4 numb")]
+    ("data", "message"),
+    [
+        (b"\x00\x00\x0d\x01", "not an IDX"),
+        (idx(torch.zeros(5, dtype=torch.uint8))[:-1], "4 numb"),
+        *((packed, "file cannot be unpacked") for packed in (PACKED[:-9], PACKED[:12], PACKED[:12] + b"?" * 30)),
+    ],
 )
 def test_other_files_are_not_taken_for_idx(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "file").write_bytes(data)
@@ -55,10 +63,14 @@ def test_a_cifar_file_is_read(tmp_path: Path) -> None:
 
 
 def write_fashion(folder: Path, each: int = 1) -> None:
+    """The class is the place of a bright stripe."""
     for part, count in {"train": 12 * each, "t10k": 4 * each}.items():
-        images = torch.randint(256, (count, 28, 28), dtype=torch.uint8)
+        labels = torch.arange(count, dtype=torch.uint8) % 10
+        images = torch.randint(50, (count, 28, 28), dtype=torch.uint8)
+        for image, label in zip(images, labels.tolist(), strict=True):
+            image[2 * label : 2 * label + 4] += 200
         (folder / f"{part}-images-idx3-ubyte").write_bytes(idx(images))
-        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(images[:, 0, 0] % 10)))
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
 
 
 def test_fashion_mnist_makes_batches_and_varies_what_is_trained_on(tmp_path: Path) -> None:
@@ -76,6 +88,9 @@ def test_fashion_mnist_makes_batches_and_varies_what_is_trained_on(tmp_path: Pat
     plain = FashionMNIST(str(tmp_path), augment=False)
     plain.setup("fit")
     assert torch.equal(plain.train[0][0], plain.train[0][0])
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(idx(torch.zeros(3, dtype=torch.uint8)))
+    with pytest.raises(ValueError, match=r"has the shape \[4, 28, 28\], and .*t10k-labels-idx1-ubyte.gz \[3\]"):
+        data.prepare_data()
 
 
 @pytest.mark.skipif(not DEBIAN.is_dir(), reason="Debian's dataset-fashion-mnist is not installed")
