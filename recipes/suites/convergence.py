@@ -268,19 +268,18 @@ def ratios(rows: Sequence[Row], tasks: Mapping[str, Mapping[str, Any]]) -> Ratio
             where = "" if first["part"] == "headline" else f"{first['part']}/"
             where += f"{first['task']}/{first['heterogeneity']}" + ("" if method == OURS else f"/{method}")
             where += "" if first["rate"] == 1 else f"/rate{first['rate']:g}"
-            seeds = f"{len(pairs)} seeds, interval of 95 %"
             sign = 100.0 if about["rising"] else -100.0
             gaps = [sign * (a["final"] - b["final"]) / (b["final"] if about["relative"] else 1.0) for a, b in pairs]
             noise = 100 * statistics.stdev(b["final"] for _, b in pairs) if len(pairs) > 1 else math.nan
             unit = "%" if about["relative"] else "points"
             meaning = f"final {about['metric']}, {unit} by which {method} is better than all-reduce (s = {noise:.2g})"
-            found[f"final/{where}"] = interval(gaps, about["goal"] if plain else None, f"{meaning}; {seeds}")
+            found[f"final/{where}"] = interval(gaps, about["goal"] if plain else None, meaning)
             goals = {"samples": SAMPLES_GOAL, "time": TIME_GOALS.get(first["heterogeneity"]), "rate": None}
             quotients = _quotients(pairs)
             for name, meaning in (
-                ("samples", f"samples to {first['target']:.4g}: {method} over all-reduce; {seeds}"),
-                ("time", f"time to it: all-reduce over {method}; {seeds}"),
-                ("rate", f"samples per second until then: {method} over all-reduce; {seeds}"),
+                ("samples", f"samples to {first['target']:.4g}: {method} over all-reduce"),
+                ("time", f"time to it: all-reduce over {method}"),
+                ("rate", f"samples per second until then: {method} over all-reduce"),
             ):
                 goal = goals[name] if plain else None
                 found[f"{name}/{where}"] = interval(quotients[name], goal, meaning, geometric=True)
@@ -298,16 +297,22 @@ def _quotients(pairs: Sequence[tuple[Row, Row]]) -> dict[str, list[float]]:
 
 def interval(found: Sequence[float], goal: float | None, meaning: str, geometric: bool = False) -> dict[str, Any]:
     """Return the mean of paired values and its interval of 95 %, by Student's t, or of their logarithms, if
-    ``geometric``; where one is infinite, the median and the extremes."""
+    ``geometric``; of one value, or where one is infinite, the median and the extremes. The meaning says which."""
     middle = statistics.median(found) if found else math.nan
-    low, high = min(found, default=middle), max(found, default=middle)
-    if found and math.isfinite(high) and (low > 0.0 or not geometric):
+    low, high, kind = min(found, default=middle), max(found, default=middle), "median and extremes"
+    if len(found) > 1 and math.isfinite(high) and (low > 0.0 or not geometric):
         plain = [math.log(value) for value in found] if geometric else found
-        free = min(len(plain) - 1, len(T95) - 1)
-        half = T95[free] * statistics.stdev(plain) / math.sqrt(len(plain)) if free else 0.0
+        free, kind = min(len(plain) - 1, len(T95) - 1), "interval of 95 %"
+        half = T95[free] * statistics.stdev(plain) / math.sqrt(len(plain))
         ends = [statistics.fmean(plain) + side * half for side in (-1, 0, 1)]
         low, middle, high = map(math.exp, ends) if geometric else ends
-    return {"value": middle, "low": low, "high": high, "goal": goal, "meaning": meaning}
+    return {
+        "value": middle,
+        "low": low,
+        "high": high,
+        "goal": goal,
+        "meaning": f"{meaning}; {len(found)} seeds, {kind}",
+    }
 
 
 def _draw(rows: Sequence[Row], output: Path, task: str, metric: str) -> None:

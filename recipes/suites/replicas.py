@@ -128,13 +128,14 @@ def validate(module: L.LightningModule, batches: Iterable[Any], metric: str) -> 
     """Return the mean of what ``validation_step`` logs as ``metric``, weighted by the samples of each batch; random
     numbers are the same in each call."""
     total, weight = 0.0, 0
-    torch.manual_seed(0)
     module.eval()
     logged: dict[str, float] = {}
     with (
+        torch.random.fork_rng(devices=[]),  # training draws on as if there had been no validation
         torch.inference_mode(),
         logging_through(module, lambda name, value, *_, **__: logged.update({name: float(value)})),
     ):
+        torch.manual_seed(0)
         for index, batch in enumerate(batches):
             module.validation_step(batch, index)
             size = len(next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0])

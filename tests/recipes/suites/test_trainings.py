@@ -158,7 +158,13 @@ def test_learning_is_compared_seed_by_seed() -> None:
     }
     final = found["final/pictures/static"]
     assert (final["low"], final["high"]) == pytest.approx((1 - 4.303 / 3**0.5, 1 + 4.303 / 3**0.5))
+    assert final["meaning"].endswith("; 3 seeds, interval of 95 %")
     rows[3] = row("sdpipe", 0, 1.0, 0.5)  # never reaches the target
     convergence.note_targets(rows, rising=True)
     found = convergence.ratios(rows, {"pictures": about})
     assert (found["samples/pictures/static"]["high"], found["time/pictures/static"]["low"]) == (math.inf, 0.0)
+    assert found["samples/pictures/static"]["meaning"].endswith("; 3 seeds, median and extremes")
+    rows[0] = row("all_reduce", 0, 2.0, 0.1)  # nor does all-reduce
+    convergence.note_targets(rows, rising=True)
+    found = convergence.ratios(rows, {"pictures": about})
+    assert found["samples/pictures/static"]["meaning"].endswith("; 2 seeds, interval of 95 %")
