@@ -135,6 +135,7 @@ def _all(directory: Path) -> dict[str, dict[str, Tensor]]:
         "later, zero_bubble": lambda path: _fit(
             path, Unfreezing, SDPipeStrategy(2, AllReduce(), schedule="zero_bubble")
         ),
+        "within": lambda path: _fit(path, UnfreezingWithin, SDPipeStrategy(2, AllReduce())),
         "within, interleaved": lambda path: _fit(
             path, UnfreezingWithin, SDPipeStrategy(2, all_at_once, schedule="interleaved_1f1b")
         ),
@@ -166,7 +167,7 @@ Runs = tuple[Path, dict[str, list[dict[str, Tensor]]]]
     ("module", "names"),
     [
         (Unfreezing, ["later", "later, zero_bubble"]),
-        (UnfreezingWithin, ["within, interleaved"]),
+        (UnfreezingWithin, ["within", "within, interleaved"]),
         (Freezing, ["frozen", "frozen, all_reduce"]),
         (Adding, ["added"]),
     ],

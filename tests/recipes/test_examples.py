@@ -41,16 +41,17 @@ def test_two_stages_and_two_pipelines(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_two_optimizers_by_hand_on_two_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two batches an epoch: what they compute is for tests/features/test_4_one_stage.py."""
-    monkeypatch.setenv("PL_TRAINER_LIMIT_TRAIN_BATCHES", "2")
+def test_two_optimizers_by_hand_learn_on_two_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a few batches an epoch."""
+    monkeypatch.setenv("PL_TRAINER_LIMIT_TRAIN_BATCHES", "4")
     with script(tmp_path, _run, tmp_path, ["gan.py"], ["actor_critic.py"]) as running:
         assert running.wait() == 0, running.printed()
         assert running.left() == []
     assert running.printed().count("SDPipe: pipelines × stages = 2 × 1") == 2
     before, after = re.findall(r"was ([\d.]+) from that of the digits, and is ([\d.]+)", running.printed())[0]
-    assert before != after
-    assert re.search(r"guessed \d+% of the digits right before, and \d+% after", running.printed())
+    assert float(after) < 0.8 * float(before)
+    first, last = re.findall(r"guessed (\d+)% of the digits right before, and (\d+)% after", running.printed())[0]
+    assert int(first) < 30 < int(last)
 
 
 @pytest.mark.distributed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import hydra
@@ -92,7 +93,7 @@ def run(
 
 
 @pytest.mark.distributed
-def test_resnet_learns_from_pictures_that_its_last_stages_do_not_decode(tmp_path: Path) -> None:
+def test_resnet_trains_on_pictures_that_its_last_stages_do_not_decode(tmp_path: Path) -> None:
     write_imagenet(tmp_path, each=16)
     data = ("data=imagenet", f"data.folder={tmp_path}", "data.size=32", "data.batch_size=8", "data.num_workers=1")
     metrics = run(tmp_path, "experiment=resnet50", "trainer.devices=2", *data)
@@ -102,11 +103,11 @@ def test_resnet_learns_from_pictures_that_its_last_stages_do_not_decode(tmp_path
 
 @pytest.mark.distributed
 def test_the_network_for_clothes_learns_in_two_stages(tmp_path: Path) -> None:
-    write_fashion(tmp_path, each=4)
-    data = (f"data.folder={tmp_path}", "data.batch_size=4", "data.num_workers=0", "strategy.data=dealt")
-    metrics = run(tmp_path, "experiment=fashion_mnist", *data)
-    assert 0 < metrics["train_loss"] < 10
-    assert 0 <= metrics["val_accuracy"] <= 1
+    write_fashion(tmp_path, each=8)
+    data = (f"data.folder={tmp_path}", "data.batch_size=8", "data.num_workers=0", "strategy.data=dealt")
+    longer = ("trainer.limit_train_batches=6", "trainer.max_epochs=6")
+    metrics = run(tmp_path, "experiment=fashion_mnist", *data, *longer)
+    assert metrics["train_loss"] < 0.8 * math.log(10), "a guess has log(10)"
 
 
 @pytest.mark.distributed
