@@ -68,7 +68,8 @@ class Left(msgspec.Struct, frozen=True, gc=False, tag="left"):
 
 
 class Lost(msgspec.Struct, frozen=True, gc=False, tag="lost"):
-    """Loss of ``worker``, which was silent for so long that it counts as having left. It may join again."""
+    """Loss of ``worker``, whose pipeline of an elastic run died or fell silent. It counts as having left, and may join
+    again when its pipeline has started again."""
 
     worker: Worker
 

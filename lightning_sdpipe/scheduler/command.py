@@ -88,7 +88,7 @@ def _parser() -> Parser:
         help="a value of the policy, as in --set window=0.05 --set connectivity=5; may be repeated",
     )
     add("--policy-file", type=Path, help="the policy as `sdpipe run` hands it over, instead")
-    add("--worker-timeout", type=float, default=30.0, help="seconds of silence until a worker counts as left")
+    add("--worker-timeout", type=float, default=30.0, help="seconds until a silent process counts as lost")
     add(
         "--min-pipelines",
         type=int,

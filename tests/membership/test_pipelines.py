@@ -55,3 +55,4 @@ def test_the_documentation_names_each_message() -> None:
     for told_to_people in (m.StatusReply, m.RowsReply, m.SpansReply):
         kinds.remove(told_to_people)
     assert [kind.__name__ for kind in kinds if f"`{kind.__name__}`" not in text] == []
+    assert f"A frame is a version byte ({m.VERSION}) " in text
