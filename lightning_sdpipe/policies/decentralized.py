@@ -1,4 +1,5 @@
-"""Averaging with neighbours that follow from who is there: a ring, or pairs (BAGUA §3.2, its decentralised algorithms).
+"""Averaging with neighbours that follow from the workers that are there: a ring, or pairs (BAGUA §3.2,
+its decentralised algorithms).
 
 In a ring every worker is a neighbour of a waiting one, so all of them form one group, in which each averages with its
 two neighbours only; the ring closes over the members of its group. A worker of a pair waits for its partner of that

@@ -135,7 +135,7 @@ class PartialReducePolicy(GroupPolicy):
         return self._release(Reason.WORKER_LOST)
 
     def last_group_doubted(self, worker: Worker) -> None:
-        """Connect nobody by that group, which is one on all stages."""
+        """Connect no pipelines by that group, which is one on all stages."""
         if all(worker.pipeline in active for active in self.participants.active):  # the first of its stages
             self._graph.forget_last(worker.pipeline)
 

@@ -181,7 +181,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
         return []
 
     def last_group_doubted(self, worker: Worker) -> None:
-        """Connect nobody by that group."""
+        """Connect no workers by that group."""
         stage = self._stages[worker.stage]
         if stage.graph is not None and stage.graph.forget_last(worker.pipeline) and stage.enforcing:
             self._connects(stage, self.participants.waiting[worker.stage])

@@ -83,7 +83,7 @@ class SurvivingBases:
             met = barriers.meet(json.dumps([state.base, since, 1 if state.samples is None else state.samples]).encode())
             said = dict(zip(met.pipelines, map(json.loads, met.values), strict=True))
             bases = {pipeline: base for pipeline, (base, *_) in said.items()}
-            total = sum(samples for *_, samples in said.values()) or 1  # of nobody, who has moved by nothing
+            total = sum(samples for *_, samples in said.values()) or 1  # without samples no replica has moved
             newest = max(bases.values())
             source = min(pipeline for pipeline, base in bases.items() if base == newest)
             moved = [piece - outer.base for piece, outer in zip(pieces_of(tensors), state.codec.outer, strict=True)]

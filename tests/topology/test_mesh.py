@@ -26,7 +26,7 @@ def test_a_mesh_that_is_none_is_refused(ranks: tuple[tuple[int, ...], ...]) -> N
         Mesh(ranks)
 
 
-def test_a_pipeline_of_an_elastic_job_knows_its_own_ranks_and_its_number() -> None:
+def test_a_pipeline_of_an_elastic_run_knows_its_own_ranks_and_its_number() -> None:
     mesh = OnePipeline.of(3, number=7, counted=2)
     assert (mesh.num_stages, mesh.num_pipelines) == (3, 2)
     assert [mesh.locate(rank) for rank in range(3)] == [(2, 7), (1, 7), (0, 7)]
