@@ -85,8 +85,7 @@ class Barriers:
             self._point, self._begun, self._number, self._last = usual, False, 0, None
 
     def meet(self, says: bytes = b"") -> Met:
-        """Wait for the others. A worker that came too late is alone, and so is each
-        before the first segment.
+        """Wait for the others. A worker that came too late is alone, and so is each before the first segment.
 
         Raises:
             WorkerFailedError: the others have passed the barrier before, and gone on.

@@ -7,10 +7,9 @@ group in which this worker exchanges with a lost worker, or in which an exchange
 way to memory that is let go would hold up all later ones for good. Waits for messages that this does not end, since a
 connection was lost in the midst of one, are left (:mod:`~lightning_sdpipe.exchange.transfers`).
 
-To make a group, replicas find each other by a
-SchedulerStore, over the scheduler's key-value store. The
-scheduler imports no torch, and its connection is encrypted where there are keys. A TCPStore would live and die with one
-of the workers, and be open to all that can reach it.
+To make a group, replicas find each other by a SchedulerStore, over the scheduler's key-value store. The scheduler
+imports no torch, and its connection is encrypted where there are keys. A TCPStore would live and die with one of the
+workers, and be open to all that can reach it.
 """
 
 from __future__ import annotations

@@ -4,11 +4,10 @@ their samples.
 A round goes on at once, or with ``overlap="step"`` beside the next mini-batches. Its outcome is put into the model by
 the thread that trains, whole, after ``delay`` updates.
 
-Where pipelines come and go, rounds are those of :class:`SurvivingBases`, and the scheduler counts
-the updates of all. Heartbeats tell it of them, each eighth of a second where a pipeline has made its share. A worker is
-ready for the next round as soon as it has adopted the last one, and trains on. When the scheduler names the members,
-stage 0 tells the other stages before a turn, and all begin with the model after it. So no pipeline waits for a slow
-one.
+Where pipelines come and go, rounds are those of :class:`SurvivingBases`, and the scheduler counts the updates of all.
+Heartbeats tell it of them, each eighth of a second where a pipeline has made its share. A worker is ready for the next
+round as soon as it has adopted the last one, and trains on. When the scheduler names the members, stage 0 tells the
+other stages before a turn, and all begin with the model after it. So no pipeline waits for a slow one.
 """
 
 from __future__ import annotations
