@@ -186,7 +186,8 @@ def test_a_worker_says_that_it_ends_though_its_last_checkpoint_could_not_be_writ
 ) -> None:
     strategy, run = SDPipeStrategy(num_stages=2), Mock()
     checkpoints = Mock(wait=Mock(side_effect=OSError("No space left on device")))
-    made = Mock(checkpoints=checkpoints, undo=[])
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    made = Mock(checkpoints=checkpoints, undo=[], trainer=trainer)
     made.take_apart = partial(Setup.take_apart, made)
     monkeypatch.setattr(strategy, "_set_up", made)
     monkeypatch.setattr(strategy, "_run", run)
