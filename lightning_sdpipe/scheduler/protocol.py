@@ -143,9 +143,10 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="in
 
 
 class Dealt(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="dealt"):
-    """The answer to an :class:`AskLease`, sent when the lease is decided."""
+    """The answer to the :class:`AskLease` of that ``number``, sent when the lease is decided."""
 
     lease: Lease
+    number: Count
 
 
 class StatusReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="status"):

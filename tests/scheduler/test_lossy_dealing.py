@@ -55,7 +55,7 @@ class WorkerModel:
     def hear(self, reply: m.Reply | e.Reply) -> None:
         for effect in self.talk.hear(reply):
             match effect:
-                case f.Replied(m.AskLease, m.Dealt(lease)):
+                case f.Replied(m.AskLease, m.Dealt(lease=lease)):
                     self.leases.append(lease)
                     self.talk.leases.trained(sum(lease.size for lease in self.leases))
                 case f.Replied(_, e.Start()):
@@ -120,9 +120,9 @@ class LossyDealing(RuleBasedStateMachine):
 
     @rule()
     def the_scheduler_is_killed_and_started_again(self) -> None:
-        """What was under way is lost with the connections."""
+        """What was under way is lost with the connections; leases may have come, and be read only later."""
         self.to_server.clear()
-        self.to_workers.clear()
+        self.to_workers = [(peer, reply) for peer, reply in self.to_workers if isinstance(reply, m.Dealt)]
         self.service = SchedulerService(NoSync(), *self.mesh, now=self.now)
 
     @invariant()

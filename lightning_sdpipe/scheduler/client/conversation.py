@@ -21,7 +21,8 @@ Rules:
    older version of either says nothing, so loss and reordering do no harm. A beat is due at once when something that
    others wait for has changed.
 5. A scheduler that does not know the process may have been restarted. It first hears what the process is, and then the
-   open requests. What was told to the scheduler before it is forgotten, but for the newest checkpoint.
+   open requests. What was told to the scheduler before it is forgotten, but for the newest checkpoint; and a lease by
+   which that one had answered is worth nothing, if it is read only now: the new one was not told of it.
 6. Each transfer counts once: a delayed message never asks again for a snapshot that was taken or dropped, nor for a
    state that this process has answered for.
 7. When the process must end, or the run is over, nothing is said any more but a departure and beats.
@@ -399,8 +400,8 @@ class Conversation:
         match of.request, reply:
             case m.Ready(iteration=iteration), m.Answer():
                 return m.iteration_of(self.worker, reply) == iteration
-            case m.AskLease(segment=segment, ordinal=ordinal), m.Dealt(lease=lease):
-                return (lease.segment, lease.ordinal) == (segment, ordinal)
+            case m.AskLease(segment=segment, ordinal=ordinal), m.Dealt(lease=lease, number=number):
+                return (lease.segment, lease.ordinal) == (segment, ordinal) and number in of.numbers
             case e.Meet(key=key), e.HasMet(met=met):
                 return met.key == key
             case e.AskRegroup(group=group), e.Again(sequence=sequence):
@@ -464,7 +465,10 @@ class Conversation:
             for kind, fields in tuple(self._lasting.values()) if self._member else ():
                 self._say(kind, fields, told=True)
             for of in self._open.values():
-                of.at = -math.inf if isinstance(of.request, e.MemberRequest) else of.at
+                if isinstance(of.request, m.AskLease):  # it has not heard of an answer that was not read yet
+                    of.numbers, of.at = [], 0.0
+                elif isinstance(of.request, e.MemberRequest):
+                    of.at = -math.inf
         if self._enrolment is None:
             return []
         resumes = e.Resumes(

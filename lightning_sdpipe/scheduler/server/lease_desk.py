@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from lightning_sdpipe.dealing.leases import Asked, LeaseEvent, Returned, Segment, Trained
+from lightning_sdpipe.dealing.leases import Asked, LeaseEvent, Returned, Trained
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
 from lightning_sdpipe.scheduler import membership_protocol as e
@@ -27,8 +27,8 @@ class LeaseDesk:
         self._driver, self._dealer = driver, driver.dealer
         self._groups = groups
         self._outbox = outbox
-        self._asking: dict[Worker, tuple[bytes, Segment, int]] = {}
-        """Workers whose ask for a lease is not decided: the peer to answer, the segment and the ordinal."""
+        self._asking: dict[Worker, tuple[bytes, m.AskLease]] = {}
+        """Workers whose ask for a lease is not decided: the peer to answer, and the request."""
         self._present: set[int] | None = None
         """Pipelines that may hold leases; None before the first members are known."""
 
@@ -39,10 +39,10 @@ class LeaseDesk:
             self._outbox.say(peer, failure.said())
             return
         if (lease := self._dealer.answer(worker.pipeline, segment, request.ordinal)) is not None:
-            self._outbox.say(peer, m.Dealt(lease))
+            self._outbox.say(peer, m.Dealt(lease, request.number))
         else:
             again = worker in self._asking
-            self._asking[worker] = peer, segment, request.ordinal
+            self._asking[worker] = peer, request
             try:
                 self.deal(Asked(worker, segment, request.ordinal, request.done), now)
             except RefusedEvent:
@@ -60,10 +60,10 @@ class LeaseDesk:
     def deal(self, event: LeaseEvent, now: float) -> None:
         """Tell the dealer of ``event``, and answer the asks that it decides."""
         self._driver.deal(event, now)
-        for worker, (peer, segment, ordinal) in list(self._asking.items()):
-            lease = self._dealer.answer(worker.pipeline, segment, ordinal)
+        for worker, (peer, request) in list(self._asking.items()):
+            lease = self._dealer.answer(worker.pipeline, request.segment, request.ordinal)
             if lease is not None:
-                self._outbox.say(peer, m.Dealt(lease))
+                self._outbox.say(peer, m.Dealt(lease, request.number))
                 del self._asking[worker]
 
     def _missing(self, asker: Worker) -> list[Worker]:

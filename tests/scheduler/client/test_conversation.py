@@ -299,16 +299,29 @@ def test_what_was_dealt_is_told_to_a_scheduler_that_was_started_again() -> None:
     both = conversation()
     both.hear(e.Start(Epoch(1, (), "tested"), True))
     assert both.leases.book() is None, "nothing was"
-    ask(both, m.AskLease, SEGMENT, 0)
+    number = ask(both, m.AskLease, SEGMENT, 0).number
     lease = Lease(SEGMENT, 1, 0, 0, 0, 4, 0.0, 1.0)
-    assert both.hear(m.Dealt(msgspec.structs.replace(lease, ordinal=1))) == []
-    assert both.hear(m.Dealt(lease)) == [f.Replied(m.AskLease, m.Dealt(lease))]
+    assert both.hear(m.Dealt(msgspec.structs.replace(lease, ordinal=1), number)) == []
+    assert both.hear(m.Dealt(lease, number)) == [f.Replied(m.AskLease, m.Dealt(lease, number))]
     both.ask(e.Enrol, {})
     both.hear(e.Stranger())
     enrol = both.due(0.0)[0]
     assert isinstance(enrol, e.Enrol)
     assert enrol.resumes is not None
     assert enrol.resumes.book == Book(SEGMENT, (lease,), False, Done(0, None, 0.0))
+
+
+def test_a_lease_of_an_earlier_scheduler_that_is_read_too_late_to_be_told_does_not_count() -> None:
+    """The new one deals these batches again, perhaps to another pipeline."""
+    talk = enrolled()
+    early, again = ask(talk, m.AskLease, SEGMENT, 0), Lease(SEGMENT, 1, 0, 0, 0, 2, 0.0, 1.0)
+    talk.hear(e.Stranger())
+    (enrol,) = (request for request in talk.due(0.1) if isinstance(request, e.Enrol))
+    assert enrol.resumes is not None
+    assert enrol.resumes.book == Book(SEGMENT, (), False, enrol.resumes.book.done if enrol.resumes.book else Done(0))
+    assert talk.hear(m.Dealt(msgspec.structs.replace(again, stop=4), early.number)) == []
+    (asked,) = talk.due_in_training(0.1)
+    assert talk.hear(m.Dealt(again, asked.number)) == [f.Replied(m.AskLease, m.Dealt(again, asked.number))]
 
 
 @pytest.mark.parametrize("lifeline", [True, False])

@@ -61,7 +61,7 @@ REPLIES = [
     e.Now(4, e.Line(5555, b"nonce", 1.0, 30.0), EPOCH, "too few", ("state-1",), (3, 4)),
     e.Stored(4, (b"a", None)),
     m.Invitation(GROUP),
-    m.Dealt(LEASE),
+    m.Dealt(LEASE, 3),
     m.RowsReply(2.5, ((A, About("host", "cpu", 3, 32)),), 0, 1, (b"\x90",)),
 ]
 
