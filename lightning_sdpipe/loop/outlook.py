@@ -14,6 +14,8 @@ from lightning_sdpipe.scheduler.rows import MOST_METRICS, Doing
 
 _LONGEST = 255
 """Most characters of a metric's name."""
+_NEVER = 1e9
+"""Seconds, 30 years, from which on no end is known, as of ``max_steps=sys.maxsize``."""
 
 
 class Outlook:
@@ -34,15 +36,15 @@ class Outlook:
             limit = seconds_between(timer) if isinstance(timer, Timer) else None  # None for a moment after a batch
             if limit is not None:
                 self._ends = now + limit - timer.time_elapsed()
-        share, left = self._share(), self._ends - now
+        share, left, metrics = self._share(), self._ends - now, self.metrics  # which the other thread replaces
         if share > self._first:
             left = min(left, (now - self._began) * (1 - share) / (share - self._first))
         return Doing(
             "validating" if trainer.validating or trainer.sanity_checking else "training",
             trainer.current_epoch if not epochs else min(trainer.current_epoch, epochs - 1),  # behind the last one
             epochs,
-            max(0, round(left)) if left < math.inf else None,
-            tuple((name[:_LONGEST], f"{self.metrics[name]:.4g}") for name in sorted(self.metrics)[:MOST_METRICS]),
+            max(0, round(left)) if left < _NEVER else None,
+            tuple((name[:_LONGEST], f"{metrics[name]:.4g}") for name in sorted(metrics)[:MOST_METRICS]),
         )
 
     def _share(self) -> float:

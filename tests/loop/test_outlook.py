@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +36,7 @@ def at(of: Any, epoch: int, batch: int) -> None:
         ({"max_epochs": None, "max_steps": 20}, 10),
         ({"max_steps": 20}, 10),
         ({"max_epochs": -1}, None),
+        ({"max_epochs": -1, "max_steps": sys.maxsize}, None),  # and no heartbeat could say so many seconds
         ({"num_training_batches": math.inf}, 90),  # of whole epochs
         ({"num_training_batches": 5}, 30),  # a fast pipeline trains more batches than its share
     ],
@@ -80,3 +83,16 @@ def test_metrics_are_texts_of_which_the_first_are_told() -> None:
     assert told.what == "validating"
     assert told.metrics[:2] == (("loss", "nan"), ("val_loss", "0.1235"))
     assert len(told.metrics) == 8
+
+
+def test_metrics_may_be_replaced_while_a_heartbeat_tells_them() -> None:
+    """An error there would end the heartbeats, and with them the run."""
+    outlook = Outlook(trainer(), lambda: 0.0)
+
+    class Replaced(dict[str, float]):
+        def __iter__(self) -> Iterator[str]:
+            outlook.metrics = {}
+            return super().__iter__()
+
+    outlook.metrics = Replaced(loss=1.0)
+    assert outlook.doing().metrics == (("loss", "1"),)
