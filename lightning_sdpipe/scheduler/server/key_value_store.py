@@ -114,7 +114,8 @@ class KeyValueStore:
             return self._sums[once], []
         before = self.get((key,))[0]
         number = before or b"0"
-        value = int(number) + amount if number.removeprefix(b"-").isdigit() else MAX_NUMBER + 1
+        is_number = number.removeprefix(b"-").isdigit() and len(number) <= len(b"%d" % -MAX_NUMBER)
+        value = int(number) + amount if is_number else MAX_NUMBER + 1
         if abs(value) > MAX_NUMBER:
             raise StoreFull(f"{amount} more at {key}, which has no number, or one that would be beyond 64 bits")
         answered = self.put(key, b"%d" % value)

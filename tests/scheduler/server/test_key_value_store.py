@@ -23,6 +23,15 @@ def test_what_was_just_put_is_there_and_the_oldest_other_room_is_not() -> None:
     assert store.get(("old/a", "new/sum")) == (None, b"7")
 
 
+@pytest.mark.parametrize("value", [b"x", b"-", b"1.5", b"9" * 5000])
+def test_nothing_is_added_to_what_is_no_number_of_64_bits(value: bytes) -> None:
+    store = KeyValueStore()
+    store.put("a/n", value)
+    with pytest.raises(StoreFull, match="1 more at a/n, which has no number, or one that would be beyond 64 bits"):
+        store.add("a/n", 1, (b"0.0", 1))
+    assert store.get(("a/n",)) == (value,)
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(0, 6)), max_size=40))
 def test_it_never_holds_more_than_it_may(puts: list[tuple[str, int, int]]) -> None:
     """And answers who waits for a key that is put."""
