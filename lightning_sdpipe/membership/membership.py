@@ -74,8 +74,7 @@ class Membership(RunState):
                 return [w.Denied(event.worker, event.incarnation, refused)]
             if self.terms.fixed and isinstance(event, w.Ended | w.Departed):
                 here = self.is_here(event.worker, event.incarnation)
-                reason = event.reason if isinstance(event, w.Ended) else "was told to end"
-                return self.ending.ends(reason, event.worker) if here else []
+                return self.ending.ends(_ended(event), event.worker) if here else []
             heard = self._returning.hear_other(event, self.roster)
             return heard + (self._end_recovery(self._returning, now) if self._returning.complete() else [])
         if isinstance(event, w.Enrolled):
@@ -106,16 +105,16 @@ class Membership(RunState):
                 return self._meet() if met is None else [met]
             case w.Ended(how="ended" | "silent") if done:
                 return []  # as it said it would
-            case w.Ended(_, _, reason, how) if self.terms.fixed:
-                return self._ends_it(worker, reason if how == "failed" else f"its process {reason}")
+            case w.Ended() if self.terms.fixed:
+                return self._ends_it(worker, _ended(event))
             case w.Ended(_, _, reason, "ended" | "silent"):
                 return self._goes(worker.pipeline, f"stage {worker.stage} {reason}", now)
             case w.Ended(_, _, reason):
                 joins = not here.member and bool(self.members)  # the training members would not follow it
                 decisions = self._goes(worker.pipeline, f"stage {worker.stage} failed: {reason}", now)
                 return decisions if joins else decisions + self.ending.fails(worker.pipeline, reason)
-            case w.Departed(_, _, finished):
-                return self._departed(worker, finished, now)
+            case w.Departed():
+                return self._departed(event, now)
             case w.Published():
                 self.ending.newest = event
                 return []
@@ -261,7 +260,8 @@ class Membership(RunState):
             now,
         )
 
-    def _departed(self, worker: Worker, finished: bool, now: float) -> list[MemberDecision]:
+    def _departed(self, event: w.Departed, now: float) -> list[MemberDecision]:
+        worker, finished = event.worker, event.finished
         here = self.roster.here[worker.pipeline]
         if finished and (here.member or self.terms.fixed):
             here.move_process(worker.stage, "finishes")
@@ -272,8 +272,8 @@ class Membership(RunState):
                     self.roster.goes(worker.pipeline, "it has finished before the others came")
             return self.ending.have_finished(self.epoch, self.roster.here) + self._meet()
         if self.terms.fixed:
-            return self._ends_it(worker, "was told to end")
-        said = "has finished before its pipeline took part" if finished else "was told to end"
+            return self._ends_it(worker, _ended(event))
+        said = "has finished before its pipeline took part" if finished else _ended(event)
         return self._goes(worker.pipeline, f"stage {worker.stage} {said}", now, left=True)
 
     def _heard(self, worker: Worker, incarnation: int) -> list[MemberDecision]:
@@ -387,3 +387,10 @@ class Membership(RunState):
                 )
                 decisions.append(w.Denied(Worker(stage, i), self.roster.here[i].incarnation, reason))
         return decisions
+
+
+def _ended(event: w.Ended | w.Departed) -> str:
+    """Return what has happened to the process, for people."""
+    if isinstance(event, w.Departed):
+        return "was told to end"
+    return event.reason if event.how == "failed" else f"its process {event.reason}"

@@ -29,7 +29,7 @@ class Reason(StrEnum):
     TOKEN_BUSY = "token busy"
     """Waiting was needed to connect the sync-graph, but another stage holds the token: waiting could deadlock."""
     WORKER_LOST = "worker lost"
-    """The workers that the group waited for left or fell silent, and the remaining ones need not wait any longer."""
+    """The workers that the group waited for left or were lost, and the remaining ones need not wait any longer."""
     MATCHED = "matched"
     """The workers were drawn to average with each other (AD-PSGD)."""
     STALENESS = "staleness"

@@ -60,6 +60,9 @@ def test_a_process_that_has_ended_ends_the_run_by_name(event: w.MemberEvent, sai
     assert isinstance(gone, w.Gone), "the first one counts"
     (denied,) = core.on(w.Enrolled(Worker(0, 0), 8, SAME), 3.0)
     assert isinstance(denied, w.Denied), "a failed run makes no room"
+    recovering = Membership(STAGES, ElasticConfig.of_fixed(PIPELINES))
+    assert recovering.on(w.Resumed(Worker(1, 0), 7, SAME, core.epoch), 0.0) == []
+    assert recovering.on(event, 1.0) == [over], "so it does while a new scheduler waits for others"
 
 
 def test_one_that_finished_makes_room_for_the_next() -> None:
