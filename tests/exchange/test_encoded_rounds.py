@@ -209,8 +209,15 @@ def offer(
     rounds.complete(gradients)
 
 
-@pytest.mark.parametrize("hosts", [None, {0: "a", 1: "b", 2: "a"}], ids=repr)
-@pytest.mark.parametrize("payload", [Half(), EightBit(block=64, feedback=True), OneBit(64)], ids=repr)
+ON_TWO_HOSTS = {0: "a", 1: "b", 2: "a"}
+ROUNDING = Half(), EightBit(block=64, feedback=True), OneBit(64)
+
+
+@pytest.mark.parametrize(
+    ("payload", "hosts"),
+    [(Full(), ON_TWO_HOSTS), *((payload, hosts) for payload in ROUNDING for hosts in (None, ON_TWO_HOSTS))],
+    ids=repr,
+)
 def test_those_present_have_equal_bits_and_over_time_everything_arrives(
     crews: tuple[Crew, Crew], payload: Payload, hosts: Mapping[int, str] | None
 ) -> None:
