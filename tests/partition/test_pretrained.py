@@ -19,8 +19,8 @@ from tests.features.running import on_four_ranks, pipelines
 
 pytestmark = pytest.mark.distributed
 
-WIDTH, DEPTH, FILES = 1024, 16, 8
-WHOLE = DEPTH * WIDTH * WIDTH * 4  # bytes: 64 MiB
+WIDTH, DEPTH, FILES = 2048, 16, 8
+WHOLE = DEPTH * WIDTH * WIDTH * 4  # bytes: 256 MiB, beside which what Python takes is little
 
 
 def build() -> nn.Sequential:
