@@ -73,7 +73,10 @@ class Membership(RunState):
             if isinstance(event, w.Enrolled) and (refused := self._refusal(event)):
                 return [w.Denied(event.worker, event.incarnation, refused)]
             if self.terms.fixed and isinstance(event, w.Ended | w.Departed):
-                here = self.is_here(event.worker, event.incarnation)
+                finished, here = self._returning.finished, self.is_here(event.worker, event.incarnation)
+                if here and isinstance(event, w.Departed) and event.finished:
+                    finished[event.worker] = event
+                here &= event.worker not in finished
                 return self.ending.ends(_ended(event), event.worker) if here else []
             heard = self._returning.hear_other(event, self.roster)
             return heard + (self._end_recovery(self._returning, now) if self._returning.complete() else [])
@@ -341,7 +344,8 @@ class Membership(RunState):
         self.epoch = msgspec.structs.replace(returning.epoch, members=back)
         self.donations.number_from(1000 * self.epoch.number)
         decisions += self._new_epoch("the scheduler was started again", lost=lost)
-        for event in returning.early.values():
+        later: list[MemberEvent] = [*returning.early.values(), *returning.finished.values()]
+        for event in later:
             decisions += self._on(event, now)
         return decisions + self._admit(now) + self._meet()
 

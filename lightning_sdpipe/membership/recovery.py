@@ -24,6 +24,8 @@ class MemberRecovery:
         self.epoch = first.epoch
         self.early: dict[Worker, Enrolled] = {}
         """Enrolments that came meanwhile, to be decided afterwards."""
+        self.finished: dict[Worker, w.Departed] = {}
+        """Processes of a fixed roster that came back and finished meanwhile, likewise."""
         self._depth, self._fixed = depth, fixed
         self._back: dict[Member, set[int]] = {}
         self._received: dict[Member, set[int]] = {}

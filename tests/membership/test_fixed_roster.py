@@ -92,6 +92,20 @@ def test_a_process_that_does_not_come_back_to_a_new_scheduler_ends_the_run() -> 
     assert denied.must_end
 
 
+def test_a_process_that_finishes_while_a_new_scheduler_waits_for_others_has_finished() -> None:
+    epoch, core = started().epoch, Membership(STAGES, ElasticConfig.of_fixed(PIPELINES))
+    for worker in ALL[1:]:
+        assert core.on(w.Resumed(worker, 7, SAME, epoch), 0.0) == []
+    assert core.on(w.Departed(ALL[1], 7, finished=True), 1.0) == []
+    assert core.on(w.Ended(ALL[1], 7, "ended"), 2.0) == [], "as it said that it would"
+    (again,) = core.on(w.Resumed(ALL[0], 7, SAME, epoch), 3.0)
+    assert isinstance(again, w.Epoch)
+    core.validate()
+    left = [worker for worker in ALL if worker != ALL[1]]
+    decisions = [d for worker in left for d in core.on(w.Departed(worker, 7, finished=True), 4.0)]
+    assert decisions == [w.RunOver("all pipelines have finished their training", failed=False)]
+
+
 def test_a_scheduler_for_both_kinds_of_run_serves_that_whose_process_comes_first() -> None:
     core = Membership(1, ElasticConfig(settle=0.0), num_pipelines=2)
     for incarnation in (7, 8):

@@ -312,7 +312,7 @@ class MembershipDesk:
                     say(peer, e.Noted(request.number))
                     if done:
                         self._decide(w.Published(worker, incarnation, path, update), now)
-            case e.Depart(finished=True) if core.recovering:
+            case e.Depart(finished=True) if core.recovering and not core.terms.fixed:
                 return  # it asks again
             case e.Depart(finished=finished, failed=failed):
                 say(peer, e.Noted(request.number))
@@ -324,6 +324,7 @@ class MembershipDesk:
                 if core.terms.fixed and finished:
                     self._presence.leaves(worker)
                     self._levels.goes([worker])
+                    self._early.forget([worker])
             case e.Store():
                 self._store.handle(peer, request, self._outbox, now)
 

@@ -350,6 +350,17 @@ class TestRestart:
         assert failure is not None
         assert (failure.worker, failure.reason[:24]) == (B, "it did not come back to ")
 
+    def test_a_worker_that_finishes_before_all_are_back_is_let_go(self) -> None:
+        d = self.restarted()
+        d.say(m.Leave, A, now=1.0)
+        assert (beats(A), e.Noted(d.number + 1)) in d.say(e.Depart, A, True, now=1.0)
+        d.service.members.process_ended(A, 7, 2.0)
+        d.resume(B, now=3.0)
+        d.tick(3.5)
+        assert d.service.failure is None
+        d.join(B, now=4.0)
+        assert d.say(m.Ready, B, 6, now=4.0)[0][1] == m.Answer(group(B, sequence=42), (6,)), "it does not wait for A"
+
     def test_it_waits_for_nobody_else_once_all_are_back(self) -> None:
         d = Dialogue(NoSync())
         d.resume(A)
