@@ -147,5 +147,9 @@ def test_the_orders_of_one_stage_are_those_of_torch(num_stages: int) -> None:
                 ours, theirs = Recorder(stage, num_stages), Recorder(stage, num_stages)
                 run_ahead(ours, parts, ahead)
                 schedule = kind(theirs, parts, loss_fn=lambda loss, _: loss, scale_grads=False)  # type: ignore[arg-type]
-                schedule.step(target=torch.arange(parts), return_outputs=False)
+                try:
+                    schedule.step(target=torch.arange(parts), return_outputs=False)
+                except ValueError:  # torch 2.9 wants a micro-batch for every stage
+                    assert parts < num_stages
+                    continue
                 assert ours.asked == theirs.asked
