@@ -38,11 +38,11 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 39_030,
-    "code lines of recipes, without baselines and tools": 7_460,
-    "code lines of tests": 42_400,
-    "statements that raise something": 590,
-    "types of messages, events, decisions and effects": 84,
+    "code lines of the package": 38_270,
+    "code lines of recipes, without baselines and tools": 7_390,
+    "code lines of tests": 42_330,
+    "statements that raise something": 562,
+    "types of messages, events, decisions and effects": 82,
 }
 """The largest values allowed. A commit that lowers one lowers its bar; a feature that needs more says how much."""
 
@@ -53,7 +53,7 @@ WAY = 35
 """Modules of the package in which code runs between two mini-batches of SemiDecentralized under 1F1B, on two pipelines
 of two stages. The aim is 30; the number is only ever made smaller."""
 
-CALLS = 173
+CALLS = 166
 """Python functions that a step of one pipeline of one stage calls beyond a step of Lightning's DDP, which calls about
 1,850; the number is only ever made smaller."""
 
