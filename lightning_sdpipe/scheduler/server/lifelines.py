@@ -37,6 +37,8 @@ PROBES_PER_LIMIT, MOST_PROBES = 8, 127
 _OUT_OF_REACH = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 _LAST_REPLY = 56
 """Offset in Linux's ``tcp_info`` of the milliseconds since the peer's kernel last acknowledged anything."""
+LEAST_SILENCE = 3.0
+"""Seconds in which a machine has three chances to reply, as it is asked once a second at most."""
 
 
 class Lines:
@@ -63,13 +65,13 @@ class Lines:
 
     def answers(self, worker: Worker, incarnation: int, within: float) -> bool:
         """Return whether that process still runs, or is stopped, on a machine that can be reached: whether its machine
-        has replied on its connection in the last ``within`` seconds."""
+        has replied on its connection in the last ``within`` seconds, and at least :data:`LEAST_SILENCE`."""
         for nonce, connection in list(self.connections.items()):
             if self._given.get(nonce) == (worker, incarnation):
                 with contextlib.suppress(OSError):  # it was closed meanwhile
                     info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _LAST_REPLY + 4)
                     (milliseconds,) = struct.unpack_from("=I", info, _LAST_REPLY)
-                    return bool(milliseconds < 1000 * within)
+                    return bool(milliseconds < 1000 * max(within, LEAST_SILENCE))
         return False
 
     def take(self, nonce: bytes) -> tuple[Worker, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -167,16 +168,24 @@ def test_a_worker_that_is_stopped_for_longer_than_the_limit_loses_no_iteration()
         subprocess.Popen([sys.executable, "-c", TRAINS, server.address], stdout=subprocess.PIPE) as b,
     ):
         assert b.stdout is not None
-        a.join()
-        sequences = [int(b.stdout.readline()) for _ in range(20)]
-        os.kill(b.pid, signal.SIGSTOP)
-        lost = server.service.members._presence._silence.lost
-        until(lambda: B in lost)
-        a.ready(0)
-        assert a.group().members == (A,)
-        os.kill(b.pid, signal.SIGCONT)
-        sequences += map(int, b.stdout.read().split())
-        assert b.wait() == 0
+        numbers = itertools.count()
+
+        def is_alone() -> bool:
+            a.ready(next(numbers))
+            return a.group().members == (A,)
+
+        try:
+            a.join()
+            sequences = [int(b.stdout.readline()) for _ in range(20)]
+            os.kill(b.pid, signal.SIGSTOP)
+            lost = server.service.members._presence._silence.lost
+            until(lambda: B in lost)
+            until(is_alone)  # what it said before may have waited until now
+            os.kill(b.pid, signal.SIGCONT)
+            sequences += map(int, b.stdout.read().split())
+            assert b.wait() == 0
+        finally:
+            b.kill()
         assert sequences == sorted(set(sequences))
         assert len(sequences) == 100
         assert server.service.failure is None
