@@ -38,9 +38,9 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 38_270,
+    "code lines of the package": 38_300,
     "code lines of recipes, without baselines and tools": 7_390,
-    "code lines of tests": 42_330,
+    "code lines of tests": 42_350,
     "statements that raise something": 562,
     "types of messages, events, decisions and effects": 82,
 }
