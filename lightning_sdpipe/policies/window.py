@@ -7,21 +7,23 @@ start at 1: workers start together, so long windows end early ("everybody came")
 short would cut the first groups to pieces. They end at 1/64: a worker that was in full company for long gets its
 maximum back within six small groups.
 
-**An automatic window** ends when the last of those should have come that are expected within a quarter of an iteration,
-and is empty when none is. Looking farther ahead, fast devices would wait most of the time for slow ones, with which
-they cannot stay in step; looking less far, groups connect the stage so slowly that more is lost when connectivity is
-enforced, which waits for a whole delay of a straggler. With many workers one is always about to come, so from 16
-on it looks 1/√N ahead. A worker is expected one iteration after its last group; one that is late is a straggler, which
-none awaits. Two pipelines out of step show why a mere length does not do: each waits its T in vain, both fall back by
-T, and they never meet. With the expected arrivals, the one that comes shortly before the other waits and the other does
-not, so they meet at once; if they are farther apart, the next enforced group brings them together.
+**An automatic window** ends when the last of those should have come that are expected within a quarter of its worker's
+own iteration, and is empty when none is. Looking farther ahead, fast devices would wait most of the time for slow ones,
+with which they cannot stay in step; looking less far, groups connect the stage so slowly that more is lost when
+connectivity is enforced, which waits for a whole delay of a straggler. A slow device waits longer since that costs it
+no larger part of its time, and then it meets the fast ones nearly every time: a device four times as slow may wait for
+a whole iteration of theirs. With many workers one is always about to come, so from 16 on it looks 1/√N ahead. A worker
+is expected one iteration, the stage's median, after its last group; one that is late is a straggler, which none awaits.
+Two pipelines out of step show why a mere length does not do: each waits its T in vain, both fall back by T, and they
+never meet. With the expected arrivals, the one that comes shortly before the other waits and the other does not, so
+they meet at once; if they are farther apart, the next enforced group brings them together.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Literal
 
@@ -30,8 +32,8 @@ GROW = 2.0
 SHRINK = 0.9
 
 HORIZON = 0.25
-"""Largest distance, in iterations, that an automatic window looks ahead. It is less than half of one, so that of two
-workers out of step only one waits."""
+"""Largest distance, in iterations of the worker that opens it, that an automatic window looks ahead. It is less than
+half of one, so that of two workers out of step only one waits."""
 
 SLACK = 1 / 6
 """Largest delay of an expected worker, as a part of the horizon."""
@@ -46,6 +48,9 @@ Length = float | Literal["auto", "paper"]
 MEMORY = 31
 """Number of iteration times of the stage that are remembered; their median is the pattern, which stragglers do not
 move."""
+
+OWN_MEMORY = 5
+"""Number of iteration times of each worker that are remembered; the shortest is its own, without what held it up."""
 
 
 class AdaptiveWindow:
@@ -64,6 +69,7 @@ class AdaptiveWindow:
         self._iteration_time: float | None = None
         self._recent: deque[float] = deque(maxlen=MEMORY)
         self._sorted: list[float] = []
+        self._own: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=OWN_MEMORY))
         self._released_at: dict[int, float] = {}
         self._expected: dict[int, float] = {}
         """Workers of ``_released_at`` that are not late, in the order of their release and so of their arrival."""
@@ -75,29 +81,29 @@ class AdaptiveWindow:
     def length(self, worker: int, now: float) -> float:
         """Return the length in seconds of the window that ``worker`` opens by arriving now."""
         if self._maximum == "auto":
-            return self._until_the_expected_came(now)
+            return self._until_the_expected_came(worker, now)
         if self._maximum == "paper":
             measured = self._iteration_time
             longest = UNMEASURED if measured is None else measured / self._num_workers
             return self._fractions[worker] * longest
         return self._fractions[worker] * self._maximum
 
-    def _until_the_expected_came(self, now: float) -> float:
+    def _until_the_expected_came(self, worker: int, now: float) -> float:
         if self._iteration_time is None:
             return UNMEASURED
-        horizon = self._horizon * self._iteration_time
+        horizon = self._horizon * min(self._own[worker], default=self._iteration_time)
         slack = SLACK * horizon
         length, late = 0.0, []
-        for worker, released_at in self._expected.items():
+        for other, released_at in self._expected.items():
             wait = released_at + self._iteration_time - now
             if wait > horizon:
                 break
             if wait < -slack:
-                late.append(worker)
+                late.append(other)
             else:
                 length = max(wait, 0.0) + slack
-        for worker in late:  # each is looked at once: near-constant time per signal
-            del self._expected[worker]
+        for other in late:  # each is looked at once: near-constant time per signal
+            del self._expected[other]
         return length
 
     def adapt(self, worker: int, came_out_small: bool) -> None:
@@ -126,6 +132,7 @@ class AdaptiveWindow:
                 self._sorted.remove(self._recent[0])
             self._recent.append(taken)  # forgets the oldest
             insort(self._sorted, taken)
+            self._own[worker].append(taken)
             self._iteration_time = self._sorted[(len(self._sorted) - 1) // 2]
 
     def paused(self, worker: int) -> None:

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_sdpipe.heterogeneity import Static
 from lightning_sdpipe.policies import Joined, Left, Lost, Ready, Reason, RefusedEvent, Tick, Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.pairing import uniform
 from lightning_sdpipe.policies.policy import Unit
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized, SemiDecentralizedPolicy
-from lightning_sdpipe.simulate import simulate
+from lightning_sdpipe.simulate import Work, jittered, simulate
 from tests.policies.scripted import brief, join_all, straggling
 
 W = Worker
@@ -256,7 +257,7 @@ def test_an_automatic_window_awaits_those_who_are_expected_soon() -> None:
     assert brief(policy.on(Tick(), 2.5)) == [(0, (3,), CLOSED)]
     assert brief(policy.on(Ready(W(0, 0), 1), 2.6)) == [(0, (0,), CLOSED)], "1 and 2 are late, 3 is due at 4.5"
     assert brief(policy.on(Ready(W(0, 1), 1), 4.5)) == []
-    assert policy.deadline() == pytest.approx(2.5 + 2.6 + 0.65 / 6), "2.6 s is the median now: 3 is due within 0.65"
+    assert policy.deadline() == pytest.approx(2.6 + 2.6 + 1.125 / 6), "2.6 s is the median: 0 is due within 4.5 / 4 s"
 
 
 def test_of_two_workers_out_of_step_only_the_later_one_waits_and_they_meet() -> None:
@@ -277,8 +278,18 @@ def test_an_automatic_window_looks_less_far_ahead_with_many_pipelines(pipelines:
         policy.on(Ready(W(0, i), 0), 0.0)
     policy.on(Ready(W(0, 0), 1), 1.0)  # an iteration takes 1 s
     assert brief(policy.on(Tick(), 1.1)) == [(0, (0,), CLOSED)]
-    policy.on(Ready(W(0, 1), 1), 1.9)  # 0 is due 0.2 s later
+    policy.on(Ready(W(0, 1), 1), 1.8)  # 0 is due 0.3 s later
     assert (policy.deadline() is not None) == waits
+
+
+def test_slow_workers_wait_for_fast_ones_and_seldom_train_alone() -> None:
+    slow = Static((1.0, 1.0, 2.0, 4.0))
+    run = simulate(SemiDecentralized(), Work(1, 4, 200, jittered(1.0, 0.05, seed=0), heterogeneity=slow))
+    for number in (2, 3):
+        sizes = [len(group.members) for _, group in run.groups if W(0, number) in group.members]
+        assert sizes.count(1) / len(sizes) < 0.6
+    bound = 1 + 1 + 1 / 2 + 1 / 4
+    assert sum(run.rates(20)) / bound > 0.93
 
 
 def test_where_candidates_are_split_few_workers_are_held_up_by_enforcement() -> None:
