@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -113,7 +114,16 @@ def main(config: DictConfig) -> None:
     print(", ".join(f"{package} {version}" for package, version in report["versions"].items()), end="\n\n")
     print(ratio_table(report["ratios"], lower_is_better))
     if config.json:
-        Path(config.json).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+        Path(config.json).write_text(json.dumps(finite(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """Return what JSON can hold: a run that never arrives has None for its infinitely many samples."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite(each) for name, each in value.items()}
+    return [*map(finite, value)] if isinstance(value, (list, tuple)) else value
 
 
 if __name__ == "__main__":

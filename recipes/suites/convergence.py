@@ -95,8 +95,8 @@ def run(
         parts: by name: the methods that are ``compared``, under which ``conditions``, at which multiples of the
             learning rate (``rates``), and how many ``repeats`` with seeds that count up.
         only: names of parts.
-        tasks: by name: ``model`` and ``data``, the ``metric``, ``variance_correction``, whether the metric is
-            ``rising``, whether differences are ``relative``, and the ``goal`` of the final difference.
+        tasks: by name: ``model`` and ``data``, the ``metric`` (the larger the better, at most 1),
+            ``variance_correction``, and the ``goal`` of the final difference in points.
         learned: names of tasks.
         pipelines: their number under each condition.
         fields: others of :class:`Learning`, the same for all.
@@ -119,7 +119,7 @@ def run(
                 row = case.columns | grid.measured(_without_time(case.asked), measure)
                 rows.append(row | {"curve": _in_time(case.asked, row)})
     for group in _groups(rows):
-        note_targets(group, tasks[group[0]["task"]]["rising"])
+        note_targets(group)
     if output is not None:
         for task in learned:
             _draw(chosen(rows, task=task), Path(output), task, tasks[task]["metric"])
@@ -157,7 +157,7 @@ def _cases(
 def _measure_at_once(grid: Grid, asked: Sequence[Learning], processes: int) -> None:
     """Measure what the grid does not have yet."""
     asked = [each for each in asked if not grid.has(each)]
-    with ProcessPoolExecutor(processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         results = pool.map(measure, asked) if processes > 1 else map(measure, asked)
         for number, (each, row) in enumerate(zip(asked, results, strict=True)):
             grid.keep(each, row)
@@ -183,6 +183,7 @@ def _in_time(asked: Learning, row: Row) -> list[list[float]]:
 def measure(asked: Learning) -> Row:
     """Return the ``curve`` of a training: seconds, samples of all pipelines, and the metric of their mean; its last
     value, ``final``, and ``iterations``, the mini-batches of an equal share of an epoch."""
+    torch.set_num_threads(1)
     method = seeded(asked.method, asked.seed)
     jointly = isinstance(method, AllReduce)
     replicas = Replicas(
@@ -226,28 +227,26 @@ def _groups(rows: Sequence[Row]) -> list[list[Row]]:
     return [chosen(rows, **dict(zip(GROUP, key, strict=True))) for key in keys]
 
 
-def note_targets(rows: Sequence[Row], rising: bool) -> None:
+def note_targets(rows: Sequence[Row]) -> None:
     """Note the time and the samples to the target in each row, if there is an all-reduce."""
     if base := chosen(rows, what=BASELINE):
         at = round(TARGET_AT * len(base[0]["curve"])) - 1
         target = statistics.fmean(row["curve"][at][2] for row in base)
         for row in rows:
-            reached = to_target(row["curve"], target, rising) or (None, None)
+            reached = to_target(row["curve"], target) or (None, None)
             row["seconds"] = row["curve"][-1][0]
             row |= {"target": target, "seconds_to_target": reached[0], "samples_to_target": reached[1]}
 
 
-def to_target(curve: Sequence[Sequence[float]], target: float, rising: bool) -> tuple[float, float] | None:
+def to_target(curve: Sequence[Sequence[float]], target: float) -> tuple[float, float] | None:
     """Return seconds and samples at which the curve first reaches ``target``, between its points in proportion; None if
     it does not."""
-    sign = 1.0 if rising else -1.0
     before: Sequence[float] | None = None
     for point in curve:
-        missing = sign * (target - point[2])
-        if missing <= 0.0:
+        if point[2] >= target:
             if before is None:
                 return point[0], point[1]
-            share = 1.0 + missing / (sign * (point[2] - before[2]))  # from the last point to this one
+            share = (target - before[2]) / (point[2] - before[2])
             return before[0] + share * (point[0] - before[0]), before[1] + share * (point[1] - before[1])
         before = point
     return None
@@ -268,11 +267,9 @@ def ratios(rows: Sequence[Row], tasks: Mapping[str, Mapping[str, Any]]) -> Ratio
             where = "" if first["part"] == "headline" else f"{first['part']}/"
             where += f"{first['task']}/{first['heterogeneity']}" + ("" if method == OURS else f"/{method}")
             where += "" if first["rate"] == 1 else f"/rate{first['rate']:g}"
-            sign = 100.0 if about["rising"] else -100.0
-            gaps = [sign * (a["final"] - b["final"]) / (b["final"] if about["relative"] else 1.0) for a, b in pairs]
+            gaps = [100 * (a["final"] - b["final"]) for a, b in pairs]
             noise = 100 * statistics.stdev(b["final"] for _, b in pairs) if len(pairs) > 1 else math.nan
-            unit = "%" if about["relative"] else "points"
-            meaning = f"final {about['metric']}, {unit} by which {method} is better than all-reduce (s = {noise:.2g})"
+            meaning = f"final {about['metric']}, points by which {method} is better than all-reduce (s = {noise:.2g})"
             found[f"final/{where}"] = interval(gaps, about["goal"] if plain else None, meaning)
             goals = {"samples": SAMPLES_GOAL, "time": TIME_GOALS.get(first["heterogeneity"]), "rate": None}
             quotients = _quotients(pairs)

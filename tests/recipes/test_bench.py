@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import math
 import multiprocessing
 import os
 import runpy
@@ -81,6 +82,14 @@ def test_a_goal_is_met_from_its_own_side() -> None:
     assert "≥ 1.5" in table[1]
     assert "≤ 1.5" in table[2]
     assert ["met" in line.split() for line in table[1:]] == [True, False]
+
+
+def test_what_is_infinite_is_null_in_the_file() -> None:
+    report = {"rows": [{"a": 1.5, "curve": [(1, math.nan)]}], "ratios": {"samples": {"high": math.inf, "goal": None}}}
+    assert bench.finite(report) == {
+        "rows": [{"a": 1.5, "curve": [[1, None]]}],
+        "ratios": {"samples": {"high": None, "goal": None}},
+    }
 
 
 def test_rows_of_the_same_columns_share_an_aligned_table() -> None:

@@ -125,16 +125,15 @@ def test_each_goal_of_epochs_has_its_trainings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("curve", "target", "rising", "reached"),
+    ("curve", "reached"),
     [
-        ([(1, 10, 0.5), (2, 20, 0.9), (3, 30, 0.8)], 0.8, True, (1.75, 17.5)),
-        ([(1, 10, 0.9), (2, 20, 0.5)], 0.8, True, (1, 10)),
-        ([(1, 10, 0.5), (2, 20, 0.7)], 0.8, True, None),
-        ([(1, 10, 6.0), (3, 30, 4.0)], 5.5, False, (1.5, 15)),
+        ([(1, 10, 0.5), (2, 20, 0.9), (3, 30, 0.8)], (1.75, 17.5)),
+        ([(1, 10, 0.9), (2, 20, 0.5)], (1, 10)),
+        ([(1, 10, 0.5), (2, 20, 0.7)], None),
     ],
 )
-def test_the_target_is_reached_between_points(curve: Any, target: float, rising: bool, reached: Any) -> None:
-    assert convergence.to_target(curve, target, rising) == (None if reached is None else pytest.approx(reached))
+def test_the_target_is_reached_between_points(curve: Any, reached: Any) -> None:
+    assert convergence.to_target(curve, 0.8) == (None if reached is None else pytest.approx(reached))
 
 
 def test_learning_is_compared_seed_by_seed() -> None:
@@ -146,9 +145,9 @@ def test_learning_is_compared_seed_by_seed() -> None:
     rows = [row("all_reduce", r, 2.0, 0.9) for r in range(3)] + [
         row("sdpipe", r, 1.0, 0.9 + 0.01 * r) for r in range(3)
     ]
-    convergence.note_targets(rows, rising=True)
+    convergence.note_targets(rows)
     assert [each["target"] for each in rows] == pytest.approx([0.72] * 6)
-    about = {"rising": True, "relative": False, "goal": -0.3, "metric": "accuracy"}
+    about = {"goal": -0.3, "metric": "accuracy"}
     found = convergence.ratios(rows, {"pictures": about})
     assert {key: pytest.approx(each["value"]) for key, each in found.items()} == {
         "final/pictures/static": 1.0,
@@ -160,11 +159,11 @@ def test_learning_is_compared_seed_by_seed() -> None:
     assert (final["low"], final["high"]) == pytest.approx((1 - 4.303 / 3**0.5, 1 + 4.303 / 3**0.5))
     assert final["meaning"].endswith("; 3 seeds, interval of 95 %")
     rows[3] = row("sdpipe", 0, 1.0, 0.5)  # never reaches the target
-    convergence.note_targets(rows, rising=True)
+    convergence.note_targets(rows)
     found = convergence.ratios(rows, {"pictures": about})
     assert (found["samples/pictures/static"]["high"], found["time/pictures/static"]["low"]) == (math.inf, 0.0)
     assert found["samples/pictures/static"]["meaning"].endswith("; 3 seeds, median and extremes")
     rows[0] = row("all_reduce", 0, 2.0, 0.1)  # nor does all-reduce
-    convergence.note_targets(rows, rising=True)
+    convergence.note_targets(rows)
     found = convergence.ratios(rows, {"pictures": about})
     assert found["samples/pictures/static"]["meaning"].endswith("; 2 seeds, interval of 95 %")
