@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_sdpipe.command_line import Parser
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
-from lightning_sdpipe.scheduler.client.connection import ask_status
+from lightning_sdpipe.scheduler.client.wire import ask_status
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.run_file import RunFile, running

@@ -9,7 +9,7 @@ import msgspec
 from lightning_sdpipe.meter import PHASES
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.connection import ask
+from lightning_sdpipe.scheduler.client.wire import ask
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.rows import Chunk

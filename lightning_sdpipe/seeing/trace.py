@@ -22,7 +22,7 @@ from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.connection import ask
+from lightning_sdpipe.scheduler.client.wire import ask
 from lightning_sdpipe.scheduler.rows import MOST_UPDATES, About, SpanChunk
 from lightning_sdpipe.seeing.command import add_scheduler, scheduler_of
 from lightning_sdpipe.seeing.spans import Clock, Clocks, Piece, Story, deliveries, paired, read, settle

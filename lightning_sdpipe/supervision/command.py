@@ -14,7 +14,7 @@ from lightning_sdpipe.errors import ConfigurationError, shape
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import check_integer
-from lightning_sdpipe.scheduler.client.connection import ask_status
+from lightning_sdpipe.scheduler.client.wire import ask_status
 from lightning_sdpipe.scheduler.credentials import read_scheduler_keys, read_worker_keys, write_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess, SchedulerSettings
 from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits

@@ -31,7 +31,7 @@ from lightning_sdpipe import Exchange, SDPipeStrategy
 from lightning_sdpipe.exchange import encoded_mean, moving, outer_state, present_rounds
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.scheduler.client import client
-from lightning_sdpipe.scheduler.client.connection import ask_status
+from lightning_sdpipe.scheduler.client.wire import ask_status
 from lightning_sdpipe.scheduler.credentials import read_scheduler_keys, read_worker_keys, write_keys
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess, SchedulerSettings, reserve_port

@@ -30,7 +30,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.connection import use_keys
+from lightning_sdpipe.scheduler.client.wire import use_keys
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, make_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
 from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated, versus

@@ -33,8 +33,7 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client import effects as f
-from lightning_sdpipe.scheduler.client.conversation import Conversation
+from lightning_sdpipe.scheduler.client import conversation as c
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 SILENCE, BATCHES = 2.0, 6
@@ -57,9 +56,9 @@ class Process:
 
     worker: Worker
     incarnation: int
-    talk: Conversation = field(repr=False)
+    talk: c.Conversation = field(repr=False)
     state: str = "enrolling"
-    waits: dict[f.Key, Callable[[Any], None]] = field(default_factory=dict)
+    waits: dict[c.Key, Callable[[Any], None]] = field(default_factory=dict)
     """What it does when an answer comes."""
     copies: dict[str, Copy] = field(default_factory=dict)
     receive: Receive | None = None
@@ -233,7 +232,7 @@ class World:
         incarnation = next(self.starts)
         self.tell(f"pipeline {pipeline} starts ({incarnation})")
         for worker in self.workers(pipeline):
-            talk = Conversation(worker, incarnation, clock=lambda: self.now)
+            talk = c.Conversation(worker, incarnation, clock=lambda: self.now)
             process = Process(worker, incarnation, talk, since=self.now)
             self.processes.append(process)
             self.by_peer |= {name(worker, incarnation): process for name in (e.peer_of, m.routing_id)}
@@ -322,7 +321,7 @@ class World:
         for request in process.talk.due(self.now):
             self.send(process, e.peer_of(process.worker, process.incarnation), request)
 
-    def ask_session(self, process: Process, then: Callable[[Any], None], kind: f.Kind, *fields: object) -> None:
+    def ask_session(self, process: Process, then: Callable[[Any], None], kind: c.Kind, *fields: object) -> None:
         process.waits[kind] = then
         process.talk.ask(kind, *fields)
         self.pump_training(process, self.now)
@@ -351,18 +350,18 @@ class World:
                 self.carry_out(process, effect)
         self.pump(process)
 
-    def carry_out(self, process: Process, effect: f.Effect) -> None:
+    def carry_out(self, process: Process, effect: c.Effect) -> None:
         match effect:
-            case f.Replied(_, e.Refused(reason=reason)):
+            case c.Replied(_, e.Refused(reason=reason)):
                 raise AssertionError(f"{process}: {reason}")
-            case f.Replied(key, reply):
+            case c.Replied(key, reply):
                 process.waits.pop(key)(reply)
-            case f.EpochBegan(epoch):
+            case c.EpochBegan(epoch):
                 assert process.incarnation in {member.incarnation for member in epoch.members}
                 self.make_group(process, epoch)
-            case f.GroupBroke(sequence):
+            case c.GroupBroke(sequence):
                 process.broke.add(sequence)
-            case f.Connect(nonce=nonce):
+            case c.Connect(nonce=nonce):
                 process.nonce = nonce
                 process.talk.lifeline(there=True)
             case m.Invitation(group=group):

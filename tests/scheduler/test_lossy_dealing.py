@@ -20,8 +20,7 @@ from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client import effects as f
-from lightning_sdpipe.scheduler.client.conversation import Conversation
+from lightning_sdpipe.scheduler.client import conversation as c
 from lightning_sdpipe.scheduler.server.outbox import Addressed
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
@@ -35,7 +34,7 @@ class WorkerModel:
         self.worker, self.segment = worker, segment
         self.leases: list[Lease] = []
         self.started = False
-        self.talk = Conversation(worker, RUN, clock=lambda: machine.now)
+        self.talk = c.Conversation(worker, RUN, clock=lambda: machine.now)
         self.line, self.beats = m.routing_id(worker, RUN), e.peer_of(worker, RUN)
         self.talk.ask(e.Enrol, FIXED)
 
@@ -55,12 +54,12 @@ class WorkerModel:
     def hear(self, reply: m.Reply | e.Reply) -> None:
         for effect in self.talk.hear(reply):
             match effect:
-                case f.Replied(m.AskLease, m.Dealt(lease=lease)):
+                case c.Replied(m.AskLease, m.Dealt(lease=lease)):
                     self.leases.append(lease)
                     self.talk.leases.trained(sum(lease.size for lease in self.leases))
-                case f.Replied(_, e.Start()):
+                case c.Replied(_, e.Start()):
                     self.started = True
-                case f.EpochBegan() | f.Connect():
+                case c.EpochBegan() | c.Connect():
                     pass
                 case _:
                     raise AssertionError(effect)

@@ -27,8 +27,7 @@ from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client import effects as f
-from lightning_sdpipe.scheduler.client.conversation import Conversation
+from lightning_sdpipe.scheduler.client import conversation as c
 from lightning_sdpipe.scheduler.log.event_log import REMEMBERED, Entry, differences
 from lightning_sdpipe.scheduler.server.outbox import Addressed
 from lightning_sdpipe.scheduler.server.service import SchedulerService
@@ -42,7 +41,7 @@ class WorkerModel:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.talk = Conversation(worker, RUN, clock=lambda: 0.0)
+        self.talk = c.Conversation(worker, RUN, clock=lambda: 0.0)
         self.line, self.beats = m.routing_id(worker, RUN), e.peer_of(worker, RUN)
         self.iteration = 0
         self.answers: dict[int, m.Answer] = {}
@@ -61,7 +60,7 @@ class WorkerModel:
             self.talk.rows.add(self.iteration, MeterRow((1,) * len(PHASES), 0, 0, follows=True))
         return [(self.beats, request) for request in self.talk.due(now)]
 
-    def ask(self, kind: f.Kind, *fields: object) -> list[m.Request]:
+    def ask(self, kind: c.Kind, *fields: object) -> list[m.Request]:
         self.talk.ask(kind, *fields)
         return self.talk.due_in_training(0.0)
 
@@ -71,9 +70,9 @@ class WorkerModel:
     def hear(self, reply: m.Reply | e.Reply) -> None:
         for effect in self.talk.hear(reply):
             match effect:
-                case f.Replied(m.Ready, m.Answer() as answer):
+                case c.Replied(m.Ready, m.Answer() as answer):
                     self.answers[self.iteration] = answer
-                case f.Replied(_, e.Noted() | e.Start()) | f.EpochBegan() | f.Connect() | f.Warned():
+                case c.Replied(_, e.Noted() | e.Start()) | c.EpochBegan() | c.Connect() | c.Warned():
                     pass
                 case _:
                     raise AssertionError(effect)

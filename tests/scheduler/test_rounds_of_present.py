@@ -18,8 +18,7 @@ from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client import effects as f
-from lightning_sdpipe.scheduler.client.conversation import Conversation
+from lightning_sdpipe.scheduler.client import conversation as c
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 STEP, ROUNDS, PIPELINES = 0.05, 12, 4
@@ -29,7 +28,7 @@ STEP, ROUNDS, PIPELINES = 0.05, 12, 4
 class Process:
     """One pipeline of one stage. Its model is the list of means that it has stepped with: each the members of it."""
 
-    talk: Conversation
+    talk: c.Conversation
     dead: bool = False
     model: list[tuple[int, ...]] = field(default_factory=list)
     group: Group | None = None
@@ -44,7 +43,7 @@ class Process:
     """A state that it is to get."""
     copies: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     """States that it gives, by transfer."""
-    tells: set[f.Key] = field(default_factory=set)
+    tells: set[c.Key] = field(default_factory=set)
     """Copies of which the scheduler has not heard yet."""
     number: int = 0
     """Rounds that it took part in."""
@@ -64,7 +63,7 @@ class Rounds:
         self.unheard, self.lost, self.dies = unheard, 0, False
         self.newcomers, self.rounds, self.starts = newcomers, 5 * ROUNDS if newcomers else ROUNDS, 0
         self.service = self.start_scheduler()
-        self.processes = [Process(Conversation(Worker(0, i), 100 + i)) for i in range(PIPELINES)]
+        self.processes = [Process(c.Conversation(Worker(0, i), 100 + i)) for i in range(PIPELINES)]
         self.lines: dict[bytes, deque[Any]] = {}
         self.taken = 0
         for process in self.processes:
@@ -102,7 +101,7 @@ class Rounds:
         there = {p.pipeline for p in self.processes if not p.dead}
         for pipeline in sorted({*range(PIPELINES)} - there)[:1]:
             self.starts += 1
-            process = Process(Conversation(Worker(0, pipeline), 1000 * self.starts + pipeline))
+            process = Process(c.Conversation(Worker(0, pipeline), 1000 * self.starts + pipeline))
             self.processes.append(process)
             process.talk.ask(e.Enrol, {"model": "linear"})
 
@@ -110,7 +109,7 @@ class Rounds:
         peer = line(process.talk.worker, process.talk.incarnation)
         self.deliver(self.service.handle(peer, request, self.now))
 
-    def ask(self, process: Process, kind: f.Kind, *fields: object) -> None:
+    def ask(self, process: Process, kind: c.Kind, *fields: object) -> None:
         process.talk.ask(kind, *fields)
         self.ask_in_training(process, 0.0)
 
@@ -140,24 +139,24 @@ class Rounds:
                 for effect in talk.hear(queue.popleft()):
                     self.obey(process, effect)
 
-    def obey(self, process: Process, effect: f.Effect) -> None:
+    def obey(self, process: Process, effect: c.Effect) -> None:
         match effect:
-            case f.EpochBegan(epoch):
+            case c.EpochBegan(epoch):
                 process.talk.holds([*process.talk.held, epoch.number])
-            case f.GroupBroke(sequence) if process.group is not None and process.group.sequence == sequence:
+            case c.GroupBroke(sequence) if process.group is not None and process.group.sequence == sequence:
                 self.break_off(process)
-            case f.Replied(_, e.Again(group=group, source=source)):
+            case c.Replied(_, e.Again(group=group, source=source)):
                 process.asked = False
                 process.group, process.given = (process.group, group) if source >= 0 else (group, None)
-            case f.HandOver(sequence, _):
+            case c.HandOver(sequence, _):
                 process.handed.add(sequence)
-            case f.Replied(m.Ready, m.Answer(group=group)):
+            case c.Replied(m.Ready, m.Answer(group=group)):
                 process.group = group
-            case f.Replied(key, e.Noted()):
+            case c.Replied(key, e.Noted()):
                 process.tells.discard(key)
-            case f.Replied(_, e.Start()):
+            case c.Replied(_, e.Start()):
                 process.begins = True
-            case f.Replied(_, e.Get(receive=receive)):
+            case c.Replied(_, e.Get(receive=receive)):
                 process.offer = receive
 
     def break_off(self, process: Process) -> None:

@@ -47,8 +47,7 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client import effects as f
-from lightning_sdpipe.scheduler.client.conversation import Conversation
+from lightning_sdpipe.scheduler.client.conversation import Conversation, Kind
 from lightning_sdpipe.scheduler.client.wire import Callbacks, CancelledError, RunOverError, Wire
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
 from lightning_sdpipe.scheduler.membership_protocol import Start
@@ -300,7 +299,7 @@ class SchedulerClient:
         reply: e.Again = self.wire.ask_for(what, e.AskRegroup, group, self.wire.talk.held)
         return reply
 
-    def _start_or_receive(self, what: str, kind: f.Kind, *fields: object) -> Start | Receive:
+    def _start_or_receive(self, what: str, kind: Kind, *fields: object) -> Start | Receive:
         reply: Start | e.Get = self.wire.ask_for(what, kind, *fields)
         return reply.receive if isinstance(reply, e.Get) else reply
 

@@ -35,7 +35,8 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -45,7 +46,6 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client import effects as f
 from lightning_sdpipe.scheduler.client.reporting import HeardAnswers, HeardLeases, RowBuffer, SpanReport
 from lightning_sdpipe.scheduler.rows import About, Doing
 
@@ -61,7 +61,60 @@ LAST_BEAT = 12
 """Beats without an answer after which a scheduler that cannot restart is given up, and any other is reported, if it
 has closed the lifeline; else once it has also been silent for as long as a worker may be."""
 
-_ANSWERS: dict[f.Kind, tuple[type[m.Reply] | type[e.Reply], ...]] = {
+Kind: TypeAlias = type[m.Request] | type[e.Request]
+Key: TypeAlias = tuple[str, str | int] | Kind
+"""Name of a request: its kind, where the thread that trains asks."""
+
+
+@dataclass(frozen=True)
+class Replied:
+    """The reply to the request ``key`` came, which may be its refusal."""
+
+    key: Key
+    reply: m.Reply | e.Reply
+
+
+@dataclass(frozen=True)
+class EpochBegan:
+    """The members have changed."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class GroupBroke:
+    """Another member did not get the result of the group ``sequence``, and this one does not have it either."""
+
+    sequence: int
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """This worker has the result of the group ``sequence``, and gives it to the other members of ``group``."""
+
+    sequence: int
+    group: Group
+
+
+@dataclass(frozen=True)
+class Connect:
+    """A lifeline is to be opened, in place of the one before."""
+
+    port: int
+    nonce: bytes
+
+
+@dataclass(frozen=True)
+class Warned:
+    """People are to be told ``text``."""
+
+    text: str
+
+
+Effect: TypeAlias = Replied | EpochBegan | GroupBroke | HandOver | Connect | Warned | m.Invitation | e.End
+"""Effects of a message; an invitation is to be followed."""
+
+_ANSWERS: dict[Kind, tuple[type[m.Reply] | type[e.Reply], ...]] = {
     m.Hello: (m.Welcome,),
     m.Ready: (m.Answer,),
     m.AskLease: (m.Dealt,),
@@ -138,7 +191,7 @@ class Conversation:
         """Newest :class:`Now` that was heard."""
         self._earlier: deque[int] = deque(maxlen=MET)
         """Schedulers before this one, by the upper bits of their versions; their messages say nothing any more."""
-        self._open: dict[f.Key, _Open] = {}
+        self._open: dict[Key, _Open] = {}
         self._stranger: e.Stranger | None = None  # what the scheduler lacks is said before all else, as it is then
         self._enrolment: e.Enrol | None = None
         self.held: tuple[int, ...] = ()
@@ -155,14 +208,14 @@ class Conversation:
         self._completed: OrderedDict[int, None] = OrderedDict()
         self._asked_for: set[int] = set()
         """Broken groups whose result this worker does not have yet."""
-        self._lasting: dict[f.Key, tuple[f.Kind, tuple[object, ...]]] = {}  # what each scheduler of the run is told
+        self._lasting: dict[Key, tuple[Kind, tuple[object, ...]]] = {}  # what each scheduler of the run is told
         self._beaten = self._beat_at = -math.inf
         self.away = False
         """True if a lifeline existed and is gone."""
 
     # ------------------------------------------------------------------ what it says
 
-    def ask(self, kind: f.Kind, *fields: Any) -> f.Key:
+    def ask(self, kind: Kind, *fields: Any) -> Key:
         """Ask from the next :meth:`due` or :meth:`due_in_training` on, until ``Replied`` names the key, or
         :meth:`forget`.
         """
@@ -180,7 +233,7 @@ class Conversation:
         """Repeat a request until the scheduler has heard it; no reply comes back."""
         self._say(kind, fields, told=True)
 
-    def forget(self, key: f.Key) -> str:
+    def forget(self, key: Key) -> str:
         """Stop asking, and return what the scheduler said is missing."""
         request = self._open.pop(key, None)
         return "" if request is None else request.waits_for
@@ -261,7 +314,7 @@ class Conversation:
             of.at = now + REPEAT_IN_TRAINING
         return said
 
-    def given_up(self) -> list[f.Effect]:
+    def given_up(self) -> list[Effect]:
         """Return what follows from the silence after beats; to be called after :meth:`due`."""
         if self._line is None:
             return []
@@ -271,7 +324,7 @@ class Conversation:
         self._unanswered = -math.inf
         if self._host is None:
             said = "a worker that needs a group waits for it, and it can be started again at the same address"
-            return [f.Warned(f"worker {self.worker}: the scheduler has not answered for {silent:.0f} s; {said}")]
+            return [Warned(f"worker {self.worker}: the scheduler has not answered for {silent:.0f} s; {said}")]
         what = (
             "it ended without a word, and the scheduler with it"
             if self.away
@@ -282,7 +335,7 @@ class Conversation:
 
     # ----------------------------------------------------------------- what it hears
 
-    def hear(self, reply: m.Reply | e.Reply) -> list[f.Effect]:
+    def hear(self, reply: m.Reply | e.Reply) -> list[Effect]:
         """Return what follows from ``reply``; nothing follows from one that is repeated, or was overtaken."""
         self._unanswered = 0
         match reply:
@@ -303,7 +356,7 @@ class Conversation:
             case e.Now():
                 return self._hear_now(reply)
             case e.Again(sequence=sequence, group=group, source=source) if source == self.worker.pipeline:
-                return [f.HandOver(sequence, group)]  # repeated if the other members have not heard of it
+                return [HandOver(sequence, group)]  # repeated if the other members have not heard of it
             case m.Invitation():
                 if reply in self._invitations:
                     return []
@@ -318,7 +371,7 @@ class Conversation:
 
     # ---------------------------------------------------------------------- inside
 
-    def _make(self, kind: f.Kind, *fields: object, again: bool = False) -> Any:
+    def _make(self, kind: Kind, *fields: object, again: bool = False) -> Any:
         """Make a request under a new number; add to ``fields`` what the conversation knows."""
         self._number += 1
         if kind is m.Hello:
@@ -331,9 +384,9 @@ class Conversation:
             fields = *fields, self.leases.done()
         return kind(self.worker, self.incarnation, self._number, *fields)  # type: ignore[arg-type]
 
-    def _say(self, kind: f.Kind, fields: tuple[object, ...], told: bool) -> f.Key:
+    def _say(self, kind: Kind, fields: tuple[object, ...], told: bool) -> Key:
         request: m.Request | e.Request = self._make(kind, *fields)
-        key: f.Key = ("number", request.number)
+        key: Key = ("number", request.number)
         match request:
             case m.TrainingRequest():
                 key = kind
@@ -360,15 +413,15 @@ class Conversation:
             self._open[key] = _Open(request, fields, told)
         return key
 
-    def _replied(self, reply: m.Reply | e.Reply) -> list[f.Effect]:
+    def _replied(self, reply: m.Reply | e.Reply) -> list[Effect]:
         """Take ``reply`` for that to the open requests that it answers or refuses, and believe it."""
-        found = list[f.Effect]()
+        found = list[Effect]()
         for key in [key for key, of in self._open.items() if self._is_answered(of, reply)]:
             of = self._open.pop(key, None)
             if of is None:
                 continue
             if not of.told or isinstance(reply, e.Refused):
-                found.append(f.Replied(key, reply))
+                found.append(Replied(key, reply))
             match of.request, reply:
                 case _, e.Refused():
                     continue
@@ -412,7 +465,7 @@ class Conversation:
                 return number in of.numbers
         return True
 
-    def _hear_now(self, now: e.Now) -> list[f.Effect]:
+    def _hear_now(self, now: e.Now) -> list[Effect]:
         if now.over is not None:
             return self._ends(now.over)
         life, before = now.version >> e.LIFE, self._now.version >> e.LIFE
@@ -426,30 +479,30 @@ class Conversation:
             return effects
         if now.line is not None and now.line != self._line:
             self._line, self.limit = now.line, now.line.limit
-            effects.append(f.Connect(now.line.port, now.line.nonce))
+            effects.append(Connect(now.line.port, now.line.nonce))
         self._now, self.held_up = now, self.held_up if now.hold is None else now.hold
         for sequence in now.broken:
             if sequence in self._completed:
                 self.tell(e.TellCompleted, sequence)
             else:
                 self._asked_for.add(sequence)
-                effects.append(f.GroupBroke(sequence))
+                effects.append(GroupBroke(sequence))
         return effects
 
-    def _ends(self, stop: e.End) -> list[f.Effect]:
+    def _ends(self, stop: e.End) -> list[Effect]:
         if self.stop is not None:
             return []
         self.stop, self._stranger, self.offered = stop, None, ""
         self._open = {key: of for key, of in self._open.items() if isinstance(of.request, e.Depart)}
         return [stop]
 
-    def _epoch_began(self, epoch: Epoch) -> list[f.Effect]:
+    def _epoch_began(self, epoch: Epoch) -> list[Effect]:
         if epoch.number <= self.epoch.number:
             return []
         self.epoch = epoch
         if not self._since and any(member.incarnation == self.incarnation for member in epoch.members):
             self._since = epoch.number
-        return [f.EpochBegan(epoch)]
+        return [EpochBegan(epoch)]
 
     def _settle(self, sequence: int) -> None:
         self._asked_for.discard(sequence)

@@ -1,7 +1,10 @@
-"""What carries a worker's conversation with the scheduler: two sockets, a thread with a clock, and a lifeline.
+"""What carries a worker's conversation with the scheduler: two connections, a thread with a clock, and a lifeline.
 
-One socket belongs to the thread here, which sends heartbeats and whatever any thread asks. The other one belongs to the
-thread that trains, since its requests through another thread arrived late.
+ZeroMQ connects in the background and for ever: a wrong address, a wrong key and a scheduler that is about to start look
+alike, namely like silence. Its monitor of a socket knows more: whether anything listens, and how a handshake failed.
+
+One connection belongs to the thread here, which sends heartbeats and whatever any thread asks. The other one belongs to
+the thread that trains, since its requests through another thread arrived late.
 
 A lifeline is a connection that does nothing but close when the process ends. A forked child would keep it open: data
 loaders fork, and outlive a parent that is killed. So children close their copy before anything else.
@@ -19,19 +22,19 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from lightning_sdpipe.errors import MustEndError, RefusedError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError, MustEndError, RefusedError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.membership.members import Epoch
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client import effects as f
-from lightning_sdpipe.scheduler.client.connection import GLANCE, Connection
-from lightning_sdpipe.scheduler.client.conversation import REPEAT_IN_TRAINING, Conversation
-from lightning_sdpipe.scheduler.credentials import WorkerKeys, host_and_port
+from lightning_sdpipe.scheduler.client import conversation as c
+from lightning_sdpipe.scheduler.credentials import WorkerKeys, host_and_port, is_loopback
+from lightning_sdpipe.scheduler.log.status import Status
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +43,202 @@ CONNECT_WITHIN = 2.5
 MEANWHILE = 0.02
 """Seconds between checks whether a wait is still needed, and between calls of what is done during one."""
 
+GLANCE = 0.1
+"""Seconds between checks of the monitor, until an answer has come."""
+
+TRIES = 3
+"""Handshakes that must fail before the keys are blamed; a scheduler that is just ending fails one, too."""
+
+GREETING = 1.0
+"""Seconds within which a scheduler sends the first byte of a connection."""
+_GREETING = b"\xff"  # of ZMTP, the protocol of ZeroMQ
+
+_WATCHED = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_Answer = TypeVar("_Answer", m.StatusReply, m.RowsReply, m.SpansReply)
+
 _open: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+
+
+class Connection:
+    """A DEALER socket to the scheduler; it belongs to one thread.
+
+    Args:
+        context: ZeroMQ context of the process.
+        address: address of the scheduler.
+        credentials: the worker's keys; None on loopback.
+        name: identity by which the scheduler knows this socket; None for any.
+
+    Raises:
+        SchedulerError: ``address`` is no address.
+        ConfigurationError: ``address`` is on another machine, and there are no keys.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        credentials: WorkerKeys | None,
+        name: bytes | None = None,
+    ) -> None:
+        check_credentials(address, credentials)
+        self.address = address
+        self.socket = socket = context.socket(zmq.DEALER)
+        self._has_keys = credentials is not None
+        self._listens = self._speaks = False
+        self._failures = 0
+        self._greeted = False
+        self.heard_at: float | None = None
+        """Time of the last reply."""
+        self._verdict: str | None = None
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if name is not None:
+            socket.setsockopt(zmq.ROUTING_ID, name)
+        if credentials is not None:
+            use_keys(socket, credentials)
+        self._monitor: zmq.Socket[bytes] | None = socket.get_monitor_socket(_WATCHED)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise SchedulerError(
+                f"{address!r} is no address of a scheduler ({error.strerror}); give one as in tcp://127.0.0.1:5555"
+            ) from error
+
+    def send(self, frame: bytes) -> bool:
+        """Send ``frame``; return False if there is no connection to send it over."""
+        try:
+            self.socket.send(frame, zmq.DONTWAIT)
+        except zmq.Again:  # libzmq gave the connection up, or holds a thousand unsent requests
+            return False
+        return True
+
+    def receive(self, seconds: float) -> m.Reply | e.Reply | None:
+        """Return the next reply, if one comes within ``seconds``.
+
+        Raises:
+            SchedulerError: the frame is no reply of this protocol, or of another version of it.
+        """
+        if not self.socket.poll(max(0, int(seconds * 1000) + 1)):
+            return None
+        try:
+            reply = m.decode_reply(self.socket.recv())
+        except m.WrongVersion as error:
+            raise SchedulerError(
+                f"the scheduler at {self.address} speaks version {error.version} of the protocol, this side version "
+                f"{m.VERSION}; install the same lightning-sdpipe on both"
+            ) from error
+        except m.MalformedFrame as error:
+            raise SchedulerError(f"the program at {self.address} is no scheduler ({error})") from error
+        self.heard_at = time.monotonic()
+        self._close_monitor()  # which has no more to say
+        return reply
+
+    def check(self) -> None:
+        """Check whether the monitor knows by now that no reply will come.
+
+        Raises:
+            SchedulerError: the keys do not belong together.
+        """
+        monitor = self._monitor
+        while monitor is not None and self._verdict is None and monitor.poll(0):
+            event = recv_monitor_message(monitor)
+            self._hear(event["event"])
+        if self._failures >= TRIES and not self._greeted:
+            self._greeted = _greets(self.address)  # and the next failure counts: those before may be a proxy's
+        if self._verdict is not None:
+            raise SchedulerError(f"no connection to the scheduler at {self.address}: {self._verdict}")
+
+    def silence(self) -> str:
+        """Describe what is known about why no answer came."""
+        if self._speaks:
+            return (
+                "a program there speaks ZeroMQ but does not answer: is it a scheduler that runs, and is this worker of "
+                "another run connected to it?"
+            )
+        if self._listens or self._failures:
+            return (
+                "a program there accepts connections but does not speak ZeroMQ: is this the scheduler's port, or a "
+                "proxy or tunnel to a scheduler that does not run?"
+            )
+        return "nothing listens there: check the address, and that it runs and can be reached (firewalls)"
+
+    def close(self) -> None:
+        """Free the socket; safe to call twice."""
+        self._close_monitor()
+        self.socket.close(0)
+
+    def _close_monitor(self) -> None:
+        if self._monitor is not None:
+            self.socket.disable_monitor()
+            self._monitor.close(0)
+            self._monitor = None
+
+    def _hear(self, event: int) -> None:
+        if event == zmq.EVENT_CONNECTED:
+            self._listens = True
+        elif event == zmq.EVENT_CLOSED:
+            self._listens = False
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._speaks, self._failures = True, 0
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._verdict = "it does not let this key in; give the worker.key that was made with its scheduler.key"
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            self._verdict = (
+                "it has no keys, and this side has; start it with --key-file, or leave the key out here"
+                if self._has_keys
+                else "it asks for a key; give the worker.key that was made with its scheduler.key"
+            )
+        else:
+            self._failures += 1
+            if self._greeted:
+                self._verdict = (
+                    "it has another key than the one that this worker.key was made for, or none; give the worker.key "
+                    "that was made with its scheduler.key"
+                    if self._has_keys
+                    else "it asks for a key (give its worker.key), or it is no scheduler"
+                )
+
+
+def _greets(address: str) -> bool:
+    """Return whether the program at ``address`` speaks first, as ZeroMQ does. A proxy that cannot reach its target
+    closes the connection instead; there is none but over TCP."""
+    if not address.startswith("tcp://"):
+        return True
+    host, port = host_and_port(address)
+    try:
+        with sockets.create_connection((host, int(port)), GREETING) as connection:
+            return connection.recv(1) == _GREETING
+    except OSError:
+        return False
+
+
+def use_keys(socket: zmq.Socket[bytes], credentials: WorkerKeys) -> None:
+    """Make ``socket`` encrypt, and connect with ``credentials`` only."""
+    socket.curve_serverkey = credentials.scheduler_public.encode()
+    socket.curve_publickey = credentials.public.encode()
+    socket.curve_secretkey = credentials.secret.encode()
+
+
+def check_credentials(address: str, credentials: WorkerKeys | None) -> None:
+    """Refuse to talk to another machine without keys.
+
+    Raises:
+        ConfigurationError: ``address`` is on another machine, and there are no keys.
+    """
+    if credentials is None and not is_loopback(address):
+        raise ConfigurationError(
+            f"the scheduler at {address} is on another machine and answers no program without keys; "
+            "give the worker.key that `sdpipe keygen` made for it"
+        )
 
 
 class Lifeline:
@@ -117,7 +315,7 @@ class Wire:
     most, unless it is given another limit."""
 
     def __init__(
-        self, address: str, talk: Conversation, told: Callbacks, timeout: float, credentials: WorkerKeys | None
+        self, address: str, talk: c.Conversation, told: Callbacks, timeout: float, credentials: WorkerKeys | None
     ) -> None:
         self.talk, self.told, self.timeout = talk, told, timeout
         self.on_invitation: Callable[[Group, int | None], None] = _nothing
@@ -126,7 +324,7 @@ class Wire:
         self.changed = threading.Condition()
         """Guards the conversation and the replies; notified of every reply."""
         self._address = address
-        self._replies: dict[f.Key, m.Reply | e.Reply | None] = {}
+        self._replies: dict[c.Key, m.Reply | e.Reply | None] = {}
         """The reply to each request that is waited for, once it has come."""
         self._lifeline: Lifeline | None = None
         self._closed = False
@@ -147,7 +345,7 @@ class Wire:
         self._thread.start()
 
     @contextlib.contextmanager
-    def talking(self) -> Iterator[Conversation]:
+    def talking(self) -> Iterator[c.Conversation]:
         """Give this thread exclusive use of the conversation; messages that fall due inside the block are sent at
         once."""
         with self.changed:
@@ -157,7 +355,7 @@ class Wire:
         if due < before or due <= time.monotonic():
             self._rouse()
 
-    def ask(self, kind: f.Kind, *fields: Any) -> f.Key:
+    def ask(self, kind: c.Kind, *fields: Any) -> c.Key:
         """Ask, and return the key under which to :meth:`wait` for the reply.
 
         Raises:
@@ -176,7 +374,7 @@ class Wire:
     def ask_for(
         self,
         what: str,
-        kind: f.Kind,
+        kind: c.Kind,
         *fields: Any,
         timeout: float | None = None,
         cancelled: Callable[[], bool] | None = None,
@@ -186,7 +384,7 @@ class Wire:
 
     def wait(
         self,
-        key: f.Key,
+        key: c.Key,
         what: str,
         timeout: float | None = None,
         cancelled: Callable[[], bool] | None = None,
@@ -214,7 +412,7 @@ class Wire:
 
     def comes(
         self,
-        key: f.Key,
+        key: c.Key,
         seconds: float,
         cancelled: Callable[[], bool] | None = None,
         meanwhile: Callable[[], object] | None = None,
@@ -232,12 +430,12 @@ class Wire:
             self._listen(key, max(0.0, min(left, longest)))
         return self._replies.get(key) is not None
 
-    def take(self, key: f.Key) -> m.Reply | e.Reply | None:
+    def take(self, key: c.Key) -> m.Reply | e.Reply | None:
         """Return the reply to the request ``key``, if it has come, which is not waited for any more."""
         with self.changed:
             return self._replies.pop(key, None)
 
-    def check(self, key: f.Key = ("any", "")) -> None:
+    def check(self, key: c.Key = ("any", "")) -> None:
         """Raise WorkerFailedError if the process must end, or the run is over, unless the request ``key`` says that the
         process departs."""
         stop = self.talk.stop
@@ -256,7 +454,7 @@ class Wire:
         self._of_training.close()
         self._context.term()
 
-    def _listen(self, key: f.Key, seconds: float) -> None:
+    def _listen(self, key: c.Key, seconds: float) -> None:
         """Wait for a reply, perhaps that to the request ``key``, for at most so many ``seconds``."""
         if isinstance(key, tuple):
             with self.changed:
@@ -268,7 +466,7 @@ class Wire:
         if connection.heard_at is None:
             connection.check()
             seconds = min(seconds, GLANCE)
-        reply = connection.receive(min(seconds, REPEAT_IN_TRAINING))
+        reply = connection.receive(min(seconds, c.REPEAT_IN_TRAINING))
         if reply is not None:
             self._hear(reply)
 
@@ -304,29 +502,29 @@ class Wire:
         with self.changed:
             effects = self.talk.hear(reply)
             for effect in effects:
-                if isinstance(effect, f.Replied) and effect.key in self._replies:
+                if isinstance(effect, c.Replied) and effect.key in self._replies:
                     self._replies[effect.key] = effect.reply
-                elif isinstance(effect, f.Replied) and isinstance(effect.reply, e.Refused):
+                elif isinstance(effect, c.Replied) and isinstance(effect.reply, e.Refused):
                     log.error("the scheduler at %s refused: %s", self._address, effect.reply.reason)
             self.changed.notify_all()
         self._carry_out(effects)
 
-    def _carry_out(self, effects: Sequence[f.Effect]) -> None:
+    def _carry_out(self, effects: Sequence[c.Effect]) -> None:
         for effect in effects:
             match effect:
-                case f.EpochBegan(epoch):
+                case c.EpochBegan(epoch):
                     self.told.epoch(epoch)
-                case f.GroupBroke(sequence):
+                case c.GroupBroke(sequence):
                     self.told.broke(sequence)
-                case f.HandOver(sequence, group):
+                case c.HandOver(sequence, group):
                     self.told.hands_over(sequence, group)
-                case f.Connect(port, nonce):
+                case c.Connect(port, nonce):
                     self._connect(port, nonce)
                 case e.End():
                     self.told.ends(effect)
                 case m.Invitation(group, after):
                     self.on_invitation(group, after)
-                case f.Warned(text):
+                case c.Warned(text):
                     log.warning("%s (the scheduler is at %s)", text, self._address)
 
     # ------------------------------------------------------------------- in the thread
@@ -391,3 +589,36 @@ class Wire:
             self._lifeline = None
             with self.changed:
                 self.talk.lifeline(there=False)
+
+
+def ask_status(address: str, *, credentials: WorkerKeys | None = None, timeout: float = 5.0) -> Status:
+    """Return the state of the run that the scheduler at ``address`` serves; raise as :func:`ask` does."""
+    return ask(m.Ask("status"), m.StatusReply, address, credentials=credentials, timeout=timeout).status
+
+
+def ask(
+    question: m.Ask, answer: type[_Answer], address: str, *, credentials: WorkerKeys | None = None, timeout: float = 5.0
+) -> _Answer:
+    """Return the scheduler's answer to a program that is no worker.
+
+    Raises:
+        SchedulerError: no answer comes in time, or the program that answers is no scheduler of this version.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    connection = None
+    try:
+        connection = Connection(context, address, credentials)
+        until, asked = time.monotonic() + timeout, 0
+        while (left := until - time.monotonic()) > 0:
+            if asked < 2 and left <= timeout * (1 - asked / 2):
+                connection.send(m.encode(question))
+                asked += 1
+            reply = connection.receive(min(left, GLANCE))
+            connection.check()
+            if isinstance(reply, answer):
+                return reply
+        raise SchedulerError(f"the scheduler at {address} did not answer within {timeout:g} s; {connection.silence()}")
+    finally:
+        if connection is not None:
+            connection.close()
+        context.destroy(linger=0)  # with any socket that could not become a connection

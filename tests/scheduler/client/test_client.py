@@ -23,9 +23,9 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client import conversation, wire
+from lightning_sdpipe.scheduler.client import conversation
 from lightning_sdpipe.scheduler.client.client import Callbacks, Failure, SchedulerClient
-from lightning_sdpipe.scheduler.client.connection import TRIES, ask_status
+from lightning_sdpipe.scheduler.client.wire import TRIES, ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.rows import MOST, About, Chunk
 from lightning_sdpipe.scheduler.server.server import Endpoint
@@ -82,8 +82,7 @@ def test_many_workers_train_for_a_while_and_leave_one_by_one() -> None:
 
 
 def test_a_timeout_names_whom_the_scheduler_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (conversation, wire):
-        monkeypatch.setattr(module, "REPEAT_IN_TRAINING", 0.1)
+    monkeypatch.setattr(conversation, "REPEAT_IN_TRAINING", 0.1)
     with serving(AllReduceModels(), 1, 3) as server, clients(server.address, W(0, 0), W(0, 1), W(0, 2)) as (a, b, c):
         for client in (a, b, c):
             client.join()

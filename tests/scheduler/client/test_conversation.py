@@ -17,7 +17,6 @@ from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import conversation as c
-from lightning_sdpipe.scheduler.client import effects as f
 from lightning_sdpipe.scheduler.protocol import decode_reply, decode_request, encode
 
 ME = Worker(0, 1)
@@ -50,7 +49,7 @@ def test_a_request_is_repeated_until_it_is_answered_and_beats_go_on() -> None:
     assert kinds(talk.due(0.5)) == ["Beat", "Meet"]
     talk.hear(e.Waits(1, "it waits for pipeline 0"))
     met = e.HasMet(Met(0, "pause/1", (0, 1), (b"", b""), 0))
-    assert talk.hear(met) == [f.Replied(key, met)]
+    assert talk.hear(met) == [c.Replied(key, met)]
     assert talk.hear(met) == [], "it was answered"
     assert kinds(talk.due(1.0)) == ["Beat"]
 
@@ -71,7 +70,7 @@ def test_a_beat_says_at_once_what_others_wait_for() -> None:
 
 def test_a_scheduler_that_is_away_is_looked_for_and_hears_first_who_this_is() -> None:
     talk = enrolled()
-    assert talk.hear(e.Now(9, LINE)) == [f.Connect(5, b"nonce")]
+    assert talk.hear(e.Now(9, LINE)) == [c.Connect(5, b"nonce")]
     assert talk.hear(e.Now(9, LINE)) == []
     talk.hear(e.Now(10, donate=("state-2-1",)))
     talk.lifeline(there=True)
@@ -93,7 +92,7 @@ def test_a_scheduler_that_is_away_is_looked_for_and_hears_first_who_this_is() ->
     talk.hear(e.Now(10, donate=("state-2-1",)))
     assert talk.donations == (), "which the one before had asked for"
     another = msgspec.structs.replace(LINE, nonce=b"other")
-    assert talk.hear(e.Now(5 << e.LIFE, another, hold="too few")) == [f.Connect(5, b"other")]
+    assert talk.hear(e.Now(5 << e.LIFE, another, hold="too few")) == [c.Connect(5, b"other")]
     assert talk.held_up == "too few"
     assert talk.hear(e.Now(11, LINE, hold="")) == [], "that was of the one before"
     assert talk.held_up == "too few"
@@ -126,7 +125,7 @@ def test_a_process_that_was_let_in_meanwhile_does_not_come_back() -> None:
 def test_what_is_true_now_is_not_undone_by_what_was_overtaken() -> None:
     talk = enrolled()
     assert talk.hear(e.Now(5, hold="too few")) == []
-    assert talk.hear(e.Now(4, epoch=(later := Epoch(4, (), "another")), hold="")) == [f.EpochBegan(later)]
+    assert talk.hear(e.Now(4, epoch=(later := Epoch(4, (), "another")), hold="")) == [c.EpochBegan(later)]
     assert (talk.held_up, talk.epoch) == ("too few", later), "an epoch counts by its own number"
     assert talk.hear(e.Now(6)) == []
     assert talk.held_up == "too few", "it is not decided yet"
@@ -145,17 +144,17 @@ def test_stage_zero_alone_copies_and_once_however_late_it_is_told() -> None:
     talk.hear(e.Now(2, donate=("state-2-1",)))
     assert talk.donations == (), "one it has copied, and none waits for the other any more"
     number = talk.due(1.0)[-1].number
-    assert talk.hear(e.Noted(number)) == [f.Replied(key, e.Noted(number))]
+    assert talk.hear(e.Noted(number)) == [c.Replied(key, e.Noted(number))]
 
 
 def test_an_answer_to_an_earlier_question_is_none_to_a_later_one() -> None:
     talk = c.Conversation(ME, 7)
     first, second = (e.Get(Receive(1, 0, f"state-1-{number}", 5)) for number in (1, 2))
     key = talk.ask(e.Enrol, {})
-    assert talk.hear(first) == [f.Replied(key, first)]
+    assert talk.hear(first) == [c.Replied(key, first)]
     key = talk.ask(e.TellReceived, "state-1-1", -1, "reset")
     assert talk.hear(first) == []
-    assert talk.hear(second) == [f.Replied(key, second)]
+    assert talk.hear(second) == [c.Replied(key, second)]
 
 
 def test_who_has_the_result_says_so_when_another_misses_it() -> None:
@@ -164,8 +163,8 @@ def test_who_has_the_result_says_so_when_another_misses_it() -> None:
     assert kinds(talk.due(0.2)) == [], "nobody has asked"
     assert talk.hear(e.Now(1, broken=(4,))) == []
     assert kinds(talk.due(0.21)) == ["TellCompleted"]
-    assert talk.hear(e.Now(2, broken=(5,))) == [f.GroupBroke(5)]
-    assert talk.hear(e.Now(3, broken=(5,))) == [f.GroupBroke(5)], "it may have begun that exchange since"
+    assert talk.hear(e.Now(2, broken=(5,))) == [c.GroupBroke(5)]
+    assert talk.hear(e.Now(3, broken=(5,))) == [c.GroupBroke(5)], "it may have begun that exchange since"
     talk.completed(5)
     assert kinds(talk.due(0.22)) == ["TellCompleted"]
 
@@ -174,7 +173,7 @@ def test_a_newcomer_knows_that_its_donor_is_another_one_by_now_though_it_still_w
     talk = c.Conversation(ME, 7)
     talk.ask(e.Enrol, {})
     first, second = (Receive(1, donor, f"state-1-{donor}", 4) for donor in (2, 3))
-    assert [type(effect) for effect in talk.hear(e.Get(first))] == [f.Replied]
+    assert [type(effect) for effect in talk.hear(e.Get(first))] == [c.Replied]
     assert (talk.offered, talk.hear(e.Get(second)), talk.offered) == ("state-1-2", [], "state-1-3")
 
 
@@ -195,13 +194,13 @@ def test_a_result_that_is_handed_over_is_there_when_it_has_come_and_its_source_h
     key, given = talk.ask(e.AskRegroup, PAIR, ()), msgspec.structs.replace(PAIR, epoch=5)
     talk.due(0.1)
     again = e.Again(PAIR.sequence, given, 0)
-    assert talk.hear(again) == [f.Replied(key, again)]
-    assert talk.hear(e.Now(1, broken=(PAIR.sequence,))) == [f.GroupBroke(PAIR.sequence)], "it has still to come"
+    assert talk.hear(again) == [c.Replied(key, again)]
+    assert talk.hear(e.Now(1, broken=(PAIR.sequence,))) == [c.GroupBroke(PAIR.sequence)], "it has still to come"
     talk.completed(PAIR.sequence)
     assert talk.hear(e.Now(2, broken=(PAIR.sequence,))) == []
     assert kinds(talk.due(0.2)) == ["TellCompleted"]
     mine = e.Again(PAIR.sequence, given, ME.pipeline)
-    assert talk.hear(mine) == [f.HandOver(PAIR.sequence, given)]
+    assert talk.hear(mine) == [c.HandOver(PAIR.sequence, given)]
 
 
 def test_what_is_refused_is_not_asked_again_and_the_end_ends_all_but_a_departure() -> None:
@@ -210,8 +209,8 @@ def test_what_is_refused_is_not_asked_again_and_the_end_ends_all_but_a_departure
     with pytest.raises(AssertionError, match=r"another thread asks for \('meet', 'pause'\), too"):
         talk.ask(e.Meet, "pause", b"")
     refused = e.Refused(talk.due(0.1)[0].number, "too large")
-    assert talk.hear(refused) == [f.Replied(put, refused)]
-    assert talk.hear(e.Refused(0, "different places")) == [f.Replied(meet, e.Refused(0, "different places"))]
+    assert talk.hear(refused) == [c.Replied(put, refused)]
+    assert talk.hear(e.Refused(0, "different places")) == [c.Replied(meet, e.Refused(0, "different places"))]
     talk.ask(e.Meet, "other", b"")
     assert talk.hear(e.must_end("lost")) == [e.End("lost", run=False)]
     assert talk.hear(e.Now(8, over=e.End("all have finished", True, False))) == [], "the first end counts"
@@ -231,11 +230,11 @@ def conversation(**options: Any) -> c.Conversation:
 def joined(**options: Any) -> c.Conversation:
     talk = conversation(**options)
     noted = e.Noted(ask(talk, m.Join).number)
-    assert talk.hear(noted) == [f.Replied(m.Join, noted)]
+    assert talk.hear(noted) == [c.Replied(m.Join, noted)]
     return talk
 
 
-def ask(talk: c.Conversation, kind: f.Kind, *fields: object) -> m.Request:
+def ask(talk: c.Conversation, kind: c.Kind, *fields: object) -> m.Request:
     """What the thread that trains then says."""
     talk.ask(kind, *fields)
     (request,) = talk.due_in_training(0.0)
@@ -247,7 +246,7 @@ def test_what_is_open_is_repeated_under_new_numbers_and_any_of_them_answers() ->
     first = ask(talk, m.Join).number
     (again,) = talk.due_in_training(math.inf)
     assert again.number == first + 1
-    assert [type(effect) for effect in talk.hear(e.Noted(first))] == [f.Replied]
+    assert [type(effect) for effect in talk.hear(e.Noted(first))] == [c.Replied]
     assert talk.hear(e.Noted(again.number)) == []
     assert talk.joined
     ask(talk, m.Ready, 3)
@@ -268,7 +267,7 @@ def test_the_answer_to_a_ready_that_a_leave_withdraws_is_heard_until_the_schedul
         replies = [ANSWER, noted] if comes_first else [noted, ANSWER]
         came = [effect for reply in replies for effect in talk.hear(reply)]
         assert came == (
-            [f.Replied(m.Ready, ANSWER), f.Replied(m.Leave, noted)] if comes_first else [f.Replied(m.Leave, noted)]
+            [c.Replied(m.Ready, ANSWER), c.Replied(m.Leave, noted)] if comes_first else [c.Replied(m.Leave, noted)]
         )
         assert not {m.Ready, m.Leave} & talk._open.keys()
 
@@ -278,7 +277,7 @@ def test_a_scheduler_that_was_started_again_hears_what_others_may_lack() -> None
     both.hear(e.Start(Epoch(1, (), "tested"), True))
     both.ask(e.Enrol, {})
     ask(both, m.Ready, 3)
-    assert both.hear(ANSWER) == [f.Replied(m.Ready, ANSWER)]
+    assert both.hear(ANSWER) == [c.Replied(m.Ready, ANSWER)]
     ask(both, m.Ready, 4)
     for known in (False, True):
         both.hear(e.Stranger(known))
@@ -302,7 +301,7 @@ def test_what_was_dealt_is_told_to_a_scheduler_that_was_started_again() -> None:
     number = ask(both, m.AskLease, SEGMENT, 0).number
     lease = Lease(SEGMENT, 1, 0, 0, 0, 4, 0.0, 1.0)
     assert both.hear(m.Dealt(msgspec.structs.replace(lease, ordinal=1), number)) == []
-    assert both.hear(m.Dealt(lease, number)) == [f.Replied(m.AskLease, m.Dealt(lease, number))]
+    assert both.hear(m.Dealt(lease, number)) == [c.Replied(m.AskLease, m.Dealt(lease, number))]
     both.ask(e.Enrol, {})
     both.hear(e.Stranger())
     enrol = both.due(0.0)[0]
@@ -321,14 +320,14 @@ def test_a_lease_of_an_earlier_scheduler_that_is_read_too_late_to_be_told_does_n
     assert enrol.resumes.book == Book(SEGMENT, (), False, enrol.resumes.book.done if enrol.resumes.book else Done(0))
     assert talk.hear(m.Dealt(msgspec.structs.replace(again, stop=4), early.number)) == []
     (asked,) = talk.due_in_training(0.1)
-    assert talk.hear(m.Dealt(again, asked.number)) == [f.Replied(m.AskLease, m.Dealt(again, asked.number))]
+    assert talk.hear(m.Dealt(again, asked.number)) == [c.Replied(m.AskLease, m.Dealt(again, asked.number))]
 
 
 @pytest.mark.parametrize("lifeline", [True, False])
 @pytest.mark.parametrize("host", [None, Worker(0, 0)])
 def test_a_scheduler_that_answers_no_beat_is_missed_or_given_up_once(host: Worker | None, lifeline: bool) -> None:
     """At once if it has closed the lifeline, else when it has been silent for as long as a worker may be."""
-    talk, effects = joined(host=host), list[tuple[int, f.Effect]]()
+    talk, effects = joined(host=host), list[tuple[int, c.Effect]]()
     talk.hear(e.Now(1, LINE))
     talk.lifeline(there=lifeline)
     for now in range(c.LAST_BEAT - 1):
@@ -347,7 +346,7 @@ def test_a_scheduler_that_answers_no_beat_is_missed_or_given_up_once(host: Worke
         f"worker {ME}: the scheduler has not answered for {seconds:.0f} s; a worker that needs a group waits for it, "
         "and it can be started again at the same address"
     )
-    assert effects == [(20 + seconds, f.Warned(unheard) if host is None else e.End(what, True, True, host))]
+    assert effects == [(20 + seconds, c.Warned(unheard) if host is None else e.End(what, True, True, host))]
 
 
 def test_with_much_to_tell_a_beat_comes_at_once_but_not_all_the_time() -> None:
@@ -372,7 +371,7 @@ def test_an_invitation_a_line_and_the_end_are_heard_of_once_over_either_line() -
     talk, invitation, end = joined(), m.Invitation(PAIR, 3), e.End("broke", True, True, ME)
     for reply, effect in (
         (invitation, invitation),
-        (e.Now(1, LINE), f.Connect(5, b"nonce")),
+        (e.Now(1, LINE), c.Connect(5, b"nonce")),
         (e.Now(0, over=end), end),
     ):
         assert talk.hear(reply) == [effect]
@@ -450,7 +449,7 @@ def test_no_sequence_of_replies_breaks_a_conversation_and_repeated_ones_change_n
             heard.clear()  # the same reply may answer another question
         reply, number = decode_reply(encode(data.draw(REPLIES))), talk._number
         for effect in talk.hear(reply):
-            if isinstance(effect, f.Replied):
+            if isinstance(effect, c.Replied):
                 assert effect.key not in talk._open
         if getattr(reply, "number", 0) <= number:
             heard.append(reply)  # others answer what is not said yet

@@ -33,7 +33,7 @@ from lightning_sdpipe.scheduler.client.client import (
     SchedulerClient,
     Start,
 )
-from lightning_sdpipe.scheduler.client.connection import ask_status
+from lightning_sdpipe.scheduler.client.wire import ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.log.event_log import differences, read_log
 from lightning_sdpipe.scheduler.log.status_page import render, to_plain

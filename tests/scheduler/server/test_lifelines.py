@@ -19,8 +19,7 @@ import zmq
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler.client.connection import ask_status
-from lightning_sdpipe.scheduler.client.wire import Callbacks, Lifeline
+from lightning_sdpipe.scheduler.client.wire import Callbacks, Lifeline, ask_status
 from lightning_sdpipe.scheduler.membership_protocol import End
 from lightning_sdpipe.scheduler.server.lifelines import Lifelines, Lines
 from recipes.harness import namespaces

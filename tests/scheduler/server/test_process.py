@@ -22,7 +22,7 @@ from lightning_sdpipe.policies import Group, Reason, Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.client.client import Callbacks, Failure, SchedulerClient
-from lightning_sdpipe.scheduler.client.connection import ask_status
+from lightning_sdpipe.scheduler.client.wire import ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.server import process
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
